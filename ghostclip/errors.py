@@ -1,0 +1,49 @@
+"""Everything that can go wrong, as types; the messages are written where the facts are known."""
+
+__all__ = [
+    "BudgetExceededError",
+    "GhostClipError",
+    "GradientLeakError",
+    "LedgerError",
+    "LossShapeError",
+    "PrivacyError",
+    "StaleInputError",
+    "UnsupportedModelError",
+    "VerificationError",
+]
+
+
+class GhostClipError(Exception):
+    """Base of every error GhostClip raises on purpose (bad argument values are plain ValueError or TypeError)."""
+
+
+class UnsupportedModelError(GhostClipError):
+    """The model, or the way a layer was used, cannot be clipped exactly. The message names the module and the remedy."""
+
+
+class LossShapeError(GhostClipError, ValueError):
+    """The losses are not one number per example, shape exactly [B]."""
+
+
+class StaleInputError(GhostClipError):
+    """A tensor the gradient formula needs was modified in place, or its graph was freed, since the forward pass."""
+
+
+class VerificationError(GhostClipError):
+    """Ghost norms or clipped sums differ from the slow obvious loop."""
+
+
+class PrivacyError(GhostClipError):
+    """The call would break the privacy guarantee or its accounting; nothing was released."""
+
+
+class GradientLeakError(PrivacyError):
+    """A ``p.grad`` holds something that per-example clipping did not put there."""
+
+
+class BudgetExceededError(PrivacyError):
+    """The next step would spend more privacy than was agreed."""
+
+
+class LedgerError(PrivacyError):
+    """The file of spent privacy is missing, damaged, or belongs to another run."""
