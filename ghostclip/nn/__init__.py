@@ -1,1 +1,16 @@
+"""A drop-in for ``torch.nn``: layers with parameters are wrappers that can be clipped, everything else is torch's own."""
 
+import torch.nn as _torch_nn
+from torch.nn import *  # noqa: F403  (the point of this module: every name of torch.nn is here)
+
+from .attention import MultiheadAttention
+from .base import Call, GhostLayer
+from .conv import Conv1d, Conv2d, Conv3d
+from .embedding import Embedding
+from .linear import Linear
+from .normalization import BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, LayerNorm, SyncBatchNorm
+
+
+def __getattr__(name: str) -> object:
+    """Submodules and late names of torch.nn (functional, init, utils, parallel, ...)."""
+    return getattr(_torch_nn, name)

@@ -1,0 +1,230 @@
+"""GhostClipper: the two passes of Lee & Kifer (2020, algorithm 1). The only place that runs autograd for clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip.clipping import Policy, as_policy
+from ghostclip.convert import wrap
+from ghostclip.errors import LossShapeError, StaleInputError
+from ghostclip.explain import Plan, plan_of
+from ghostclip.graph import captured_calls, first_pass
+from ghostclip.gradients import GradientGuard
+from ghostclip.passes import Collector, FirstPass
+from ghostclip.planner import Planner
+from ghostclip.regroup import Grouping
+from ghostclip.validate import one_of, positive
+from ghostclip.verify import compare_with_loop
+
+__all__ = ["ClippingResult", "GhostClipper"]
+
+
+@dataclass(frozen=True)
+class ClippingResult:
+    """What `GhostClipper.backward` did. Norms and weights are private data: they must not leave the training process.
+
+    Attributes:
+        norms: [B], ||g_i|| before clipping; inf or nan for an example that was left out.
+        weights: [B], the factor each gradient was multiplied with.
+        sensitivity: the L2 bound on one example's contribution to the sum.
+    """
+
+    norms: Tensor
+    weights: Tensor
+    sensitivity: float
+
+
+class GhostClipper:
+    """Per-example gradient norms and exactly clipped sums, without materialised gradients.
+
+    Args:
+        model: built of any torch layers; wrapped in place if it isn't yet.
+        clipping: a max norm (flat clipping) or a policy of `ghostclip.clipping`.
+        second_pass: "reweight": a second ordinary backward of the reweighted losses (Lee & Kifer 2020), leanest in memory;
+            "cached": the clipped sum is built from what the first pass kept (book-keeping, Bu et al. 2023), fastest.
+        norm_strategy: "auto" by measured cost, or "gram" or "direct". Neither option changes a result beyond rounding.
+        memory_budget: bytes "cached" may keep; where that is not enough, the batch falls back to "reweight". None: no limit.
+
+    Raises:
+        UnsupportedModelError: the model can't be clipped exactly; every obstacle is listed.
+        ValueError, TypeError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        clipping: float | Policy | Callable[[Tensor], Tensor] = 1.0,
+        *,
+        second_pass: str = "reweight",
+        norm_strategy: str = "auto",
+        memory_budget: int | None = None,
+    ) -> None:
+        self.clipping = as_policy(clipping)
+        self.second_pass = one_of(("reweight", "cached"), second_pass=second_pass)
+        self.memory_budget = None if memory_budget is None else int(positive(memory_budget=memory_budget))
+        self._planner = Planner(one_of(("auto", "gram", "direct"), norm_strategy=norm_strategy))
+        self.model = wrap(model)
+        self._grouping = Grouping()
+        self._guard = GradientGuard()
+        self._last: FirstPass | None = None
+
+    def norms(self, losses: Tensor, *, per: str | None = None, retain_graph: bool = False) -> Any:
+        """Per-example gradient norms by the first pass alone.
+
+        Args:
+            losses: shape exactly [B], from a forward of the model.
+            per: None for the whole gradient, "layer" or "parameter".
+            retain_graph: keep the graph for another call.
+
+        Returns:
+            [B], or {module name: [B]}, or {parameter name: [B]}: every trained parameter under its first name, zeros
+            where it took no part. float32, or float64 for float64 models.
+
+        Raises:
+            LossShapeError, StaleInputError, UnsupportedModelError.
+        """
+        if per is not None:
+            one_of(("layer", "parameter"), per=per)
+        run = self._first_pass(losses, keep=False, retain_graph=retain_graph)
+        if per is None:
+            return run.norms()
+        return run.norms_by_layer() if per == "layer" else run.norms_by_parameter()
+
+    def per_example_grads(self, losses: Tensor, *, retain_graph: bool = False) -> dict[str, Tensor]:
+        """Materialised gradients {parameter name: [B, *shape]}, for research: B times the model in memory.
+
+        Raises as `norms` does.
+        """
+        run = self._first_pass(losses, keep=True, retain_graph=retain_graph, materialise=True)
+        return run.per_example_grads()
+
+    def backward(self, losses: Tensor, *, retain_graph: bool = False) -> ClippingResult:
+        """Both passes: adds ``sum_i v_i g_i`` to each ``p.grad`` (a sum: not averaged, without noise).
+
+        An example whose loss or gradient is not finite contributes exactly zero. Several calls add up.
+
+        Args:
+            losses: shape exactly [B], from a forward of the model.
+            retain_graph: keep the graph for another call.
+
+        Raises:
+            LossShapeError: losses of any other shape.
+            GradientLeakError: a ``p.grad`` holds something that no clipper put there.
+            StaleInputError: a remembered input was modified in place, or the graph is gone.
+            UnsupportedModelError: examples mix, or a parameter is used outside of its layer.
+        """
+        trained = self._trained()
+        self._guard.check(trained)
+        cached = self.second_pass == "cached"
+        run = self._first_pass(
+            losses, keep=cached, retain_graph=retain_graph or not cached or self.memory_budget is not None
+        )
+        norms = run.norms()
+        finite = torch.isfinite(norms) & torch.isfinite(losses.detach())
+        weights = self.clipping.weights(norms)
+        weights = torch.where(finite & torch.isfinite(weights), weights, torch.zeros_like(weights))
+        all_finite = bool(finite.all())
+        if not all_finite and not run.holds_terms:
+            run = self._first_pass(losses, keep=True, retain_graph=retain_graph, ignore_budget=True)
+        if run.holds_terms:
+            run.add_weighted_sums(weights, None if all_finite else finite)
+        else:
+            with _in_our_words():
+                seed = weights.to(losses.dtype)
+                inputs = [parameter for _, parameter in trained]
+                torch.autograd.backward(losses, seed, retain_graph=retain_graph, inputs=inputs)
+        self._guard.remember(trained)
+        return ClippingResult(norms, weights, self.clipping.sensitivity)
+
+    def explain(self) -> Plan:
+        """The plan as a table: each parameter's layer, rule, strategy, why, and measured cost; ``str()`` of it prints well.
+
+        Strategies are chosen on the first batch; before it they read "at the first batch".
+        """
+        return plan_of(self.model, self._planner, self._last)
+
+    def verify(
+        self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any, *, tolerance: float | None = None
+    ) -> float:
+        """Compares norms and clipped sums with the slow obvious loop on this model; returns the worst relative error.
+
+        Args:
+            loss_fn: (model, batch) -> losses [B].
+            batch: tensors (or nested tuples, lists, dicts of them) with examples in dimension 0.
+            tolerance: relative; None for 1e-9 in float64 and 1e-3 in narrower types.
+
+        Raises:
+            VerificationError: something differs by more than ``tolerance``; the layers are named.
+        """
+        return compare_with_loop(self, loss_fn, batch, tolerance)
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+
+    def _first_pass(
+        self,
+        losses: Tensor,
+        *,
+        keep: bool,
+        retain_graph: bool,
+        materialise: bool = False,
+        ignore_budget: bool = False,
+    ) -> FirstPass:
+        _check_losses(losses)
+        trained = self._trained()
+        names = {id(parameter): name for name, parameter in trained}
+        with _in_our_words():
+            calls = captured_calls(losses, names)
+            layers = {id(module): name or type(module).__name__ for name, module in self.model.named_modules()}
+            majors = self._grouping.prove(losses, calls, layers)
+            budget = None if ignore_budget or materialise else self.memory_budget
+            collector = Collector(
+                losses, calls, majors, self._planner, keep=keep, materialise=materialise, budget=budget
+            )
+            first_pass(losses, calls, collector.receive, retain_graph=retain_graph)
+        self._last = FirstPass(collector, trained)
+        return self._last
+
+
+def _check_losses(losses: Tensor) -> None:
+    """Raises LossShapeError unless ``losses`` are one number per example, attached to a graph."""
+    if not isinstance(losses, Tensor):
+        raise LossShapeError(f"losses must be a tensor of shape [B], one per example; got {type(losses).__name__}")
+    if losses.dim() != 1:
+        raise LossShapeError(
+            f'losses must have shape exactly [B], one per example; got {list(losses.shape)}. Use reduction="none", and '
+            "average what belongs to one example yourself: token losses [B, T] by .mean(1), a [B, 1] head by .squeeze(1)"
+        )
+    if not losses.dtype.is_floating_point:
+        raise LossShapeError(f"losses must be floating point numbers; got {losses.dtype}")
+    if not losses.requires_grad:
+        raise StaleInputError(
+            "the losses are not attached to a graph: they were detached or computed under no_grad, or nothing in the model "
+            "is trained; compute them from the model's output with gradients on"
+        )
+
+
+@contextmanager
+def _in_our_words() -> Iterator[None]:
+    """torch's errors about changed or freed tensors, said in ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if "modified by an inplace operation" in text:
+            raise StaleInputError(
+                "a tensor that the per-example gradients need was modified in place after a layer had used it; "
+                f"clone it before the change. torch says: {text.splitlines()[0]}"
+            ) from error
+        if "backward through the graph a second time" in text or "freed" in text:
+            raise StaleInputError(
+                "the graph of these losses was freed by an earlier norms(), backward() or .backward(); run the forward again, or "
+                "pass retain_graph=True to the earlier call"
+            ) from error
+        raise

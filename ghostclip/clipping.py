@@ -1,0 +1,112 @@
+"""Clipping policies: from per-example norms to weights, and the sensitivity those weights guarantee."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ghostclip.validate import nonnegative, positive
+
+__all__ = ["Automatic", "Custom", "Flat", "Policy", "as_policy"]
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Norms [B] to weights [B], such that ``weights * norms <= sensitivity`` for every example."""
+
+    @property
+    def sensitivity(self) -> float:
+        """The L2 bound on one example's weighted gradient."""
+
+    def weights(self, norms: Tensor) -> Tensor:
+        """The factor [B] each example's gradient is multiplied with."""
+
+
+def margin(norms: Tensor) -> float:
+    """A factor just below 1 that rounding in a product of ``norms``' precision can't undo."""
+    return 1.0 - 8.0 * torch.finfo(norms.dtype).eps
+
+
+@dataclass(frozen=True)
+class Flat:
+    """One bound for the whole gradient: ``v_i = min(1, max_norm / ||g_i||)`` (Abadi et al. 2016; Lee & Kifer 2020, eq. 2).
+
+    A norm of zero gives weight 1. The quotient is taken a few units in the last place low, so that the
+    weighted norm does not exceed ``max_norm`` by rounding.
+    """
+
+    max_norm: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_norm", positive(max_norm=self.max_norm))
+
+    @property
+    def sensitivity(self) -> float:
+        """``max_norm``."""
+        return self.max_norm
+
+    def weights(self, norms: Tensor) -> Tensor:
+        """``min(1, max_norm / norms)``, [B]."""
+        scale = (self.max_norm * margin(norms)) / norms
+        return torch.where(norms <= self.max_norm, torch.ones_like(norms), scale)
+
+
+@dataclass(frozen=True)
+class Automatic:
+    """AUTO-S: ``v_i = max_norm / (||g_i|| + gamma)``, every example scaled, none more than to ``max_norm`` (Bu et al. 2023)."""
+
+    max_norm: float
+    gamma: float = 0.01
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_norm", positive(max_norm=self.max_norm))
+        object.__setattr__(self, "gamma", positive(gamma=self.gamma))
+
+    @property
+    def sensitivity(self) -> float:
+        """``max_norm``."""
+        return self.max_norm
+
+    def weights(self, norms: Tensor) -> Tensor:
+        """``max_norm / (norms + gamma)``, [B]."""
+        return (self.max_norm * margin(norms)) / (norms + self.gamma)
+
+
+@dataclass(frozen=True)
+class Custom:
+    """Weights by ``function`` (norms [B] -> weights [B]), clamped so that ``weights * norms <= sensitivity`` always holds."""
+
+    function: Callable[[Tensor], Tensor]
+    sensitivity: float
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(f"function must map norms [B] to weights [B]; got {self.function!r}")
+        object.__setattr__(self, "sensitivity", nonnegative(sensitivity=self.sensitivity))
+
+    def weights(self, norms: Tensor) -> Tensor:
+        """The function's weights, no larger in size than ``sensitivity / norms``; raises ValueError on another shape."""
+        found = self.function(norms)
+        if not isinstance(found, Tensor) or found.shape != norms.shape:
+            shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(f"function must return weights of shape {list(norms.shape)}, one per example; got {shape}")
+        bound = (self.sensitivity * margin(norms)) / norms.clamp_min(torch.finfo(norms.dtype).tiny)
+        return torch.minimum(torch.maximum(found.to(norms.dtype), -bound), bound)
+
+
+def as_policy(clipping: Any) -> Policy:
+    """A policy from what users pass: a float is `Flat`, a callable with a ``sensitivity`` is `Custom`."""
+    if isinstance(clipping, Policy):
+        return clipping
+    if callable(clipping) and hasattr(clipping, "sensitivity"):
+        return Custom(clipping, clipping.sensitivity)
+    if isinstance(clipping, (int, float)) and not isinstance(clipping, bool):
+        return Flat(positive(clipping=clipping))
+    raise TypeError(
+        f"clipping must be a max norm (a number > 0), a policy of ghostclip.clipping, or a callable with a "
+        f"sensitivity attribute; got {clipping!r}"
+    )

@@ -1,0 +1,209 @@
+"""Swapping layers: torch's classes to wrappers in place and back, and everything that stands in the way, told at once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn as torch_nn
+
+from ghostclip.errors import UnsupportedModelError
+from ghostclip.nn.base import LAYERS, GhostLayer
+from ghostclip.nn.normalization import INSTEAD_OF_BATCHNORM
+
+__all__ = ["Finding", "check", "unwrap", "wrap"]
+
+BATCHNORM = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that keeps a model from being trained privately.
+
+    Attributes:
+        path: the module's name in the model ("" for the model itself).
+        problem: what is wrong.
+        remedy: what to write instead.
+    """
+
+    path: str
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.path or 'the model itself'}: {self.problem}; {self.remedy}"
+
+
+def wrap(
+    model: torch_nn.Module,
+    *,
+    batch_dim: int | Mapping[str, int] = 0,
+    replace: Mapping[str, str] | None = None,
+) -> torch_nn.Module:
+    """Turns every layer of ``model`` into its wrapper, in place: the same objects, Parameters, hooks and state_dict keys.
+
+    Args:
+        model: any torch module; wrapping it twice changes nothing.
+        batch_dim: the dimension that holds examples in the inputs and outputs of layers that don't say themselves (as
+            recurrent and attention layers do by ``batch_first``): an int, or {name pattern: int} for some modules.
+        replace: {"BatchNorm2d": "GroupNorm"} and the like, to replace what mixes examples; the new modules have new
+            parameters, so make the optimizer afterwards.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnsupportedModelError: with every finding of `check`; the model is left as it was.
+        ValueError: a batch_dim or replacement that names nothing or can't be made.
+    """
+    dims = _batch_dims(model, batch_dim)
+    swaps = _replacements(model, replace or {})
+    findings = [f for f in check(model) if f.path not in swaps]
+    if findings:
+        listed = "\n".join(f"  {number}. {finding}" for number, finding in enumerate(findings, 1))
+        raise UnsupportedModelError(f"the model can't be clipped exactly as it is:\n{listed}")
+    for path, new in swaps.items():
+        parent, _, child = path.rpartition(".")
+        setattr(model.get_submodule(parent), child, new)
+    for path, module in model.named_modules():
+        if (wrapper := _wrapper_of(type(module))) is not None:
+            module.__class__ = wrapper
+        if isinstance(module, GhostLayer) and path in dims:
+            module.ghost_batch_dim = dims[path]
+    return model
+
+
+def unwrap(model: torch_nn.Module) -> torch_nn.Module:
+    """Undoes `wrap` in place: every wrapper becomes its plain torch class again; returns the same model."""
+    for module in model.modules():
+        if isinstance(module, GhostLayer):
+            module.__class__ = module.wrapped
+            module.__dict__.pop("ghost_batch_dim", None)
+    return model
+
+
+def check(model: torch_nn.Module) -> list[Finding]:
+    """What keeps ``model`` from being trained privately, all of it at once; [] when nothing does. Changes nothing."""
+    findings = []
+    for path, module in model.named_modules():
+        findings += [Finding(path, problem, remedy) for problem, remedy in _obstacles(module)]
+    return findings
+
+
+def _wrapper_of(found: type) -> type | None:
+    """The wrapper for a torch class, or one made for a subclass of it that keeps its forward; None when there is none."""
+    if issubclass(found, GhostLayer):
+        return None
+    if found in LAYERS:
+        return LAYERS[found]
+    for base in found.__mro__[1:]:
+        if base in LAYERS:
+            same = all(
+                getattr(found, name) is getattr(base, name) for name in ("forward", "__call__") if hasattr(base, name)
+            )
+            inner = getattr(found, "_conv_forward", None) is getattr(base, "_conv_forward", None)
+            if not (same and inner):
+                return None
+            return type(found.__name__, (LAYERS[base], found), {"wrapped": found, "__module__": found.__module__})
+    return None
+
+
+def _obstacles(module: torch_nn.Module) -> Iterator[tuple[str, str]]:
+    """(problem, remedy) for one module by itself."""
+    kind = type(module)
+    if isinstance(module, torch_nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
+        yield f"{kind.__name__} has no sizes yet", "run one batch through the model before wrapping it"
+        return
+    wrapper = kind if issubclass(kind, GhostLayer) else _wrapper_of(kind)
+    if wrapper is not None:
+        assert issubclass(wrapper, GhostLayer)
+        trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        if trained or wrapper.__name__ in BATCHNORM:
+            for problem, remedy in wrapper.obstacles(module):
+                yield f"{kind.__name__}: {problem}", remedy
+        yield from _strangers(module, wrapper)
+        return
+    if isinstance(module, (torch_nn.modules.batchnorm._BatchNorm,)) and module.training:
+        yield f"{kind.__name__} mixes the examples of a batch", INSTEAD_OF_BATCHNORM
+        return
+    if (
+        getattr(module, "track_running_stats", False)
+        and getattr(module, "running_mean", None) is not None
+        and module.training
+    ):
+        yield f"{kind.__name__} updates running statistics from private data", "set track_running_stats=False"
+    names = [name for name, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]
+    if names:
+        yield (
+            f"{kind.__name__} trains parameters of its own ({', '.join(names)}) and has no gradient rule",
+            "build it of layers from ghostclip.nn, write a rule (class MyLayer(GhostLayer, wraps=...)), or freeze it "
+            "(requires_grad_(False))",
+        )
+
+
+def _strangers(module: torch_nn.Module, wrapper: type[GhostLayer]) -> Iterator[tuple[str, str]]:
+    """Trained parameters that the wrapped class doesn't have: its rule knows nothing of them."""
+    known = wrapper.parameter_names(module)
+    own = [name for name, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]
+    extra = [name for name in own if name not in known]
+    if extra:
+        yield (
+            f"{type(module).__name__} has parameters its gradient rule doesn't cover ({', '.join(extra)}), as weight "
+            "normalisation makes them",
+            "remove the parametrization, move them to a module of their own, or freeze them",
+        )
+    if any(parameter.is_complex() for parameter in module.parameters(recurse=False)):
+        yield (
+            f"{type(module).__name__} has complex parameters",
+            "use real ones: norms and noise are defined for those",
+        )
+
+
+def _batch_dims(model: torch_nn.Module, batch_dim: int | Mapping[str, int]) -> dict[str, int]:
+    """Which module paths get which batch dimension."""
+    names = [path for path, _ in model.named_modules()]
+    patterns = {"*": batch_dim} if isinstance(batch_dim, int) else batch_dim
+    found: dict[str, int] = {}
+    for pattern, dim in patterns.items():
+        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
+            raise ValueError(f"batch_dim must be a dimension >= 0; got {dim!r} for {pattern!r}")
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
+            raise ValueError(f"batch_dim names {pattern!r}, but no module of the model has such a name")
+        found.update(dict.fromkeys(matching, dim))
+    return {name: dim for name, dim in found.items() if dim != 0 or not isinstance(batch_dim, int)}
+
+
+def _replacements(model: torch_nn.Module, replace: Mapping[str, str]) -> dict[str, torch_nn.Module]:
+    """New modules by path, made but not yet put in place."""
+    for old, new in replace.items():
+        if old not in BATCHNORM or new not in ("GroupNorm", "LayerNorm", "Identity"):
+            raise ValueError(
+                f"replace can turn one of {', '.join(BATCHNORM)} into GroupNorm, LayerNorm or Identity; got {old!r}: {new!r}"
+            )
+    found: dict[str, torch_nn.Module] = {}
+    for path, module in model.named_modules():
+        wanted = replace.get(getattr(module, "wrapped", type(module)).__name__)
+        if wanted is None or not isinstance(module, torch_nn.modules.batchnorm._BatchNorm):
+            continue
+        if not path:
+            raise ValueError("replace can't replace the model itself; put it into a Sequential first")
+        found[path] = _in_place_of(module, wanted)
+    if replace and not found:
+        warnings.warn(f"replace named {', '.join(replace)}, but the model has none", stacklevel=3)
+    return found
+
+
+def _in_place_of(module: torch_nn.modules.batchnorm._BatchNorm, wanted: str) -> torch_nn.Module:
+    if wanted == "Identity":
+        return torch_nn.Identity()
+    channels = module.num_features
+    # LayerNorm over channels and positions is GroupNorm with one group, and needs no spatial size.
+    groups = 1 if wanted == "LayerNorm" else max(g for g in range(1, min(32, channels) + 1) if channels % g == 0)
+    reference = next(module.parameters(), torch.empty(0))
+    return torch_nn.GroupNorm(
+        groups, channels, eps=module.eps, affine=module.affine, device=reference.device, dtype=reference.dtype
+    )

@@ -1,0 +1,87 @@
+"""The plan of a clipper as a table: which layer, by which rule, which way to its norms, and what that was measured to cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from ghostclip.nn.base import GhostLayer
+from ghostclip.passes import FirstPass
+from ghostclip.planner import Planner
+
+__all__ = ["Plan", "Row", "plan_of"]
+
+HEADER = ("layer", "parameter", "rule", "shape", "strategy", "kept", "why", "ms")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One trained parameter's line of the plan.
+
+    Attributes:
+        layer: name of the module that owns the parameter.
+        parameter: its own name there.
+        rule: whose gradient rule is used.
+        shape: of the parameter.
+        strategy: the way to its squared norms, "at the first batch" while nothing was chosen.
+        kept: whether its per-example gradients are kept for the clipped sum.
+        why: the reason for the strategy.
+        milliseconds: measured cost by candidate; empty when nothing had to be measured.
+    """
+
+    layer: str
+    parameter: str
+    rule: str
+    shape: tuple[int, ...]
+    strategy: str
+    kept: bool
+    why: str
+    milliseconds: dict[str, float]
+
+    def cells(self) -> tuple[str, ...]:
+        """The line as texts, in the order of the table's columns."""
+        costs = ", ".join(f"{name} {cost:.3g}" for name, cost in sorted(self.milliseconds.items(), key=lambda c: c[1]))
+        shape = " x ".join(map(str, self.shape))
+        return (self.layer or "(model)", self.parameter, self.rule, shape, self.strategy, "yes" if self.kept else "no",
+                self.why, costs)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The rows of a plan; ``str()`` prints them as a table."""
+
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        table = [HEADER, *(row.cells() for row in self.rows)]
+        widths = [max(len(line[column]) for line in table) for column in range(len(HEADER))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table
+        ]
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+def plan_of(model: nn.Module, planner: Planner, last: FirstPass | None) -> Plan:
+    """The plan as the last batch left it; without one, what is known from the layers alone."""
+    rows = []
+    chosen = {} if last is None else last.choices
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        layer, _, own = name.rpartition(".")
+        module = model.get_submodule(layer)
+        rule = module.rule if isinstance(module, GhostLayer) else type(module).__name__
+        choice = chosen.get(id(parameter))
+        if choice is None:
+            strategy, kept, why, costs = ("unused" if last else "at the first batch"), False, "", {}
+        else:
+            strategy, kept, why, costs = choice.name, choice.keep, choice.reason, choice.milliseconds
+        rows.append(Row(layer, own, rule, tuple(parameter.shape), strategy, kept, why, costs))
+    return Plan(tuple(rows))

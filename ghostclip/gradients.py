@@ -1,0 +1,49 @@
+"""The guard of p.grad: whatever stands there must have been put there by a clipper."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip.errors import GradientLeakError
+
+__all__ = ["GradientGuard"]
+
+
+class GradientGuard:
+    """Knows each p.grad it has seen filled, by identity and version, and refuses any other that isn't zero."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def is_known(self, grad: Tensor) -> bool:
+        """Whether ``grad`` is exactly what `remember` last saw, untouched since."""
+        known = self._known.get(id(grad))
+        return known is not None and known[0]() is grad and known[1] == grad._version
+
+    def check(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Raises GradientLeakError when a p.grad holds anything but zeros that this guard doesn't know."""
+        strange = [
+            (name, parameter.grad)
+            for name, parameter in parameters
+            if parameter.grad is not None and not self.is_known(parameter.grad)
+        ]
+        if not strange:
+            return
+        for name, grad in strange:
+            if bool(torch.count_nonzero(grad)):
+                raise GradientLeakError(
+                    f"the gradient of {name!r} was filled or changed by something other than per-example clipping (a plain "
+                    ".backward(), an assignment, gradient clipping or scaling), so it isn't bounded for any example; "
+                    "call optimizer.zero_grad() and use the clipper's or engine's backward only"
+                )
+
+    def remember(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Takes every p.grad as it is now for known."""
+        self._known = {}
+        for _, parameter in parameters:
+            if (grad := parameter.grad) is not None:
+                self._known[id(grad)] = (weakref.ref(grad), grad._version)

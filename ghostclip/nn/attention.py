@@ -1,0 +1,223 @@
+"""Multi-head attention (Lee & Kifer 2020, section 5.6): four linear layers around scaled dot-product attention.
+
+torch's own module multiplies with packed weights inside one function, where nothing can be captured. The forward here takes
+the same steps with the same kernels in the same order, and captures the pre-activation of each projection. Inside,
+tensors are [T, B, E], as in torch: examples are in dimension 1.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from ghostclip.errors import UnsupportedModelError
+from ghostclip.norms.outer import Outer
+from ghostclip.norms.term import Term
+
+from .base import Call, GhostLayer, is_capturing
+from .linear import Linear, examples_first, summed_positions
+
+__all__ = ["MultiheadAttention"]
+
+
+class _OutProjection(Linear, NonDynamicallyQuantizableLinear, wraps=NonDynamicallyQuantizableLinear):
+    """The output projection of an attention layer: a linear layer under torch's own name for it."""
+
+
+class MultiheadAttention(GhostLayer, torch.nn.MultiheadAttention, wraps=torch.nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` that can be clipped: masks, kdim and vdim, added biases, weights returned or not."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As torch's; raises UnsupportedModelError for inputs without a batch dimension while gradients are recorded."""
+        trained = any(parameter.requires_grad for parameter in self.parameters())
+        if not (is_capturing() and trained):
+            return super().forward(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+        if query.dim() != 3:
+            raise UnsupportedModelError(
+                f"MultiheadAttention got a query of shape {list(query.shape)}; give it a batch dimension: [B, T, E] "
+                "with batch_first=True, else [T, B, E]"
+            )
+        key_padding_mask, attn_mask, is_causal = _masks(query, key_padding_mask, attn_mask, is_causal, need_weights)
+        if self.batch_first:
+            query, key, value = _transposed(query, key, value)
+        projected = self._project(query, key, value)
+        heads, attn_mask, key_padding_mask = self._heads(projected, attn_mask, key_padding_mask)
+        mask = self._merged_mask(attn_mask, key_padding_mask, query.shape[1], heads[1].shape[1])
+        attended, weights = self._attend(heads, mask, query.shape[1], need_weights, is_causal)
+        output = F.linear(attended, self.out_proj.weight, self.out_proj.bias)
+        if isinstance(self.out_proj, GhostLayer):
+            shaped = attended.view(query.shape[0], query.shape[1], self.embed_dim)
+            output = self.out_proj.capture(output.view(shaped.shape), shaped, batch_dim=1)
+        output = output.view(query.shape[0], query.shape[1], self.embed_dim)
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(dim=1)
+        return (output.transpose(1, 0) if self.batch_first else output), weights
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value through their projections, in as few products as torch makes of them."""
+        width = self.embed_dim
+        if not self._qkv_same_embed_dim:
+            sides = [(query, "q_proj_weight"), (key, "k_proj_weight"), (value, "v_proj_weight")]
+            q, k, v = (self._side(x, name, part) for part, (x, name) in enumerate(sides))
+            return q, k, v
+        if key is not value:
+            q, k, v = (self._packed(x, part * width, (part + 1) * width) for part, x in enumerate((query, key, value)))
+            return q, k, v
+        if query is not key:
+            q = self._packed(query, 0, width)
+            k, v = _unpacked(self._packed(key, width, 3 * width), 2)
+            return q, k, v
+        q, k, v = _unpacked(self._packed(query, 0, 3 * width), 3)
+        return q, k, v
+
+    def _packed(self, input: Tensor, start: int, stop: int) -> Tensor:
+        """``input`` times the rows start:stop of the packed projection."""
+        bias = self.in_proj_bias
+        whole = (start, stop) == (0, self.in_proj_weight.shape[0])
+        weight = self.in_proj_weight if whole else self.in_proj_weight[start:stop]
+        if bias is not None and not whole:
+            bias = bias[start:stop]
+        names = ("in_proj_weight", "in_proj_bias")
+        rows = {} if whole else dict.fromkeys(names, (start, stop))
+        return self.capture(F.linear(input, weight, bias), input, parameters=names, rows=rows, batch_dim=1)
+
+    def _side(self, input: Tensor, name: str, part: int) -> Tensor:
+        """``input`` times one of three separate weights (kdim or vdim given); their bias is still packed."""
+        rows = (part * self.embed_dim, (part + 1) * self.embed_dim)
+        bias = None if self.in_proj_bias is None else self.in_proj_bias[slice(*rows)]
+        output = F.linear(input, getattr(self, name), bias)
+        names = (name, "in_proj_bias")
+        return self.capture(output, input, parameters=names, rows={"in_proj_bias": rows}, batch_dim=1)
+
+    def _heads(
+        self, projected: tuple[Tensor, Tensor, Tensor], attn_mask: Tensor | None, key_padding_mask: Tensor | None
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None]:
+        """[T, B, E] each to [B * heads, T, E / heads]; added positions and the masks' columns for them."""
+        q, k, v = projected
+        examples = q.shape[1]
+        if attn_mask is not None and attn_mask.dim() == 2:
+            attn_mask = attn_mask.unsqueeze(0)
+        if self.bias_k is not None and self.bias_v is not None:
+            k = torch.cat([k, self._added(self.bias_k, "bias_k", examples)])
+            v = torch.cat([v, self._added(self.bias_v, "bias_v", examples)])
+            attn_mask, key_padding_mask = _widened(attn_mask), _widened(key_padding_mask)
+        rows = examples * self.num_heads
+        q, k, v = (x.view(x.shape[0], rows, self.head_dim).transpose(0, 1) for x in (q, k, v))
+        if self.add_zero_attn:
+            zeros = q.new_zeros(rows, 1, self.head_dim)
+            k, v = torch.cat([k, zeros], dim=1), torch.cat([v, zeros], dim=1)
+            attn_mask, key_padding_mask = _widened(attn_mask), _widened(key_padding_mask)
+        return (q, k, v), attn_mask, key_padding_mask
+
+    def _added(self, bias: Tensor, name: str, examples: int) -> Tensor:
+        """The learned extra key or value position, once for each example."""
+        return self.capture(bias.repeat(1, examples, 1), parameters=(name,), batch_dim=1)
+
+    def _merged_mask(
+        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, examples: int, source: int
+    ) -> Tensor | None:
+        if key_padding_mask is None:
+            return attn_mask
+        padding = key_padding_mask.view(examples, 1, 1, source).expand(-1, self.num_heads, -1, -1)
+        padding = padding.reshape(examples * self.num_heads, 1, source)
+        return padding if attn_mask is None else attn_mask + padding
+
+    def _attend(
+        self,
+        heads: tuple[Tensor, Tensor, Tensor],
+        mask: Tensor | None,
+        examples: int,
+        need_weights: bool,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attended values [T * B, E] and, on request, the attention weights [B, heads, T, S]."""
+        q, k, v = heads
+        dropout = self.dropout if self.training else 0.0
+        target, source = q.shape[1], k.shape[1]
+        if not need_weights:
+            if mask is not None:
+                single = mask.shape[0] == 1
+                mask = mask.unsqueeze(0) if single else mask.view(examples, self.num_heads, -1, source)
+            q, k, v = (x.view(examples, self.num_heads, -1, self.head_dim) for x in (q, k, v))
+            attended = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
+            return attended.permute(2, 0, 1, 3).reshape(examples * target, self.embed_dim), None
+        q = q * math.sqrt(1.0 / float(self.head_dim))
+        scores = torch.bmm(q, k.mT) if mask is None else torch.baddbmm(mask, q, k.mT)
+        weights = F.softmax(scores, dim=-1)
+        if dropout > 0.0:
+            weights = F.dropout(weights, p=dropout)
+        attended = torch.bmm(weights, v).transpose(0, 1).reshape(target * examples, self.embed_dim)
+        return attended, weights.view(examples, self.num_heads, target, source)
+
+    @classmethod
+    def parameter_names(cls, module: torch.nn.Module) -> tuple[str, ...]:
+        packed = ("in_proj_weight", "in_proj_bias", "bias_k", "bias_v")
+        return (*packed, "q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+    def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term | Tensor:
+        if name in ("bias_k", "bias_v"):
+            return grad.movedim(1, 0).unsqueeze(1)
+        grad = examples_first(grad, call.batch_dim)
+        if name == "in_proj_bias":
+            return summed_positions(grad)
+        left, right = grad, examples_first(inputs[0], call.batch_dim)
+        return Outer(left, right, torch.Size((left.shape[2], right.shape[2])))
+
+
+def _masks(
+    query: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None, is_causal: bool, need_weights: bool
+) -> tuple[Tensor | None, Tensor | None, bool]:
+    """Both masks as floats to be added, by torch's own reading of them, and whether the causal hint still stands."""
+    key_padding_mask = F._canonical_mask(
+        mask=key_padding_mask,
+        mask_name="key_padding_mask",
+        other_type=F._none_or_dtype(attn_mask),
+        other_name="attn_mask",
+        target_type=query.dtype,
+    )
+    if is_causal and attn_mask is None:
+        raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+    if is_causal and key_padding_mask is None and not need_weights:
+        return key_padding_mask, None, True
+    attn_mask = F._canonical_mask(
+        mask=attn_mask,
+        mask_name="attn_mask",
+        other_type=None,
+        other_name="",
+        target_type=query.dtype,
+        check_other=False,
+    )
+    return key_padding_mask, attn_mask, is_causal and key_padding_mask is None
+
+
+def _transposed(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, T, E] to [T, B, E], the same tensor staying the same."""
+    q = query.transpose(1, 0)
+    k = q if key is query else key.transpose(1, 0)
+    return q, k, (k if value is key else value.transpose(1, 0))
+
+
+def _unpacked(packed: Tensor, parts: int) -> Tensor:
+    """[T, B, parts * E] as [parts, T, B, E]."""
+    return packed.unflatten(-1, (parts, -1)).unsqueeze(0).transpose(0, -2).squeeze(-2).contiguous()
+
+
+def _widened(mask: Tensor | None) -> Tensor | None:
+    """The mask with a column of zeros for an added position."""
+    return None if mask is None else F.pad(mask, (0, 1))

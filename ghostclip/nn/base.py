@@ -1,0 +1,212 @@
+"""What every wrapper layer is made of: capturing pre-activations, and the registry of layers that have a rule.
+
+A wrapper's forward lets torch's own kernel do the arithmetic, then hands the result to `GhostLayer.capture`. That puts
+an identity node into the autograd graph whose backward, during a clipper's first pass, is told the gradient at the
+pre-activation and still has the inputs (Lee & Kifer 2020, algorithm 1, lines 5 to 12). Nothing is stored on the module or
+its Parameters: what is remembered lives in the graph and dies with it.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ghostclip.errors import UnsupportedModelError
+from ghostclip.norms.dense import Dense
+from ghostclip.norms.term import Term
+
+__all__ = ["LAYERS", "PROBE", "Call", "GhostLayer", "Sink", "is_capturing"]
+
+# A leaf that every captured pre-activation leads to: asking autograd for its gradient runs a backward that goes
+# to the pre-activations and no further, and so forms no weight gradient. It never has a value and never changes.
+PROBE = torch.zeros(0, requires_grad=True)
+
+# The exact torch class -> its wrapper. Filled once, by the class statements of this package and of users' own layers.
+LAYERS: dict[type, type[GhostLayer]] = {}
+
+Sink = Callable[["Call", tuple[Tensor, ...], Tensor], None]
+
+
+class Call:
+    """One use of one layer: who, which of its parameters, where the examples are, and what came before.
+
+    Attributes:
+        layer: the wrapper module.
+        parameters: the names of the layer's own parameters this use multiplied with; frozen ones are left out.
+        rows: for parameters of which only a part was used, the (start, stop) along their first axis.
+        batch_dim: the dimension of the pre-activation that holds examples.
+        shape: of the pre-activation.
+        sources: where the graph goes on below the layer: gradient nodes of the inputs, or leaf inputs themselves.
+        sink: told (call, inputs, gradient at the pre-activation) during a first pass; None at any other time.
+    """
+
+    __slots__ = ("batch_dim", "extra", "layer", "parameters", "rows", "shape", "sink", "sources")
+
+    def __init__(
+        self,
+        layer: GhostLayer,
+        parameters: tuple[str, ...],
+        rows: Mapping[str, tuple[int, int]],
+        batch_dim: int,
+        shape: torch.Size,
+        inputs: tuple[Tensor, ...],
+        extra: Any,
+    ) -> None:
+        self.layer, self.parameters, self.rows, self.extra = layer, parameters, rows, extra
+        self.batch_dim, self.shape = batch_dim, shape
+        self.sources = [t.grad_fn or t for t in inputs if t.requires_grad]
+        self.sink: Sink | None = None
+
+    def term(self, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+        """The per-example gradients of parameter ``name`` by the layer's rule; a plain tensor [B, *shape] is taken as is."""
+        found = self.layer.per_example(name, self, inputs, grad)
+        return found if isinstance(found, Term) else Dense(found)
+
+
+class _Capture(torch.autograd.Function):
+    """Identity on a pre-activation, in place; its backward tells the sink, while there is one."""
+
+    @staticmethod
+    def forward(ctx: Any, preactivation: Tensor, probe: Tensor, call: Call, inputs: tuple[Tensor, ...]) -> Tensor:
+        ctx.mark_dirty(preactivation)
+        ctx.save_for_backward(*inputs)
+        ctx.call = call
+        return preactivation
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        call = ctx.call
+        if call.sink is not None:
+            call.sink(call, ctx.saved_tensors, grad.reshape(call.shape))
+        return grad, None, None, None
+
+
+def is_capturing() -> bool:
+    """Whether a forward now should leave anything behind: gradients are being recorded."""
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+class GhostLayer(torch.nn.Module):
+    """Mixin that makes a torch layer a wrapper: ``class Linear(GhostLayer, torch.nn.Linear, wraps=torch.nn.Linear)``.
+
+    A wrapper defines two methods: ``forward``, which ends in `capture`, and ``per_example``, the layer's gradient rule.
+    Wrappers have no ``__init__`` and keep no state, so that a module can become one by a change of its class.
+    """
+
+    rule: ClassVar[str] = ""
+    wrapped: ClassVar[type[torch.nn.Module]]
+    # The dimension of inputs and outputs that holds examples; `wrap(model, batch_dim=...)` sets it on the instance.
+    ghost_batch_dim: int = 0
+
+    def __init_subclass__(cls, wraps: type[torch.nn.Module] | None = None, **rest: Any) -> None:
+        super().__init_subclass__(**rest)
+        if wraps is not None:
+            cls.wrapped = wraps
+            cls.rule = cls.rule or cls.__name__
+            LAYERS[wraps] = cls
+
+    @abc.abstractmethod
+    def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term | Tensor:
+        """The per-example gradients of the layer's parameter ``name`` for one call.
+
+        Args:
+            name: one of ``call.parameters``.
+            call: the use of the layer; ``call.batch_dim`` is where the examples are in ``inputs`` and ``grad``.
+            inputs: what forward gave to `capture`, as it was then.
+            grad: gradient of the summed losses at the pre-activation, of its shape.
+
+        Returns:
+            A term, or the gradients themselves as a tensor [B, *parameter shape].
+        """
+
+    @classmethod
+    def parameter_names(cls, module: torch.nn.Module) -> tuple[str, ...]:
+        """The names of the module's own parameters that the rule knows."""
+        return ("weight", "bias")
+
+    @classmethod
+    def obstacles(cls, module: torch.nn.Module) -> list[tuple[str, str]]:
+        """(problem, remedy) for settings of ``module`` this rule can't be exact for; [] when there are none."""
+        return []
+
+    def capture(
+        self,
+        preactivation: Tensor,
+        *inputs: Tensor,
+        parameters: tuple[str, ...] = ("weight", "bias"),
+        rows: Mapping[str, tuple[int, int]] | None = None,
+        batch_dim: int | None = None,
+        extra: Any = None,
+    ) -> Tensor:
+        """Remembers ``inputs`` with ``preactivation`` until its gradient comes; returns it, same values and shape.
+
+        Args:
+            preactivation: what the parameters produced; must not be used before the tensor returned here.
+            inputs: the tensors the rule needs.
+            parameters: names of the layer's own parameters that took part.
+            rows: (start, stop) along the first axis for parameters of which only a part took part.
+            batch_dim: where the examples are; None for the layer's ``ghost_batch_dim``.
+            extra: anything else the rule needs; must not hold tensors of the graph.
+
+        Raises:
+            UnsupportedModelError: a parameter was replaced by a computed tensor (weight normalisation and the like).
+        """
+        if not preactivation.requires_grad or not is_capturing():
+            return preactivation
+        call = self.new_call(preactivation, inputs, parameters, rows, batch_dim, extra)
+        if call is None:
+            return preactivation
+        base = _whole_base(preactivation)
+        captured = _Capture.apply(base, PROBE, call, inputs)
+        return captured if base is preactivation else captured.view(preactivation.shape)
+
+    def new_call(
+        self,
+        preactivation: Tensor,
+        inputs: tuple[Tensor, ...],
+        parameters: tuple[str, ...],
+        rows: Mapping[str, tuple[int, int]] | None = None,
+        batch_dim: int | None = None,
+        extra: Any = None,
+    ) -> Call | None:
+        """The `Call` of this use, or None when none of the parameters is trained."""
+        own = self._parameters
+        trained = []
+        for name in parameters:
+            parameter = own.get(name)
+            if parameter is None:
+                _refuse_computed(self, name)
+            elif parameter.requires_grad:
+                trained.append(name)
+        if not trained:
+            return None
+        dim = self.ghost_batch_dim if batch_dim is None else batch_dim
+        if dim >= preactivation.dim():
+            raise UnsupportedModelError(
+                f"{type(self).__name__}: examples are said to be in dimension {dim}, but the output has shape "
+                f"{list(preactivation.shape)}; set wrap(model, batch_dim=...) to where they are"
+            )
+        return Call(self, tuple(trained), rows or {}, dim, preactivation.shape, inputs, extra)
+
+
+def _whole_base(tensor: Tensor) -> Tensor:
+    """The tensor, or, for a view, something that owns its memory: marking a view as changed in place copies it in backward."""
+    base = tensor._base
+    if base is None:
+        return tensor
+    same = base.is_contiguous() and tensor.is_contiguous() and base.numel() == tensor.numel()
+    return base if same and base._base is None else tensor.clone()
+
+
+def _refuse_computed(layer: torch.nn.Module, name: str) -> None:
+    value = getattr(layer, name, None)
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise UnsupportedModelError(
+            f"{type(layer).__name__}.{name} is computed from other parameters (weight normalisation or another "
+            f"parametrization), which has no exact rule; remove it, or freeze those parameters"
+        )

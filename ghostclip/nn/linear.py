@@ -1,0 +1,38 @@
+"""Linear layers (Goodfellow 2015; Lee & Kifer 2020, section 5.1): dL_i/dW = sum_t dz[i,t] (x) x[i,t], dL_i/db = sum_t dz[i,t]."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ghostclip.norms.dense import Dense
+from ghostclip.norms.outer import Outer
+from ghostclip.norms.term import Term, wide
+
+from .base import Call, GhostLayer
+
+__all__ = ["Linear", "examples_first", "summed_positions"]
+
+
+def examples_first(tensor: Tensor, batch_dim: int) -> Tensor:
+    """[..., B at batch_dim, ..., features] as [B, T, features], positions flattened."""
+    tensor = tensor.movedim(batch_dim, 0)
+    return tensor.unsqueeze(1) if tensor.dim() == 2 else tensor.flatten(1, -2)
+
+
+def summed_positions(grad: Tensor) -> Dense:
+    """The term of a bias: grad [B, T, p] summed over positions."""
+    return Dense(grad.squeeze(1) if grad.shape[1] == 1 else wide(grad).sum(1))
+
+
+class Linear(GhostLayer, torch.nn.Linear, wraps=torch.nn.Linear):
+    """`torch.nn.Linear` that can be clipped; any number of positions between the examples and the features."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.capture(super().forward(input), input)
+
+    def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+        grad = examples_first(grad, call.batch_dim)
+        if name == "bias":
+            return summed_positions(grad)
+        return Outer(grad, examples_first(inputs[0], call.batch_dim), self.weight.shape)

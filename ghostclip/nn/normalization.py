@@ -1,0 +1,114 @@
+"""Normalization layers (Lee & Kifer 2020, section 5.5): with the normalized input n, dL_i/dw = sum_t dz[i,t] * n[i,t].
+
+BatchNorm mixes examples, so that no per-example gradient exists: its names here refuse to be constructed, and a module
+that `wrap` found in eval mode, where it is a fixed affine map, refuses to run in train mode.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ghostclip.errors import UnsupportedModelError
+from ghostclip.norms.dense import Dense
+from ghostclip.norms.term import Term, wide
+
+from .base import Call, GhostLayer, is_capturing
+
+__all__ = ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "GroupNorm", "LayerNorm", "SyncBatchNorm"]
+
+INSTEAD_OF_BATCHNORM = (
+    "use GroupNorm, LayerNorm or InstanceNorm, which normalize each example by itself "
+    "(a BatchNorm in eval mode is accepted: call .eval() on it and keep it so)"
+)
+
+
+class LayerNorm(GhostLayer, torch.nn.LayerNorm, wraps=torch.nn.LayerNorm):
+    """`torch.nn.LayerNorm` that can be clipped; affine or not, bias or not, any normalized shape."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.capture(super().forward(input), input)
+
+    def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+        products = wide(grad)
+        if name == "weight":
+            products = products * F.layer_norm(wide(inputs[0]), self.normalized_shape, None, None, self.eps)
+        products = products.movedim(call.batch_dim, 0)
+        return Dense(products.reshape(products.shape[0], -1, *self.normalized_shape).sum(1))
+
+
+class GroupNorm(GhostLayer, torch.nn.GroupNorm, wraps=torch.nn.GroupNorm):
+    """`torch.nn.GroupNorm` that can be clipped; inputs [B, C, ...]."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.capture(super().forward(input), input)
+
+    def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+        products = wide(grad)
+        if name == "weight":
+            products = products * F.group_norm(wide(inputs[0]), self.num_groups, None, None, self.eps)
+        return _over_channels(products)
+
+
+def _over_channels(products: Tensor) -> Dense:
+    """[B, C, ...] summed over everything behind the channels."""
+    return Dense(products if products.dim() == 2 else products.flatten(2).sum(2))
+
+
+class _BatchNorm(GhostLayer):
+    """A BatchNorm that stays in eval mode: the affine map of its running statistics."""
+
+    rule = "BatchNorm in eval mode"
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    eps: float
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise UnsupportedModelError(
+            f"{type(self).__name__} mixes the examples of a batch, so no per-example gradient exists; "
+            f"{INSTEAD_OF_BATCHNORM}"
+        )
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self._uses_batch_statistics(self) and is_capturing():
+            raise UnsupportedModelError(
+                f"a {self.wrapped.__name__} is in train mode, where it mixes the examples of a batch; "
+                f"{INSTEAD_OF_BATCHNORM}"
+            )
+        return self.capture(super().forward(input), input)
+
+    @staticmethod
+    def _uses_batch_statistics(module: Any) -> bool:
+        return module.training or module.running_mean is None
+
+    def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+        products = wide(grad)
+        if name == "weight":
+            images = wide(inputs[0])
+            products = products * F.batch_norm(images, self.running_mean, self.running_var, eps=self.eps)
+        return _over_channels(products)
+
+    @classmethod
+    def obstacles(cls, module: torch.nn.Module) -> list[tuple[str, str]]:
+        if not cls._uses_batch_statistics(module):
+            return []
+        return [("normalizes by the mean and variance of the batch, which mixes examples", INSTEAD_OF_BATCHNORM)]
+
+
+class BatchNorm1d(_BatchNorm, torch.nn.BatchNorm1d, wraps=torch.nn.BatchNorm1d):
+    """Can't be constructed: it mixes examples."""
+
+
+class BatchNorm2d(_BatchNorm, torch.nn.BatchNorm2d, wraps=torch.nn.BatchNorm2d):
+    """Can't be constructed: it mixes examples."""
+
+
+class BatchNorm3d(_BatchNorm, torch.nn.BatchNorm3d, wraps=torch.nn.BatchNorm3d):
+    """Can't be constructed: it mixes examples."""
+
+
+class SyncBatchNorm(_BatchNorm, torch.nn.SyncBatchNorm, wraps=torch.nn.SyncBatchNorm):
+    """Can't be constructed: it mixes examples, over all processes."""

@@ -1,0 +1,111 @@
+"""One parameter used several times: its per-example gradient is the sum over its uses, cross terms and all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .convolution import Patches
+from .dense import Dense
+from .outer import Outer, chunks
+from .rows import Rows
+from .term import Answer, Candidate, Term, wide
+
+__all__ = ["Tied", "combine", "cross"]
+
+
+def combine(terms: Sequence[Term]) -> Term:
+    """The term of a parameter used several times: concatenation along positions wherever the uses are of one kind."""
+    if len(terms) == 1:
+        return terms[0]
+    terms = [term.outer() if isinstance(term, Patches) and term.geometry.groups == 1 else term for term in terms]
+    outers = [term for term in terms if isinstance(term, Outer) and term.groups == 1]
+    rows = [term for term in terms if isinstance(term, Rows)]
+    if len(outers) + len(rows) == len(terms):
+        if not rows:
+            return _concatenated_outer(outers)
+        if not outers:
+            return _concatenated_rows(rows)
+        return Tied(_concatenated_outer(outers), _concatenated_rows(rows))
+    total = terms[0].per_example()
+    for term in terms[1:]:
+        total = total + term.per_example()
+    return Dense(total)
+
+
+def _concatenated_outer(terms: list[Outer]) -> Outer:
+    if len(terms) == 1:
+        return terms[0]
+    left, right = (torch.cat([getattr(term, side) for term in terms], dim=1) for side in ("left", "right"))
+    return Outer(left, right, terms[0].shape)
+
+
+def _concatenated_rows(terms: list[Rows]) -> Rows:
+    if len(terms) == 1:
+        return terms[0]
+    indices = torch.cat([term.indices for term in terms], dim=1)
+    return Rows(indices, torch.cat([term.gradients for term in terms], dim=1), terms[0].shape)
+
+
+def cross(outer: Outer, rows: Rows) -> Tensor:
+    """Inner products [B] of the two gradients of a tied table, gathered: ``sum_{s,t} left[t, index[s]] right[t] . grad[s]``.
+
+    The table's rows are the outputs of the head, so only the columns of ``left`` that the indices name take part.
+    """
+    left, right, gradients = wide(outer.left), wide(outer.right), wide(rows.gradients)
+    out = left.new_empty(left.shape[0])
+    positions, lookups = left.shape[1], rows.indices.shape[1]
+    for part in chunks(left.shape[0], 3 * positions * lookups * left.element_size()):
+        picked = left[part].gather(2, rows.indices[part].unsqueeze(1).expand(-1, positions, -1))
+        picked *= torch.bmm(right[part], gradients[part].mT)
+        out[part] = picked.sum(dim=(1, 2))
+    return out
+
+
+@dataclass(frozen=True)
+class Tied(Term):
+    """A table that is both an embedding (``rows``) and the weight of a linear head (``outer``)."""
+
+    outer: Outer
+    rows: Rows
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self.outer.shape
+
+    @property
+    def key(self) -> tuple:
+        return ("tied", self.outer.key, self.rows.key)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*self.outer.tensors, *self.rows.tensors)
+
+    def candidates(self) -> dict[str, Candidate]:
+        (lookup,) = self.rows.candidates().values()
+
+        def through(way: Candidate) -> Candidate:
+            def run(keep: bool) -> Answer:
+                squared = way.run(False).squared_norms + lookup.run(False).squared_norms
+                return Answer(squared + 2 * cross(self.outer, self.rows))
+
+            return Candidate(way.family, run, way.flops + lookup.flops)
+
+        return {name: through(way) for name, way in self.outer.candidates().items()}
+
+    def per_example(self) -> Tensor:
+        return self.outer.per_example() + self.rows.per_example()
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        return self.outer.weighted_sum(weights) + self.rows.weighted_sum(weights)
+
+    def keep_only(self, keep: Tensor) -> Tied:
+        return Tied(self.outer.keep_only(keep), self.rows.keep_only(keep))
+
+    def regroup(self, count: int, major: str) -> Tied:
+        outer = self.outer.regroup(count, major)
+        assert isinstance(outer, Outer)
+        return Tied(outer, self.rows.regroup(count, major))

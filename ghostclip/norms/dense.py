@@ -1,0 +1,59 @@
+"""Per-example gradients small enough to stand there as they are: biases, scales, anything a plain rule returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .term import Answer, Candidate, Term, split_examples, wide, zero_examples
+
+__all__ = ["Dense", "squared_norms"]
+
+
+def squared_norms(gradients: Tensor) -> Tensor:
+    """Squared L2 norms of the rows of ``gradients`` [B, ...]; returns [B] in float32 or wider."""
+    if gradients.shape[0] == 0 or gradients.dim() == 1:
+        return wide(gradients).square()
+    flat = gradients.flatten(1)
+    dtype = torch.float64 if gradients.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(flat, dim=1, dtype=dtype).square()
+
+
+@dataclass(frozen=True)
+class Dense(Term):
+    """The gradients, materialised: ``gradients`` [B, *shape]."""
+
+    gradients: Tensor
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self.gradients.shape[1:]
+
+    @property
+    def key(self) -> tuple:
+        return ("dense", tuple(self.gradients.shape[1:]), self.gradients.dtype, self.gradients.device)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.gradients,)
+
+    def candidates(self) -> dict[str, Candidate]:
+        def run(keep: bool) -> Answer:
+            return Answer(squared_norms(self.gradients), self.gradients if keep else None)
+
+        return {"dense": Candidate("direct", run, 2.0 * self.gradients.numel(), keeps=True)}
+
+    def per_example(self) -> Tensor:
+        return wide(self.gradients)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        flat = wide(self.gradients).flatten(1)
+        return (weights.to(flat.dtype) @ flat).view(self.shape)
+
+    def keep_only(self, keep: Tensor) -> Dense:
+        return Dense(zero_examples(self.gradients, keep))
+
+    def regroup(self, count: int, major: str) -> Dense:
+        return Dense(split_examples(wide(self.gradients), count, major).sum(1))

@@ -1,0 +1,109 @@
+"""A term: the per-example gradients of one parameter, not yet multiplied out.
+
+Every layer brings what it saw to one of the few shapes of term in this package; the mathematics of squared norms
+and clipped sums is then written once per shape, as tensor functions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Answer", "Candidate", "Term", "wide"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Squared norms [B], and the per-example gradients [B, *shape] if they were formed on the way and may be kept."""
+
+    squared_norms: Tensor
+    kept: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to the squared norms of a term.
+
+    Attributes:
+        family: "gram" or "direct", what ``norm_strategy`` asks for.
+        run: computes the answer; its argument says whether per-example gradients are to be kept.
+        flops: an estimate, for choices that must not depend on a clock.
+        keeps: whether ``run(True)`` keeps the per-example gradients.
+    """
+
+    family: str
+    run: Callable[[bool], Answer]
+    flops: float
+    keeps: bool = False
+
+
+class Term(ABC):
+    """Per-example gradients of one parameter: B of them, each of ``shape``."""
+
+    shape: torch.Size
+
+    @property
+    @abstractmethod
+    def key(self) -> tuple:
+        """What the cost of this term depends on: kind, sizes, dtype, device."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors this term holds on to; the first has the examples (times groups) in dimension 0."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors this term holds on to."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def examples(self) -> int:
+        """B."""
+        return self.tensors[0].shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.tensors[0].device
+
+    @abstractmethod
+    def candidates(self) -> dict[str, Candidate]:
+        """The ways to the squared norms, by name."""
+
+    @abstractmethod
+    def per_example(self) -> Tensor:
+        """The gradients themselves, [B, *shape], in float32 or wider."""
+
+    @abstractmethod
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """``sum_i weights[i] * gradient[i]`` for weights [B]; returns [*shape]."""
+
+    @abstractmethod
+    def keep_only(self, keep: Tensor) -> Term:
+        """The same term with what belongs to examples where ``keep`` [B] is False replaced by zeros."""
+
+    @abstractmethod
+    def regroup(self, count: int, major: str) -> Term:
+        """The term of B/count examples when each had ``count`` rows: "example" major (b k) or "row" major (k b)."""
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """The tensor in float32, or as it is when it is float32 or float64 already."""
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+def zero_examples(tensor: Tensor, keep: Tensor) -> Tensor:
+    """``tensor`` [B, ...] with rows of zeros where ``keep`` [B] is False (0 * inf would be NaN)."""
+    return torch.where(keep.view(-1, *[1] * (tensor.dim() - 1)), tensor, tensor.new_zeros(()))
+
+
+def split_examples(tensor: Tensor, count: int, major: str) -> Tensor:
+    """``[B * count, ...]`` rows as [B, count, ...], whichever of the two is the slower axis."""
+    if major == "example":
+        return tensor.unflatten(0, (-1, count))
+    return tensor.unflatten(0, (count, -1)).transpose(0, 1)

@@ -1,0 +1,204 @@
+"""What a first pass gathers: squared norms as the gradients arrive, and, where asked, the terms a clipped sum is made of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip.nn.base import Call
+from ghostclip.norms.combine import combine
+from ghostclip.norms.dense import Dense
+from ghostclip.norms.term import Term, wide
+from ghostclip.planner import Choice, Planner
+from ghostclip.regroup import row_count
+
+__all__ = ["Collector", "FirstPass", "Part"]
+
+# A trained parameter, or the (start, stop) of its first axis: what one term is about.
+Part = tuple[int, tuple[int, int] | None]
+
+
+def overlapping_parts(calls: Iterable[Call]) -> set[int]:
+    """Ids of parameters that were used by parts which overlap without being the same."""
+    used: dict[int, set[tuple[int, int]]] = {}
+    for call in calls:
+        for name in call.parameters:
+            if call.rows or id(call.layer._parameters[name]) in used:
+                parameter = call.layer._parameters[name]
+                assert parameter is not None
+                used.setdefault(id(parameter), set()).add(call.rows.get(name, (0, parameter.shape[0])))
+    found = set()
+    for owner, spans in used.items():
+        ordered = sorted(spans)
+        if any(left[1] > right[0] for left, right in zip(ordered, ordered[1:], strict=False)):
+            found.add(owner)
+    return found
+
+
+class Collector:
+    """The sink of a first pass: answers for a parameter as soon as the gradient of its last use has come.
+
+    Args:
+        losses: [B].
+        calls: all uses in the graph, so that it is known which is the last.
+        majors: how each call's rows are grouped, by id(call).
+        planner: chooses the way to each squared norm.
+        keep: hold terms for a clipped sum to come; otherwise nothing outlives its layer.
+        materialise: form and hold every per-example gradient, and no norms.
+        budget: bytes that may be held; once passed, everything held is dropped and ``over_budget`` is set.
+    """
+
+    def __init__(
+        self,
+        losses: Tensor,
+        calls: Sequence[Call],
+        majors: Mapping[int, str],
+        planner: Planner,
+        *,
+        keep: bool,
+        materialise: bool = False,
+        budget: int | None = None,
+    ) -> None:
+        self.examples, self.device = losses.shape[0], losses.device
+        self.squared: dict[int, list[Tensor]] = {}
+        self.terms: dict[Part, Term] = {}
+        self.choices: dict[int, Choice] = {}
+        self.held_bytes, self.over_budget = 0, False
+        self._keep, self._materialise, self._budget = keep, materialise, budget
+        self._majors, self._planner = majors, planner
+        self._padded = overlapping_parts(calls)
+        self._left = Counter(self._part(call, name) for call in calls for name in call.parameters)
+        self._waiting: dict[Part, list[Term]] = {}
+
+    def _part(self, call: Call, name: str) -> Part:
+        owner = id(call.layer._parameters[name])
+        return (owner, None) if owner in self._padded else (owner, call.rows.get(name))
+
+    def receive(self, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
+        """Takes the gradient at one pre-activation; called by the layer's node in the graph."""
+        for name in call.parameters:
+            part = self._part(call, name)
+            term = self._term(call, name, inputs, grad)
+            self._left[part] -= 1
+            if self._left[part] or part in self._waiting:
+                self._waiting.setdefault(part, []).append(term)
+                if self._left[part]:
+                    continue
+                term = combine(self._waiting.pop(part))
+            self._answer(part, term)
+
+    def _term(self, call: Call, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+        term = call.term(name, inputs, grad)
+        count = row_count(call, self.examples, name)
+        if count != 1:
+            term = term.regroup(count, self._majors[id(call)])
+        parameter = call.layer._parameters[name]
+        assert parameter is not None
+        if id(parameter) in self._padded:
+            gradients = term.per_example()
+            start, stop = call.rows.get(name, (0, parameter.shape[0]))
+            full = gradients.new_zeros(gradients.shape[0], *parameter.shape)
+            full[:, start:stop] = gradients
+            term = Dense(full)
+        return term
+
+    def _answer(self, part: Part, term: Term) -> None:
+        if self._materialise:
+            self.terms[part] = Dense(term.per_example())
+            return
+        answer, choice = self._planner.answer(term, self._keep and not self.over_budget)
+        self.squared.setdefault(part[0], []).append(answer.squared_norms)
+        self.choices[part[0]] = choice
+        if self._keep and not self.over_budget:
+            self.terms[part] = term if answer.kept is None else Dense(answer.kept)
+            self.held_bytes += self.terms[part].nbytes
+            if self._budget is not None and self.held_bytes > self._budget:
+                self.over_budget = True
+                self.terms.clear()
+
+
+class FirstPass:
+    """The outcome of a first pass, by parameter, layer, or for the whole gradient."""
+
+    def __init__(self, collector: Collector, trained: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self._found, self._trained = collector, trained
+        wide_types = {wide(parameter.new_empty(0)).dtype for _, parameter in trained}
+        self._dtype = torch.float64 if torch.float64 in wide_types else torch.float32
+
+    @property
+    def holds_terms(self) -> bool:
+        """Whether a clipped sum can be built without another backward."""
+        return self._found._keep and not self._found.over_budget
+
+    @property
+    def choices(self) -> Mapping[int, Choice]:
+        """What the planner chose, by the id of the parameter."""
+        return self._found.choices
+
+    def _root(self, squared: Sequence[Tensor]) -> Tensor:
+        if not squared:
+            return torch.zeros(self._found.examples, dtype=self._dtype, device=self._found.device)
+        if len(squared) == 1:
+            return squared[0].to(self._dtype).sqrt()
+        return torch.stack([part.to(self._dtype) for part in squared]).sum(0).sqrt()
+
+    def norms(self) -> Tensor:
+        """||g_i||, [B]."""
+        return self._root([part for parts in self._found.squared.values() for part in parts])
+
+    def norms_by_parameter(self) -> dict[str, Tensor]:
+        """{parameter name: [B]}, zeros for parameters that took no part."""
+        return {name: self._root(self._found.squared.get(id(parameter), [])) for name, parameter in self._trained}
+
+    def norms_by_layer(self) -> dict[str, Tensor]:
+        """{name of the module that owns the parameters: [B]}."""
+        layers: dict[str, list[Tensor]] = {}
+        for name, parameter in self._trained:
+            layers.setdefault(name.rpartition(".")[0], []).extend(self._found.squared.get(id(parameter), []))
+        return {layer: self._root(squared) for layer, squared in layers.items()}
+
+    def per_example_grads(self) -> dict[str, Tensor]:
+        """{parameter name: [B, *shape]}, zeros for parameters that took no part."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self._trained:
+            parts = {part: term for part, term in self._found.terms.items() if part[0] == id(parameter)}
+            if (whole := parts.get((id(parameter), None))) is not None and len(parts) == 1:
+                found[name] = whole.per_example()
+                continue
+            full = wide(parameter.detach()).new_zeros(self._found.examples, *parameter.shape)
+            for (_, rows), term in parts.items():
+                full[:, slice(*rows) if rows else slice(None)] += term.per_example()
+            found[name] = full
+        return found
+
+    def add_weighted_sums(self, weights: Tensor, finite: Tensor | None) -> None:
+        """Adds ``sum_i weights[i] g_i`` to each p.grad and lets go of the terms, one after another.
+
+        Args:
+            weights: [B], zero for examples that are left out.
+            finite: [B] bool, False where an example must not touch the sum (0 * inf would); None when all may.
+        """
+        parameters = {id(parameter): parameter for _, parameter in self._trained}
+        terms = self._found.terms
+        for part in list(terms):
+            term = terms.pop(part)
+            if finite is not None:
+                term = term.keep_only(finite)
+            add_to_gradient(parameters[part[0]], part[1], term.weighted_sum(weights))
+
+
+def add_to_gradient(parameter: nn.Parameter, rows: tuple[int, int] | None, amount: Tensor) -> None:
+    """``amount`` added to p.grad, or to the given rows of it, in the parameter's dtype."""
+    amount = amount.to(parameter.dtype)
+    if rows is None:
+        if parameter.grad is None:
+            parameter.grad = amount if amount.is_contiguous() else amount.contiguous()
+        else:
+            parameter.grad += amount
+        return
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    parameter.grad[slice(*rows)] += amount

@@ -1,0 +1,101 @@
+"""Comparing a clipper with the slow obvious loop, on the user's own model and batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ghostclip.errors import VerificationError
+
+if TYPE_CHECKING:
+    from ghostclip.clipper import GhostClipper
+
+__all__ = ["compare_with_loop"]
+
+
+def compare_with_loop(
+    clipper: GhostClipper, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any, tolerance: float | None
+) -> float:
+    """Worst relative error of per-parameter norms and clipped sums against one backward an example; see `GhostClipper.verify`."""
+    model = clipper.model
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if tolerance is None:
+        tolerance = 1e-9 if all(parameter.dtype == torch.float64 for parameter in trained.values()) else 1e-3
+    with _without_randomness(model), _gradients_aside(trained):
+        losses = loss_fn(model, batch)
+        norms = clipper.norms(losses, per="parameter", retain_graph=True)
+        result = clipper.backward(losses)
+        sums = {name: _or_zeros(parameter.grad, parameter) for name, parameter in trained.items()}
+        loop = [_single_gradients(model, loss_fn, batch, i, trained) for i in range(losses.shape[0])]
+    worst: dict[str, float] = {}
+    whole = torch.stack([_norm(example.values()) for example in loop])
+    weights = clipper.clipping.weights(whole)
+    for name in trained:
+        expected = torch.stack([_norm([example[name]]) for example in loop])
+        total = torch.stack([w * example[name].double() for w, example in zip(weights, loop, strict=True)]).sum(0)
+        worst[name] = max(
+            _relative(norms[name].double(), expected, scale=whole.max()),
+            _relative(sums[name].double(), total, total.norm()),
+        )
+    wrong = {name: error for name, error in worst.items() if not error <= tolerance}
+    if wrong:
+        listed = ", ".join(f"{name} ({error:.2g})" for name, error in sorted(wrong.items(), key=lambda w: -w[1]))
+        raise VerificationError(
+            f"norms or clipped sums differ from the loop over single examples by more than {tolerance:g} (relative) in: "
+            f"{listed}. The losses of a batch may depend on more than one example, or a layer's rule is wrong; "
+            f"whole norms by clipper {result.norms.tolist()[:4]}, by loop {whole.tolist()[:4]}"
+        )
+    return max(worst.values(), default=0.0)
+
+
+def _single_gradients(
+    model: nn.Module, loss_fn: Callable, batch: Any, example: int, trained: dict[str, nn.Parameter]
+) -> dict[str, Tensor]:
+    one = tree_map(lambda leaf: leaf[example : example + 1] if isinstance(leaf, Tensor) else leaf, batch)
+    loss = loss_fn(model, one).sum()
+    grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    return {name: _or_zeros(grad, trained[name]) for name, grad in zip(trained, grads, strict=True)}
+
+
+def _or_zeros(grad: Tensor | None, parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if grad is None else grad.detach()
+
+
+def _norm(tensors: Any) -> Tensor:
+    return torch.stack([tensor.double().square().sum() for tensor in tensors]).sum().sqrt()
+
+
+def _relative(found: Tensor, expected: Tensor, scale: Tensor) -> float:
+    """Largest deviation over the larger of the expected value and a thousandth of ``scale``, below which rounding rules."""
+    floor = torch.maximum(expected.abs(), 1e-3 * scale).clamp_min(torch.finfo(torch.float64).tiny)
+    return float(((found - expected).abs() / floor).max()) if found.numel() else 0.0
+
+
+@contextmanager
+def _without_randomness(model: nn.Module) -> Iterator[None]:
+    """Eval mode, so that dropout doesn't differ between the batch and the single examples."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def _gradients_aside(trained: dict[str, nn.Parameter]) -> Iterator[None]:
+    """Whatever stands in p.grad is put back afterwards."""
+    before = {name: parameter.grad for name, parameter in trained.items()}
+    for parameter in trained.values():
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for name, parameter in trained.items():
+            parameter.grad = before[name]
