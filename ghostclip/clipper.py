@@ -14,8 +14,9 @@ from ghostclip.clipping import Policy, as_policy
 from ghostclip.convert import wrap
 from ghostclip.errors import LossShapeError, StaleInputError
 from ghostclip.explain import Plan, plan_of
-from ghostclip.graph import captured_calls, first_pass
 from ghostclip.gradients import GradientGuard
+from ghostclip.graph import captured_calls, first_pass
+from ghostclip.index import ModelIndex
 from ghostclip.passes import Collector, FirstPass
 from ghostclip.planner import Planner
 from ghostclip.regroup import Grouping
@@ -46,10 +47,10 @@ class GhostClipper:
     Args:
         model: built of any torch layers; wrapped in place if it isn't yet.
         clipping: a max norm (flat clipping) or a policy of `ghostclip.clipping`.
-        second_pass: "reweight": a second ordinary backward of the reweighted losses (Lee & Kifer 2020), leanest in memory;
-            "cached": the clipped sum is built from what the first pass kept (book-keeping, Bu et al. 2023), fastest.
+        second_pass: "reweight": a second ordinary backward of the reweighted losses (Lee & Kifer 2020), leanest in
+            memory; "cached": the clipped sum is built from what the first pass kept (book-keeping, Bu et al. 2023).
         norm_strategy: "auto" by measured cost, or "gram" or "direct". Neither option changes a result beyond rounding.
-        memory_budget: bytes "cached" may keep; where that is not enough, the batch falls back to "reweight". None: no limit.
+        memory_budget: bytes "cached" may keep; where that is not enough, the batch falls back to "reweight".
 
     Raises:
         UnsupportedModelError: the model can't be clipped exactly; every obstacle is listed.
@@ -70,6 +71,7 @@ class GhostClipper:
         self.memory_budget = None if memory_budget is None else int(positive(memory_budget=memory_budget))
         self._planner = Planner(one_of(("auto", "gram", "direct"), norm_strategy=norm_strategy))
         self.model = wrap(model)
+        self._index = ModelIndex(self.model)
         self._grouping = Grouping()
         self._guard = GradientGuard()
         self._last: FirstPass | None = None
@@ -119,7 +121,7 @@ class GhostClipper:
             StaleInputError: a remembered input was modified in place, or the graph is gone.
             UnsupportedModelError: examples mix, or a parameter is used outside of its layer.
         """
-        trained = self._trained()
+        trained = self._index.trained()
         self._guard.check(trained)
         cached = self.second_pass == "cached"
         run = self._first_pass(
@@ -143,7 +145,7 @@ class GhostClipper:
         return ClippingResult(norms, weights, self.clipping.sensitivity)
 
     def explain(self) -> Plan:
-        """The plan as a table: each parameter's layer, rule, strategy, why, and measured cost; ``str()`` of it prints well.
+        """The plan as a table: each parameter's layer, rule, strategy, why, measured cost; ``str()`` of it prints well.
 
         Strategies are chosen on the first batch; before it they read "at the first batch".
         """
@@ -164,9 +166,6 @@ class GhostClipper:
         """
         return compare_with_loop(self, loss_fn, batch, tolerance)
 
-    def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-
     def _first_pass(
         self,
         losses: Tensor,
@@ -177,18 +176,15 @@ class GhostClipper:
         ignore_budget: bool = False,
     ) -> FirstPass:
         _check_losses(losses)
-        trained = self._trained()
-        names = {id(parameter): name for name, parameter in trained}
         with _in_our_words():
-            calls = captured_calls(losses, names)
-            layers = {id(module): name or type(module).__name__ for name, module in self.model.named_modules()}
-            majors = self._grouping.prove(losses, calls, layers)
+            calls = captured_calls(losses, self._index)
+            majors = self._grouping.prove(losses, calls, self._index)
             budget = None if ignore_budget or materialise else self.memory_budget
             collector = Collector(
-                losses, calls, majors, self._planner, keep=keep, materialise=materialise, budget=budget
+                losses, calls, majors, self._planner, self._index, keep=keep, materialise=materialise, budget=budget
             )
             first_pass(losses, calls, collector.receive, retain_graph=retain_graph)
-        self._last = FirstPass(collector, trained)
+        self._last = FirstPass(collector, self._index.trained())
         return self._last
 
 
@@ -199,14 +195,14 @@ def _check_losses(losses: Tensor) -> None:
     if losses.dim() != 1:
         raise LossShapeError(
             f'losses must have shape exactly [B], one per example; got {list(losses.shape)}. Use reduction="none", and '
-            "average what belongs to one example yourself: token losses [B, T] by .mean(1), a [B, 1] head by .squeeze(1)"
+            "average what belongs to one example yourself: token losses [B, T] by .mean(1), a head of [B, 1] by [:, 0]"
         )
     if not losses.dtype.is_floating_point:
         raise LossShapeError(f"losses must be floating point numbers; got {losses.dtype}")
     if not losses.requires_grad:
         raise StaleInputError(
-            "the losses are not attached to a graph: they were detached or computed under no_grad, or nothing in the model "
-            "is trained; compute them from the model's output with gradients on"
+            "the losses are not attached to a graph: they were detached or computed under no_grad, or nothing in the "
+            "model is trained; compute them from the model's output with gradients on"
         )
 
 
@@ -224,7 +220,7 @@ def _in_our_words() -> Iterator[None]:
             ) from error
         if "backward through the graph a second time" in text or "freed" in text:
             raise StaleInputError(
-                "the graph of these losses was freed by an earlier norms(), backward() or .backward(); run the forward again, or "
-                "pass retain_graph=True to the earlier call"
+                "the graph of these losses was freed by an earlier norms(), backward() or .backward(); run the forward "
+                "again, or pass retain_graph=True to the earlier call"
             ) from error
         raise

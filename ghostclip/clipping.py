@@ -33,7 +33,7 @@ def margin(norms: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Flat:
-    """One bound for the whole gradient: ``v_i = min(1, max_norm / ||g_i||)`` (Abadi et al. 2016; Lee & Kifer 2020, eq. 2).
+    """One bound for the whole gradient, ``v_i = min(1, max_norm / ||g_i||)`` (Lee & Kifer 2020, equation 2).
 
     A norm of zero gives weight 1. The quotient is taken a few units in the last place low, so that the
     weighted norm does not exceed ``max_norm`` by rounding.
@@ -57,7 +57,7 @@ class Flat:
 
 @dataclass(frozen=True)
 class Automatic:
-    """AUTO-S: ``v_i = max_norm / (||g_i|| + gamma)``, every example scaled, none more than to ``max_norm`` (Bu et al. 2023)."""
+    """AUTO-S: ``v_i = max_norm / (||g_i|| + gamma)``, which scales every example (Bu et al. 2023)."""
 
     max_norm: float
     gamma: float = 0.01
@@ -78,7 +78,7 @@ class Automatic:
 
 @dataclass(frozen=True)
 class Custom:
-    """Weights by ``function`` (norms [B] -> weights [B]), clamped so that ``weights * norms <= sensitivity`` always holds."""
+    """Weights by ``function`` (norms [B] -> weights [B]), clamped so that ``weights * norms <= sensitivity``."""
 
     function: Callable[[Tensor], Tensor]
     sensitivity: float
@@ -89,7 +89,7 @@ class Custom:
         object.__setattr__(self, "sensitivity", nonnegative(sensitivity=self.sensitivity))
 
     def weights(self, norms: Tensor) -> Tensor:
-        """The function's weights, no larger in size than ``sensitivity / norms``; raises ValueError on another shape."""
+        """The function's weights, clamped to ``sensitivity / norms``; raises ValueError on another shape."""
         found = self.function(norms)
         if not isinstance(found, Tensor) or found.shape != norms.shape:
             shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__

@@ -1,4 +1,4 @@
-"""Swapping layers: torch's classes to wrappers in place and back, and everything that stands in the way, told at once."""
+"""Swapping layers: torch's classes to wrappers in place and back, and what stands in the way, all told at once."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def wrap(
     batch_dim: int | Mapping[str, int] = 0,
     replace: Mapping[str, str] | None = None,
 ) -> torch_nn.Module:
-    """Turns every layer of ``model`` into its wrapper, in place: the same objects, Parameters, hooks and state_dict keys.
+    """Turns every layer of ``model`` into its wrapper, in place: the same objects, Parameters and state_dict keys.
 
     Args:
         model: any torch module; wrapping it twice changes nothing.
@@ -80,7 +80,7 @@ def unwrap(model: torch_nn.Module) -> torch_nn.Module:
     """Undoes `wrap` in place: every wrapper becomes its plain torch class again; returns the same model."""
     for module in model.modules():
         if isinstance(module, GhostLayer):
-            module.__class__ = module.wrapped
+            module.__class__ = module.wrapped  # type: ignore[assignment]
             module.__dict__.pop("ghost_batch_dim", None)
     return model
 
@@ -94,7 +94,7 @@ def check(model: torch_nn.Module) -> list[Finding]:
 
 
 def _wrapper_of(found: type) -> type | None:
-    """The wrapper for a torch class, or one made for a subclass of it that keeps its forward; None when there is none."""
+    """The wrapper for a torch class, or one made for a subclass that keeps its forward; None when there is none."""
     if issubclass(found, GhostLayer):
         return None
     if found in LAYERS:
@@ -182,7 +182,7 @@ def _replacements(model: torch_nn.Module, replace: Mapping[str, str]) -> dict[st
     for old, new in replace.items():
         if old not in BATCHNORM or new not in ("GroupNorm", "LayerNorm", "Identity"):
             raise ValueError(
-                f"replace can turn one of {', '.join(BATCHNORM)} into GroupNorm, LayerNorm or Identity; got {old!r}: {new!r}"
+                f"replace turns {', '.join(BATCHNORM)} into GroupNorm, LayerNorm or Identity; got {old!r}: {new!r}"
             )
     found: dict[str, torch_nn.Module] = {}
     for path, module in model.named_modules():

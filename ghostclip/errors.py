@@ -18,7 +18,7 @@ class GhostClipError(Exception):
 
 
 class UnsupportedModelError(GhostClipError):
-    """The model, or the way a layer was used, cannot be clipped exactly. The message names the module and the remedy."""
+    """The model, or the way a layer was used, can't be clipped exactly; the message names module and remedy."""
 
 
 class LossShapeError(GhostClipError, ValueError):

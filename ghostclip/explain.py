@@ -1,4 +1,4 @@
-"""The plan of a clipper as a table: which layer, by which rule, which way to its norms, and what that was measured to cost."""
+"""The plan of a clipper as a table: layer, rule, which way to its norms, and what that was measured to cost."""
 
 from __future__ import annotations
 

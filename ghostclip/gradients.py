@@ -36,8 +36,8 @@ class GradientGuard:
         for name, grad in strange:
             if bool(torch.count_nonzero(grad)):
                 raise GradientLeakError(
-                    f"the gradient of {name!r} was filled or changed by something other than per-example clipping (a plain "
-                    ".backward(), an assignment, gradient clipping or scaling), so it isn't bounded for any example; "
+                    f"the gradient of {name!r} was filled or changed by something other than per-example clipping (a "
+                    "plain .backward(), an assignment, gradient clipping or scaling), so no example's part is bounded; "
                     "call optimizer.zero_grad() and use the clipper's or engine's backward only"
                 )
 

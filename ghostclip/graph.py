@@ -1,19 +1,19 @@
 """Reading the autograd graph behind a vector of losses: which layers took part, and that nothing else did.
 
-What a layer remembers lives in the graph only, so the graph is where a clipper finds it. The walk goes from the losses down,
-jumps over the inside of each captured layer, and so meets a trained parameter only where one is used outside of
-every rule: such a use has a gradient no norm would count.
+What a layer remembers lives in the graph only, so the graph is where a clipper finds it. The walk goes from the losses
+down, jumps over the inside of each captured layer, and so meets a trained parameter only where one is used outside
+of every rule: such a use has a gradient that no norm would count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ghostclip.errors import UnsupportedModelError
+from ghostclip.index import ModelIndex
 from ghostclip.nn.base import PROBE, Call
 
 __all__ = ["captured_calls", "first_pass"]
@@ -21,12 +21,12 @@ __all__ = ["captured_calls", "first_pass"]
 ACCUMULATE = type(torch.zeros((), requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
 
-def captured_calls(losses: Tensor, names: Mapping[int, str]) -> list[Call]:
+def captured_calls(losses: Tensor, index: ModelIndex) -> list[Call]:
     """Every use of a wrapper layer that ``losses`` depend on.
 
     Args:
         losses: [B], attached to the graph.
-        names: the trained parameters' names by the id of the Parameter.
+        index: of the model.
 
     Raises:
         UnsupportedModelError: a trained parameter is used outside of its layer, or by reentrant checkpointing.
@@ -40,11 +40,14 @@ def captured_calls(losses: Tensor, names: Mapping[int, str]) -> list[Call]:
             continue
         seen.add(node)
         if isinstance(node, Tensor):
-            _refuse_foreign_use(node, names)
+            _refuse_foreign_use(node, index)
         elif type(node) is ACCUMULATE:
-            _refuse_foreign_use(node.variable, names)
+            _refuse_foreign_use(node.variable, index)  # type: ignore[union-attr]
         elif isinstance(call := getattr(node, "call", None), Call):
-            calls.append(call)
+            if not index.knows(call):
+                index.refresh()
+            if index.own_parameters(call):
+                calls.append(call)
             stack += call.sources
         else:
             if type(node).__name__ == "CheckpointFunctionBackward":
@@ -56,12 +59,12 @@ def captured_calls(losses: Tensor, names: Mapping[int, str]) -> list[Call]:
     return calls
 
 
-def _refuse_foreign_use(leaf: Tensor, names: Mapping[int, str]) -> None:
-    name = names.get(id(leaf))
+def _refuse_foreign_use(leaf: Tensor, index: ModelIndex) -> None:
+    name = index.name_of(leaf)
     if name is not None:
         raise UnsupportedModelError(
-            f"parameter {name!r} is used outside of its layer (a bare Parameter, F.linear(h, layer.weight), a layer that "
-            "ran before the model was wrapped, or a compiled submodule), where its per-example gradient can't be "
+            f"parameter {name!r} is used outside of its layer (a bare Parameter, F.linear(h, layer.weight), a layer "
+            "that ran before the model was wrapped, or a compiled submodule), where no per-example gradient can be "
             "had; call the layer itself, run the forward again after wrapping, or freeze the parameter"
         )
 

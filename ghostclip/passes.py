@@ -1,13 +1,15 @@
-"""What a first pass gathers: squared norms as the gradients arrive, and, where asked, the terms a clipped sum is made of."""
+"""What a first pass gathers: squared norms as gradients arrive and, where asked, the terms of a clipped sum."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
+from ghostclip.index import ModelIndex
 from ghostclip.nn.base import Call
 from ghostclip.norms.combine import combine
 from ghostclip.norms.dense import Dense
@@ -33,7 +35,7 @@ def overlapping_parts(calls: Iterable[Call]) -> set[int]:
     found = set()
     for owner, spans in used.items():
         ordered = sorted(spans)
-        if any(left[1] > right[0] for left, right in zip(ordered, ordered[1:], strict=False)):
+        if any(left[1] > right[0] for left, right in pairwise(ordered)):
             found.add(owner)
     return found
 
@@ -46,6 +48,7 @@ class Collector:
         calls: all uses in the graph, so that it is known which is the last.
         majors: how each call's rows are grouped, by id(call).
         planner: chooses the way to each squared norm.
+        index: of the model; parameters of another model, in a layer that shares one with ours, are passed over.
         keep: hold terms for a clipped sum to come; otherwise nothing outlives its layer.
         materialise: form and hold every per-example gradient, and no norms.
         budget: bytes that may be held; once passed, everything held is dropped and ``over_budget`` is set.
@@ -57,6 +60,7 @@ class Collector:
         calls: Sequence[Call],
         majors: Mapping[int, str],
         planner: Planner,
+        index: ModelIndex,
         *,
         keep: bool,
         materialise: bool = False,
@@ -68,9 +72,9 @@ class Collector:
         self.choices: dict[int, Choice] = {}
         self.held_bytes, self.over_budget = 0, False
         self._keep, self._materialise, self._budget = keep, materialise, budget
-        self._majors, self._planner = majors, planner
+        self._majors, self._planner, self._index = majors, planner, index
         self._padded = overlapping_parts(calls)
-        self._left = Counter(self._part(call, name) for call in calls for name in call.parameters)
+        self._left = Counter(self._part(call, name) for call in calls for name in index.own_parameters(call))
         self._waiting: dict[Part, list[Term]] = {}
 
     def _part(self, call: Call, name: str) -> Part:
@@ -79,7 +83,7 @@ class Collector:
 
     def receive(self, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
         """Takes the gradient at one pre-activation; called by the layer's node in the graph."""
-        for name in call.parameters:
+        for name in self._index.own_parameters(call):
             part = self._part(call, name)
             term = self._term(call, name, inputs, grad)
             self._left[part] -= 1

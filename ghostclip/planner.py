@@ -1,4 +1,4 @@
-"""Which way to the squared norms, for which layer and shape: one comparison of measured costs, made once and remembered."""
+"""Which way to the squared norms, for which layer and shape: one comparison of measured costs, remembered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Choice", "Planner", "milliseconds"]
 
 # Candidates whose arithmetic is this many times the least one's are not worth a measurement.
 HOPELESS = 12.0
-# Per-example gradients are kept for the clipped sum while they take at most this many bytes, or less than what they replace.
+# Per-example gradients are kept for the clipped sum up to this many bytes, or while less than what they replace.
 KEPT_BYTES = 64 << 20
 
 
@@ -56,7 +56,7 @@ def milliseconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 class Planner:
-    """Chooses among a term's candidates: by measured cost, by flops where results must not depend on a clock, or as told.
+    """Chooses among a term's candidates: by measured cost, by flops where a clock must not decide, or as told.
 
     Args:
         norm_strategy: "auto", or "gram" or "direct" to allow only that family where a term has both.

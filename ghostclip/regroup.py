@@ -1,7 +1,7 @@
 """Whose row is whose: a first-batch proof that examples do not mix, and where a layer sees them.
 
-The gradient of one example's loss at a layer's pre-activation is zero on every row that belongs to another example. So one
-backward from a single loss shows, layer by layer, that the batch dimension is where it is said to be; that rows
+The gradient of one example's loss at a layer's pre-activation is zero on every row that belongs to another example. So
+one backward from a single loss shows, layer by layer, that the batch dimension is where it is said to be; that rows
 folded into the batch (positions, windows, heads) are grouped by example or by row; or that examples mix.
 """
 
@@ -12,13 +12,14 @@ from torch import Tensor
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph import first_pass
+from ghostclip.index import ModelIndex
 from ghostclip.nn.base import Call
 
 __all__ = ["Grouping", "row_count"]
 
 
 def row_count(call: Call, examples: int, name: str) -> int:
-    """How many rows each of ``examples`` examples has in the batch dimension of ``call``; raises where that isn't whole."""
+    """Rows of each of ``examples`` examples in the batch dimension of ``call``; raises where that isn't whole."""
     rows = call.shape[call.batch_dim]
     if examples == 0:
         return 1
@@ -44,7 +45,7 @@ class Grouping:
         self._proved: dict[tuple, str] = {}
         self._seen: dict[tuple, int] = {}
 
-    def prove(self, losses: Tensor, calls: list[Call], names: dict[int, str]) -> dict[int, str]:
+    def prove(self, losses: Tensor, calls: list[Call], index: ModelIndex) -> dict[int, str]:
         """How each call's rows are grouped ("example" or "row" major), by id(call).
 
         Runs extra backwards on first meeting a layer with so many rows an example; none afterwards.
@@ -53,15 +54,15 @@ class Grouping:
             UnsupportedModelError: rows of other examples move with one example's loss, or the grouping can't be told.
         """
         examples = losses.shape[0]
-        keys = {id(call): self._key(call, examples, names[id(call.layer)]) for call in calls}
+        keys = {id(call): self._key(call, examples, index.layer(call)) for call in calls}
         if examples > 1:
             for example in (examples - 1, 0):
                 open_calls = [call for call in calls if self._is_open(keys[id(call)])]
                 if open_calls:
-                    self._probe(losses, open_calls, example, keys, names)
+                    self._probe(losses, open_calls, example, keys, index)
             for key in set(keys.values()):
                 self._seen[key] = self._seen.get(key, 0) + 1
-        return {id(call): self._major(call, keys[id(call)], examples, names) for call in calls}
+        return {id(call): self._major(call, keys[id(call)], examples, index) for call in calls}
 
     def _key(self, call: Call, examples: int, name: str) -> tuple:
         return (id(call.layer), call.parameters, call.batch_dim, len(call.shape), row_count(call, examples, name))
@@ -71,18 +72,18 @@ class Grouping:
         met = self._seen.get(key, 0) + 1
         return key not in self._proved and met & (met - 1) == 0
 
-    def _major(self, call: Call, key: tuple, examples: int, names: dict[int, str]) -> str:
+    def _major(self, call: Call, key: tuple, examples: int, index: ModelIndex) -> str:
         if key[-1] == 1 or examples <= 1:
             return "example"
         if key not in self._proved:
             raise UnsupportedModelError(
-                f"{names[id(call.layer)]}: {key[-1]} rows an example are folded into its batch dimension, and this batch "
+                f"{index.layer(call)}: {key[-1]} rows an example are folded into its batch dimension, and this batch "
                 f"doesn't show how; give it inputs [B, positions, features] instead"
             )
         return self._proved[key]
 
     def _probe(
-        self, losses: Tensor, calls: list[Call], example: int, keys: dict[int, tuple], names: dict[int, str]
+        self, losses: Tensor, calls: list[Call], example: int, keys: dict[int, tuple], index: ModelIndex
     ) -> None:
         touched: list[tuple[Call, Tensor]] = []
 
@@ -100,7 +101,7 @@ class Grouping:
             major = _grouping_of(rows, example, losses.shape[0])
             if major is None:
                 raise UnsupportedModelError(
-                    f"{names[id(call.layer)]}: the loss of one example depends on rows of its output (shape "
+                    f"{index.layer(call)}: the loss of one example depends on rows of its output (shape "
                     f"{list(call.shape)}, dimension {call.batch_dim}) that belong to others, so examples mix before or "
                     f"after it, or are not where they are said to be; {_remedy(call)}"
                 )

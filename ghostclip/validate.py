@@ -62,7 +62,7 @@ def whole(**argument: Any) -> int:
         raise TypeError(f"{name} must be a whole number >= 0; got {value!r} of type {type(value).__name__}")
     if not (isinstance(value, Integral) or (math.isfinite(float(value)) and float(value).is_integer())) or value < 0:
         raise ValueError(f"{name} must be a whole number >= 0; got {value!r}")
-    return int(value)
+    return int(float(value)) if not isinstance(value, Integral) else int(value)
 
 
 def positive_int(**argument: Any) -> int:

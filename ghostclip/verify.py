@@ -21,7 +21,7 @@ __all__ = ["compare_with_loop"]
 def compare_with_loop(
     clipper: GhostClipper, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any, tolerance: float | None
 ) -> float:
-    """Worst relative error of per-parameter norms and clipped sums against one backward an example; see `GhostClipper.verify`."""
+    """Worst relative error of norms and clipped sums against one backward an example; see `GhostClipper.verify`."""
     model = clipper.model
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if tolerance is None:
@@ -46,7 +46,7 @@ def compare_with_loop(
     if wrong:
         listed = ", ".join(f"{name} ({error:.2g})" for name, error in sorted(wrong.items(), key=lambda w: -w[1]))
         raise VerificationError(
-            f"norms or clipped sums differ from the loop over single examples by more than {tolerance:g} (relative) in: "
+            f"norms or clipped sums differ from the loop over single examples by more than {tolerance:g} (relative): "
             f"{listed}. The losses of a batch may depend on more than one example, or a layer's rule is wrong; "
             f"whole norms by clipper {result.norms.tolist()[:4]}, by loop {whole.tolist()[:4]}"
         )
@@ -71,7 +71,7 @@ def _norm(tensors: Any) -> Tensor:
 
 
 def _relative(found: Tensor, expected: Tensor, scale: Tensor) -> float:
-    """Largest deviation over the larger of the expected value and a thousandth of ``scale``, below which rounding rules."""
+    """Largest deviation, relative to the expected value or a thousandth of ``scale``, whichever is larger."""
     floor = torch.maximum(expected.abs(), 1e-3 * scale).clamp_min(torch.finfo(torch.float64).tiny)
     return float(((found - expected).abs() / floor).max()) if found.numel() else 0.0
 

@@ -1,7 +1,7 @@
-"""A drop-in for ``torch.nn``: layers with parameters are wrappers that can be clipped, everything else is torch's own."""
+"""A drop-in for ``torch.nn``: layers with parameters are wrappers that can be clipped, the rest is torch's own."""
 
 import torch.nn as _torch_nn
-from torch.nn import *  # noqa: F403  (the point of this module: every name of torch.nn is here)
+from torch.nn import *
 
 from .attention import MultiheadAttention
 from .base import Call, GhostLayer

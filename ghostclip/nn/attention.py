@@ -1,8 +1,8 @@
 """Multi-head attention (Lee & Kifer 2020, section 5.6): four linear layers around scaled dot-product attention.
 
-torch's own module multiplies with packed weights inside one function, where nothing can be captured. The forward here takes
-the same steps with the same kernels in the same order, and captures the pre-activation of each projection. Inside,
-tensors are [T, B, E], as in torch: examples are in dimension 1.
+torch's own module multiplies with packed weights inside one function, where nothing can be captured. The forward here
+takes the same steps with the same kernels in the same order, and captures the pre-activation of each projection.
+Inside, tensors are [T, B, E], as in torch: examples are in dimension 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _OutProjection(Linear, NonDynamicallyQuantizableLinear, wraps=NonDynamical
 
 
 class MultiheadAttention(GhostLayer, torch.nn.MultiheadAttention, wraps=torch.nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` that can be clipped: masks, kdim and vdim, added biases, weights returned or not."""
+    """`torch.nn.MultiheadAttention` that can be clipped: masks, kdim, vdim, added biases, weights returned or not."""
 
     def forward(
         self,
@@ -42,7 +42,7 @@ class MultiheadAttention(GhostLayer, torch.nn.MultiheadAttention, wraps=torch.nn
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As torch's; raises UnsupportedModelError for inputs without a batch dimension while gradients are recorded."""
+        """As torch's; raises UnsupportedModelError for inputs without a batch dimension while recording gradients."""
         trained = any(parameter.requires_grad for parameter in self.parameters())
         if not (is_capturing() and trained):
             return super().forward(
@@ -88,7 +88,7 @@ class MultiheadAttention(GhostLayer, torch.nn.MultiheadAttention, wraps=torch.nn
 
     def _packed(self, input: Tensor, start: int, stop: int) -> Tensor:
         """``input`` times the rows start:stop of the packed projection."""
-        bias = self.in_proj_bias
+        bias: Tensor | None = self.in_proj_bias
         whole = (start, stop) == (0, self.in_proj_weight.shape[0])
         weight = self.in_proj_weight if whole else self.in_proj_weight[start:stop]
         if bias is not None and not whole:

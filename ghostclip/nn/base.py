@@ -1,9 +1,9 @@
 """What every wrapper layer is made of: capturing pre-activations, and the registry of layers that have a rule.
 
-A wrapper's forward lets torch's own kernel do the arithmetic, then hands the result to `GhostLayer.capture`. That puts
-an identity node into the autograd graph whose backward, during a clipper's first pass, is told the gradient at the
-pre-activation and still has the inputs (Lee & Kifer 2020, algorithm 1, lines 5 to 12). Nothing is stored on the module or
-its Parameters: what is remembered lives in the graph and dies with it.
+A wrapper's forward lets torch's own kernel do the arithmetic, then hands the result to `GhostLayer.capture`. That
+puts an identity node into the autograd graph whose backward, during a clipper's first pass, is told the gradient at
+the pre-activation and still has the inputs (Lee & Kifer 2020, algorithm 1, lines 5 to 12). Nothing is stored on the
+module or its Parameters: what is remembered lives in the graph and dies with it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Call:
         self.sink: Sink | None = None
 
     def term(self, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
-        """The per-example gradients of parameter ``name`` by the layer's rule; a plain tensor [B, *shape] is taken as is."""
+        """The per-example gradients of ``name`` by the layer's rule; a plain tensor [B, *shape] is taken as is."""
         found = self.layer.per_example(name, self, inputs, grad)
         return found if isinstance(found, Term) else Dense(found)
 
@@ -195,7 +195,7 @@ class GhostLayer(torch.nn.Module):
 
 
 def _whole_base(tensor: Tensor) -> Tensor:
-    """The tensor, or, for a view, something that owns its memory: marking a view as changed in place copies it in backward."""
+    """The tensor or, for a view, what owns its memory: a view marked as changed in place is copied in backward."""
     base = tensor._base
     if base is None:
         return tensor

@@ -1,4 +1,4 @@
-"""Convolutions (Lee & Kifer 2020, section 5.2): over the patches of an image they are linear layers, see norms/convolution."""
+"""Convolutions (Lee & Kifer 2020, section 5.2): over patches they are linear layers, see norms/convolution."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _ConvNd(GhostLayer):
     """The rule all three share; images have B in dimension 0, channels in 1."""
 
     # What torch.nn.modules.conv._ConvNd has, for the type checker.
-    padding_mode: str
+    padding_mode: Any
     padding: Any
     stride: Any
     dilation: Any

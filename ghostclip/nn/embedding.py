@@ -1,4 +1,4 @@
-"""Embeddings: the gradient of example i adds dz[i,t] to row index[i,t] of the table, for every position t that counts."""
+"""Embeddings: the gradient of example i adds dz[i,t] to row index[i,t] of the table, for positions that count."""
 
 from __future__ import annotations
 

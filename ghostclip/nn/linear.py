@@ -1,4 +1,7 @@
-"""Linear layers (Goodfellow 2015; Lee & Kifer 2020, section 5.1): dL_i/dW = sum_t dz[i,t] (x) x[i,t], dL_i/db = sum_t dz[i,t]."""
+"""Linear layers (Goodfellow 2015; Lee & Kifer 2020, section 5.1).
+
+dL_i/dW = sum_t dz[i,t] (x) x[i,t] and dL_i/db = sum_t dz[i,t], over the positions t of example i.
+"""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def _concatenated_rows(terms: list[Rows]) -> Rows:
 
 
 def cross(outer: Outer, rows: Rows) -> Tensor:
-    """Inner products [B] of the two gradients of a tied table, gathered: ``sum_{s,t} left[t, index[s]] right[t] . grad[s]``.
+    """Inner products [B] of both gradients of a tied table: ``sum_{s,t} left[t, index[s]] right[t] . grad[s]``.
 
     The table's rows are the outputs of the head, so only the columns of ``left`` that the indices name take part.
     """

@@ -3,8 +3,10 @@
 A convolution is a linear layer over patches (im2col), so its gradient is the sum of outer products of `outer`
 (Lee & Kifer 2020, section 5.2, algorithm 3). Which way is cheapest depends on the shape, so several are offered:
 
-    patches   im2col and bmm, a chunk of examples at a time                    gram   im2col and Gram matrices
-    grouped   the native weight gradient with the batch folded into groups     native the native weight gradient, one call an example
+    patches   im2col and bmm, a chunk of examples at a time
+    gram      im2col and Gram matrices
+    grouped   the native weight gradient, the batch folded into groups
+    native    the native weight gradient, one call an example
 """
 
 from __future__ import annotations
@@ -120,7 +122,7 @@ class Patches(Term):
         for part in chunks(self.grads.shape[0], bytes_per_example):
             answer = self.outer(part).by(way, kept is not None)
             squared[part] = answer.squared_norms
-            if kept is not None:
+            if kept is not None and answer.kept is not None:
                 kept[part] = answer.kept
         return Answer(squared, kept)
 

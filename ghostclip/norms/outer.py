@@ -1,8 +1,8 @@
 """Gradients that are sums of outer products over positions: linear, recurrent, attention layers, and convolutions.
 
 One layout: left factors (gradients of the loss at the pre-activation) [B, T, p], right factors (what the weight was
-multiplied with) [B, T, d]; the gradient of example i is ``sum_t left[i, t] (x) right[i, t]``, of shape p x d (Lee & Kifer
-2020, equations 6, 8 and 12). Its squared norm has two forms:
+multiplied with) [B, T, d]; the gradient of example i is ``sum_t left[i, t] (x) right[i, t]``, of shape p x d (Lee &
+Kifer 2020, equations 6, 8 and 12). Its squared norm has two forms:
 
     direct   || left[i]^T right[i] ||_F^2                                  2 B T p d flops, B p d numbers
     gram     sum_{s,t} (left[i,s] . left[i,t]) (right[i,s] . right[i,t])   2 B T^2 (p + d) flops, B T^2 numbers
@@ -59,7 +59,7 @@ def gram_is_reliable(squared: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def direct(left: Tensor, right: Tensor, keep: bool) -> Answer:
-    """Squared norms [B] from gradients formed a chunk of examples at a time; with ``keep`` they are all kept, [B, p, d]."""
+    """Squared norms [B] from gradients formed a chunk of examples at a time; ``keep`` keeps them all, [B, p, d]."""
     batch, _, outputs = left.shape
     inputs = right.shape[2]
     kept = left.new_empty(batch, outputs, inputs) if keep else None

@@ -1,0 +1,52 @@
+"""The model's names, looked up once: which Parameter and which module is called what."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ghostclip.nn.base import Call
+
+__all__ = ["ModelIndex"]
+
+
+class ModelIndex:
+    """Names of parameters and modules by identity; walking a module tree costs more than a small model's layers.
+
+    Attributes:
+        layers: {id of module: name}, the class name for the model itself.
+        names: {id of Parameter: its first name}, trained and frozen.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.refresh()
+
+    def layer(self, call: Call) -> str:
+        """The name of the call's layer, or its class where a layer outside the model shares a parameter of it."""
+        return self.layers.get(id(call.layer), type(call.layer).__name__)
+
+    def refresh(self) -> None:
+        """Reads the model again: modules or parameters were exchanged."""
+        self._named = list(self._model.named_parameters())
+        self.layers = {id(module): name or type(module).__name__ for name, module in self._model.named_modules()}
+        self.names = {id(parameter): name for name, parameter in self._named}
+
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        """(name, Parameter) of every parameter that requires a gradient now."""
+        return [item for item in self._named if item[1].requires_grad]
+
+    def knows(self, call: Call) -> bool:
+        """Whether the layer and the parameters of ``call`` are the ones that were read."""
+        own = call.layer._parameters
+        return id(call.layer) in self.layers and all(id(own[name]) in self.names for name in call.parameters)
+
+    def own_parameters(self, call: Call) -> list[str]:
+        """Those of the call's parameters that are this model's; none for a layer of another model in the graph."""
+        own = call.layer._parameters
+        return [name for name in call.parameters if id(own[name]) in self.names]
+
+    def name_of(self, leaf: Tensor) -> str | None:
+        """The name of a leaf that is a parameter of the model; reads the model again for an unknown Parameter."""
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in self.names:
+            self.refresh()
+        return self.names.get(id(leaf))
