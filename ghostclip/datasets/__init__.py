@@ -1,1 +1,56 @@
+"""Data sets: one file per format, each with a train and a test part; nothing is ever downloaded."""
 
+from pathlib import Path
+
+from ghostclip.datasets.adult import adult
+from ghostclip.datasets.base import Data, DataError
+from ghostclip.datasets.cifar10 import cifar10
+from ghostclip.datasets.digits import digits
+from ghostclip.datasets.idx import fashion_mnist, mnist
+from ghostclip.datasets.images import images
+from ghostclip.datasets.imdb import imdb
+from ghostclip.validate import one_of
+
+__all__ = [
+    "NAMES",
+    "Data",
+    "DataError",
+    "adult",
+    "cifar10",
+    "digits",
+    "fashion_mnist",
+    "images",
+    "imdb",
+    "load",
+    "mnist",
+]
+
+_IN_FOLDERS = {
+    "mnist": mnist,
+    "fashion-mnist": fashion_mnist,
+    "cifar10": cifar10,
+    "adult": adult,
+    "images": images,
+}
+NAMES = ("digits", *_IN_FOLDERS, "imdb")
+
+
+def load(name: str, folder: str | Path | None = None, vocabulary: str | Path | None = None) -> Data:
+    """The data set called ``name`` (one of ``NAMES``).
+
+    Args:
+        name: ``digits`` is embedded; every other is read from ``folder``.
+        folder: where the publisher's files lie.
+        vocabulary: for ``imdb`` alone: a file of public words, one a line.
+
+    Raises:
+        DataError: a file is missing or malformed; one line that names it and the remedy.
+        ValueError: the name is unknown.
+        ModuleNotFoundError: scikit-learn (for digits) or Pillow (for images) is not installed.
+    """
+    one_of(NAMES, data=name)
+    if name == "digits":
+        return digits()
+    if name == "imdb":
+        return imdb(folder, vocabulary)
+    return _IN_FOLDERS[name](folder)
