@@ -1,0 +1,111 @@
+"""The paper's networks: their sizes, what they take, and that no example's output depends on another's."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from ghostclip import GhostClipper, models
+from ghostclip.models.transformer import positional_encoding
+
+IMAGE = (1, 28, 28)
+CASES = {
+    "mlp": ((105,), None, 105 * 128 + 128 + 128 * 256 + 256 + 256 * 2 + 2),
+    "cnn": (IMAGE, None, 20 * 26 + 50 * 501 + 800 * 128 + 128 + 128 * 2 + 2),
+    "rnn": (IMAGE, None, 128 * 28 + 128 * 128 + 2 * 128 + 128 * 2 + 2),
+    "lstm": (IMAGE, None, 4 * (128 * 28 + 128 * 128 + 2 * 128) + 128 * 2 + 2),
+    "transformer": ((12,), 50, 50 * 200 + 4 * 200 * 201 + 2 * 400 + 512 * 201 + 200 * 513 + 2 * 201),
+}
+
+
+def inputs_for(name: str, batch: int) -> torch.Tensor:
+    """Random inputs of the case's shape; texts of several lengths."""
+    shape, vocabulary, _ = CASES[name]
+    if vocabulary is None:
+        return torch.rand(batch, *shape)
+    tokens = torch.randint(1, vocabulary, (batch, *shape))
+    for example in range(batch):
+        tokens[example, 3 + 2 * example :] = 0
+    return tokens
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_size_and_output_shape(name):
+    shape, vocabulary, parameters = CASES[name]
+    model = models.build(name, shape, 2, vocabulary)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    assert model(inputs_for(name, 3)).shape == (3, 2)
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_examples_do_not_mix(name):
+    shape, vocabulary, _ = CASES[name]
+    model = models.build(name, shape, 2, vocabulary)
+    inputs = inputs_for(name, 4)
+    together = model(inputs)
+    alone = torch.cat([model(inputs[i : i + 1]) for i in range(4)])
+    torch.testing.assert_close(together, alone)
+
+
+@pytest.mark.parametrize(("side", "maps"), [(8, 2 * 2), (15, 3 * 3), (16, 1), (28, 4 * 4), (32, 5 * 5)])
+def test_cnn_pads_only_what_would_vanish(side, maps):
+    model = models.build("cnn", (3, side, side), 10)
+    assert model.hidden.in_features == 50 * maps
+    assert model.convolution1.padding == ((2, 2) if side < 16 else (0, 0))
+    assert model(torch.rand(2, 3, side, side)).shape == (2, 10)
+
+
+def test_recurrent_networks_read_rows_of_every_channel():
+    model = models.build("lstm", (3, 5, 4), 2)
+    images = torch.rand(2, 3, 5, 4)
+    rows = torch.stack([images[:, :, row].flatten(1) for row in range(5)], dim=1)
+    expected = model.output(model.recurrent(rows)[0][:, -1])
+    torch.testing.assert_close(model(images), expected)
+
+
+def test_transformer_ignores_padding():
+    model = models.build("transformer", (12,), 2, vocabulary=50)
+    tokens = inputs_for("transformer", 1)
+    assert (tokens[0, 3:] == 0).all()
+    torch.testing.assert_close(model(tokens), model(tokens[:, :3]))
+
+
+def test_positional_encoding_is_the_published_one():
+    encoding = positional_encoding(3, 200)
+    assert encoding[0].tolist() == [0.0, 1.0] * 100
+    angle = torch.tensor(2 / 10_000 ** (6 / 200))
+    torch.testing.assert_close(encoding[2, 6:8], torch.stack([angle.sin(), angle.cos()]))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "vocabulary", "expected"),
+    [
+        ("transformer", (1, 8, 8), None, r"transformer takes token ids of texts; here each input is numbers of shape"),
+        ("mlp", (256,), 1000, r"mlp does not take token ids.*token ids of shape \[256\]"),
+        ("cnn", (105,), None, r"cnn takes images .*numbers of shape \[105\]"),
+        ("cnn", (1, 3, 8), None, r"at least 4 pixels a side.*\[1, 3, 8\]"),
+        ("gpt", (8,), None, r"model must be one of 'mlp'.*got 'gpt'"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(name, shape, vocabulary, expected):
+    with pytest.raises(ValueError, match=expected):
+        models.build(name, shape, 2, vocabulary)
+
+
+@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+@pytest.mark.parametrize("name", models.NAMES)
+def test_ghost_norms_and_sums_equal_the_loop(name, second_pass):
+    shape, vocabulary, _ = CASES[name]
+    model = models.build(name, shape, 2, vocabulary).double()
+    inputs = inputs_for(name, 3)
+    batch = (inputs if vocabulary else inputs.double(), torch.tensor([0, 1, 1]))
+    clipper = GhostClipper(model, clipping=0.1, second_pass=second_pass)
+
+    def loss_fn(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    assert clipper.verify(loss_fn, batch) <= 1e-10
