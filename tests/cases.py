@@ -1,0 +1,267 @@
+"""The one table of layer cases: how to build a model, what it reads, and where its examples are.
+
+A new layer adds its rows here and nothing else; test_layers.py compares every row with the slow obvious loop.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from case_models import (
+    Wired,
+    attention,
+    cnn,
+    convolution,
+    decoder,
+    freeze,
+    index_assignment,
+    inplace_residual,
+    masked_each,
+    padded,
+    recurrent,
+    tie,
+    tied_head,
+    tied_linears,
+    transformer,
+)
+from case_types import Case, indices, normal
+
+__all__ = ["CASES", "case"]
+
+
+def _linear() -> Iterator[Case]:
+    """Linear."""
+    yield Case("linear", lambda nn: nn.Linear(5, 4), (normal(5),))
+    yield Case("linear no bias", lambda nn: nn.Linear(5, 4, bias=False), (normal(5),))
+    yield Case("linear 1 to 1", lambda nn: nn.Linear(1, 1), (normal(1),))
+    yield Case("linear 3-D", lambda nn: nn.Linear(5, 4), (normal(6, 5),))
+    yield Case("linear 3-D no bias", lambda nn: nn.Linear(5, 4, bias=False), (normal(6, 5),))
+    yield Case("linear 3-D long", lambda nn: nn.Linear(2, 2), (normal(17, 2),))
+    yield Case("linear 3-D one position", lambda nn: nn.Linear(5, 4), (normal(1, 5),))
+    yield Case("linear 4-D", lambda nn: nn.Linear(5, 4), (normal(2, 3, 5),))
+    yield Case("linear 5-D", lambda nn: nn.Linear(3, 4), (normal(2, 1, 3, 3),))
+    yield Case("linear strided", lambda nn: nn.Linear(5, 4), (normal(6, 10, lay_out=lambda x: x[..., ::2]),))
+    yield Case("linear transposed", lambda nn: nn.Linear(5, 4), (normal(5, 6, lay_out=lambda x: x.mT),))
+    yield Case("linear expanded", lambda nn: nn.Linear(5, 4), (normal(1, 5, lay_out=lambda x: x.expand(-1, 3, -1)),))
+    yield Case("linear leaf input", lambda nn: nn.Linear(5, 4), (normal(5, requires_grad=True),))
+    yield Case("linear 3-D leaf input", lambda nn: nn.Linear(5, 4), (normal(6, 5, requires_grad=True),))
+
+
+CONVOLUTIONS: dict[str, tuple[int, dict[str, Any]]] = {
+    "plain": (6, {}),
+    "no bias": (6, {"bias": False}),
+    "1x1": (5, {"kernel_size": 1}),
+    "1x1 stride": (6, {"kernel_size": 1, "stride": 2}),
+    "stride": (6, {"stride": 2}),
+    "padding": (4, {"padding": 2}),
+    "dilation": (6, {"dilation": 2, "padding": 1}),
+    "same": (5, {"padding": "same"}),
+    "same dilation": (5, {"padding": "same", "dilation": 2}),
+    "valid": (5, {"padding": "valid"}),
+    "groups": (5, {"groups": 2, "padding": 1}),
+    "depthwise": (5, {"groups": 4, "padding": 1}),
+    "depthwise stride no bias": (6, {"groups": 4, "stride": 2, "bias": False}),
+    "whole input": (3, {}),
+    "reflect": (5, {"padding": 2, "padding_mode": "reflect"}),
+    "replicate": (5, {"padding": 1, "stride": 2, "padding_mode": "replicate"}),
+    "circular": (5, {"padding": 2, "padding_mode": "circular", "groups": 2}),
+    "circular same": (5, {"padding": "same", "padding_mode": "circular"}),
+}
+
+
+def _conv() -> Iterator[Case]:
+    """Conv1d, Conv2d, Conv3d."""
+    for dims in (1, 2, 3):
+        for name, (size, options) in CONVOLUTIONS.items():
+            yield Case(f"conv{dims}d {name}", partial(convolution, dims, 4, **options), (normal(4, *[size] * dims),))
+    uneven = {"kernel_size": (3, 2), "stride": (2, 1), "padding": (1, 0), "dilation": (1, 2)}
+    yield Case("conv2d uneven", partial(convolution, 2, 3, **uneven), (normal(3, 8, 7),))
+    even = {"kernel_size": (2, 4), "padding": "same", "padding_mode": "reflect"}
+    yield Case("conv2d even reflect same", partial(convolution, 2, 3, **even), (normal(3, 6, 6),))
+    padded_conv = partial(convolution, 2, 4, padding=1)
+    last = partial(torch.Tensor.contiguous, memory_format=torch.channels_last)
+    yield Case("conv2d channels_last", padded_conv, (normal(4, 6, 6, lay_out=last),))
+    yield Case("conv2d transposed", padded_conv, (normal(4, 5, 7, lay_out=lambda x: x.mT),))
+    yield Case("conv2d leaf input", padded_conv, (normal(4, 6, 6, requires_grad=True),))
+
+
+def _embedding() -> Iterator[Case]:
+    """Embedding: repeated indices (more positions than rows), padding, index tensors of one to three dimensions."""
+    yield Case("embedding 1-D", lambda nn: nn.Embedding(6, 3), (indices(6),))
+    yield Case("embedding repeated", lambda nn: nn.Embedding(3, 4), (indices(3, 8),))
+    yield Case("embedding 3-D", lambda nn: nn.Embedding(6, 3), (indices(6, 2, 5),))
+    yield Case("embedding padding_idx", lambda nn: nn.Embedding(4, 3, padding_idx=1), (indices(4, 6),))
+    yield Case("embedding padding_idx -1", lambda nn: nn.Embedding(4, 3, padding_idx=-1), (indices(4, 6),))
+    yield Case("embedding only padding", lambda nn: nn.Embedding(1, 3, padding_idx=0), (indices(1, 6),))
+    yield Case("embedding large", lambda nn: nn.Embedding(1000, 3), (indices(1000, 6),))
+    yield Case("embedding transposed", lambda nn: nn.Embedding(5, 3), (indices(5, 2, 6, lay_out=lambda x: x.mT),))
+
+
+def _normalization() -> Iterator[Case]:
+    """LayerNorm and GroupNorm."""
+    yield Case("layernorm 2-D", lambda nn: nn.LayerNorm(5), (normal(5),))
+    yield Case("layernorm 3-D", lambda nn: nn.LayerNorm(5), (normal(6, 5),))
+    yield Case("layernorm 4-D", lambda nn: nn.LayerNorm(5), (normal(2, 3, 5),))
+    yield Case("layernorm two dimensions", lambda nn: nn.LayerNorm((3, 5)), (normal(2, 3, 5),))
+    yield Case("layernorm whole example", lambda nn: nn.LayerNorm((3, 5)), (normal(3, 5),))
+    yield Case("layernorm no bias", lambda nn: nn.LayerNorm(5, bias=False), (normal(6, 5),))
+    plain = {"elementwise_affine": False}
+    yield Case(
+        "layernorm no affine", lambda nn: nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5, **plain)), (normal(6, 4),)
+    )
+    yield Case("groupnorm 2-D", lambda nn: nn.GroupNorm(2, 6), (normal(6),))
+    yield Case("groupnorm 3-D", lambda nn: nn.GroupNorm(3, 6), (normal(6, 4),))
+    yield Case("groupnorm 4-D", lambda nn: nn.GroupNorm(2, 4), (normal(4, 3, 5),))
+    yield Case("groupnorm one group", lambda nn: nn.GroupNorm(1, 4), (normal(4, 3, 5),))
+    yield Case("groupnorm per channel", lambda nn: nn.GroupNorm(4, 4), (normal(4, 3, 5),))
+    yield Case(
+        "groupnorm no affine",
+        lambda nn: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4, affine=False)),
+        (normal(3, 5, 5),),
+    )
+
+
+CELLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "rnn tanh": ("RNN", {}),
+    "rnn relu": ("RNN", {"nonlinearity": "relu"}),
+    "lstm": ("LSTM", {}),
+    "gru": ("GRU", {}),
+}
+
+
+def _recurrent() -> Iterator[Case]:
+    """RNN, LSTM and GRU of one layer and one direction."""
+    x, time_first = normal(6, 4), normal(6, 4, batch_dim=1)
+    for name, (kind, options) in CELLS.items():
+        states = (normal(1, 3, batch_dim=1),) * (2 if kind == "LSTM" else 1)
+        rnn = partial(recurrent, kind, **options)
+        first = partial(rnn, batch_first=True)
+        yield Case(f"{name} root", lambda nn, k=kind, o=options: getattr(nn, k)(4, 3, **o), (time_first,), output_dim=1)
+        yield Case(f"{name} time first", partial(rnn, "both"), (time_first,))
+        yield Case(f"{name} time first no bias", partial(rnn, "output", bias=False), (time_first,))
+        yield Case(f"{name} time first states", partial(rnn, "both"), (time_first, *states))
+        yield Case(f"{name} output", partial(first, "output"), (x,))
+        yield Case(f"{name} last state", partial(first, "state"), (x,))
+        yield Case(f"{name} output and state", partial(first, "both"), (x,))
+        yield Case(f"{name} no bias", partial(first, "both", bias=False), (x,))
+        yield Case(f"{name} one step", partial(first, "both"), (normal(1, 4),))
+        yield Case(f"{name} states", partial(first, "output"), (x, *states))
+        yield Case(f"{name} twice", partial(first, "twice"), (x,))
+        yield Case(f"{name} leaf input", partial(first, "both"), (normal(6, 4, requires_grad=True),))
+        yield Case(f"{name} frozen weight_hh", partial(first, "both", freezing=("rnn.weight_hh_l0",)), (x,))
+        yield Case(f"{name} frozen biases", partial(first, "both", freezing=("rnn.bias_ih_l0", "rnn.bias_hh_l0")), (x,))
+        yield Case(f"{name} decoder", partial(decoder, kind), (indices(5, 6), normal(2)))
+    yield Case("lstm last cell", partial(recurrent, "LSTM", "cell"), (time_first,))
+
+
+ATTENTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    " one head": {"num_heads": 1},
+    " no bias": {"bias": False},
+    " bias_kv": {"add_bias_kv": True},
+    " zero_attn": {"add_zero_attn": True},
+    " bias_kv zero_attn": {"add_bias_kv": True, "add_zero_attn": True},
+}
+
+
+def _attention() -> Iterator[Case]:
+    """MultiheadAttention with its options and masks, and TransformerEncoderLayer."""
+    x, other = normal(5, 8), normal(6, 8)
+    calls = {
+        "no weights": (lambda attend, x: attend(x, need_weights=False), (x,)),
+        "weights of each head": (lambda attend, x: attend(x, average_attn_weights=False), (x,)),
+        "causal": (lambda attend, x: attend(x, attn_mask=torch.ones(5, 5, dtype=torch.bool).triu(1)), (x,)),
+        "float mask": (lambda attend, x, mask: attend(x, attn_mask=mask), (x, normal(5, 5, batch_dim=None))),
+        "key_padding_mask": (padded, (x,)),
+        "mask of each example": (masked_each, (x,)),
+        "twice": (lambda attend, x: attend(attend(x)[0], x, x)[0], (x,)),
+    }
+    for first in (True, False):
+        where = "" if first else " time first"
+        build = partial(attention, batch_first=first)
+        for name, options in ATTENTIONS.items():
+            yield Case(f"attention self{name}{where}", partial(build, **options), (x,))
+            yield Case(f"attention cross{name}{where}", partial(build, **options), (x, other, other))
+        for name, (call, specs) in calls.items():
+            yield Case(f"attention {name}{where}", partial(build, call=call), specs)
+    widths = partial(attention, batch_first=True, kdim=3, vdim=6)
+    for name in ("", " no bias", " bias_kv"):
+        build = partial(widths, **ATTENTIONS[name])
+        yield Case(f"attention kdim vdim{name}", build, (x, normal(6, 3), normal(6, 6)))
+    yield Case("attention root", lambda nn: nn.MultiheadAttention(8, 2, batch_first=True), (x,) * 3)
+    for frozen in ("in_proj_weight", "in_proj_bias", "out_proj"):
+        yield Case(f"attention frozen {frozen}", lambda nn, f=frozen: freeze(attention(nn), f"attention.{f}"), (x,))
+    encoder = {"d_model": 8, "nhead": 2, "dim_feedforward": 6, "dropout": 0.0, "batch_first": True}
+    for name, more in {
+        "": {},
+        " norm_first": {"norm_first": True, "activation": "gelu"},
+        " no bias": {"bias": False},
+    }.items():
+        yield Case(f"encoder layer{name}", lambda nn, o=encoder | more: nn.TransformerEncoderLayer(**o), (x,))
+    time_first = encoder | {"batch_first": False}
+    yield Case(
+        "encoder layer time first",
+        lambda nn: nn.TransformerEncoderLayer(**time_first),
+        (normal(5, 8, batch_dim=1),),
+        output_dim=1,
+        wrap={"batch_dim": 1},
+    )
+
+
+TWO_LAYERS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "residual in place": (inplace_residual, (5,)),
+    "residual in place 3-D": (inplace_residual, (3, 5)),
+    "index assignment": (index_assignment, (3, 5)),
+    "two branches": (lambda m, x: m.first(x) * m.second(x), (5,)),
+    "branches of the loss": (lambda m, x: (m.first(x), m.second(torch.tanh(m.first(x)))), (5,)),
+    "unused layer": (lambda m, x: m.second(x), (5,)),
+    "unused output": (lambda m, x: (m.first(x), m.second(x))[1], (5,)),
+    "detached branch": (lambda m, x: m.second(x) + m.first(x).detach(), (5,)),
+    "same layer twice": (lambda m, x: m.first(torch.tanh(m.first(x))), (5,)),
+    "same layer twice on one input": (lambda m, x: m.first(x) * m.second(m.first(x)), (5,)),
+    "same layer on siblings": (lambda m, x: m.first(x[:, :2]).sum(1) - m.first(x[:, 2]) ** 2, (3, 5)),
+    "same layer on lengths": (lambda m, x: (m.first(x), m.second(m.first(x[:, 1:3]))), (4, 5)),
+    "chunked output": (lambda m, x: [part.tanh() for part in m.second(m.first(x)).chunk(2, -1)], (5,)),
+    "split output": (lambda m, x: m.first(x).split(2, -1)[1] * m.second(x).unbind(-1)[0][..., None], (3, 5)),
+}
+
+
+def _two_layers(wiring: Callable[..., Any], nn: ModuleType) -> torch.nn.Module:
+    return Wired(wiring, first=nn.Linear(5, 5), second=nn.Linear(5, 5))
+
+
+def _models() -> Iterator[Case]:
+    """Whole models: in-place operations, branches, sharing, freezing, layers that nothing calls."""
+    x, image, tokens = (normal(5),), (normal(1, 18, 18),), (indices(11, 9),)
+    for name, (wiring, shape) in TWO_LAYERS.items():
+        yield Case(name, partial(_two_layers, wiring), (normal(*shape),))
+    chain = partial(_two_layers, lambda m, x: m.second(torch.tanh(m.first(x))))
+    for frozen in ("first", "second", "first.weight", "second.bias"):
+        yield Case(f"frozen {frozen}", lambda nn, f=frozen: freeze(chain(nn), f), x)
+    yield Case("mlp in place", lambda nn: nn.Sequential(nn.Linear(5, 6), nn.ReLU(inplace=True), nn.Linear(6, 3)), x)
+    yield Case("linear 3-D in place", lambda nn: nn.Sequential(nn.Linear(5, 4), nn.ReLU(True)), (normal(6, 5),))
+    yield Case("nested sequential", lambda nn: nn.Sequential(nn.Sequential(chain(nn)), nn.Tanh(), chain(nn)), x)
+    yield Case("dropout in eval mode", lambda nn: nn.Sequential(chain(nn), nn.Dropout(0.5), chain(nn)).eval(), x)
+    yield Case("one module in two places", lambda nn: nn.Sequential(*[chain(nn)] * 2), x)
+    yield Case("same conv twice", lambda nn: nn.Sequential(*[nn.Conv2d(2, 2, 3, padding=1)] * 2), (normal(2, 4, 4),))
+    shared = lambda nn: Wired(lambda m, i, j: m.e(i).sum(1) * m.e(j), e=nn.Embedding(4, 3))  # noqa: E731
+    yield Case("same embedding twice", shared, (indices(4, 3), indices(4)))
+    convs = lambda nn: nn.Sequential(nn.Conv1d(2, 2, 3), nn.Tanh(), nn.Conv1d(2, 2, 3, stride=2))  # noqa: E731
+    yield Case("tied convs", lambda nn: tie(convs(nn), "0", "2"), (normal(2, 8),))
+    yield Case("tied linears", tied_linears, (normal(6, 5),))
+    yield Case("tied head", tied_head, (indices(7, 6),))
+    yield Case("tied head padding_idx", partial(tied_head, padding_idx=2), (indices(7, 6),))
+    yield Case("cnn", cnn, image)
+    yield Case("cnn frozen parts", lambda nn: freeze(cnn(nn), "0.weight", "3.bias"), image)
+    yield Case("transformer", transformer, tokens)
+    yield Case("transformer frozen parts", lambda nn: freeze(transformer(nn), "embedding", "norm1.weight"), tokens)
+
+
+CASES = [*_linear(), *_conv(), *_embedding(), *_normalization(), *_recurrent(), *_attention(), *_models()]
+
+
+def case(name: str) -> Case:
+    """The row of that name."""
+    return next(row for row in CASES if row.name == name)

@@ -1,0 +1,129 @@
+"""Every case of the table against the slow obvious loop: outputs, norms, per-example gradients, clipped sums."""
+
+import oracle
+import pytest
+import torch
+from cases import CASES
+from comparing import TOLERANCE, assert_close, assert_dicts_close, gradients, ready, truth, typical_norm
+from torch.utils._pytree import tree_flatten
+
+import ghostclip
+
+STRATEGIES = ("auto", "gram", "direct")
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+
+
+def assert_equal(found, expected):
+    """Same structure, and every tensor the same to the last bit."""
+    leaves, structure = tree_flatten(found)
+    expected_leaves, expected_structure = tree_flatten(expected)
+    assert structure == expected_structure
+    for leaf, expected_leaf in zip(leaves, expected_leaves, strict=True):
+        assert leaf is expected_leaf or torch.equal(leaf, expected_leaf)
+
+
+@every_case
+def test_the_oracle_sums_to_the_gradient_of_the_batch(case):
+    model, inputs = case.model(), case.inputs()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    summed = torch.autograd.grad(case.losses(model(*inputs)).sum(), trained, allow_unused=True)
+    for gradient, each in zip(summed, truth(case).values(), strict=True):
+        expected = torch.zeros(each.shape[1:]) if gradient is None else gradient
+        torch.testing.assert_close(each.sum(0), expected.double(), rtol=1e-10, atol=1e-10)
+
+
+@every_case
+def test_outputs_equal_torch_bit_for_bit(case):
+    plain, wrapped = case.model(dtype=torch.float32), ghostclip.wrap(case.model(dtype=torch.float32), **case.wrap)
+    inputs = case.inputs(dtype=torch.float32)
+    assert_equal(wrapped(*inputs), plain(*inputs))
+    with torch.no_grad():
+        assert_equal(wrapped.eval()(*inputs), plain.eval()(*inputs))
+
+
+@every_case
+def test_built_from_ghostclip_nn_is_built_from_torch_nn(case):
+    plain, drop_in = case.model(dtype=torch.float32), case.model(ghostclip.nn, dtype=torch.float32)
+    assert list(drop_in.state_dict()) == list(plain.state_dict())
+    for name, value in plain.state_dict().items():
+        assert torch.equal(drop_in.state_dict()[name], value), name
+    assert ghostclip.check(drop_in) == []
+    found, expected = (ghostclip.wrap(model, **case.wrap).named_modules() for model in (drop_in, plain))
+    assert {name: type(module) for name, module in found} == {name: type(module) for name, module in expected}
+
+
+@every_case
+@every_dtype
+def test_norms_equal_the_loop(case, dtype):
+    for norm_strategy in STRATEGIES:
+        _, clipper, losses = ready(case, dtype, norm_strategy=norm_strategy)
+        norms = clipper.norms(losses)
+        assert norms.dtype == dtype
+        assert not norms.requires_grad
+        assert_close(norms, oracle.norms(truth(case)), TOLERANCE[dtype], what=norm_strategy)
+
+
+@every_case
+@every_dtype
+def test_parts_of_the_gradient_equal_the_loop(case, dtype):
+    _, clipper, losses = ready(case, dtype)
+    scale = 1e-3 * oracle.norms(truth(case))
+    for per, expected in {
+        "layer": oracle.norms_per_layer(truth(case)),
+        "parameter": oracle.norms_per_parameter(truth(case)),
+    }.items():
+        found = clipper.norms(losses, per=per, retain_graph=True)
+        assert list(found) == list(expected)
+        for name, value in expected.items():
+            assert_close(found[name], value, TOLERANCE[dtype], scale, f"{per} {name}")
+    assert_dicts_close(clipper.per_example_grads(losses), truth(case), TOLERANCE[dtype])
+
+
+@every_case
+@every_dtype
+@every_pass
+def test_clipped_sums_equal_the_loop(case, dtype, second_pass):
+    max_norm = typical_norm(truth(case))
+    for norm_strategy in STRATEGIES:
+        model, clipper, losses = ready(case, dtype, 4, max_norm, second_pass=second_pass, norm_strategy=norm_strategy)
+        result = clipper.backward(losses)
+        assert_close(result.norms, oracle.norms(truth(case)), TOLERANCE[dtype], what=norm_strategy)
+        assert_close(result.weights, oracle.clip_weights(truth(case), max_norm), TOLERANCE[dtype], what=norm_strategy)
+        assert_dicts_close(gradients(model), oracle.clipped_sum(truth(case), max_norm), TOLERANCE[dtype])
+
+
+@every_case
+@every_pass
+def test_backward_calls_add_up(case, second_pass):
+    model, clipper, losses = ready(case, second_pass=second_pass)
+    clipper.backward(losses)
+    assert not any(value.requires_grad for value in gradients(model).values())
+    first = {name: value.clone() for name, value in gradients(model).items()}
+    clipper.backward(case.losses(model(*case.inputs())))
+    assert_dicts_close(gradients(model), {name: 2 * value for name, value in first.items()}, 1e-12)
+
+
+@every_case
+@pytest.mark.parametrize("batch", [0, 1])
+def test_batches_of_no_and_of_one_example(case, batch):
+    expected = truth(case, batch)
+    for second_pass in ("reweight", "cached"):
+        model, clipper, losses = ready(case, batch=batch, second_pass=second_pass)
+        assert_close(clipper.norms(losses, retain_graph=True), oracle.norms(expected), 1e-10)
+        assert_dicts_close(clipper.per_example_grads(losses, retain_graph=True), expected, 1e-10)
+        assert clipper.backward(losses).weights.shape == (batch,)
+        assert_dicts_close(gradients(model), oracle.clipped_sum(expected, 1.0), 1e-10)
+
+
+@every_case
+def test_swapping_changes_neither_keys_nor_parameters(case):
+    model = case.model()
+    parameters, keys = dict(model.named_parameters()), list(model.state_dict())
+    for step in (ghostclip.wrap, ghostclip.wrap, ghostclip.unwrap):
+        assert step(model) is model
+        assert list(model.state_dict()) == keys
+        assert all(dict(model.named_parameters())[name] is p for name, p in parameters.items())
+    kinds = [type(module) for module in case.model().modules()]
+    assert [type(module) for module in model.modules()] == kinds
