@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from ghostclip.gradients import GradientGuard
 from ghostclip.graph import captured_calls, first_pass
 from ghostclip.index import ModelIndex
 from ghostclip.passes import Collector, FirstPass
-from ghostclip.planner import Planner
+from ghostclip.planner import Choice, Planner
 from ghostclip.regroup import Grouping
 from ghostclip.validate import one_of, positive
 from ghostclip.verify import compare_with_loop
@@ -74,7 +74,7 @@ class GhostClipper:
         self._index = ModelIndex(self.model)
         self._grouping = Grouping()
         self._guard = GradientGuard()
-        self._last: FirstPass | None = None
+        self._choices: Mapping[int, Choice] | None = None
 
     def norms(self, losses: Tensor, *, per: str | None = None, retain_graph: bool = False) -> Any:
         """Per-example gradient norms by the first pass alone.
@@ -149,7 +149,7 @@ class GhostClipper:
 
         Strategies are chosen on the first batch; before it they read "at the first batch".
         """
-        return plan_of(self.model, self._planner, self._last)
+        return plan_of(self.model, self._choices)
 
     def verify(
         self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any, *, tolerance: float | None = None
@@ -184,8 +184,9 @@ class GhostClipper:
                 losses, calls, majors, self._planner, self._index, keep=keep, materialise=materialise, budget=budget
             )
             first_pass(losses, calls, collector.receive, retain_graph=retain_graph)
-        self._last = FirstPass(collector, self._index.trained())
-        return self._last
+        run = FirstPass(collector, self._index.trained())
+        self._choices = run.choices
+        return run
 
 
 def _check_losses(losses: Tensor) -> None:

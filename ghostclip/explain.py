@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
 from ghostclip.nn.base import GhostLayer
-from ghostclip.passes import FirstPass
-from ghostclip.planner import Planner
+from ghostclip.planner import Choice
 
 __all__ = ["Plan", "Row", "plan_of"]
 
@@ -64,14 +64,14 @@ class Plan:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
 
 
-def plan_of(model: nn.Module, planner: Planner, last: FirstPass | None) -> Plan:
-    """The plan as the last batch left it; without one, what is known from the layers alone."""
+def plan_of(model: nn.Module, choices: Mapping[int, Choice] | None) -> Plan:
+    """The plan as the last batch left it (choices by id of Parameter); None before one: what the layers alone tell."""
     rows = []
-    chosen = {} if last is None else last.choices
+    chosen = choices or {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -80,7 +80,7 @@ def plan_of(model: nn.Module, planner: Planner, last: FirstPass | None) -> Plan:
         rule = module.rule if isinstance(module, GhostLayer) else type(module).__name__
         choice = chosen.get(id(parameter))
         if choice is None:
-            strategy, kept, why, costs = ("unused" if last else "at the first batch"), False, "", {}
+            strategy, kept, why, costs = ("at the first batch" if choices is None else "unused"), False, "", {}
         else:
             strategy, kept, why, costs = choice.name, choice.keep, choice.reason, choice.milliseconds
         rows.append(Row(layer, own, rule, tuple(parameter.shape), strategy, kept, why, costs))

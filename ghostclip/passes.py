@@ -83,6 +83,8 @@ class Collector:
 
     def receive(self, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
         """Takes the gradient at one pre-activation; called by the layer's node in the graph."""
+        # Saved inputs still know their history; what is held must not keep that part of the graph alive.
+        inputs = tuple(tensor.detach() for tensor in inputs)
         for name in self._index.own_parameters(call):
             part = self._part(call, name)
             term = self._term(call, name, inputs, grad)
@@ -164,6 +166,7 @@ class FirstPass:
             layers.setdefault(name.rpartition(".")[0], []).extend(self._found.squared.get(id(parameter), []))
         return {layer: self._root(squared) for layer, squared in layers.items()}
 
+    @torch.no_grad()
     def per_example_grads(self) -> dict[str, Tensor]:
         """{parameter name: [B, *shape]}, zeros for parameters that took no part."""
         found: dict[str, Tensor] = {}
@@ -178,6 +181,7 @@ class FirstPass:
             found[name] = full
         return found
 
+    @torch.no_grad()
     def add_weighted_sums(self, weights: Tensor, finite: Tensor | None) -> None:
         """Adds ``sum_i weights[i] g_i`` to each p.grad and lets go of the terms, one after another.
 

@@ -75,6 +75,8 @@ class Planner:
     def answer(self, term: Term, keep: bool) -> tuple[Answer, Choice]:
         """Squared norms of ``term`` the chosen way; ``keep``: a clipped sum of the same term is to follow."""
         candidates = term.candidates()
+        if term.examples == 0:
+            return next(iter(candidates.values())).run(False), Choice(next(iter(candidates)), False, "an empty batch")
         key = (term.key, keep)
         choice = self.choices.get(key)
         if choice is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ghostclip.errors import UnsupportedModelError
+from ghostclip.errors import LossShapeError, UnsupportedModelError
 from ghostclip.graph import first_pass
 from ghostclip.index import ModelIndex
 from ghostclip.nn.base import Call
@@ -23,6 +23,11 @@ def row_count(call: Call, examples: int, name: str) -> int:
     rows = call.shape[call.batch_dim]
     if examples == 0:
         return 1
+    if 1 < rows < examples and examples % rows == 0:
+        raise LossShapeError(
+            f"losses must have shape exactly [B]; got [{examples}], but {name} saw {rows} (its output has shape "
+            f"{list(call.shape)}). Reshape losses of several tokens or positions to [B, T] and average them by .mean(1)"
+        )
     if rows % examples or rows == 0:
         raise UnsupportedModelError(
             f"{name}: its output has shape {list(call.shape)} with {rows} rows in dimension {call.batch_dim}, for "
@@ -89,7 +94,8 @@ class Grouping:
 
         def look(call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
             rows = grad.movedim(call.batch_dim, 0).flatten(1) if grad.dim() > 1 else grad.unsqueeze(1)
-            touched.append((call, (rows != 0).any(1)))
+            # 0 * inf is NaN: a row that isn't finite says nothing of whose it is.
+            touched.append((call, ((rows != 0) & torch.isfinite(rows)).any(1)))
 
         seed = torch.zeros_like(losses)
         seed[example] = 1.0

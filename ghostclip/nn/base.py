@@ -87,8 +87,8 @@ class _Capture(torch.autograd.Function):
 
 
 def is_capturing() -> bool:
-    """Whether a forward now should leave anything behind: gradients are being recorded."""
-    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    """Whether a forward now should leave anything behind: gradients are being recorded, and by autograd itself."""
+    return torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
 
 
 class GhostLayer(torch.nn.Module):
@@ -186,6 +186,11 @@ class GhostLayer(torch.nn.Module):
         if not trained:
             return None
         dim = self.ghost_batch_dim if batch_dim is None else batch_dim
+        if preactivation.dim() < 2:
+            raise UnsupportedModelError(
+                f"{type(self).__name__} got an input without a batch dimension (its output has shape "
+                f"{list(preactivation.shape)}); give it examples in a dimension of their own"
+            )
         if dim >= preactivation.dim():
             raise UnsupportedModelError(
                 f"{type(self).__name__}: examples are said to be in dimension {dim}, but the output has shape "

@@ -25,7 +25,7 @@ class Embedding(GhostLayer, torch.nn.Embedding, wraps=torch.nn.Embedding):
         if self.padding_idx is not None:
             grad = torch.where((indices == self.padding_idx).unsqueeze(-1), grad.new_zeros(()), grad)
         positions = indices.unsqueeze(1) if indices.dim() == 1 else indices.flatten(1)
-        return Rows(positions, grad.reshape(*positions.shape, -1), self.weight.shape)
+        return Rows(positions, grad.reshape(*positions.shape, grad.shape[-1]), self.weight.shape)
 
     @classmethod
     def obstacles(cls, module: torch.nn.Module) -> list[tuple[str, str]]:

@@ -37,7 +37,8 @@ class LayerNorm(GhostLayer, torch.nn.LayerNorm, wraps=torch.nn.LayerNorm):
         if name == "weight":
             products = products * F.layer_norm(wide(inputs[0]), self.normalized_shape, None, None, self.eps)
         products = products.movedim(call.batch_dim, 0)
-        return Dense(products.reshape(products.shape[0], -1, *self.normalized_shape).sum(1))
+        positions = products.dim() - 1 - len(self.normalized_shape)
+        return Dense(products.flatten(1, positions).sum(1) if positions else products)
 
 
 class GroupNorm(GhostLayer, torch.nn.GroupNorm, wraps=torch.nn.GroupNorm):

@@ -14,8 +14,10 @@ __all__ = ["Dense", "squared_norms"]
 
 def squared_norms(gradients: Tensor) -> Tensor:
     """Squared L2 norms of the rows of ``gradients`` [B, ...]; returns [B] in float32 or wider."""
-    if gradients.shape[0] == 0 or gradients.dim() == 1:
+    if gradients.dim() == 1:
         return wide(gradients).square()
+    if gradients.numel() == 0:
+        return wide(gradients).new_zeros(gradients.shape[0])
     flat = gradients.flatten(1)
     dtype = torch.float64 if gradients.dtype == torch.float64 else torch.float32
     return torch.linalg.vector_norm(flat, dim=1, dtype=dtype).square()

@@ -1,0 +1,111 @@
+"""The way back through time: from gradients at the hidden states to gradients at every gate's pre-activation.
+
+The factors of gates.py hold all that can be computed for all steps at once, so that a step is a product with W_hh and a
+few multiplications into preallocated memory (Lee & Kifer 2020, section 5.3: dL/dz_t is what every weight's gradient needs).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["GateGradients", "Incoming", "gru_back", "lstm_back", "rnn_back"]
+
+
+class Incoming(NamedTuple):
+    """Gradients of the losses at what a recurrence returned; None where nothing came.
+
+    Attributes:
+        output: [T, B, H].
+        h_n: [B, H].
+        c_n: [B, H].
+    """
+
+    output: Tensor | None
+    h_n: Tensor | None
+    c_n: Tensor | None
+
+    def at_steps(self, like: Tensor) -> list[Tensor]:
+        """What comes to h_t from outside, one [B, H] a step; ``like`` is some [T, B, H]."""
+        if self.output is None:
+            found = [like.new_zeros(()).expand(like.shape[1:])] * like.shape[0]
+        else:
+            found = list(self.output.unbind(0))
+        if self.h_n is not None:
+            found[-1] = found[-1] + self.h_n
+        return found
+
+
+class GateGradients(NamedTuple):
+    """Gradients of the losses inside a recurrence.
+
+    Attributes:
+        into_input: [T, B, gates * H], at the pre-activations, as W_ih and b_ih see them.
+        into_hidden: the same as W_hh and b_hh see them; another tensor for a GRU only.
+        h0: [B, H], at the initial hidden state.
+        c0: [B, H], at the initial cell state; None but for an LSTM.
+    """
+
+    into_input: Tensor
+    into_hidden: Tensor
+    h0: Tensor
+    c0: Tensor | None
+
+
+def lstm_back(factors: Tensor, weight_hh: Tensor, incoming: Incoming) -> GateGradients:
+    """Gate gradients, in the order i, f, g, o, from the factors [6, T, B, H] of `lstm_factors`."""
+    _, steps, batch, hidden = factors.shape
+    grad = factors.new_empty(steps, batch, 4 * hidden)
+    through_c = grad.view(steps, batch, 4, hidden)[:, :, :3].unbind(0)
+    through_h = grad[..., 3 * hidden :].unbind(0)
+    f, to_o, to_c = (factors[plane].unbind(0) for plane in (0, 4, 5))
+    to_ifg = factors[1:4].permute(1, 2, 0, 3).unbind(0)
+    outside, at_gates = incoming.at_steps(factors[0]), grad.unbind(0)
+    dh = torch.empty_like(factors[0, 0]).copy_(outside[-1])
+    dc = torch.zeros_like(dh) if incoming.c_n is None else torch.empty_like(dh).copy_(incoming.c_n)
+    dc_thrice = dc.unsqueeze(1)
+    for t in range(steps - 1, -1, -1):
+        dc.addcmul_(dh, to_c[t])
+        torch.mul(dc_thrice, to_ifg[t], out=through_c[t])
+        torch.mul(dh, to_o[t], out=through_h[t])
+        dc.mul_(f[t])
+        if t:
+            torch.addmm(outside[t - 1], at_gates[t], weight_hh, out=dh)
+    return GateGradients(grad, grad, grad[0] @ weight_hh, dc)
+
+
+def gru_back(factors: Tensor, weight_hh: Tensor, incoming: Incoming) -> GateGradients:
+    """Gate gradients, in the order r, z, n, from the factors [5, T, B, H] of `gru_factors`."""
+    _, steps, batch, hidden = factors.shape
+    into_hidden = factors.new_empty(steps, batch, 3 * hidden)
+    dh = torch.empty_like(factors[0])
+    dh_thrice, at_h = dh.unsqueeze(2).unbind(0), dh.unbind(0)
+    gates, at_gates = into_hidden.view(steps, batch, 3, hidden).unbind(0), into_hidden.unbind(0)
+    to_gates, z = factors[:3].permute(1, 2, 0, 3).unbind(0), factors[4].unbind(0)
+    outside = incoming.at_steps(dh)
+    at_h[-1].copy_(outside[-1])
+    kept = torch.empty_like(dh[0])
+    for t in range(steps - 1, -1, -1):
+        torch.mul(dh_thrice[t], to_gates[t], out=gates[t])
+        if t:
+            torch.addcmul(outside[t - 1], at_h[t], z[t], out=kept)
+            torch.addmm(kept, at_gates[t], weight_hh, out=at_h[t - 1])
+    into_input = torch.empty_like(into_hidden)
+    into_input[..., : 2 * hidden] = into_hidden[..., : 2 * hidden]
+    torch.mul(dh, factors[3], out=into_input[..., 2 * hidden :])
+    h0 = torch.addmm(at_h[0] * z[0], at_gates[0], weight_hh)
+    return GateGradients(into_input, into_hidden, h0, None)
+
+
+def rnn_back(factors: Tensor, weight_hh: Tensor, incoming: Incoming) -> GateGradients:
+    """Gradients at the pre-activations from the factors [T, B, H] of `rnn_tanh_factors` or `rnn_relu_factors`."""
+    grad = torch.empty_like(factors)
+    outside, at_z, factor = incoming.at_steps(factors), grad.unbind(0), factors.unbind(0)
+    at_z[-1].copy_(outside[-1])
+    for t in range(len(at_z) - 1, -1, -1):
+        at_z[t].mul_(factor[t])
+        if t:
+            torch.addmm(outside[t - 1], at_z[t], weight_hh, out=at_z[t - 1])
+    return GateGradients(grad, grad, grad[0] @ weight_hh, None)
