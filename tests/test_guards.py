@@ -112,18 +112,18 @@ SPOILT = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
 
 def check_spoilt(model, losses_of, second_pass, bad):
-    """Example ``bad`` is not finite; the sum is exactly what the others give, and nothing is raised."""
-    clipper = ghostclip.GhostClipper(model, clipping=0.5, second_pass=second_pass)
+    """Example ``bad`` is not finite; the sum is what the others give, and nothing is raised, first batch or not."""
     everyone = torch.arange(5)
     others = everyone[everyone != bad]
-    clipper.backward(losses_of(others))
+    ghostclip.GhostClipper(model, clipping=0.5, second_pass=second_pass).backward(losses_of(others))
     expected = {name: value.clone() for name, value in gradients(model).items()}
-    model.zero_grad()
-    result = clipper.backward(losses_of(everyone))
-    assert float(result.weights[bad]) == 0.0
-    assert bool((result.weights[others] > 0).all())
-    assert all(torch.isfinite(value).all() for value in gradients(model).values())
-    assert_dicts_close(gradients(model), expected, 1e-12)
+    clipper = ghostclip.GhostClipper(model, clipping=0.5, second_pass=second_pass)
+    for _ in range(2):
+        model.zero_grad()
+        result = clipper.backward(losses_of(everyone))
+        assert float(result.weights[bad]) == 0.0
+        assert bool((result.weights[others] > 0).all())
+        assert_dicts_close(gradients(model), expected, 1e-12)
 
 
 @every_pass
@@ -280,7 +280,7 @@ def test_a_gradient_added_between_two_calls_is_refused(second_pass, leak):
 @pytest.mark.parametrize("norm_strategy", ["auto", "gram", "direct"])
 def test_near_constant_inputs_do_not_cancel(norm_strategy):
     model = nn.Linear(8, 6, bias=False)
-    x = 1.0 + 1e-3 * torch.randn(3, 256, 8)
+    x = 1.0 + 4e-4 * torch.randn(3, 256, 8)
     coefficients = torch.randn(3, 256, 6)
     coefficients -= coefficients.mean(dim=1, keepdim=True)
     exact = torch.einsum("btp,btd->bpd", coefficients.double(), x.double()).flatten(1).norm(dim=1)
@@ -440,7 +440,7 @@ def test_verify_names_the_layer_whose_rule_is_wrong(second_pass):
 
 def live_tensors() -> int:
     gc.collect()
-    return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
 @pytest.mark.parametrize("name", ["cnn", "transformer", "lstm decoder"])
