@@ -24,6 +24,7 @@ __all__ = [
     "tied_head",
     "tied_linears",
     "transformer",
+    "two_linears",
 ]
 
 
@@ -196,3 +197,8 @@ def transformer(nn: ModuleType) -> torch.nn.Module:
         norm2=nn.LayerNorm(8),
         head=nn.Linear(8, 2),
     )
+
+
+def two_linears(nn: ModuleType = torch.nn) -> torch.nn.Module:
+    """3 to 4 to 2, in float64."""
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()

@@ -1,16 +1,27 @@
 """How the tests compare with the oracle: relative errors, and each case's answers by the loop, computed once."""
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import oracle
 import torch
-from case_types import Case
+from case_types import Case, project
 from cases import case
 from torch import Tensor
 
 import ghostclip
 
-__all__ = ["TOLERANCE", "assert_close", "assert_dicts_close", "gradients", "ready", "truth", "typical_norm"]
+__all__ = [
+    "TOLERANCE",
+    "assert_close",
+    "assert_dicts_close",
+    "exact_or_refused",
+    "gradients",
+    "ready",
+    "truth",
+    "typical_norm",
+]
 
 # The relative errors the project promises.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -71,3 +82,21 @@ def assert_dicts_close(found: dict[str, Tensor], expected: dict[str, Tensor], to
         assert error <= tolerance * max(float(value.detach().double().norm()), 1e-3 * whole), (
             f"{name}: off by {error:.3g}"
         )
+
+
+def exact_or_refused(
+    model: torch.nn.Module,
+    inputs: Sequence[Tensor],
+    batch_dims: Sequence[int | None] | None = None,
+    loss_fn: Callable[..., Tensor] = project,
+    **wrap: Any,
+) -> ghostclip.GhostClipError | None:
+    """The refusal, where the model is refused by one of our errors; None where it is clipped as the loop clips it."""
+    expected = oracle.per_example_grads(model, loss_fn, inputs, batch_dims)
+    try:
+        clipper = ghostclip.GhostClipper(ghostclip.wrap(model, **wrap), clipping=0.1)
+        clipper.backward(loss_fn(model(*inputs)))
+    except ghostclip.GhostClipError as refusal:
+        return refusal
+    assert_dicts_close(gradients(model), oracle.clipped_sum(expected, 0.1), 1e-10)
+    return None

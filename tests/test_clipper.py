@@ -6,7 +6,7 @@ import io
 import oracle
 import pytest
 import torch
-from case_models import Wired
+from case_models import Wired, two_linears
 from case_types import project
 from cases import case
 from comparing import assert_close, assert_dicts_close, gradients, ready, truth, typical_norm
@@ -16,10 +16,6 @@ import ghostclip
 
 every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
 some_models = pytest.mark.parametrize("name", ["mlp in place", "cnn", "transformer", "lstm decoder", "tied head"])
-
-
-def small_model() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 
 
 @some_models
@@ -90,7 +86,7 @@ def test_two_forwards_before_the_first_backward():
 
 @every_pass
 def test_losses_from_two_forwards_of_the_same_examples(second_pass):
-    model = small_model()
+    model = two_linears()
     x, y = torch.randn(2, 5, 3, dtype=torch.float64)
     twice = Wired(lambda m, a, b: (m.body(a), m.body(b)), body=model)
     found = oracle.per_example_grads(twice, project, (x, y))
@@ -207,11 +203,11 @@ def test_keyword_inputs_to_layers():
 def test_arguments_out_of_range_are_named(argument, error):
     (name,) = argument
     with pytest.raises(error, match=name):
-        ghostclip.GhostClipper(small_model(), **argument)
+        ghostclip.GhostClipper(two_linears(), **argument)
 
 
 def test_an_unknown_kind_of_norms_is_named():
-    model = ghostclip.wrap(small_model())
+    model = ghostclip.wrap(two_linears())
     with pytest.raises(ValueError, match="per"):
         ghostclip.GhostClipper(model).norms(model(torch.randn(2, 3).double()).sum(1), per="tensor")
 

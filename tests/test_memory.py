@@ -1,4 +1,4 @@
-"""What the passes form and what they hold, counted at torch's dispatcher: neither clock nor operating system involved."""
+"""What the passes form and what they hold, counted at torch's dispatcher: no clock, no operating system."""
 
 import gc
 from collections.abc import Iterable

@@ -1,0 +1,98 @@
+"""An example whose numbers are not finite contributes exactly zero, spares the others, and raises nothing."""
+
+import pytest
+import torch
+from case_models import cnn, recurrent, transformer, two_linears
+from case_types import project
+from comparing import assert_dicts_close, gradients
+from torch import nn
+
+import ghostclip
+
+every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+
+FINITE_MODELS = {
+    "linear": (lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), (3,)),
+    "linear 3-D": (lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)), (5, 3)),
+    "conv": (lambda: cnn(nn), (1, 18, 18)),
+    "lstm": (lambda: recurrent("LSTM", "both", nn, batch_first=True), (6, 4)),
+    "gru": (lambda: recurrent("GRU", "both", nn, batch_first=True), (6, 4)),
+    "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 6, 0.0, batch_first=True), (5, 8)),
+}
+SPOILT = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
+
+
+def check_spoilt(model, losses_of, second_pass, bad):
+    """Example ``bad`` is not finite; the sum is what the others give, and nothing is raised, first batch or not."""
+    everyone = torch.arange(5)
+    others = everyone[everyone != bad]
+    ghostclip.GhostClipper(model, clipping=0.5, second_pass=second_pass).backward(losses_of(others))
+    expected = {name: value.clone() for name, value in gradients(model).items()}
+    clipper = ghostclip.GhostClipper(model, clipping=0.5, second_pass=second_pass)
+    for _ in range(2):
+        model.zero_grad()
+        result = clipper.backward(losses_of(everyone))
+        assert float(result.weights[bad]) == 0.0
+        assert bool((result.weights[others] > 0).all())
+        assert_dicts_close(gradients(model), expected, 1e-12)
+
+
+@every_pass
+@pytest.mark.parametrize("value", SPOILT.values(), ids=SPOILT)
+@pytest.mark.parametrize("name", FINITE_MODELS)
+def test_a_spoilt_input_contributes_zero(name, value, second_pass):
+    build, shape = FINITE_MODELS[name]
+    model = build().double()
+    inputs = torch.randn(5, *shape, dtype=torch.float64)
+    inputs[2].view(-1)[0] = value
+    check_spoilt(model, lambda chosen: project(model(inputs[chosen])), second_pass, bad=2)
+
+
+@every_pass
+@pytest.mark.parametrize("value", SPOILT.values(), ids=SPOILT)
+def test_a_spoilt_loss_contributes_zero(value, second_pass):
+    model = transformer(nn).double()
+    tokens = torch.randint(11, (5, 9))
+    factors = torch.ones(5, dtype=torch.float64)
+    factors[4] = value
+    check_spoilt(model, lambda chosen: project(model(tokens[chosen])) * factors[chosen], second_pass, bad=4)
+
+
+@every_pass
+@pytest.mark.parametrize("value", SPOILT.values(), ids=SPOILT)
+def test_a_spoilt_constant_added_to_a_loss_contributes_zero(value, second_pass):
+    model = two_linears()
+    x, added = torch.randn(5, 3, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
+    added[0] = value
+    check_spoilt(model, lambda chosen: project(model(x[chosen])) + added[chosen], second_pass, bad=0)
+
+
+@every_pass
+def test_a_finite_loss_with_an_infinite_gradient_contributes_zero(second_pass):
+    model = two_linears()
+    x, scale = torch.randn(5, 3, dtype=torch.float64), torch.ones(5, dtype=torch.float64)
+    scale[1] = 0.0  # the derivative of sqrt at 0 is infinite
+    losses_of = lambda chosen: (scale[chosen] * (model(x[chosen]) ** 2).sum(1)).sqrt()  # noqa: E731
+    check_spoilt(model, losses_of, second_pass, bad=1)
+
+
+@every_pass
+@pytest.mark.parametrize("size", [1e20, 1e30, 1e38])
+def test_a_huge_example_is_bounded_and_spares_the_others(size, second_pass):
+    model = nn.Linear(3, 2)
+    x = torch.randn(4, 3)
+    clipper = ghostclip.GhostClipper(model, clipping=1.0, second_pass=second_pass)
+    clipper.backward(model(x[1:]).sum(1))
+    expected = {name: value.clone() for name, value in gradients(model).items()}
+    model.zero_grad()
+    x[0] = size
+    result = clipper.backward(model(x).sum(1))
+    moved = torch.cat([(value - expected[name]).flatten() for name, value in gradients(model).items()])
+    assert float(moved.norm()) <= result.sensitivity * (1 + 1e-5)
+
+
+def test_every_example_spoilt_adds_nothing():
+    model = two_linears()
+    result = ghostclip.GhostClipper(model).backward(model(torch.full((3, 3), float("nan")).double()).sum(1))
+    assert torch.equal(result.weights, torch.zeros(3))
+    assert not any(value.any() for value in gradients(model).values())
