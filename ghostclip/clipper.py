@@ -128,10 +128,12 @@ class GhostClipper:
             losses, keep=cached, retain_graph=retain_graph or not cached or self.memory_budget is not None
         )
         norms = run.norms()
-        finite = torch.isfinite(norms) & torch.isfinite(losses.detach())
-        weights = self.clipping.weights(norms)
-        weights = torch.where(finite & torch.isfinite(weights), weights, torch.zeros_like(weights))
+        # A sum is finite only where both are; one reduction and one look at it, for the whole batch.
+        finite = torch.isfinite(norms + losses.detach())
         all_finite = bool(finite.all())
+        weights = self.clipping.weights(norms)
+        if not all_finite:
+            weights = torch.where(finite, weights, torch.zeros_like(weights))
         if not all_finite and not run.holds_terms:
             run = self._first_pass(losses, keep=True, retain_graph=retain_graph, ignore_budget=True)
         if run.holds_terms:

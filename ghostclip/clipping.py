@@ -94,8 +94,9 @@ class Custom:
         if not isinstance(found, Tensor) or found.shape != norms.shape:
             shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ValueError(f"function must return weights of shape {list(norms.shape)}, one per example; got {shape}")
+        found = torch.nan_to_num(found.to(norms.dtype), nan=0.0)
         bound = (self.sensitivity * margin(norms)) / norms.clamp_min(torch.finfo(norms.dtype).tiny)
-        return torch.minimum(torch.maximum(found.to(norms.dtype), -bound), bound)
+        return torch.minimum(torch.maximum(found, -bound), bound)
 
 
 def as_policy(clipping: Any) -> Policy:

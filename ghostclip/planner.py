@@ -38,6 +38,10 @@ class Choice:
     milliseconds: dict[str, float] = field(default_factory=dict)
 
 
+SOLE = Choice("exact", False, "the only way")
+EMPTY = Choice("any", False, "an empty batch")
+
+
 def milliseconds(run: Callable[[], object], device: torch.device) -> float:
     """Least of a few runs of ``run``, in milliseconds, after one to warm up."""
     best = math.inf
@@ -74,9 +78,12 @@ class Planner:
 
     def answer(self, term: Term, keep: bool) -> tuple[Answer, Choice]:
         """Squared norms of ``term`` the chosen way; ``keep``: a clipped sum of the same term is to follow."""
+        answer = term.sole_answer(keep)
+        if answer is not None:
+            return answer, SOLE
         candidates = term.candidates()
         if term.examples == 0:
-            return next(iter(candidates.values())).run(False), Choice(next(iter(candidates)), False, "an empty batch")
+            return next(iter(candidates.values())).run(False), EMPTY
         key = (term.key, keep)
         choice = self.choices.get(key)
         if choice is None:
@@ -85,9 +92,6 @@ class Planner:
 
     def _choose(self, term: Term, candidates: dict[str, Candidate], keep: bool) -> Choice:
         keep = keep and kept_bytes(term) <= max(KEPT_BYTES, term.nbytes)
-        if len(candidates) == 1:
-            ((name, only),) = candidates.items()
-            return Choice(name, keep and only.keeps, "the only way")
         allowed = {n: c for n, c in candidates.items() if self.norm_strategy in ("auto", c.family)} or candidates
         if torch.are_deterministic_algorithms_enabled():
             name = min(allowed, key=lambda n: allowed[n].flops)
@@ -98,13 +102,9 @@ class Planner:
             if candidate.flops <= HOPELESS * least:
                 costs[name] = self._cost(term, candidate, keep)
         name = min(costs, key=costs.__getitem__)
-        reason = (
-            "fastest measured"
-            if len(costs) > 1
-            else "asked for"
-            if self.norm_strategy != "auto"
-            else "far fewest flops"
-        )
+        reason = "fastest measured"
+        if len(costs) == 1:
+            reason = "far fewest flops" if self.norm_strategy == "auto" else "asked for"
         return Choice(name, keep and candidates[name].keeps, reason, costs)
 
     def _cost(self, term: Term, candidate: Candidate, keep: bool) -> float:

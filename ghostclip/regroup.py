@@ -60,7 +60,7 @@ class Grouping:
         """
         examples = losses.shape[0]
         keys = {id(call): self._key(call, examples, index.layer(call)) for call in calls}
-        if examples > 1:
+        if examples > 1 and not all(key in self._proved for key in keys.values()):
             for example in (examples - 1, 0):
                 open_calls = [call for call in calls if self._is_open(keys[id(call)])]
                 if open_calls:

@@ -65,7 +65,7 @@ def cross(outer: Outer, rows: Rows) -> Tensor:
     return out
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Tied(Term):
     """A table that is both an embedding (``rows``) and the weight of a linear head (``outer``)."""
 
@@ -84,15 +84,17 @@ class Tied(Term):
     def tensors(self) -> tuple[Tensor, ...]:
         return (*self.outer.tensors, *self.rows.tensors)
 
+    def _joined(self, outer: Answer) -> Answer:
+        rows = self.rows.sole_answer(False).squared_norms
+        return Answer(outer.squared_norms + rows + 2 * cross(self.outer, self.rows))
+
+    def sole_answer(self, keep: bool) -> Answer | None:
+        outer = self.outer.sole_answer(False)
+        return None if outer is None else self._joined(outer)
+
     def candidates(self) -> dict[str, Candidate]:
-        (lookup,) = self.rows.candidates().values()
-
         def through(way: Candidate) -> Candidate:
-            def run(keep: bool) -> Answer:
-                squared = way.run(False).squared_norms + lookup.run(False).squared_norms
-                return Answer(squared + 2 * cross(self.outer, self.rows))
-
-            return Candidate(way.family, run, way.flops + lookup.flops)
+            return Candidate(way.family, lambda keep: self._joined(way.run(False)), way.flops)
 
         return {name: through(way) for name, way in self.outer.candidates().items()}
 

@@ -65,7 +65,7 @@ def weight_gradient(images: Tensor, grads: Tensor, shape: torch.Size, geometry: 
     )[1]  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Patches(Term):
     """The weight of a convolution.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .term import Answer, Candidate, Term, split_examples, wide, zero_examples
+from .term import Answer, Term, split_examples, wide, zero_examples
 
 __all__ = ["Dense", "squared_norms"]
 
@@ -23,7 +23,7 @@ def squared_norms(gradients: Tensor) -> Tensor:
     return torch.linalg.vector_norm(flat, dim=1, dtype=dtype).square()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Dense(Term):
     """The gradients, materialised: ``gradients`` [B, *shape]."""
 
@@ -41,11 +41,8 @@ class Dense(Term):
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.gradients,)
 
-    def candidates(self) -> dict[str, Candidate]:
-        def run(keep: bool) -> Answer:
-            return Answer(squared_norms(self.gradients), self.gradients if keep else None)
-
-        return {"dense": Candidate("direct", run, 2.0 * self.gradients.numel(), keeps=True)}
+    def sole_answer(self, keep: bool) -> Answer:
+        return Answer(squared_norms(self.gradients))
 
     def per_example(self) -> Tensor:
         return wide(self.gradients)

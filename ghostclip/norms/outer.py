@@ -73,7 +73,7 @@ def direct(left: Tensor, right: Tensor, keep: bool) -> Answer:
     return Answer(out, kept)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Outer(Term):
     """Sums of outer products over T positions; ``groups`` blocks of a grouped weight are folded into the batch.
 
@@ -103,15 +103,19 @@ class Outer(Term):
     def examples(self) -> int:
         return self.left.shape[0] // self.groups
 
+    def sole_answer(self, keep: bool) -> Answer | None:
+        """One position: the norm of an outer product is the product of the norms (Goodfellow 2015)."""
+        if self.left.shape[1] != 1:
+            return None
+        return Answer(self._by_example(squared_norms(self.left) * squared_norms(self.right)))
+
     def candidates(self) -> dict[str, Candidate]:
         rows, positions, outputs = self.left.shape
         inputs = self.right.shape[2]
-        found = {}
-        if positions == 1:
-            return {"product": Candidate("gram", self._product, 2.0 * rows * (outputs + inputs))}
-        found["gram"] = Candidate("gram", self._gram, 2.0 * rows * positions**2 * (outputs + inputs))
-        found["direct"] = Candidate("direct", self._direct, 2.0 * rows * positions * outputs * inputs, keeps=True)
-        return found
+        return {
+            "gram": Candidate("gram", self._gram, 2.0 * rows * positions**2 * (outputs + inputs)),
+            "direct": Candidate("direct", self._direct, 2.0 * rows * positions * outputs * inputs, keeps=True),
+        }
 
     def by(self, family: str, keep: bool) -> Answer:
         """The answer by the "gram" or the "direct" form, whatever T is."""
@@ -119,10 +123,6 @@ class Outer(Term):
 
     def _by_example(self, squared: Tensor) -> Tensor:
         return squared if self.groups == 1 else squared.view(-1, self.groups).sum(1)
-
-    def _product(self, keep: bool) -> Answer:
-        """One position: the norm of an outer product is the product of the norms (Goodfellow 2015)."""
-        return Answer(self._by_example(squared_norms(self.left) * squared_norms(self.right)))
 
     def _gram(self, keep: bool) -> Answer:
         left, right = wide(self.left), wide(self.right)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .dense import squared_norms
-from .term import Answer, Candidate, Term, split_examples, wide, zero_examples
+from .term import Answer, Term, split_examples, wide, zero_examples
 
 __all__ = ["Rows", "runs_squared_norms"]
 
@@ -34,7 +34,7 @@ def runs_squared_norms(indices: Tensor, gradients: Tensor) -> Tensor:
     return sums.new_zeros(batch).index_add_(0, owner, squared_norms(sums))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Rows(Term):
     """Rows of gradients and where they fall.
 
@@ -56,11 +56,8 @@ class Rows(Term):
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.gradients, self.indices)
 
-    def candidates(self) -> dict[str, Candidate]:
-        def run(keep: bool) -> Answer:
-            return Answer(runs_squared_norms(self.indices, wide(self.gradients)))
-
-        return {"runs": Candidate("direct", run, 4.0 * self.gradients.numel())}
+    def sole_answer(self, keep: bool) -> Answer:
+        return Answer(runs_squared_norms(self.indices, wide(self.gradients)))
 
     def per_example(self) -> Tensor:
         gradients = wide(self.gradients)

@@ -16,7 +16,7 @@ from torch import Tensor
 __all__ = ["Answer", "Candidate", "Term", "wide"]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Answer:
     """Squared norms [B], and the per-example gradients [B, *shape] if they were formed on the way and may be kept."""
 
@@ -71,9 +71,13 @@ class Term(ABC):
         """Where the tensors are."""
         return self.tensors[0].device
 
-    @abstractmethod
+    def sole_answer(self, keep: bool) -> Answer | None:
+        """The squared norms where there is only one way to them; None where `candidates` has to be chosen from."""
+        return None
+
     def candidates(self) -> dict[str, Candidate]:
-        """The ways to the squared norms, by name."""
+        """The ways to the squared norms, by name; a term without a sole answer has at least one."""
+        return {}
 
     @abstractmethod
     def per_example(self) -> Tensor:

@@ -1,0 +1,73 @@
+"""Policies: weights from norms, and the sensitivity they promise."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ghostclip.clipping import Automatic, Custom, Flat, as_policy
+
+NORMS = st.lists(st.floats(0, 2.0**60, width=32), min_size=1, max_size=20)
+POLICIES = {
+    "flat": Flat(0.7),
+    "automatic": Automatic(0.7, gamma=0.01),
+    "custom": Custom(lambda norms: 3.0 - norms, sensitivity=0.7),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@given(values=NORMS)
+def test_no_weighted_norm_exceeds_the_sensitivity(policy, values):
+    norms = torch.tensor(values, dtype=torch.float32)
+    weighted = policy.weights(norms).abs().double() * norms.double()
+    assert policy.sensitivity == 0.7
+    assert float(weighted.max()) <= 0.7
+
+
+def test_flat_leaves_small_gradients_alone_and_scales_the_others():
+    norms = torch.tensor([0.0, 0.5, 1.0, 4.0], dtype=torch.float64)
+    torch.testing.assert_close(Flat(1.0).weights(norms), torch.tensor([1.0, 1.0, 1.0, 0.25], dtype=torch.float64))
+
+
+def test_automatic_scales_every_gradient():
+    norms = torch.tensor([0.0, 0.99, 9.99], dtype=torch.float64)
+    expected = torch.tensor([200.0, 2.0, 0.2], dtype=torch.float64)
+    torch.testing.assert_close(Automatic(2.0, gamma=0.01).weights(norms), expected)
+
+
+def test_custom_weights_are_clamped_on_both_sides_and_nan_counts_as_zero():
+    policy = Custom(lambda norms: torch.tensor([5.0, -5.0, math.nan, 0.1]), sensitivity=1.0)
+    weights = policy.weights(torch.full((4,), 2.0))
+    torch.testing.assert_close(weights, torch.tensor([0.5, -0.5, 0.0, 0.1]))
+
+
+def test_a_custom_function_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match=r"weights of shape \[3\], one per example; got \[1\]"):
+        Custom(lambda norms: norms.sum()[None], sensitivity=1.0).weights(torch.ones(3))
+
+
+def test_what_counts_as_a_policy():
+    class Halving:
+        sensitivity = 2.0
+
+        def __call__(self, norms):
+            return 0.5 / norms
+
+    assert as_policy(1) == Flat(1.0)
+    assert isinstance(as_policy(Halving()), Custom)
+    assert as_policy(POLICIES["automatic"]) is POLICIES["automatic"]
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf])
+def test_a_max_norm_must_be_positive_and_finite(value):
+    for make in (as_policy, Flat, Automatic):
+        with pytest.raises(ValueError, match=r"must be a finite number > 0; got"):
+            make(value)
+
+
+@pytest.mark.parametrize("value", [True, "1.0", None, lambda norms: norms])
+def test_other_things_are_no_policy(value):
+    with pytest.raises(TypeError, match="clipping must be a max norm"):
+        as_policy(value)
