@@ -1,0 +1,129 @@
+"""The report's plots as PNG bytes. What is computed from training data without noise says so in its title."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["epsilon_plot", "loss_plot", "norm_plot"]
+
+# Okabe & Ito's colours, told apart by colour-blind readers too.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+GREY = "#444444"
+NOT_PRIVATE = "not private: computed from training data without noise"
+RESOLUTION = 144  # dots an inch
+
+
+def loss_plot(losses: Mapping[str, Sequence[float]]) -> bytes:
+    """Mean training loss of every step's batch, by run: a faint line as it was, a strong one smoothed.
+
+    Args:
+        losses: {run: loss of each step}; a loss that is not finite (an empty batch has none) leaves a gap.
+    """
+    figure, axes = _axes(f"Training loss\n({NOT_PRIVATE})", "step", "mean cross-entropy (nats)")
+    for colour, (run, values) in zip(_cycle(len(losses)), losses.items(), strict=True):
+        steps = np.arange(len(values)) + 1
+        axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
+        axes.plot(steps, _smoothed(values), color=colour, linewidth=1.8, label=run)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    _legend(axes)
+    return _png(figure)
+
+
+def epsilon_plot(
+    steps: Sequence[int], epsilons: Mapping[str, Sequence[float]], delta: float, target: float | None
+) -> bytes:
+    """Epsilon spent after so many steps, by accountant; ``target`` is drawn as a line."""
+    figure, axes = _axes(f"Privacy spent (delta = {delta:g})", "steps", "epsilon")
+    for colour, (accountant, values) in zip(_cycle(len(epsilons)), epsilons.items(), strict=True):
+        axes.plot(steps, values, color=colour, linewidth=1.8, marker="o", markersize=3, label=accountant)
+    if target is not None:
+        axes.axhline(target, color=GREY, linewidth=1, linestyle="--", label=f"target: {target:g}")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    _legend(axes)
+    return _png(figure)
+
+
+def norm_plot(norms: Sequence[float], max_norm: float) -> bytes:
+    """Histogram of per-example gradient norms, the clipping norm C marked and the share above it written beside it."""
+    finite = np.asarray([norm for norm in norms if math.isfinite(norm)])
+    figure, axes = _axes(f"Per-example gradient norms\n({NOT_PRIVATE})", "gradient norm before clipping", "examples")
+    edges = _log_edges(finite, max_norm)
+    counts, _ = np.histogram(finite, bins=edges)
+    colours = [COLOURS[0] if left < max_norm * 0.999 else COLOURS[1] for left in edges[:-1]]
+    axes.bar(edges[:-1], counts, width=np.diff(edges), align="edge", color=colours)
+    axes.set_xscale("log")
+    axes.set_xlim(edges[0], edges[-1])
+    axes.set_ylim(0, max(1.0, float(np.max(counts, initial=0))) * 1.18)
+    axes.axvline(max_norm, color=GREY, linewidth=1.2, linestyle="--", label=f"C = {max_norm:g}")
+    clipped = float((finite > max_norm).mean()) if len(finite) else 0.0
+    axes.plot([], [], color=COLOURS[1], linewidth=6, label=f"clipped: {clipped:.0%} of examples")
+    _legend(axes, location="upper left")
+    return _png(figure)
+
+
+def _axes(title: str, x: str, y: str) -> tuple[Figure, Axes]:
+    """One plot with its labels, in the house's look."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.0), dpi=RESOLUTION, layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title, fontsize=11)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return figure, axes
+
+
+def _legend(axes: Axes, location: Literal["best", "upper left"] = "best") -> None:
+    """A legend without a box, where there is anything to tell apart."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc=location, fontsize=9, framealpha=0.9, edgecolor="none")
+
+
+def _cycle(count: int) -> list[str]:
+    """As many colours as there are lines."""
+    return [COLOURS[i % len(COLOURS)] for i in range(count)]
+
+
+def _smoothed(values: Sequence[float]) -> np.ndarray:
+    """Running mean over a twentieth of the steps on either side, leaving out what is not finite."""
+    array = np.asarray(values, dtype=float)
+    reach = max(1, len(array) // 40)
+    means = np.full(len(array), math.nan)
+    for i in range(len(array)):
+        window = array[max(0, i - reach) : i + reach + 1]
+        window = window[np.isfinite(window)]
+        if len(window):
+            means[i] = window.mean()
+    return means
+
+
+def _log_edges(norms: np.ndarray, max_norm: float) -> np.ndarray:
+    """Bin edges [K] on a log scale, one of them exactly ``max_norm``; norms of 0 fall below the first."""
+    positive = norms[norms > 0]
+    low = max(min(positive.min(initial=max_norm), max_norm / 2), max_norm * 1e-4)
+    high = max(positive.max(initial=max_norm), 2 * max_norm)
+    below = np.geomspace(low, max_norm, max(2, round(12 * math.log10(max_norm / low))) + 1)
+    above = np.geomspace(max_norm, high, max(2, round(12 * math.log10(high / max_norm))) + 1)
+    return np.concatenate([below, above[1:]])
+
+
+def _png(figure: Figure) -> bytes:
+    """The figure as a PNG file's bytes."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()

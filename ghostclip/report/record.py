@@ -1,0 +1,95 @@
+"""What a report tells, as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["NormSnapshot", "PrivacyCurve", "Record", "TrainingRun", "plain"]
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """One trained model.
+
+    Attributes:
+        name: as tables and legends call it.
+        method: "nonprivate", "nxbp", "multiloss", "reweight" or "cached".
+        accuracy: share of the test examples it classifies correctly.
+        steps: optimizer steps taken.
+        seconds: wall time of training, without evaluation.
+        examples_per_second: examples that went through training, over those seconds.
+        noise_multiplier: None without noise.
+        epsilons: {accountant: epsilon}; empty for non-private training.
+        losses: mean training loss of each step's batch; private data.
+    """
+
+    name: str
+    method: str
+    accuracy: float
+    steps: int
+    seconds: float
+    examples_per_second: float
+    noise_multiplier: float | None = None
+    epsilons: Mapping[str, float] = field(default_factory=dict)
+    losses: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class PrivacyCurve:
+    """Epsilon at ``delta`` after so many steps, by accountant; ``target``: what noise was calibrated to."""
+
+    steps: Sequence[int]
+    epsilons: Mapping[str, Sequence[float]]
+    delta: float
+    target: float | None = None
+
+
+@dataclass(frozen=True)
+class NormSnapshot:
+    """Per-example gradient norms at the end of training and the clipping norm; private data."""
+
+    norms: Sequence[float]
+    max_norm: float
+
+    @property
+    def clipped(self) -> float:
+        """Share of the examples whose norm is above ``max_norm``, or is not finite."""
+        above = [norm for norm in self.norms if not norm <= self.max_norm]
+        return len(above) / len(self.norms) if self.norms else 0.0
+
+
+@dataclass(frozen=True)
+class Record:
+    """Everything a report is written from.
+
+    Attributes:
+        title: of the page.
+        settings: what was asked for, by name.
+        runs: the trained models, the main one first.
+        speeds: {method: examples a second} of training steps, measured in turns on this machine.
+        privacy: how epsilon grew in the main run; None when it was not private.
+        norms: the main run's per-example norms; None when it was not private.
+        machine: {fact: value} about where it ran.
+    """
+
+    title: str
+    settings: Mapping[str, str | int | float | None]
+    runs: Sequence[TrainingRun]
+    speeds: Mapping[str, float] = field(default_factory=dict)
+    privacy: PrivacyCurve | None = None
+    norms: NormSnapshot | None = None
+    machine: Mapping[str, str | int | float] = field(default_factory=dict)
+
+
+def plain(value: Any) -> Any:
+    """``value`` with mappings and sequences as dicts and lists, and infinities and NaN as text, as JSON needs it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [plain(item) for item in value]
+    return value
