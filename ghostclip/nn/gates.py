@@ -1,9 +1,9 @@
-"""Gates of recurrent layers, again: from what a forward left, the derivative factors that a way back through time multiplies with.
+"""The gates of recurrent layers once more, and from them the factors that the way back through time multiplies with.
 
-torch's fused kernels keep their gate activations to themselves, so they are recomputed here, all time steps at once, from
-the input and the sequence of hidden states (Lee & Kifer 2020, sections 5.3 and 5.4: z_t = V x_t + W h_{t-1} + b). A factor
-says how the gradient at the hidden state h_t (or at the cell state c_t of an LSTM) reaches one gate's pre-activation.
-Each factor is a plane [T, B, H] of its own; all work is done over spans of time steps that stay in the cache.
+torch's fused kernels keep their gate activations to themselves, so they are recomputed here, many time steps at once,
+from the input and the sequence of hidden states (Lee & Kifer 2020, sections 5.3 and 5.4: z_t = V x_t + W h_{t-1} + b).
+A factor says how the gradient at the hidden state h_t (or the cell state c_t of an LSTM) reaches a gate's
+pre-activation. Each is a plane [T, B, H] of its own; the work is done over spans of time steps that stay in the cache.
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ def _affine(inputs: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
 
 
 def lstm_factors(trace: Trace) -> Tensor:
-    """[6, T, B, H]: f; what dc is multiplied with for the gates i, f and g; what dh is for the gate o, and to reach dc.
+    """[6, T, B, H]: f; what dc is multiplied with for the gates i, f, g; what dh is for the gate o, and to reach dc.
 
-    With c_t = f c_{t-1} + i g and h_t = o tanh(c_t): g i(1-i), c_{t-1} f(1-f), i(1-g^2); tanh(c) o(1-o), o(1-tanh(c)^2).
+    With c_t = f c_{t-1} + i g and h_t = o tanh(c_t) these are g i(1-i), c_{t-1} f(1-f), i(1-g^2); tanh(c) o(1-o),
+    o(1-tanh(c)^2).
     """
     steps, batch, _ = trace.x.shape
     hidden = trace.weight_hh.shape[1]
@@ -76,7 +77,7 @@ def lstm_factors(trace: Trace) -> Tensor:
     cells = trace.x.new_empty(trace.span() + 1, batch, hidden)
     assert trace.c0 is not None
     cells[0] = trace.c0
-    bias = None if trace.bias_ih is None else trace.bias_ih + trace.bias_hh
+    bias = None if trace.bias_ih is None or trace.bias_hh is None else trace.bias_ih + trace.bias_hh
     for start, stop in trace.spans():
         count = stop - start
         z = gates[:count]
@@ -88,7 +89,7 @@ def lstm_factors(trace: Trace) -> Tensor:
 
 
 def _lstm_span(gates: Tensor, cells: Tensor, product: Tensor, squashed: Tensor, planes: Tensor) -> None:
-    """Fills ``planes`` [6, n, B, H] and the cell states behind ``cells[0]`` from the pre-activations ``gates`` [n, B, 4H]."""
+    """Fills ``planes`` [6, n, B, H] and the cell states after ``cells[0]`` from pre-activations [n, B, 4H]."""
     i, f_raw, g, o = gates.unflatten(2, (4, -1)).unbind(2)
     f, to_i, to_f, to_g, to_o, to_c = planes.unbind(0)
     i.sigmoid_()

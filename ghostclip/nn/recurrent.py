@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, _VF  # type: ignore[attr-defined]
+from torch import _VF, Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
@@ -62,7 +62,7 @@ def _native(cell: _Cell, x: Tensor, initial: tuple[Tensor, ...], weights: list[T
 
 
 class _Recurrence(torch.autograd.Function):
-    """One direction of one layer, forward done; its backward forms the gate gradients and tells them to the sink, while there is one."""
+    """One direction of one layer, forward done; its backward tells the sink, while there is one, the gate gradients."""
 
     @staticmethod
     def forward(
@@ -88,8 +88,7 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, output: Tensor | None, h_n: Tensor | None, c_n: Tensor | None = None) -> tuple:
-        x, states, c0, *weights = (None if saved is None else wide(saved) for saved in ctx.saved_tensors)
-        trace = Trace(x.contiguous(), states, None if c0 is None else c0[0], *weights)
+        trace = _trace(*ctx.saved_tensors)
         factors = ctx.cell.factors(trace) if ctx.factors is None else ctx.factors
         # Where another pass is to follow over this graph, it need not compute them again.
         ctx.factors = factors if torch._C._autograd._get_current_graph_task_keep_graph() else None
@@ -98,13 +97,23 @@ class _Recurrence(torch.autograd.Function):
         needed = ctx.needs_input_grad[4:]
         call = ctx.call
         if call is not None and call.sink is not None:
-            call.sink(call, (trace.x, states[:-1], found.into_hidden), found.into_input)
+            call.sink(call, (trace.x, trace.states[:-1], found.into_hidden), found.into_input)
             needed = (*needed[:3], False, False, False, False)
         return None, None, None, None, *_gradients(trace, found, needed)
 
 
+def _trace(x: Tensor, states: Tensor, c0: Tensor | None, *weights: Tensor | None) -> Trace:
+    """What was saved, as the factors want it."""
+    weight_ih, weight_hh, *biases = weights
+    assert weight_ih is not None
+    assert weight_hh is not None
+    bias_ih, bias_hh = (None if bias is None else wide(bias) for bias in biases)
+    first_cell = None if c0 is None else wide(c0[0])
+    return Trace(wide(x).contiguous(), wide(states), first_cell, wide(weight_ih), wide(weight_hh), bias_ih, bias_hh)
+
+
 def _gradients(trace: Trace, found: GateGradients, needed: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-    """Gradients of x, h0, c0, W_ih, W_hh, b_ih and b_hh as far as they are needed, each by one product over all time steps."""
+    """Gradients of x, h0, c0, W_ih, W_hh, b_ih and b_hh where needed, each by one product over all time steps."""
     into_input, into_hidden = found.into_input.flatten(0, 1), found.into_hidden.flatten(0, 1)
     return (
         (into_input @ trace.weight_ih).view_as(trace.x) if needed[0] else None,
@@ -207,13 +216,13 @@ class _Recurrent(GhostLayer):
         return [("projects its hidden states (proj_size), which has no gradient rule", "leave proj_size out")]
 
 
-class RNN(_Recurrent, torch.nn.RNN, wraps=torch.nn.RNN):
+class RNN(_Recurrent, torch.nn.RNN, wraps=torch.nn.RNN):  # type: ignore[misc]
     """`torch.nn.RNN` that can be clipped; tanh or relu, any number of layers, one direction or both."""
 
 
-class LSTM(_Recurrent, torch.nn.LSTM, wraps=torch.nn.LSTM):
+class LSTM(_Recurrent, torch.nn.LSTM, wraps=torch.nn.LSTM):  # type: ignore[misc]
     """`torch.nn.LSTM` that can be clipped; any number of layers, one direction or both."""
 
 
-class GRU(_Recurrent, torch.nn.GRU, wraps=torch.nn.GRU):
+class GRU(_Recurrent, torch.nn.GRU, wraps=torch.nn.GRU):  # type: ignore[misc]
     """`torch.nn.GRU` that can be clipped; any number of layers, one direction or both."""

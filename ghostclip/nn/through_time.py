@@ -1,7 +1,7 @@
 """The way back through time: from gradients at the hidden states to gradients at every gate's pre-activation.
 
 The factors of gates.py hold all that can be computed for all steps at once, so that a step is a product with W_hh and a
-few multiplications into preallocated memory (Lee & Kifer 2020, section 5.3: dL/dz_t is what every weight's gradient needs).
+few multiplications into preallocated memory (Lee & Kifer 2020, section 5.3: each weight's gradient is made of dL/dz_t).
 """
 
 from __future__ import annotations
