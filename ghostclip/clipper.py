@@ -179,8 +179,9 @@ class GhostClipper:
     ) -> FirstPass:
         _check_losses(losses)
         with _in_our_words():
-            calls = captured_calls(losses, self._index)
-            majors = self._grouping.prove(losses, calls, self._index)
+            uses = captured_calls(losses, self._index)
+            calls = uses.calls
+            majors = self._grouping.prove(losses, calls, self._index, again=uses.reorders)
             budget = None if ignore_budget or materialise else self.memory_budget
             collector = Collector(
                 losses, calls, majors, self._planner, self._index, keep=keep, materialise=materialise, budget=budget

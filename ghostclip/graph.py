@@ -7,6 +7,8 @@ of every rule: such a use has a gradient that no norm would count.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,12 +18,32 @@ from ghostclip.errors import UnsupportedModelError
 from ghostclip.index import ModelIndex
 from ghostclip.nn.base import PROBE, Call
 
-__all__ = ["captured_calls", "first_pass"]
+__all__ = ["Uses", "captured_calls", "first_pass"]
 
 ACCUMULATE = type(torch.zeros((), requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
+# Operations that may put the examples of a batch into another order, differently for every batch.
+REORDERING = {
+    f"{name}Backward0"
+    for name in ("Embedding", "Flip", "Gather", "Index", "IndexAdd", "IndexCopy", "IndexPut", "IndexSelect", "Roll",
+                 "Scatter", "ScatterAdd", "Sort", "Take")
+}  # fmt: skip
 
-def captured_calls(losses: Tensor, index: ModelIndex) -> list[Call]:
+
+@dataclass(frozen=True)
+class Uses:
+    """What a walk through the graph found.
+
+    Attributes:
+        calls: every use of a wrapper layer that the losses depend on.
+        reorders: whether something between the layers may order the examples differently from batch to batch.
+    """
+
+    calls: list[Call]
+    reorders: bool
+
+
+def captured_calls(losses: Tensor, index: ModelIndex) -> Uses:
     """Every use of a wrapper layer that ``losses`` depend on.
 
     Args:
@@ -32,6 +54,7 @@ def captured_calls(losses: Tensor, index: ModelIndex) -> list[Call]:
         UnsupportedModelError: a trained parameter is used outside of its layer, or by reentrant checkpointing.
     """
     calls: list[Call] = []
+    reorders = False
     seen: set[Any] = set()
     stack: list[Any] = [losses.grad_fn]
     while stack:
@@ -50,13 +73,29 @@ def captured_calls(losses: Tensor, index: ModelIndex) -> list[Call]:
                 calls.append(call)
             stack += call.sources
         else:
-            if type(node).__name__ == "CheckpointFunctionBackward":
+            kind = type(node).__name__
+            reorders = reorders or (kind in REORDERING and _moves_first_dimension(node))
+            if kind == "CheckpointFunctionBackward":
                 raise UnsupportedModelError(
                     "reentrant activation checkpointing hides the layers inside it; "
                     "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
                 )
             stack += [edge[0] for edge in node.next_functions]
-    return calls
+    return Uses(calls, reorders)
+
+
+def _moves_first_dimension(node: Any) -> bool:
+    """Whether a node of a REORDERING kind may move entries along dimension 0; where it doesn't say, it may."""
+    for saved in ("_saved_dim", "_saved_dims"):
+        if hasattr(node, saved):
+            dims = getattr(node, saved)
+            return 0 in (dims if isinstance(dims, (tuple, list)) else (dims,))
+    first = (getattr(node, "_saved_indices", None) or (False,))[0]
+    if first is None:
+        return False
+    # h[torch.arange(B), lengths] is how a model picks one position of each example; the examples stay in place.
+    in_place = isinstance(first, Tensor) and first.dim() == 1 and first.dtype == torch.int64
+    return not (in_place and torch.equal(first, torch.arange(len(first), device=first.device)))
 
 
 def _refuse_foreign_use(leaf: Tensor, index: ModelIndex) -> None:
@@ -69,7 +108,9 @@ def _refuse_foreign_use(leaf: Tensor, index: ModelIndex) -> None:
         )
 
 
-def first_pass(losses: Tensor, calls: list[Call], sink: Any, seed: Tensor | None = None, *, retain_graph: bool) -> None:
+def first_pass(
+    losses: Tensor, calls: Sequence[Call], sink: Any, seed: Tensor | None = None, *, retain_graph: bool
+) -> None:
     """A backward from ``losses`` to the pre-activations and no further; ``sink`` is told of each as it arrives.
 
     Args:

@@ -1,11 +1,16 @@
 """Whose row is whose: a first-batch proof that examples do not mix, and where a layer sees them.
 
-The gradient of one example's loss at a layer's pre-activation is zero on every row that belongs to another example. So
-one backward from a single loss shows, layer by layer, that the batch dimension is where it is said to be; that rows
-folded into the batch (positions, windows, heads) are grouped by example or by row; or that examples mix.
+The gradient of one example's loss at a layer's pre-activation is zero on every row that belongs to another example, and
+so a row's gradient grows with the factor its own example's loss is given, and with no other. A few backwards from
+losses given factors that tell the examples apart show, layer by layer, that the batch dimension is where it is said to
+be and in the order of the losses; that rows folded into the batch (positions, windows, heads) are grouped by example or
+by row; or that examples mix.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +21,12 @@ from ghostclip.index import ModelIndex
 from ghostclip.nn.base import Call
 
 __all__ = ["Grouping", "row_count"]
+
+# How far a row's factor may be from its example's, in steps between two factors, and what of its gradient
+# may follow another factor, before the row counts as another's: rounding stays well below, mixing well above.
+FACTOR_TOLERANCE, REST_TOLERANCE = 0.25, 0.05
+# Rows this much smaller than the largest of all layers are rounding where there should be nothing: they show nothing.
+NOISE = {torch.float64: 1e-11, torch.float32: 1e-4}
 
 
 def row_count(call: Call, examples: int, name: str) -> int:
@@ -50,27 +61,35 @@ class Grouping:
         self._proved: dict[tuple, str] = {}
         self._seen: dict[tuple, int] = {}
 
-    def prove(self, losses: Tensor, calls: list[Call], index: ModelIndex) -> dict[int, str]:
+    def prove(self, losses: Tensor, calls: Sequence[Call], index: ModelIndex, *, again: bool = False) -> dict[int, str]:
         """How each call's rows are grouped ("example" or "row" major), by id(call).
 
-        Runs extra backwards on first meeting a layer with so many rows an example; none afterwards.
+        Runs extra backwards on first meeting a layer with so many rows an example, and none afterwards.
+
+        Args:
+            losses: [B].
+            calls: every use of a layer behind them.
+            index: of the model.
+            again: prove what was proved before anew, for a graph that may order its examples differently every time.
 
         Raises:
             UnsupportedModelError: rows of other examples move with one example's loss, or the grouping can't be told.
         """
         examples = losses.shape[0]
-        keys = {id(call): self._key(call, examples, index.layer(call)) for call in calls}
-        if examples > 1 and not all(key in self._proved for key in keys.values()):
-            for example in (examples - 1, 0):
-                open_calls = [call for call in calls if self._is_open(keys[id(call)])]
-                if open_calls:
-                    self._probe(losses, open_calls, example, keys, index)
+        keys = {id(call): self._key(call, examples, index) for call in calls}
+        if examples > 1 and (again or not all(key in self._proved for key in keys.values())):
+            pending = [call for call in calls if again or self._is_open(keys[id(call)])]
+            if pending:
+                for call, major in _majors(losses, pending, index).items():
+                    if major:
+                        self._proved[keys[id(call)]] = major
             for key in set(keys.values()):
                 self._seen[key] = self._seen.get(key, 0) + 1
         return {id(call): self._major(call, keys[id(call)], examples, index) for call in calls}
 
-    def _key(self, call: Call, examples: int, name: str) -> tuple:
-        return (id(call.layer), call.parameters, call.batch_dim, len(call.shape), row_count(call, examples, name))
+    def _key(self, call: Call, examples: int, index: ModelIndex) -> tuple:
+        count = row_count(call, examples, index.layer(call))
+        return (id(call.layer), call.parameters, call.batch_dim, len(call.shape), count)
 
     def _is_open(self, key: tuple) -> bool:
         """Not proved; where nothing has reached the layer so far, tried at the 1st, 2nd, 4th, 8th ... batch."""
@@ -87,43 +106,81 @@ class Grouping:
             )
         return self._proved[key]
 
-    def _probe(
-        self, losses: Tensor, calls: list[Call], example: int, keys: dict[int, tuple], index: ModelIndex
-    ) -> None:
-        touched: list[tuple[Call, Tensor]] = []
 
-        def look(call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
-            rows = grad.movedim(call.batch_dim, 0).flatten(1) if grad.dim() > 1 else grad.unsqueeze(1)
-            # 0 * inf is NaN: a row that isn't finite says nothing of whose it is.
-            touched.append((call, ((rows != 0) & torch.isfinite(rows)).any(1)))
+def _majors(losses: Tensor, calls: Sequence[Call], index: ModelIndex) -> dict[Call, str]:
+    """How the rows of each call are grouped, "" where both ways fit; a call that no gradient reached is left out."""
+    examples = losses.shape[0]
+    base = _sketches(losses, calls, torch.ones_like(losses))
+    sizes = {call: torch.where(torch.isfinite(rows).all(1), rows.norm(dim=1), 0.0) for call, rows in base.items()}
+    largest = max((float(size.max()) for size in sizes.values() if len(size)), default=0.0)
+    readable = {call: size > NOISE[size.dtype] * largest for call, size in sizes.items()}
+    fits = {call: {"example", "row"} for call, rows in readable.items() if bool(rows.any())}
+    for factors, step in _telling_factors(losses):
+        seen = _sketches(losses, calls, factors)
+        for call, ways in fits.items():
+            for way in list(ways):
+                owners = _owners(call.shape[call.batch_dim], examples, way, losses.device)
+                if not _follow(base[call], seen[call], readable[call], factors[owners], step):
+                    ways.discard(way)
+    for call, ways in fits.items():
+        if not ways:
+            raise UnsupportedModelError(
+                f"{index.layer(call)}: the loss of one example depends on rows of its output (shape "
+                f"{list(call.shape)}, dimension {call.batch_dim}) that belong to others, so examples mix before or "
+                f"after it, change their order, or are not where they are said to be; {_remedy(call)}"
+            )
+    single = {call for call in calls if call.shape[call.batch_dim] == examples}
+    return {
+        call: "example" if call in single else "".join(ways) if len(ways) == 1 else "" for call, ways in fits.items()
+    }
 
-        seed = torch.zeros_like(losses)
-        seed[example] = 1.0
-        first_pass(losses, calls, look, seed, retain_graph=True)
-        for call, rows in touched:
-            key = keys[id(call)]
-            if key in self._proved or not bool(rows.any()):
-                continue
-            major = _grouping_of(rows, example, losses.shape[0])
-            if major is None:
-                raise UnsupportedModelError(
-                    f"{index.layer(call)}: the loss of one example depends on rows of its output (shape "
-                    f"{list(call.shape)}, dimension {call.batch_dim}) that belong to others, so examples mix before or "
-                    f"after it, or are not where they are said to be; {_remedy(call)}"
-                )
-            if major:
-                self._proved[key] = major
+
+def _sketches(losses: Tensor, calls: Sequence[Call], factors: Tensor) -> dict[Call, Tensor]:
+    """Four fixed random projections of every row of each pre-activation's gradient, [rows, 4], for weighted losses."""
+    found: dict[Call, Tensor] = {}
+
+    def look(call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
+        rows = grad.movedim(call.batch_dim, 0).flatten(1)
+        rows = rows if rows.dtype == torch.float64 else rows.float()
+        generator = torch.Generator().manual_seed(rows.shape[1])
+        directions = torch.randn(rows.shape[1], 4, generator=generator, dtype=rows.dtype).to(rows.device)
+        found[call] = rows @ directions
+
+    first_pass(losses, calls, look, factors, retain_graph=True)
+    return found
 
 
-def _grouping_of(rows: Tensor, example: int, examples: int) -> str | None:
-    """ "example", "row", "" when both would fit, or None when neither does, from the rows one loss reached."""
-    count = rows.shape[0] // examples
-    by_example, by_row = rows.clone(), rows.clone()
-    by_example[example * count : (example + 1) * count] = False
-    by_row[example::examples] = False
-    fits_example, fits_row = not bool(by_example.any()), not bool(by_row.any())
-    if count == 1 or (fits_example and not fits_row):
-        return "example" if fits_example else None
-    if fits_row:
-        return "" if fits_example else "row"
-    return None
+def _telling_factors(losses: Tensor) -> Iterator[tuple[Tensor, float]]:
+    """Factors for the losses, and the step between them: together they differ for any two examples.
+
+    Digits of an example's number in a base of at most 32, so that the steps stay wide beside the rounding of any
+    precision; and the last example alone, which shows even the slightest mixing with it.
+    """
+    examples = losses.shape[0]
+    numbers = torch.arange(examples, device=losses.device)
+    base = min(32, max(2, math.isqrt(examples - 1) + 1))
+    while examples > 1:
+        yield (1.0 + (numbers % base) / base).to(losses.dtype), 1.0 / base
+        numbers, examples = numbers // base, math.ceil(examples / base)
+    alone = torch.zeros_like(losses)
+    alone[-1] = 1.0
+    yield alone, 0.0
+
+
+def _owners(rows: int, examples: int, way: str, device: torch.device) -> Tensor:
+    """The example each of ``rows`` rows belongs to, were they grouped this way."""
+    numbers = torch.arange(rows, device=device)
+    return numbers // (rows // examples) if way == "example" else numbers % examples
+
+
+def _follow(base: Tensor, seen: Tensor, readable: Tensor, factors: Tensor, step: float) -> bool:
+    """Whether readable rows of ``seen`` are those of ``base`` times their factors; a step of 0 asks for exact zeros."""
+    rows = readable & torch.isfinite(seen).all(1)
+    base, seen, factors = base[rows], seen[rows], factors[rows].to(base.dtype)
+    if step == 0.0:
+        return not bool((seen[factors == 0] != 0).any())
+    size = base.square().sum(1)
+    found = (seen * base).sum(1) / size
+    rest = (seen - found[:, None] * base).square().sum(1)
+    near = (found - factors).abs() < FACTOR_TOLERANCE * step
+    return bool((near & (rest < (REST_TOLERANCE * step) ** 2 * size)).all())
