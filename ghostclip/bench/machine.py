@@ -1,0 +1,70 @@
+"""What a figure was taken on: processor, cores, versions, and how busy the machine was."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+__all__ = ["busy_warning", "describe", "in_words"]
+
+# A load average above this, before the benchmark itself starts, means that something else is running.
+QUIET = 0.5
+
+
+def describe(device: str = "cpu") -> dict[str, str | int | float]:
+    """The machine as plain values for a JSON file; nothing in it names the machine or its user.
+
+    Args:
+        device: "cpu" or "cuda", where the figures are taken.
+    """
+    found: dict[str, str | int | float] = {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load_average": _load(),
+        "device": device,
+    }
+    if device.startswith("cuda"):
+        found["gpu"] = torch.cuda.get_device_name(device)
+    return found
+
+
+def in_words(machine: dict[str, str | int | float]) -> str:
+    """One line that names the machine under a table."""
+    place = f"{machine['gpu']}, " if "gpu" in machine else ""
+    return (
+        f"{place}{machine['cpu']}, {machine['cores']} cores, {machine['threads']} used, torch {machine['torch']}, "
+        f"load average {machine['load_average']} before the start"
+    )
+
+
+def busy_warning() -> str | None:
+    """A line to print when other programs are running, None when the machine is quiet."""
+    load = _load()
+    if load <= QUIET:
+        return None
+    return (
+        f"warning: the load average is {load}, so other programs are running; milliseconds will be too high, and "
+        "ratios less certain. Wait for a quiet machine before quoting figures."
+    )
+
+
+def _cpu_model() -> str:
+    """The processor's name as the system gives it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _load() -> float:
+    """Runnable programs over the last minute, on average; 0.0 where the system doesn't say."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else 0.0
