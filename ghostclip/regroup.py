@@ -26,7 +26,7 @@ __all__ = ["Grouping", "row_count"]
 # may follow another factor, before the row counts as another's: rounding stays well below, mixing well above.
 FACTOR_TOLERANCE, REST_TOLERANCE = 0.25, 0.05
 # Rows this much smaller than the largest of all layers are rounding where there should be nothing: they show nothing.
-NOISE = {torch.float64: 1e-11, torch.float32: 1e-4}
+NOISE = {torch.float64: 1e-10, torch.float32: 1e-3}
 
 
 def row_count(call: Call, examples: int, name: str) -> int:

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ghostclip.clipping import Policy
 from ghostclip.errors import VerificationError
-
-if TYPE_CHECKING:
-    from ghostclip.clipper import GhostClipper
 
 __all__ = ["compare_with_loop"]
 
 
+class Clipper(Protocol):
+    """What is compared: norms and a backward, as `GhostClipper` has them."""
+
+    model: nn.Module
+    clipping: Policy
+
+    def norms(self, losses: Tensor, *, per: str | None = None, retain_graph: bool = False) -> Any:
+        """See `GhostClipper.norms`."""
+
+    def backward(self, losses: Tensor, *, retain_graph: bool = False) -> Any:
+        """See `GhostClipper.backward`."""
+
+
 def compare_with_loop(
-    clipper: GhostClipper, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any, tolerance: float | None
+    clipper: Clipper, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any, tolerance: float | None
 ) -> float:
     """Worst relative error of norms and clipped sums against one backward an example; see `GhostClipper.verify`."""
     model = clipper.model

@@ -3,11 +3,11 @@
 import torch.nn as _torch_nn
 from torch.nn import *
 
-from .multihead import MultiheadAttention
 from .base import Call, GhostLayer
 from .conv import Conv1d, Conv2d, Conv3d
 from .embedding import Embedding
 from .linear import Linear
+from .multihead import MultiheadAttention
 from .normalization import BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, LayerNorm, SyncBatchNorm
 from .recurrent import GRU, LSTM, RNN
 
