@@ -80,7 +80,7 @@ class Grouping:
         if examples > 1 and (again or not all(key in self._proved for key in keys.values())):
             pending = [call for call in calls if again or self._is_open(keys[id(call)])]
             if pending:
-                for call, major in _majors(losses, pending, index).items():
+                for call, major in _majors(losses, calls, pending, index).items():
                     if major:
                         self._proved[keys[id(call)]] = major
             for key in set(keys.values()):
@@ -107,16 +107,16 @@ class Grouping:
         return self._proved[key]
 
 
-def _majors(losses: Tensor, calls: Sequence[Call], index: ModelIndex) -> dict[Call, str]:
-    """How the rows of each call are grouped, "" where both ways fit; a call that no gradient reached is left out."""
+def _majors(losses: Tensor, calls: Sequence[Call], pending: Sequence[Call], index: ModelIndex) -> dict[Call, str]:
+    """How rows of the pending calls are grouped, "" where both ways fit; calls no gradient reached are left out."""
     examples = losses.shape[0]
     base = _sketches(losses, calls, torch.ones_like(losses))
     sizes = {call: torch.where(torch.isfinite(rows).all(1), rows.norm(dim=1), 0.0) for call, rows in base.items()}
     largest = max((float(size.max()) for size in sizes.values() if len(size)), default=0.0)
     readable = {call: size > NOISE[size.dtype] * largest for call, size in sizes.items()}
-    fits = {call: {"example", "row"} for call, rows in readable.items() if bool(rows.any())}
+    fits = {call: {"example", "row"} for call in pending if call in readable and bool(readable[call].any())}
     for factors, step in _telling_factors(losses):
-        seen = _sketches(losses, calls, factors)
+        seen = _sketches(losses, pending, factors)
         for call, ways in fits.items():
             for way in list(ways):
                 owners = _owners(call.shape[call.batch_dim], examples, way, losses.device)

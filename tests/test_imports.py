@@ -25,7 +25,8 @@ LEVELS: list[tuple[str, ...] | set[str]] = [
     ("events",),
     {"noise", "sampling", "accounting", "ledger", "checkpoint"},
     ("engine",),
-    {"audit", "report", "datasets", "models", "bench", "integrations"},
+    {"datasets", "models"},
+    {"audit", "report", "bench", "integrations"},
     ("cli",),
     ("__main__",),
 ]
