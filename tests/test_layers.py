@@ -1,13 +1,17 @@
 """Every case of the table against the slow obvious loop: outputs, norms, per-example gradients, clipped sums."""
 
+from itertools import product
+
 import oracle
 import pytest
 import torch
+from case_types import Case, indices, normal
 from cases import CASES
 from comparing import TOLERANCE, assert_close, assert_dicts_close, gradients, ready, truth, typical_norm
 from torch.utils._pytree import tree_flatten
 
 import ghostclip
+from ghostclip.planner import Planner
 
 STRATEGIES = ("auto", "gram", "direct")
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -127,3 +131,46 @@ def test_swapping_changes_neither_keys_nor_parameters(case):
         assert all(dict(model.named_parameters())[name] is p for name, p in parameters.items())
     kinds = [type(module) for module in case.model().modules()]
     assert [type(module) for module in model.modules()] == kinds
+
+
+LARGE = [
+    Case("large linear", lambda nn: nn.Linear(200, 150), (normal(5, 200),)),
+    Case("large conv", lambda nn: nn.Conv2d(32, 40, 3, stride=2, padding=1), (normal(32, 9, 7),)),
+    Case("large grouped conv", lambda nn: nn.Conv2d(32, 64, 3, groups=2), (normal(32, 6, 6),)),
+    Case("large embedding", lambda nn: nn.Embedding(300, 40), (indices(300, 50),)),
+    Case("large lstm", lambda nn: nn.LSTM(40, 90), (normal(7, 40, batch_dim=1),), output_dim=1),
+    Case(
+        "large encoder layer",
+        lambda nn: nn.TransformerEncoderLayer(64, 4, 96, 0.0, batch_first=True),
+        (normal(20, 64),),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", LARGE, ids=str)
+@every_dtype
+def test_sizes_that_are_worked_off_in_pieces(case, dtype):
+    expected = oracle.per_example_grads(case.model(), case.losses, case.inputs(33), case.batch_dims)
+    max_norm = typical_norm(expected)
+    for second_pass, norm_strategy in product(("reweight", "cached"), ("gram", "direct")):
+        model, clipper, losses = ready(case, dtype, 33, max_norm, second_pass=second_pass, norm_strategy=norm_strategy)
+        assert_close(clipper.backward(losses).norms, oracle.norms(expected), TOLERANCE[dtype])
+        assert_dicts_close(gradients(model), oracle.clipped_sum(expected, max_norm), TOLERANCE[dtype])
+
+
+@every_case
+def test_every_way_to_the_norms_gives_the_same(case, monkeypatch):
+    def answer(planner, term, keep):
+        each = term.per_example()
+        squared = each.flatten(1).square().sum(1)
+        for name, way in term.candidates().items() if term.sole_answer(keep) is None else ():
+            for found in (way.run(False), way.run(True)):
+                assert_close(found.squared_norms, squared, 1e-10, 1e-6 * squared.max(), name)
+                if found.kept is not None:
+                    torch.testing.assert_close(found.kept.view_as(each), each, rtol=1e-10, atol=1e-10)
+        return chosen(planner, term, keep)
+
+    chosen = Planner.answer
+    monkeypatch.setattr(Planner, "answer", answer)
+    _, clipper, losses = ready(case, second_pass="cached")
+    assert_close(clipper.backward(losses).norms, oracle.norms(truth(case)), 1e-10)

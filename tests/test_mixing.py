@@ -7,6 +7,7 @@ from case_models import Wired, two_linears
 from case_types import project
 from cases import case
 from comparing import assert_close, assert_dicts_close, exact_or_refused, gradients, ready, truth
+from einops import rearrange
 from torch import nn
 from torch.nn import functional as F
 
@@ -63,15 +64,68 @@ def test_a_head_on_time_first_outputs(steps, told):
     assert not (told and refusal)
 
 
-@pytest.mark.parametrize("order", ["example", "position"])
-def test_positions_folded_into_the_batch(order):
-    def fold(m, x):
-        if order == "example":
-            return m.body(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-        return m.body(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (x.shape[1], x.shape[0])).transpose(0, 1)
+def sorted_inside(m, x):
+    """Examples sorted by their first number, as models sort by length, and put back in order after one layer."""
+    order = x[:, 0].argsort()
+    return m.second(torch.tanh(m.first(x[order]))[order.argsort()])
 
-    model = Wired(fold, body=two_linears())
-    exact_or_refused(model, (torch.randn(4, 6, 3, dtype=torch.float64),))
+
+def in_order(*ranks):
+    """Inputs of which example i comes at place ranks[i] when sorted."""
+    x = torch.randn(len(ranks), 3, dtype=torch.float64)
+    x[:, 0] = torch.tensor(ranks) / 10
+    return x
+
+
+@pytest.mark.parametrize("ranks", [(0, 2, 1, 3, 4), (1, 0, 2, 3, 4), (0, 3, 2, 1, 4), (4, 3, 2, 1, 0), (2, 0, 4, 1, 3)])
+def test_examples_reordered_inside_the_model(ranks):
+    model = Wired(sorted_inside, first=nn.Linear(3, 4), second=nn.Linear(4, 2)).double()
+    refusal = exact_or_refused(model, (in_order(*ranks),))
+    assert refusal is None or "first" in str(refusal)
+
+
+@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+def test_an_order_that_changes_after_the_first_batch(second_pass):
+    model = Wired(sorted_inside, first=nn.Linear(3, 4), second=nn.Linear(4, 2)).double()
+    x = in_order(0, 2, 1, 3, 4)
+    expected = oracle.norms(oracle.per_example_grads(model, project, (x,)))
+    clipper = ghostclip.GhostClipper(model, second_pass=second_pass)
+    clipper.backward(project(model(in_order(0, 1, 2, 3, 4))))
+    try:
+        result = clipper.backward(project(model(x)))
+    except ghostclip.UnsupportedModelError:
+        return
+    assert_close(result.norms, expected, 1e-10)
+
+
+@pytest.mark.parametrize("positions", [3, 5, 10])
+def test_batch_first_inputs_in_a_time_first_layer_are_refused(positions):
+    model = Wired(lambda m, x: m.attention(x, x, x)[0], attention=nn.MultiheadAttention(8, 2)).double()
+    refusal = exact_or_refused(model, (torch.randn(5, positions, 8, dtype=torch.float64),))
+    assert "attention" in str(refusal)
+
+
+FOLDS = {
+    "heads": ("b t (h d)", "(b h) t d", {"h": 2}),
+    "windows, example first": ("b (w t) d", "(b w) t d", {"w": 2}),
+    "windows, window first": ("b (w t) d", "(w b) t d", {"w": 2}),
+    "examples in the middle": ("b (v w t) d", "(v b w) t d", {"v": 2, "w": 2}),
+    "positions first": ("b t d", "t b d", {}),
+}
+
+
+@pytest.mark.parametrize("name", FOLDS)
+def test_parts_folded_into_the_batch(name):
+    whole, folded, sizes = FOLDS[name]
+
+    def wiring(m, x):
+        inside = m.layer(rearrange(x, f"{whole} -> {folded}", **sizes))
+        return rearrange(inside, f"{folded} -> {whole}", b=x.shape[0], **sizes)
+
+    width = 2 if name == "heads" else 4
+    model = Wired(wiring, layer=nn.Linear(width, width)).double()
+    refusal = exact_or_refused(model, (torch.randn(4, 8, 4, dtype=torch.float64),))
+    assert refusal is None or "layer" in str(refusal)
 
 
 def test_an_input_shared_by_the_batch():
