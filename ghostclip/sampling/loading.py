@@ -1,0 +1,110 @@
+"""How physical batches are loaded: through one DataLoader that keeps everything of the user's but the sampling."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from ghostclip.errors import PrivacyError
+
+__all__ = ["check_sampling", "loader_of", "loaders_batch_size", "say_sampler_is_replaced", "size_of"]
+
+# What a DataLoader is told besides its dataset and its sampling.
+KEPT = (
+    "collate_fn",
+    "generator",
+    "multiprocessing_context",
+    "num_workers",
+    "persistent_workers",
+    "pin_memory",
+    "pin_memory_device",
+    "prefetch_factor",
+    "timeout",
+    "worker_init_fn",
+)
+
+REMEDY = "pass a plain DataLoader (shuffle=True or False), or the dataset itself with batch_size=..."
+
+
+def size_of(dataset: Any) -> int:
+    """The number of examples; raises PrivacyError when they can't be drawn at random."""
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise PrivacyError(
+            f"{type(dataset).__name__} can't be read at random, but the privacy guarantee needs Poisson sampling of "
+            "single examples; give a map-style dataset (with __len__ and __getitem__), for instance by reading the "
+            "stream into a list first"
+        )
+    if len(dataset) == 0:
+        raise ValueError("the dataset is empty; its length must be at least 1")
+    return len(dataset)
+
+
+def loaders_batch_size(loader: DataLoader[Any]) -> int:
+    """The loader's own batch size; raises PrivacyError when it has none."""
+    if not isinstance(size := getattr(loader.batch_sampler, "batch_size", None), int):
+        raise PrivacyError(f"the DataLoader has no batch_size to take over, so its batches aren't samples; {REMEDY}")
+    return size
+
+
+def check_sampling(loader: DataLoader[Any]) -> None:
+    """Raises PrivacyError unless the loader takes single examples in order or shuffled, which can be replaced."""
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    choices: list[tuple[Any, tuple[Any, ...]]] = [
+        (type(loader).__iter__, (DataLoader.__iter__,)),
+        (type(loader.batch_sampler), (BatchSampler,)),
+        (type(sampler), (SequentialSampler, RandomSampler)),
+    ]
+    for found, accepted in choices:
+        if found not in accepted:
+            raise PrivacyError(
+                f"the DataLoader chooses its examples by {found.__qualname__}, which the privacy accounting doesn't "
+                f"know, and Poisson sampling in its place might not be what it is meant to do; {REMEDY}"
+            )
+
+
+def say_sampler_is_replaced(loader: DataLoader[Any], sample_rate: float) -> None:
+    """Warns at the line that built the engine."""
+    sampler = type(getattr(loader.batch_sampler, "sampler", loader.sampler)).__name__
+    warnings.warn(
+        f"the DataLoader's {sampler} is replaced by Poisson sampling, which the privacy accounting is about: each "
+        f"example is in a batch with probability {sample_rate:.6g}, so batch sizes vary; its dataset, collate_fn, "
+        "workers and pinning are kept",
+        stacklevel=4,
+    )
+
+
+def loader_of(dataset: Any, given: DataLoader[Any] | None, chunks: Iterable[list[int]]) -> DataLoader[Any]:
+    """The one DataLoader all physical batches come from, with everything but the sampling as it was given."""
+    kept = {} if given is None else {name: getattr(given, name) for name in KEPT}
+    plain = given is None or (given.collate_fn is default_collate and given.num_workers == 0)
+    if type(dataset) is TensorDataset and plain:
+        return DataLoader(_Rows(dataset), batch_sampler=chunks, **{**kept, "collate_fn": _as_they_are})
+    return DataLoader(dataset, batch_sampler=chunks, **kept)
+
+
+class _Rows(Dataset[Any]):
+    """A TensorDataset that gives a physical batch by indexing, which is far faster than collating single examples."""
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self._tensors = dataset.tensors
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        rows = torch.tensor(indices)
+        return [tensor[rows] for tensor in self._tensors]
+
+
+def _as_they_are(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,210 @@
+"""Poisson sampling: which examples are in a batch, how they are loaded in physical batches, what that is charged as."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader
+
+from ghostclip.errors import PrivacyError
+from ghostclip.events import SampledGaussian
+from ghostclip.sampling.loading import check_sampling, loader_of, loaders_batch_size, say_sampler_is_replaced, size_of
+from ghostclip.validate import positive_int
+
+__all__ = ["LogicalBatch", "PoissonLoader"]
+
+
+class LogicalBatch:
+    """One Poisson sample of the data set, handed out in physical batches. Which examples it holds is private data.
+
+    Attributes:
+        sizes: the number of examples in each physical batch; no numbers for an empty sample.
+        handed: how many physical batches were handed out so far.
+    """
+
+    def __init__(
+        self, sizes: list[int], load: Callable[[LogicalBatch], Any], left: Callable[[LogicalBatch], None]
+    ) -> None:
+        self.sizes = sizes
+        self.handed = 0
+        self._load, self._left = load, left
+        self._started = False
+
+    def physical(self) -> Iterator[Any]:
+        """The physical batches, as the data loader makes them; leaving before the last one discards the logical batch.
+
+        Raises:
+            PrivacyError: called twice, or used after the next logical batch was taken.
+        """
+        if self._started:
+            raise PrivacyError(
+                "physical() of this logical batch was called before, and its examples may be used in one pass only; "
+                "take the next batch of engine.batches()"
+            )
+        self._started = True
+        return self._hand_out()
+
+    def _hand_out(self) -> Iterator[Any]:
+        try:
+            for _ in self.sizes:
+                examples = self._load(self)
+                self.handed += 1
+                yield examples
+        finally:
+            if self.handed < len(self.sizes):
+                self._left(self)
+
+
+class PoissonLoader:
+    """Logical batches that hold each example with probability ``batch_size / len(dataset)``, independently of the rest.
+
+    Iterating gives one epoch: ``len()`` logical batches, empty ones among them, loaded through one torch DataLoader.
+
+    Args:
+        data: a map-style dataset, or a DataLoader, whose dataset, collate_fn, workers and pinning are kept and whose
+            sequential or random sampler is replaced (a warning says so).
+        batch_size: the expected size of a logical batch; None takes the loader's.
+        max_physical_batch_size: the most examples loaded at once; None: the whole logical batch.
+        seed: makes the sampling repeatable, and worthless for privacy; None: the operating system's entropy.
+        begin: told of each logical batch that is handed out, and with None when the one before is over.
+        left: told of a logical batch whose physical ones were not all taken.
+
+    Raises:
+        PrivacyError: the examples can't be drawn at random, or the loader samples in a way that is not ours to replace.
+        ValueError, TypeError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        max_physical_batch_size: int | None = None,
+        seed: int | None = None,
+        begin: Callable[[LogicalBatch | None], None] = lambda batch: None,
+        left: Callable[[LogicalBatch], None] = lambda batch: None,
+    ) -> None:
+        given = data if isinstance(data, DataLoader) else None
+        dataset = data if given is None else given.dataset
+        self.dataset_size = size_of(dataset)
+        if given is not None:
+            batch_size = loaders_batch_size(given) if batch_size is None else batch_size
+            check_sampling(given)
+        if batch_size is None:
+            raise ValueError(
+                "batch_size must be given with a dataset: the expected number of examples in a logical batch"
+            )
+        self.batch_size = positive_int(batch_size=batch_size)
+        if self.batch_size > self.dataset_size:
+            raise ValueError(f"batch_size must be at most len(dataset) = {self.dataset_size}; got {batch_size!r}")
+        if max_physical_batch_size is not None:
+            max_physical_batch_size = positive_int(max_physical_batch_size=max_physical_batch_size)
+        self.limit = max_physical_batch_size or self.dataset_size
+        self.begin, self.left = begin, left
+        self._seeded = None if seed is None else np.random.default_rng(seed)
+        self._chunks = _Chunks()
+        self._loader = loader_of(dataset, given, self._chunks)
+        if given is not None:
+            say_sampler_is_replaced(given, self.sample_rate)
+
+    @property
+    def sample_rate(self) -> float:
+        """The probability of each example to be in a logical batch."""
+        return self.batch_size / self.dataset_size
+
+    def event(self, noise_multiplier: float) -> SampledGaussian:
+        """What the release of a noisy sum over one logical batch is to be charged as."""
+        return SampledGaussian(self.sample_rate, noise_multiplier)
+
+    def __len__(self) -> int:
+        """Steps in an epoch: ``max(1, round(len(dataset) / batch_size))``."""
+        return max(1, round(self.dataset_size / self.batch_size))
+
+    def __iter__(self) -> Iterator[LogicalBatch]:
+        generator = np.random.default_rng() if self._seeded is None else self._seeded
+        self._chunks.draws = _Draws(generator, self)
+        return _Epoch(self._chunks.draws, iter(self._loader), self)
+
+
+class _Draws:
+    """The samples of one epoch, each drawn when the data loader or the training loop first needs to know it."""
+
+    def __init__(self, generator: np.random.Generator, plan: PoissonLoader) -> None:
+        self._generator, self._plan = generator, plan
+        self._steps_left = len(plan)
+        self._to_load: deque[list[list[int]]] = deque()
+        self._to_hand_out: deque[list[int]] = deque()
+
+    def _draw(self) -> bool:
+        """Draws a sample: a binomial number of distinct examples, which is a coin for each; False after the last."""
+        if not self._steps_left:
+            return False
+        self._steps_left -= 1
+        population, limit = self._plan.dataset_size, self._plan.limit
+        count = self._generator.binomial(population, self._plan.sample_rate)
+        chosen = np.sort(self._generator.choice(population, count, replace=False, shuffle=False)).tolist()
+        chunks = [chosen[start : start + limit] for start in range(0, count, limit)]
+        self._to_load.append(chunks)
+        self._to_hand_out.append([len(chunk) for chunk in chunks])
+        return True
+
+    def indices(self) -> Iterator[list[int]]:
+        """The epoch's physical batches one after another, for the data loader, which may run ahead."""
+        while self._to_load or self._draw():
+            yield from self._to_load.popleft()
+
+    def next_sizes(self) -> list[int] | None:
+        """The sizes of the next logical batch's physical ones, for the training loop; None after the last."""
+        return self._to_hand_out.popleft() if self._to_hand_out or self._draw() else None
+
+
+class _Chunks:
+    """The data loader's batch sampler: the physical batches of the epoch that is being started."""
+
+    draws: _Draws
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.draws.indices()
+
+
+class _Epoch:
+    """One pass over the logical batches, which keeps the data loader in step with the training loop."""
+
+    def __init__(self, draws: _Draws, loaded: Iterator[Any], plan: PoissonLoader) -> None:
+        self._draws, self._loaded, self._plan = draws, loaded, plan
+        self._current: LogicalBatch | None = None
+        self._taken = 0
+
+    def __iter__(self) -> _Epoch:
+        return self
+
+    def __next__(self) -> LogicalBatch:
+        if self._current is not None:
+            self._drop(self._current)
+        self._plan.begin(None)
+        sizes = self._draws.next_sizes()
+        if sizes is None:
+            raise StopIteration
+        self._taken = 0
+        self._current = LogicalBatch(sizes, self._load, self._plan.left)
+        self._plan.begin(self._current)
+        return self._current
+
+    def _drop(self, batch: LogicalBatch) -> None:
+        """Takes what is left of a batch from the data loader, so that the next one's examples come next."""
+        self._current = None
+        for _ in range(len(batch.sizes) - self._taken):
+            next(self._loaded)
+
+    def _load(self, batch: LogicalBatch) -> Any:
+        if batch is not self._current:
+            raise PrivacyError(
+                "this logical batch was left when the next one was taken; use the batches of engine.batches() one at a "
+                "time, as they come (not from a list)"
+            )
+        # Counted first: a batch that fails to load is gone from the data loader all the same.
+        self._taken += 1
+        return next(self._loaded)

@@ -1,0 +1,314 @@
+"""Poisson sampling: the distribution of batches, their division, what is kept of a DataLoader, and what is refused."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from ghostclip.errors import PrivacyError
+from ghostclip.events import SampledGaussian
+from ghostclip.sampling import PoissonLoader
+
+# A false alarm once in a hundred thousand runs for each test.
+RARE = 1e-5
+
+
+class Squares(Dataset[int]):
+    """Example i is the pair (i, i * i)."""
+
+    def __init__(self, size: int = 40) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return index, index * index
+
+
+def members(loader: PoissonLoader, steps: int) -> np.ndarray:
+    """[steps, examples] of booleans: who was in which logical batch."""
+    found: list[np.ndarray] = []
+    while len(found) < steps:
+        for batch in loader:
+            row = np.zeros(loader.dataset_size, bool)
+            for numbers in batch.physical():
+                assert not row[numbers[0]].any()
+                row[numbers[0]] = True
+            assert row.sum() == sum(batch.sizes)
+            found.append(row)
+    return np.array(found[:steps])
+
+
+def numbered(size: int) -> TensorDataset:
+    return TensorDataset(torch.arange(size))
+
+
+def taken_over(loader: DataLoader[Any], **arguments: Any) -> PoissonLoader:
+    with pytest.warns(UserWarning, match="is replaced by Poisson sampling"):
+        return PoissonLoader(loader, **arguments)
+
+
+def test_examples_are_included_at_the_sampling_rate_and_independently() -> None:
+    steps, size = 6000, 12
+    found = members(PoissonLoader(numbered(size), batch_size=3), steps)
+    expected = np.array([steps * 0.75, steps * 0.25])
+    for example in range(size):
+        count = found[:, example].sum()
+        assert stats.chisquare([steps - count, count], expected).pvalue > RARE
+    for left in range(size):
+        for right in range(left):
+            table = np.histogram2d(found[:, left], found[:, right], 2)[0]
+            assert stats.chisquare(table.ravel(), steps * np.outer([0.75, 0.25], [0.75, 0.25]).ravel()).pvalue > RARE
+
+
+def test_sizes_are_binomial_and_empty_batches_come_at_their_rate() -> None:
+    steps, size = 6000, 10
+    found = members(PoissonLoader(numbered(size), batch_size=2), steps).sum(1)
+    law = stats.binom(size, 0.2)
+    counts = np.bincount(found, minlength=size + 1)
+    pooled = [*counts[:6], counts[6:].sum()]
+    assert stats.chisquare(pooled, steps * np.array([*law.pmf(range(6)), law.sf(5)])).pvalue > RARE
+    assert stats.binomtest(int(counts[0]), steps, (1 - 0.2) ** size).pvalue > RARE
+
+
+def test_successive_batches_are_independent() -> None:
+    found = members(PoissonLoader(numbered(8), batch_size=2), 4000).astype(float)
+    for example in range(8):
+        assert stats.pearsonr(found[:-1, example], found[1:, example]).pvalue > RARE
+
+
+def test_the_full_batch_is_taken_whole() -> None:
+    assert members(PoissonLoader(numbered(9), batch_size=9), 3).all()
+
+
+def test_numpy_and_torch_seeds_have_no_influence() -> None:
+    found = []
+    for _ in range(2):
+        np.random.seed(0)
+        torch.manual_seed(0)
+        found.append(members(PoissonLoader(numbered(64), batch_size=32), 2))
+    assert (found[0] != found[1]).any()
+
+
+def test_a_seed_repeats_the_batches_and_goes_on_over_epochs() -> None:
+    first, second = (members(PoissonLoader(numbered(20), batch_size=5, seed=7), 8) for _ in range(2))
+    assert (first == second).all()
+    assert (first[:4] != first[4:]).any()
+
+
+@pytest.mark.parametrize(("size", "batch_size", "steps"), [(100, 10, 10), (7, 2, 4), (5, 2, 2), (3, 3, 1), (10, 7, 1)])
+def test_length_rate_and_event(size: int, batch_size: int, steps: int) -> None:
+    loader = PoissonLoader(Squares(size), batch_size=batch_size)
+    assert len(loader) == steps == len(list(loader))
+    assert loader.event(1.5) == SampledGaussian(batch_size / size, 1.5, 1, "add_or_remove_one")
+
+
+def test_physical_batches_are_a_division_of_the_logical_one() -> None:
+    loader = PoissonLoader(Squares(), batch_size=20, max_physical_batch_size=6)
+    for batch in loader:
+        parts = list(batch.physical())
+        sizes = [len(part[0]) for part in parts]
+        assert sizes == batch.sizes
+        assert all(size == 6 for size in sizes[:-1])
+        assert all(1 <= size <= 6 for size in sizes)
+        numbers = torch.cat([part[0] for part in parts])
+        assert len(set(numbers.tolist())) == len(numbers)
+        assert torch.equal(torch.cat([part[1] for part in parts]), numbers**2)
+
+
+def test_an_empty_batch_has_no_physical_ones() -> None:
+    loader = PoissonLoader(numbered(2), batch_size=1)
+    empty = next(batch for _ in range(1000) for batch in loader if not batch.sizes)
+    assert list(empty.physical()) == []
+
+
+def _pair_up(examples: list[tuple[int, int]]) -> dict[str, list[int]]:
+    return {"number": [a for a, _ in examples], "square": [b for _, b in examples], "worker": [_worker_number()]}
+
+
+def _worker_number() -> int:
+    info = torch.utils.data.get_worker_info()
+    return -1 if info is None else info.id + info.dataset.first  # type: ignore[attr-defined]
+
+
+def _start_at_100(worker: int) -> None:
+    torch.utils.data.get_worker_info().dataset.first = 100  # type: ignore[union-attr]
+
+
+def test_collate_fn_and_batch_size_of_a_loader_are_kept() -> None:
+    loader = taken_over(DataLoader(Squares(), batch_size=8, shuffle=True, collate_fn=_pair_up))
+    assert loader.batch_size == 8
+    part = next(part for batch in loader for part in batch.physical())
+    assert part["square"] == [number**2 for number in part["number"]]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_workers_are_kept_and_batches_stay_in_step() -> None:
+    given = DataLoader(
+        Squares(), 10, collate_fn=_pair_up, num_workers=2, worker_init_fn=_start_at_100, persistent_workers=True
+    )
+    loader = taken_over(given, max_physical_batch_size=3)
+    seen = set()
+    for _ in range(2):
+        for step, batch in enumerate(loader):
+            for part, size in zip(batch.physical(), batch.sizes, strict=True):
+                assert len(part["number"]) == size
+                assert part["square"] == [number**2 for number in part["number"]]
+                seen |= set(part["worker"])
+                if step == 1:
+                    break
+    assert seen == {100, 101}
+
+
+def test_options_of_a_loader_are_kept() -> None:
+    generator = torch.Generator()
+    given = DataLoader(Squares(), 4, num_workers=1, timeout=5, prefetch_factor=3, generator=generator, pin_memory=True)
+    made = taken_over(given)._loader
+    assert (made.num_workers, made.timeout, made.prefetch_factor, made.pin_memory) == (1, 5, 3, True)
+    assert made.generator is generator
+
+
+def test_rows_of_tensors_come_as_default_collation_gives_them() -> None:
+    data = TensorDataset(torch.randn(30, 4), torch.arange(30))
+    part = next(part for batch in PoissonLoader(data, batch_size=20) for part in batch.physical())
+    expected = torch.utils.data.default_collate([data[number] for number in part[1].tolist()])
+    assert type(part) is type(expected)
+    for got, wanted in zip(part, expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_the_replacement_is_said_once_and_at_the_callers_line() -> None:
+    def build() -> PoissonLoader:
+        return PoissonLoader(DataLoader(Squares(), 4, shuffle=True))
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        loader = build()
+        list(loader)
+    assert len(said) == 1
+    assert "RandomSampler is replaced by Poisson sampling" in str(said[0].message)
+    assert "probability 0.1" in str(said[0].message)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+class OwnOrder(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return iter([])
+
+
+class OwnBatches(BatchSampler):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("loader", "name"),
+    [
+        (DataLoader(Squares(), 4, sampler=WeightedRandomSampler([1.0] * 40, 40)), "WeightedRandomSampler"),
+        (DataLoader(Squares(), 4, sampler=SubsetRandomSampler(range(5))), "SubsetRandomSampler"),
+        (DataLoader(Squares(), 4, sampler=range(40)), "range"),
+        (DataLoader(Squares(), batch_sampler=OwnBatches(SequentialSampler(Squares()), 4, False)), "OwnBatches"),
+        (DataLoader(Squares(), batch_sampler=[[0, 1], [2]]), "list"),
+        (DataLoader(Squares(), batch_sampler=BatchSampler(SubsetRandomSampler([1]), 4, False)), "SubsetRandomSampler"),
+        (DataLoader(Squares(), batch_size=None), "NoneType"),
+        (OwnOrder(Squares(), 4), "OwnOrder.__iter__"),
+    ],
+)
+def test_other_samplers_are_refused_with_a_remedy(loader: DataLoader[Any], name: str) -> None:
+    with pytest.raises(PrivacyError, match=r"pass a plain DataLoader .* or the dataset itself") as caught:
+        PoissonLoader(loader, batch_size=4)
+    assert f"by {name}, which" in str(caught.value)
+
+
+def test_a_batch_sampler_of_torchs_own_is_replaced() -> None:
+    given = DataLoader(Squares(), batch_sampler=BatchSampler(RandomSampler(Squares()), 5, False))
+    assert taken_over(given).batch_size == 5
+
+
+def test_streams_are_refused_with_a_remedy() -> None:
+    for data in (Stream(), DataLoader(Stream(), 2), iter([1, 2])):
+        with pytest.raises(PrivacyError, match=r"can't be read at random.*map-style dataset"):
+            PoissonLoader(data, batch_size=2)
+
+
+def test_sizes_out_of_range() -> None:
+    with pytest.raises(ValueError, match="the dataset is empty"):
+        PoissonLoader([], batch_size=1)
+    with pytest.raises(ValueError, match="batch_size must be given with a dataset"):
+        PoissonLoader(Squares())
+    with pytest.raises(ValueError, match=r"batch_size must be at most len\(dataset\) = 40; got 41"):
+        PoissonLoader(Squares(), batch_size=41)
+    for wrong in (0, -1, 2.5, float("nan")):
+        with pytest.raises(ValueError, match=r"^batch_size must be a whole number"):
+            PoissonLoader(Squares(), batch_size=wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"^max_physical_batch_size must be a whole number"):
+            PoissonLoader(Squares(), batch_size=4, max_physical_batch_size=wrong)  # type: ignore[arg-type]
+    with pytest.raises(PrivacyError, match="no batch_size to take over"):
+        PoissonLoader(DataLoader(Squares(), batch_sampler=[[0, 1], [2]]))
+
+
+def test_leaving_a_logical_batch_is_told_and_the_next_one_is_whole() -> None:
+    left: list[int] = []
+    begun: list[bool] = []
+    loader = PoissonLoader(
+        Squares(), batch_size=20, max_physical_batch_size=2, seed=1,
+        left=lambda batch: left.append(batch.handed), begin=lambda batch: begun.append(batch is not None),
+    )  # fmt: skip
+    whole = [
+        torch.cat([part[0] for part in batch.physical()]) for batch in PoissonLoader(Squares(), batch_size=20, seed=1)
+    ]
+    epoch = iter(loader)
+    for _ in next(epoch).physical():
+        break
+    assert left == [1]
+    parts = [part[0] for part in next(epoch).physical()]
+    assert torch.equal(torch.cat(parts), whole[1])
+    assert left == [1]
+    assert next(epoch, None) is None
+    assert begun == [False, True, False, True, False]
+
+
+class FailsOnce(Squares):
+    failed = False
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        if not self.failed:
+            self.failed = True
+            raise OSError("unreadable")
+        return super().__getitem__(index)
+
+
+def test_a_batch_that_fails_to_load_does_not_shift_the_next() -> None:
+    epoch = iter(PoissonLoader(FailsOnce(), batch_size=20, max_physical_batch_size=4))
+    with pytest.raises(OSError, match="unreadable"):
+        next(next(epoch).physical())
+    batch = next(epoch)
+    assert [len(part[0]) for part in batch.physical()] == batch.sizes
+
+
+def test_a_batch_is_used_once_and_in_its_turn() -> None:
+    first, second = list(PoissonLoader(Squares(), batch_size=20))
+    with pytest.raises(PrivacyError, match="left when the next one was taken"):
+        list(first.physical())
+    with pytest.raises(PrivacyError, match="was called before"):
+        first.physical()
+    assert second.handed == 0
