@@ -33,6 +33,7 @@ lint: install  ## ruff and mypy
 
 bench: install  ## step times beside non-private training and the naive loop, one core
 	OMP_NUM_THREADS=1 $(BIN)/python -m ghostclip.bench --out experiments/results/bench.json
+	$(BIN)/python experiments/readme_table.py
 
 experiments: install  ## rerun every script behind a published figure
 	for script in experiments/*.py; do OMP_NUM_THREADS=1 $(BIN)/python $$script || exit 1; done
@@ -42,7 +43,7 @@ notebooks: install  ## execute the notebooks in place
 
 gpu-check:  ## CUDA exactness, then the GPU benchmark; uses the machine's own python3, installs nothing
 	python3 -m pytest -p no:cacheprovider tests/gpu
-	python3 -m ghostclip.bench --device cuda --out $${OUT:-experiments/results}/gpu.json
+	python3 -m ghostclip.bench --device cuda --seconds 8 --out $${OUT:-experiments/results}/gpu.json
 
 clean:  ## remove what the other commands made
 	rm -rf $(VENV) build dist reports .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info

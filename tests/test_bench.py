@@ -138,8 +138,11 @@ def test_the_command_prints_a_table_and_writes_every_figure(tmp_path, capsys, mo
     assert in_words(results["machine"]) in printed.out
 
 
-@pytest.mark.parametrize("words", [["--workloads", "mpl"], ["--contenders", ""], ["--seconds", "0"]])
-def test_mistakes_on_the_command_line_end_with_status_2(words, capsys):
+@pytest.mark.parametrize(
+    "words", [["--workloads", "mpl"], ["--contenders", ""], ["--seconds", "0"], ["--device", "cuda"]]
+)
+def test_mistakes_on_the_command_line_end_with_status_2(words, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit) as stop:
         main(words)
     assert stop.value.code == 2

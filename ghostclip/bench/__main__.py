@@ -26,7 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: as on the command line; None for the process's own.
     """
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: torch finds no CUDA device here; leave it out to measure on the processor")
     torch.set_num_threads(options.threads)
     if warning := busy_warning():
         print(warning, file=sys.stderr, flush=True)
