@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,7 @@ class LogicalBatch:
         handed: how many physical batches were handed out so far.
     """
 
-    def __init__(
-        self, sizes: list[int], load: Callable[[LogicalBatch], Any], left: Callable[[LogicalBatch], None]
-    ) -> None:
+    def __init__(self, sizes: list[int], load: Callable[[], Any], left: Callable[[LogicalBatch], None]) -> None:
         self.sizes = sizes
         self.handed = 0
         self._load, self._left = load, left
@@ -50,7 +49,7 @@ class LogicalBatch:
     def _hand_out(self) -> Iterator[Any]:
         try:
             for _ in self.sizes:
-                examples = self._load(self)
+                examples = self._load()
                 self.handed += 1
                 yield examples
         finally:
@@ -125,16 +124,16 @@ class PoissonLoader:
 
     def __iter__(self) -> Iterator[LogicalBatch]:
         generator = np.random.default_rng() if self._seeded is None else self._seeded
-        self._chunks.draws = _Draws(generator, self)
+        self._chunks.draws = _Draws(generator, self.dataset_size, self.sample_rate, self.limit, len(self))
         return _Epoch(self._chunks.draws, iter(self._loader), self)
 
 
 class _Draws:
     """The samples of one epoch, each drawn when the data loader or the training loop first needs to know it."""
 
-    def __init__(self, generator: np.random.Generator, plan: PoissonLoader) -> None:
-        self._generator, self._plan = generator, plan
-        self._steps_left = len(plan)
+    def __init__(self, generator: np.random.Generator, population: int, rate: float, limit: int, steps: int) -> None:
+        self._generator, self._population, self._rate = generator, population, rate
+        self._limit, self._steps_left = limit, steps
         self._to_load: deque[list[list[int]]] = deque()
         self._to_hand_out: deque[list[int]] = deque()
 
@@ -143,10 +142,9 @@ class _Draws:
         if not self._steps_left:
             return False
         self._steps_left -= 1
-        population, limit = self._plan.dataset_size, self._plan.limit
-        count = self._generator.binomial(population, self._plan.sample_rate)
-        chosen = np.sort(self._generator.choice(population, count, replace=False, shuffle=False)).tolist()
-        chunks = [chosen[start : start + limit] for start in range(0, count, limit)]
+        count = self._generator.binomial(self._population, self._rate)
+        chosen = np.sort(self._generator.choice(self._population, count, replace=False, shuffle=False)).tolist()
+        chunks = [chosen[start : start + self._limit] for start in range(0, count, self._limit)]
         self._to_load.append(chunks)
         self._to_hand_out.append([len(chunk) for chunk in chunks])
         return True
@@ -171,40 +169,43 @@ class _Chunks:
 
 
 class _Epoch:
-    """One pass over the logical batches, which keeps the data loader in step with the training loop."""
+    """One pass over the logical batches, which keeps the data loader in step with the training loop.
+
+    Batches refer to it and not the other way round: torch ends its workers promptly only outside of reference cycles.
+    """
 
     def __init__(self, draws: _Draws, loaded: Iterator[Any], plan: PoissonLoader) -> None:
         self._draws, self._loaded, self._plan = draws, loaded, plan
-        self._current: LogicalBatch | None = None
-        self._taken = 0
+        self._turn = 0
+        self._waiting = 0
 
     def __iter__(self) -> _Epoch:
         return self
 
     def __next__(self) -> LogicalBatch:
-        if self._current is not None:
-            self._drop(self._current)
+        self._turn += 1
+        self._drop_waiting()
         self._plan.begin(None)
         sizes = self._draws.next_sizes()
         if sizes is None:
             raise StopIteration
-        self._taken = 0
-        self._current = LogicalBatch(sizes, self._load, self._plan.left)
-        self._plan.begin(self._current)
-        return self._current
+        self._waiting = len(sizes)
+        batch = LogicalBatch(sizes, partial(self._load, self._turn), self._plan.left)
+        self._plan.begin(batch)
+        return batch
 
-    def _drop(self, batch: LogicalBatch) -> None:
+    def _drop_waiting(self) -> None:
         """Takes what is left of a batch from the data loader, so that the next one's examples come next."""
-        self._current = None
-        for _ in range(len(batch.sizes) - self._taken):
+        while self._waiting:
+            self._waiting -= 1
             next(self._loaded)
 
-    def _load(self, batch: LogicalBatch) -> Any:
-        if batch is not self._current:
+    def _load(self, turn: int) -> Any:
+        if turn != self._turn:
             raise PrivacyError(
                 "this logical batch was left when the next one was taken; use the batches of engine.batches() one at a "
                 "time, as they come (not from a list)"
             )
         # Counted first: a batch that fails to load is gone from the data loader all the same.
-        self._taken += 1
+        self._waiting -= 1
         return next(self._loaded)
