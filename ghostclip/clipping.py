@@ -51,8 +51,7 @@ class Flat:
 
     def weights(self, norms: Tensor) -> Tensor:
         """``min(1, max_norm / norms)``, [B]."""
-        scale = (self.max_norm * margin(norms)) / norms
-        return torch.where(norms <= self.max_norm, torch.ones_like(norms), scale)
+        return ((self.max_norm * margin(norms)) / norms).clamp_(max=1.0)
 
 
 @dataclass(frozen=True)

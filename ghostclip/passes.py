@@ -14,7 +14,7 @@ from ghostclip.nn.base import Call
 from ghostclip.norms.combine import combine
 from ghostclip.norms.dense import Dense
 from ghostclip.norms.term import Term, wide
-from ghostclip.planner import Choice, Planner
+from ghostclip.planner import SOLE, Choice, Planner
 from ghostclip.regroup import row_count
 
 __all__ = ["Collector", "FirstPass", "Part"]
@@ -85,7 +85,10 @@ class Collector:
         """Takes the gradient at one pre-activation; called by the layer's node in the graph."""
         # Saved inputs still know their history; what is held must not keep that part of the graph alive.
         inputs = tuple(tensor.detach() for tensor in inputs)
-        for name in self._index.own_parameters(call):
+        names = self._index.own_parameters(call)
+        if self._answer_at_once(call, names, inputs, grad):
+            return
+        for name in names:
             part = self._part(call, name)
             term = self._term(call, name, inputs, grad)
             self._left[part] -= 1
@@ -95,6 +98,23 @@ class Collector:
                     continue
                 term = combine(self._waiting.pop(part))
             self._answer(part, term)
+
+    def _answer_at_once(self, call: Call, names: list[str], inputs: tuple[Tensor, ...], grad: Tensor) -> bool:
+        """The layer's own joint answer for all its parameters, where it has one and this is their only use."""
+        if self._materialise or call.shape[call.batch_dim] != self.examples or len(names) != len(call.parameters):
+            return False
+        parts = [self._part(call, name) for name in names]
+        if any(self._left[part] != 1 or part in self._waiting for part in parts):
+            return False
+        squared = call.layer.squared_norms(call, inputs, grad)
+        for name, norms in squared.items():
+            part = self._part(call, name)
+            self._left[part] = 0
+            self.squared.setdefault(part[0], []).append(norms)
+            self.choices[part[0]] = SOLE
+            if self._keep and not self.over_budget:
+                self._keep_term(part, call.term(name, inputs, grad))
+        return bool(squared)
 
     def _term(self, call: Call, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
         term = call.term(name, inputs, grad)
@@ -119,11 +139,14 @@ class Collector:
         self.squared.setdefault(part[0], []).append(answer.squared_norms)
         self.choices[part[0]] = choice
         if self._keep and not self.over_budget:
-            self.terms[part] = term if answer.kept is None else Dense(answer.kept)
-            self.held_bytes += self.terms[part].nbytes
-            if self._budget is not None and self.held_bytes > self._budget:
-                self.over_budget = True
-                self.terms.clear()
+            self._keep_term(part, term if answer.kept is None else Dense(answer.kept))
+
+    def _keep_term(self, part: Part, term: Term) -> None:
+        self.terms[part] = term
+        self.held_bytes += term.nbytes
+        if self._budget is not None and self.held_bytes > self._budget:
+            self.over_budget = True
+            self.terms.clear()
 
 
 class FirstPass:

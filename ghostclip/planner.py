@@ -13,7 +13,7 @@ from torch import Tensor
 from ghostclip.norms.dense import Dense
 from ghostclip.norms.term import Answer, Candidate, Term
 
-__all__ = ["Choice", "Planner", "milliseconds"]
+__all__ = ["SOLE", "Choice", "Planner", "milliseconds"]
 
 # Candidates whose arithmetic is this many times the least one's are not worth a measurement.
 HOPELESS = 12.0

@@ -124,6 +124,10 @@ class GhostLayer(torch.nn.Module):
             A term, or the gradients themselves as a tensor [B, *parameter shape].
         """
 
+    def squared_norms(self, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> dict[str, Tensor]:
+        """Squared norms [B] of all the call's parameters at once, where that saves work; {} to have them one by one."""
+        return {}
+
     @classmethod
     def parameter_names(cls, module: torch.nn.Module) -> tuple[str, ...]:
         """The names of the module's own parameters that the rule knows."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ghostclip.norms.dense import Dense
+from ghostclip.norms.dense import Dense, squared_norms
 from ghostclip.norms.outer import Outer
 from ghostclip.norms.term import Term, wide
 
@@ -33,6 +33,13 @@ class Linear(GhostLayer, torch.nn.Linear, wraps=torch.nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return self.capture(super().forward(input), input)
+
+    def squared_norms(self, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> dict[str, Tensor]:
+        """One position: ||dL/db||^2 = ||dz||^2 is a factor of ||dL/dW||^2 = ||dz||^2 ||x||^2 too (Goodfellow 2015)."""
+        if grad.dim() != 2:
+            return {}
+        left = squared_norms(grad)
+        return {name: left if name == "bias" else left * squared_norms(inputs[0]) for name in call.parameters}
 
     def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
         grad = examples_first(grad, call.batch_dim)
