@@ -1,8 +1,9 @@
 """Exact per-example gradient clipping for differentially private training."""
 
-from . import clipping, errors, nn
+from . import accounting, clipping, errors, nn
 from .clipper import ClippingResult, GhostClipper
 from .convert import Finding, check, unwrap, wrap
+from .engine import PrivacyEngine
 from .errors import (
     BudgetExceededError,
     GhostClipError,
@@ -26,10 +27,12 @@ __all__ = [
     "GradientLeakError",
     "LedgerError",
     "LossShapeError",
+    "PrivacyEngine",
     "PrivacyError",
     "StaleInputError",
     "UnsupportedModelError",
     "VerificationError",
+    "accounting",
     "check",
     "clipping",
     "errors",

@@ -1,0 +1,83 @@
+"""What the engine asks of a torch optimizer, and how it comes between a closure and the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from typing import Any
+
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
+from ghostclip.errors import PrivacyError
+
+__all__ = ["check_optimizer", "held_parameters", "refuse_scaling", "with_closure"]
+
+
+def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raises PrivacyError, TypeError or ValueError when the optimizer can't be stepped privately over the model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
+    if isinstance(optimizer, LBFGS):
+        raise PrivacyError(
+            "LBFGS evaluates the loss several times in a step, each of which would need noise and a charge of its own; "
+            "use SGD, Adam or another optimizer that takes one gradient a step"
+        )
+    held = held_parameters(set(model.parameters()), optimizer)
+    if not any(parameter.requires_grad for parameter in held):
+        raise ValueError("the optimizer holds no trainable parameter of the model, so there is nothing to train")
+
+
+def held_parameters(owned: Set[nn.Parameter], optimizer: Optimizer) -> dict[nn.Parameter, None]:
+    """The optimizer's parameters, in its order.
+
+    Args:
+        owned: the model's parameters.
+
+    Raises:
+        PrivacyError: one of them isn't the model's; its gradient would be neither clipped nor noisy.
+    """
+    held: dict[nn.Parameter, None] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter not in owned:
+                raise PrivacyError(
+                    f"the optimizer holds a parameter of shape {list(parameter.shape)} (group {number}) that the model "
+                    "doesn't own, so its gradient would be neither clipped nor noisy; build the optimizer from "
+                    "model.parameters() once the model is complete, and give other parameters another optimizer"
+                )
+            held[parameter] = None
+    return held
+
+
+def refuse_scaling(optimizer: Optimizer) -> None:
+    """Raises PrivacyError when a GradScaler is about to scale the gradients inside of the optimizer's step."""
+    if getattr(optimizer, "grad_scale", None) is not None:
+        raise PrivacyError(
+            "a GradScaler set optimizer.grad_scale, by which the noise would be divided too; call optimizer.step() "
+            "itself, without a GradScaler (bfloat16 needs none)"
+        )
+
+
+def with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], after: Callable[[], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of a step with ``after`` put behind its closure; None when it has no closure.
+
+    Args:
+        args: the optimizer itself, then what the caller gave.
+        kwargs: likewise.
+    """
+    closure = kwargs.get("closure") if "closure" in kwargs else next(iter(args[1:]), None)
+    if closure is None:
+        return None
+
+    def closure_then_noise() -> Any:
+        value = closure()
+        after()
+        return value
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": closure_then_noise}
+    return (args[0], closure_then_noise, *args[2:]), kwargs

@@ -1,0 +1,67 @@
+"""What was agreed before training: how much noise, and how many steps it is enough for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ghostclip import accounting
+from ghostclip.sampling import PoissonLoader
+from ghostclip.validate import nonnegative, positive, positive_int
+
+__all__ = ["Plan", "plan_for"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The noise of every step, and the number of steps it was calibrated for.
+
+    Attributes:
+        noise_multiplier: standard deviation of the noise over the sensitivity; 0: none.
+        target_delta: where epsilon is reported.
+        steps: the most steps that may be taken; None: no limit was agreed.
+        target_epsilon: what those steps spend at most; None with ``steps``.
+    """
+
+    noise_multiplier: float
+    target_delta: float
+    steps: int | None = None
+    target_epsilon: float | None = None
+
+
+def plan_for(
+    loader: PoissonLoader,
+    *,
+    noise_multiplier: float | None,
+    target_epsilon: float | None,
+    target_delta: float,
+    epochs: int | None,
+    steps: int | None,
+) -> Plan:
+    """The plan from the engine's arguments: noise that was given, or the least noise for the target by PLD.
+
+    Raises:
+        ValueError, TypeError: arguments that don't go together, are out of range, or a target no noise reaches.
+    """
+    if (noise_multiplier is None) == (target_epsilon is None):
+        raise ValueError(
+            "give either noise_multiplier, or target_epsilon with epochs (or steps) to have it calibrated; got "
+            + ("neither" if noise_multiplier is None else "both")
+        )
+    if noise_multiplier is not None:
+        if epochs is not None or steps is not None:
+            raise ValueError(
+                "epochs and steps say what target_epsilon is to be calibrated for; leave them out with noise_multiplier, "
+                "and stop when you like"
+            )
+        return Plan(nonnegative(noise_multiplier=noise_multiplier), target_delta)
+    if (epochs is None) == (steps is None):
+        raise ValueError(
+            "target_epsilon needs the length of training: give either epochs or steps; got "
+            + ("neither" if epochs is None else "both")
+        )
+    planned = positive_int(epochs=epochs) * len(loader) if epochs is not None else positive_int(steps=steps)
+    target_epsilon = positive(target_epsilon=target_epsilon)
+    noise = accounting.noise_multiplier(
+        target_epsilon=target_epsilon, sample_rate=loader.sample_rate, steps=planned, delta=target_delta
+    )
+    return Plan(noise, target_delta, planned, target_epsilon)

@@ -1,0 +1,243 @@
+"""PrivacyEngine: sampling, clipping, noise and accounting put together around the user's own model and optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ghostclip import accounting
+from ghostclip.clipper import ClippingResult, GhostClipper
+from ghostclip.engine.optimizers import check_optimizer
+from ghostclip.engine.plan import plan_for
+from ghostclip.engine.steps import PrivateSteps, refuse_second_engine
+from ghostclip.errors import BudgetExceededError, PrivacyError
+from ghostclip.events import SampledGaussian
+from ghostclip.noise import noise_source
+from ghostclip.sampling import LogicalBatch, PoissonLoader
+from ghostclip.validate import one_of, open_fraction
+
+__all__ = ["PrivacyEngine", "StepRecord"]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What `PrivacyEngine.step` saw of one logical batch. All of it is private data: for debugging, not for release.
+
+    Attributes:
+        losses: [B], in the order of the physical batches.
+        norms: [B], gradient norms before clipping ({group: [B]} under group-wise clipping).
+        weights: [B], the factor each gradient was multiplied with (likewise).
+    """
+
+    losses: Tensor
+    norms: Any
+    weights: Any
+
+
+class PrivacyEngine:
+    """Differentially private training (DP-SGD, Abadi et al. 2016) of a torch model with any torch optimizer.
+
+    Every step releases (sum of clipped gradients + noise) / ``batch_size`` over a Poisson sample of the data, once, and
+    is charged before. The optimizer stays the user's: a hook adds the noise when its ``step`` is called.
+
+    Args:
+        model: built of any torch layers; wrapped in place if it isn't yet.
+        optimizer: over parameters of ``model`` only.
+        data: a map-style dataset, or a DataLoader, of which all but the sampling is kept.
+        batch_size: the expected size of a logical batch; the sampling rate is ``batch_size / len(dataset)``. None takes
+            the DataLoader's.
+        max_physical_batch_size: the most examples processed at once; None: the whole logical batch.
+        noise_multiplier: standard deviation of the noise over the sensitivity; 0 gives no privacy, epsilon = inf.
+        target_epsilon: instead of ``noise_multiplier``: the least noise that keeps ``epochs`` epochs (or ``steps``
+            steps) within it; a step past them is refused.
+        target_delta: the delta of the guarantee; it should be well below 1 / len(dataset).
+        epochs, steps: the length of training, with ``target_epsilon`` only.
+        clipping: a max norm or a policy of `ghostclip.clipping`.
+        second_pass: "reweight" or "cached", as for `GhostClipper`; it changes time and memory only.
+        noise: "standard"; or "test" with ``seed``, which is repeatable and reports epsilon = inf.
+        seed: of noise and sampling, with ``noise="test"`` only.
+        ledger: a file of spent privacy; not part of this version.
+
+    Attributes:
+        model, optimizer: as given.
+        noise_multiplier, target_epsilon, target_delta: as given or calibrated.
+        planned_steps: the most steps that may be taken; None without a ``target_epsilon``.
+        batch_size, sample_rate: of the logical batches.
+
+    Raises:
+        UnsupportedModelError: the model can't be clipped exactly.
+        PrivacyError: the optimizer or the data can't be used privately; the message says what to do.
+        ValueError, TypeError: an argument is out of range, or some don't go together.
+        NotImplementedError: ``ledger`` or ``noise="hardened"``, which aren't there yet.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        max_physical_batch_size: int | None = None,
+        noise_multiplier: float | None = None,
+        target_epsilon: float | None = None,
+        target_delta: float = 1e-5,
+        epochs: int | None = None,
+        steps: int | None = None,
+        clipping: Any = 1.0,
+        second_pass: str = "reweight",
+        noise: str = "standard",
+        seed: int | None = None,
+        ledger: str | None = None,
+    ) -> None:
+        if ledger is not None:
+            raise NotImplementedError("ledger=... (a file of spent privacy) is not there yet; leave it out")
+        check_optimizer(model, optimizer)
+        refuse_second_engine(optimizer)
+        source = noise_source(noise, seed)
+        loader = PoissonLoader(data, batch_size=batch_size, max_physical_batch_size=max_physical_batch_size, seed=seed)
+        plan = plan_for(
+            loader,
+            noise_multiplier=noise_multiplier,
+            target_epsilon=target_epsilon,
+            target_delta=open_fraction(target_delta=target_delta),
+            epochs=epochs,
+            steps=steps,
+        )
+        clipper = GhostClipper(model, clipping, second_pass=second_pass)
+        self.model, self.optimizer = model, optimizer
+        self.noise_multiplier, self.planned_steps = plan.noise_multiplier, plan.steps
+        self.target_epsilon, self.target_delta = plan.target_epsilon, plan.target_delta
+        self.batch_size, self.sample_rate = loader.batch_size, loader.sample_rate
+        # Noise that can be foretold protects no one, so it is charged as none.
+        self._event = loader.event(plan.noise_multiplier if source.private else 0.0)
+        self._spent: Counter[SampledGaussian] = Counter()
+        self._steps = PrivateSteps(clipper, optimizer, source, plan.noise_multiplier, loader.batch_size, self._charge)
+        loader.begin, loader.left = self._steps.begin, self._steps.left
+        self._loader: PoissonLoader | None = loader
+
+    def batches(self) -> PoissonLoader:
+        """An epoch of logical batches each time it is iterated, ``len()`` of them; take them one at a time.
+
+        Raises:
+            PrivacyError: the engine was detached.
+        """
+        if self._loader is None:
+            raise PrivacyError("this engine was detached from its optimizer; build a new PrivacyEngine")
+        return self._loader
+
+    def backward(self, losses: Tensor, *, retain_graph: bool = False) -> ClippingResult:
+        """Clips the gradients of a physical batch and gathers their sum; to be called once for each physical batch.
+
+        Args:
+            losses: [B], one for each example of the physical batch that was handed out last.
+            retain_graph: keep the graph for another call.
+
+        Returns:
+            The clipper's result: norms and weights, which are private data, and the sensitivity.
+
+        Raises:
+            PrivacyError: no physical batch was handed out for this call, or an earlier one was left out.
+            GradientLeakError: a ``p.grad`` holds something else.
+            LossShapeError, StaleInputError, UnsupportedModelError: as `GhostClipper.backward`.
+        """
+        return self._steps.backward(losses, retain_graph)
+
+    def step(self, batch: LogicalBatch, loss_fn: Callable[[nn.Module, Any], Tensor]) -> StepRecord:
+        """One step of training: all physical batches forward and backward, charge, noise, update, ``zero_grad()``.
+
+        Args:
+            batch: the logical batch that `batches` gave last.
+            loss_fn: (model, examples) -> losses [B], one for each example.
+
+        Returns:
+            Losses, norms and weights of the examples: private data, not for release.
+
+        Raises:
+            BudgetExceededError: the step is past the planned ones; nothing was computed.
+            PrivacyError: and all that `backward` raises; the batch is discarded and nothing was released.
+        """
+        if batch is not self._steps.current("engine.step()"):
+            raise PrivacyError(
+                "engine.step() got another logical batch than engine.batches() gave last; use each in its turn"
+            )
+        self._check_budget()
+        seen: list[tuple[Tensor, ClippingResult]] = []
+        try:
+            for examples in batch.physical():
+                losses = loss_fn(self.model, examples)
+                seen.append((losses.detach(), self.backward(losses)))
+            self.optimizer.step()
+        except BaseException:
+            self._steps.begin(None)
+            raise
+        self.optimizer.zero_grad()
+        return StepRecord(
+            _joined([losses for losses, _ in seen]),
+            _joined([result.norms for _, result in seen]),
+            _joined([result.weights for _, result in seen]),
+        )
+
+    def epsilon(self, delta: float | None = None, accountant: str = "pld") -> float:
+        """The privacy spent so far: 0 before the first step, inf when there is no noise or the noise isn't private.
+
+        Args:
+            delta: where to report it; None: at ``target_delta``.
+            accountant: "pld" or "rdp".
+
+        Raises:
+            ValueError, TypeError: an argument is out of range.
+        """
+        delta = self.target_delta if delta is None else open_fraction(delta=delta)
+        one_of(accounting.ACCOUNTANTS, accountant=accountant)
+        if self._event.noise_multiplier == 0:
+            return math.inf
+        return accounting.epsilon_of(self.events, delta=delta, accountant=accountant)
+
+    @property
+    def events(self) -> list[SampledGaussian]:
+        """Everything that was charged."""
+        return [replace(event, count=count) for event, count in self._spent.items()]
+
+    @property
+    def steps_taken(self) -> int:
+        """How many steps were charged."""
+        return sum(self._spent.values())
+
+    def save(self, path: str) -> None:
+        """Not part of this version: raises NotImplementedError."""
+        raise NotImplementedError("engine.save is not there yet")
+
+    def restore(self, path: str) -> None:
+        """Not part of this version: raises NotImplementedError."""
+        raise NotImplementedError("engine.restore is not there yet")
+
+    def detach(self) -> None:
+        """Takes the engine off the optimizer, whose steps are unprotected from then on; ends the data's workers."""
+        self._steps.detach()
+        self._loader = None
+
+    def _charge(self) -> None:
+        self._check_budget()
+        self._spent[self._event] += 1
+
+    def _check_budget(self) -> None:
+        if self.planned_steps is not None and self.steps_taken >= self.planned_steps:
+            raise BudgetExceededError(
+                f"all {self.planned_steps} planned steps were taken, which spend epsilon = {self.target_epsilon} at "
+                f"delta = {self.target_delta}; stop here (a new PrivacyEngine would add to what is spent already)"
+            )
+
+
+def _joined(parts: list[Any]) -> Any:
+    """The physical batches' values one after another: [B], or {group: [B]}."""
+    if parts and isinstance(parts[0], dict):
+        return {group: torch.cat([part[group] for part in parts]) for group in parts[0]}
+    return torch.cat(parts) if parts else torch.zeros(0)

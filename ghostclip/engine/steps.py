@@ -1,0 +1,148 @@
+"""Step after step: from a logical batch through its clipped sums to the noisy gradient that is stepped with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ghostclip.clipper import ClippingResult, GhostClipper
+from ghostclip.engine.optimizers import held_parameters, refuse_scaling, with_closure
+from ghostclip.engine.sums import ClippedSums
+from ghostclip.errors import LossShapeError, PrivacyError
+from ghostclip.noise import Noise
+from ghostclip.sampling import LogicalBatch
+
+__all__ = ["PrivateSteps", "refuse_second_engine"]
+
+
+class PrivateSteps:
+    """Follows the logical batches, gathers their clipped sums, and comes between the optimizer and its gradients.
+
+    Args:
+        clipper: of the model in training.
+        optimizer: gets hooks before and after its step.
+        noise: where the noise comes from.
+        noise_multiplier: standard deviation of the noise over the sensitivity.
+        batch_size: what the noisy sum is divided by; public.
+        charge: called once for each step, after all checks and before anything is released; it may refuse by raising.
+    """
+
+    def __init__(
+        self,
+        clipper: GhostClipper,
+        optimizer: Optimizer,
+        noise: Noise,
+        noise_multiplier: float,
+        batch_size: int,
+        charge: Callable[[], None],
+    ) -> None:
+        self._clipper, self._optimizer, self._noise = clipper, optimizer, noise
+        self._noise_multiplier, self._batch_size, self._charge = noise_multiplier, batch_size, charge
+        self._owned = set(clipper.model.parameters())
+        self._sums = ClippedSums(clipper.model)
+        self._batch: LogicalBatch | None = None
+        self._sensitivity = 0.0
+        self._stepping = False
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def begin(self, batch: LogicalBatch | None) -> None:
+        """A logical batch starts, or none: what an earlier one gathered and didn't release is discarded."""
+        self._sums.discard()
+        self._batch = batch
+        self._stepping = False
+        self._sensitivity = self._clipper.clipping.sensitivity
+
+    def left(self, batch: LogicalBatch) -> None:
+        """A logical batch was left before its last physical one: its sums are discarded, its step will be refused."""
+        if batch is self._batch:
+            self._sums.discard()
+
+    def detach(self) -> None:
+        """Discards what was gathered and takes the hooks off the optimizer."""
+        self.begin(None)
+        for hook in self._hooks:
+            hook.remove()
+
+    def current(self, caller: str) -> LogicalBatch:
+        """The logical batch in the making; raises PrivacyError, which names the caller, when there is none."""
+        if self._batch is None:
+            raise PrivacyError(
+                f"{caller} was called without a logical batch of its own, so nothing could be accounted for; call it "
+                "once for each batch, inside of `for batch in engine.batches()`"
+            )
+        return self._batch
+
+    def backward(self, losses: Tensor, retain_graph: bool) -> ClippingResult:
+        """Gathers the clipped sum of the physical batch that was handed out last; see `PrivacyEngine.backward`."""
+        batch = self.current("engine.backward()")
+        if batch.handed != self._sums.count + 1:
+            raise PrivacyError(
+                f"engine.backward() ran for {self._sums.count} of the {batch.handed} physical batches handed out so "
+                "far, so this call is not the one that the last of them needs; call it exactly once in each turn of "
+                "`for examples in batch.physical()` (add up several losses of one example first)"
+            )
+        expected = batch.sizes[batch.handed - 1]
+        if isinstance(losses, Tensor) and losses.dim() == 1 and losses.shape[0] != expected:
+            raise LossShapeError(
+                f"losses must have one entry for each of the {expected} examples of this physical batch; got "
+                f"{losses.shape[0]}. Average or add up several losses of one example, and give examples that are left "
+                "out a loss of zero"
+            )
+        result = self._sums.gather(lambda: self._clipper.backward(losses, retain_graph=retain_graph))
+        self._sensitivity = max(self._sensitivity, result.sensitivity)
+        return result
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The optimizer's pre-hook: the noise comes now, or right after the closure."""
+        replaced = with_closure(args, kwargs, self._release)
+        if replaced is None:
+            self._release()
+        return replaced
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._stepping = False
+        self._sums.remember_released()
+
+    def _release(self) -> None:
+        """Checks everything, charges, and only then turns the clipped sums into the private gradient."""
+        # The step of an optimizer's subclass that calls its parent's comes here twice, the release still in place.
+        if self._stepping and self._sums.is_released():
+            return
+        batch = self.current("optimizer.step()")
+        if self._sums.count != len(batch.sizes):
+            raise PrivacyError(
+                f"optimizer.step() was called after {self._sums.count} of the {len(batch.sizes)} physical batches of "
+                "this logical batch; call engine.backward() for each one of `batch.physical()` first (what was left "
+                "early is discarded: go on with the next logical batch)"
+            )
+        held = held_parameters(self._owned, self._optimizer)
+        refuse_scaling(self._optimizer)
+        self._sums.check()
+        self._charge()
+        self._batch = None
+        self._sums.release(held, self._make_private)
+        self._stepping = True
+
+    def _make_private(self, sums: list[Tensor]) -> None:
+        self._noise.add_(sums, self._noise_multiplier * self._sensitivity)
+        if sums:
+            torch._foreach_div_(sums, float(self._batch_size))
+
+
+def refuse_second_engine(optimizer: Optimizer) -> None:
+    """Raises PrivacyError when an engine's hooks are on the optimizer already."""
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    if any(isinstance(getattr(hook, "__self__", None), PrivateSteps) for hook in hooks):
+        raise PrivacyError(
+            "another PrivacyEngine is attached to this optimizer, and two would add noise and charge twice; call its "
+            "detach(), or build a new optimizer"
+        )

@@ -1,0 +1,157 @@
+"""The clipped sums of a logical batch, from first backward to release, and the proof that nobody touched them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip.errors import GradientLeakError, PrivacyError
+
+__all__ = ["ClippedSums"]
+
+T = TypeVar("T")
+# Each parameter's p.grad and its version.
+Snapshot = list[tuple[Tensor | None, int]]
+
+
+class ClippedSums:
+    """Watches the p.grads of a model by identity and version while clipped sums are gathered in them.
+
+    Sums of float32 and float64 parameters stay in p.grad. Those of narrower ones are gathered in float32 beside it:
+    there physical batches are added up, then the noise, and the result is rounded once.
+
+    Args:
+        model: whose parameters are watched.
+
+    Attributes:
+        count: how many backwards the sums hold.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.count = 0
+        self._named = list(model.named_parameters())
+        self._narrow = [p for _, p in self._named if p.dtype not in (torch.float32, torch.float64)]
+        self._wide: dict[nn.Parameter, Tensor] = {}
+        self._known: Snapshot = []
+        self._released: Snapshot = []
+
+    def gather(self, backward: Callable[[], T]) -> T:
+        """Runs ``backward``, which adds clipped sums to the p.grads; all is discarded when it fails half-way.
+
+        Raises:
+            GradientLeakError: a p.grad is not what it was after the backward before.
+            PrivacyError: zero_grad was forgotten after the last step.
+        """
+        self.check()
+        if self.count:
+            _drop(self._narrow)
+        before = self._snapshot()
+        try:
+            result = backward()
+        except BaseException:
+            self._known = before
+            if self._changed_since(before) is not None:
+                _drop(parameter for _, parameter in self._named)
+                self.discard()
+            raise
+        self._take_narrow()
+        self._known = self._snapshot()
+        self.count += 1
+        return result
+
+    def check(self) -> None:
+        """Raises GradientLeakError or PrivacyError unless the p.grads hold what was gathered here, and nothing else."""
+        if self.count:
+            if (name := self._changed_since(self._known)) is not None:
+                raise GradientLeakError(
+                    f"the gradient of {name!r} was changed between engine.backward() and the step (by zero_grad, a "
+                    "plain .backward(), an assignment, gradient clipping or scaling), so it isn't the clipped sum any "
+                    "more; leave p.grad alone there, and call optimizer.zero_grad() after optimizer.step()"
+                )
+            return
+        # Before the first backward, and in a batch without examples, nobody may have put anything there.
+        for (name, parameter), (grad, version) in zip(self._named, self._released, strict=False):
+            if grad is not None and parameter.grad is grad and grad._version == version:
+                raise PrivacyError(
+                    f"the gradient of {name!r} is still the one of the last step; call optimizer.zero_grad() after "
+                    "each optimizer.step()"
+                )
+        _refuse_filled(self._named)
+
+    @torch.no_grad()
+    def release(self, held: Collection[nn.Parameter], make_private: Callable[[list[Tensor]], None]) -> None:
+        """Lets ``make_private`` change the sums in place, and leaves the results in the p.grads of ``held``.
+
+        Trained parameters without a gradient get a sum of zeros first (optimizers skip None, and it would have no noise);
+        sums of parameters that no one holds are dropped.
+        """
+        stepped = [p for p in held if p.requires_grad or p.grad is not None]
+        sums = [self._sum_of(parameter) for parameter in stepped]
+        make_private(sums)
+        for parameter, total in zip(stepped, sums, strict=True):
+            parameter.grad = total if total.dtype == parameter.dtype else total.to(parameter.dtype)
+        _drop(p for _, p in self._named if p not in held)
+        self._wide.clear()
+        self.count = 0
+        self._released = self._snapshot()
+
+    def remember_released(self) -> None:
+        """Notes what a step left in the p.grads, by which a forgotten zero_grad is recognised."""
+        self._released = self._snapshot()
+
+    def is_released(self) -> bool:
+        """Whether the p.grads are what `release` left there."""
+        return bool(self._released) and not self.count and self._changed_since(self._released) is None
+
+    def discard(self) -> None:
+        """Drops what was gathered; a p.grad that holds something of someone else's is left to be complained about."""
+        for (_, parameter), (grad, _) in zip(self._named, self._known, strict=False):
+            if parameter.grad is grad:
+                parameter.grad = None
+        self._wide.clear()
+        self._known = []
+        self.count = 0
+
+    def _snapshot(self) -> Snapshot:
+        grads = [parameter.grad for _, parameter in self._named]
+        return [(grad, 0 if grad is None else grad._version) for grad in grads]
+
+    def _changed_since(self, snapshot: Snapshot) -> str | None:
+        """The name of a parameter whose p.grad is another, or another version, than in the snapshot."""
+        for (name, parameter), (grad, version) in zip(self._named, snapshot, strict=True):
+            if parameter.grad is not grad or (grad is not None and grad._version != version):
+                return name
+        return None
+
+    def _take_narrow(self) -> None:
+        for parameter in self._narrow:
+            if (grad := parameter.grad) is None:
+                continue
+            if parameter in self._wide:
+                self._wide[parameter] += grad
+            else:
+                self._wide[parameter] = grad.float()
+
+    def _sum_of(self, parameter: nn.Parameter) -> Tensor:
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        found = parameter.grad if parameter.dtype == wide else self._wide.get(parameter)
+        return torch.zeros_like(parameter, dtype=wide) if found is None else found
+
+
+def _drop(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _refuse_filled(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raises GradientLeakError when a p.grad is there and isn't zero."""
+    for name, parameter in named:
+        if parameter.grad is not None and bool(torch.count_nonzero(parameter.grad)):
+            raise GradientLeakError(
+                f"the gradient of {name!r} was filled by something other than per-example clipping (a plain "
+                ".backward() or an assignment), so it isn't bounded for any example; call optimizer.zero_grad(), and "
+                "engine.backward() only"
+            )
