@@ -67,7 +67,7 @@ def take_turns(
     """Times all ``turns`` interleaved, for about ``seconds`` or until each had ``least`` of them.
 
     A contender more than SLOW times slower than ``baseline`` runs in every k-th round only, k such that it takes about
-    as much time as the fast ones together. The baseline runs in every round.
+    as much time as the fast ones together. k is a power of two, so that the slowest one's rounds are everyone's.
 
     Args:
         turns: {name: one step}; a step must end synchronously (on a GPU: with a synchronisation).
@@ -83,7 +83,7 @@ def take_turns(
     for name, turn in turns.items():
         costs[name] = _timed(turn, clock)
         if costs[name] < 1.0:
-            costs[name] = min(_timed(turn, clock) for _ in range(2))
+            costs[name] = min(_timed(turn, clock) for _ in range(3))
     every = _rounds_between(costs, baseline)
     timings = Timings({name: {} for name in turns})
     order = random.Random(0)
@@ -106,7 +106,7 @@ def _rounds_between(costs: Mapping[str, float], baseline: str) -> dict[str, int]
     """In which rounds each contender takes part: every one, or every k-th when slow."""
     limit = SLOW * costs[baseline]
     fast = sum(cost for cost in costs.values() if cost <= limit)
-    return {name: 1 if cost <= limit else max(1, math.ceil(cost / fast)) for name, cost in costs.items()}
+    return {name: 1 if cost <= limit else 2 ** max(0, round(math.log2(cost / fast))) for name, cost in costs.items()}
 
 
 def loop_norms(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
