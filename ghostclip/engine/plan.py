@@ -50,8 +50,8 @@ def plan_for(
     if noise_multiplier is not None:
         if epochs is not None or steps is not None:
             raise ValueError(
-                "epochs and steps say what target_epsilon is to be calibrated for; leave them out with noise_multiplier, "
-                "and stop when you like"
+                "epochs and steps say what target_epsilon is to be calibrated for; leave them out with "
+                "noise_multiplier, and stop when you like"
             )
         return Plan(nonnegative(noise_multiplier=noise_multiplier), target_delta)
     if (epochs is None) == (steps is None):

@@ -85,8 +85,8 @@ class ClippedSums:
     def release(self, held: Collection[nn.Parameter], make_private: Callable[[list[Tensor]], None]) -> None:
         """Lets ``make_private`` change the sums in place, and leaves the results in the p.grads of ``held``.
 
-        Trained parameters without a gradient get a sum of zeros first (optimizers skip None, and it would have no noise);
-        sums of parameters that no one holds are dropped.
+        Trained parameters without a gradient get zeros first (optimizers skip None, so they would get no noise); sums of
+        parameters that aren't held are dropped.
         """
         stepped = [p for p in held if p.requires_grad or p.grad is not None]
         sums = [self._sum_of(parameter) for parameter in stepped]

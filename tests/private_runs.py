@@ -1,0 +1,65 @@
+"""Small private runs for the engine's tests: models, data, and a training loop."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from ghostclip.engine import PrivacyEngine
+
+HUGE = 1e9
+
+
+def data(size: int = 24, dtype: torch.dtype = torch.float32) -> TensorDataset:
+    """Examples of five features and one of three classes."""
+    return TensorDataset(torch.randn(size, 5, dtype=dtype), torch.arange(size) % 3)
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """The same small network each time."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+
+
+def losses_of(model: nn.Module, examples: list[Tensor]) -> Tensor:
+    return F.cross_entropy(model(examples[0]), examples[1], reduction="none")
+
+
+def engine_for(model: nn.Module, optimizer: Any = None, dataset: Any = None, **changes: Any) -> PrivacyEngine:
+    """An engine without noise or effective clipping, but for what ``changes`` say."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5) if optimizer is None else optimizer
+    options: dict[str, Any] = {"batch_size": 8, "noise_multiplier": 0.0, "clipping": HUGE, **changes}
+    return PrivacyEngine(model, optimizer, data() if dataset is None else dataset, **options)
+
+
+def nonempty(engine: PrivacyEngine) -> Iterator[Any]:
+    """Logical batches of at least two physical ones, without end."""
+    while True:
+        yield from (batch for batch in engine.batches() if len(batch.sizes) > 1)
+
+
+def gather(engine: PrivacyEngine, batch: Any) -> list[Any]:
+    """Every physical batch of one logical batch, forward and backward; returns them."""
+    seen = []
+    for examples in batch.physical():
+        engine.backward(losses_of(engine.model, examples))
+        seen.append(examples)
+    return seen
+
+
+def grads(model: nn.Module) -> Tensor:
+    """All gradients, in one vector."""
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def weights(model: nn.Module) -> Tensor:
+    """All parameters, in one vector."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def on_step(optimizer: torch.optim.Optimizer, note: Callable[[], None]) -> None:
+    """Calls ``note`` after the engine's hook has worked and before the parameters change."""
+    optimizer.register_step_pre_hook(lambda *_: note())

@@ -1,0 +1,398 @@
+"""What private training computes: ordinary training plus clipping and noise, once a step, whatever the optimizer."""
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import private_runs as runs
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from ghostclip import accounting
+from ghostclip.engine import PrivacyEngine
+from ghostclip.events import SampledGaussian
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9, weight_decay=1e-3, foreach=False),
+    "sgd foreach": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9, nesterov=True, foreach=True),
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
+    "adam fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, foreach=False),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_without_noise_and_clipping_it_is_ordinary_training_step_for_step(name: str, second_pass: str) -> None:
+    private, plain = runs.network(torch.float64), runs.network(torch.float64)
+    ours, theirs = OPTIMIZERS[name](private.parameters()), OPTIMIZERS[name](plain.parameters())
+    engine = runs.engine_for(
+        private, ours, runs.data(dtype=torch.float64), second_pass=second_pass, max_physical_batch_size=3
+    )
+    for batch in (batch for _ in range(3) for batch in engine.batches()):
+        seen = runs.gather(engine, batch)
+        ours.step()
+        ours.zero_grad()
+        total = sum((runs.losses_of(plain, examples).sum() for examples in seen), start=torch.zeros(()))
+        for parameter in plain.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        if seen:
+            (total / engine.batch_size).backward()
+        theirs.step()
+        torch.testing.assert_close(runs.weights(private), runs.weights(plain), rtol=1e-10, atol=1e-12)
+
+
+def test_clipped_sums_are_those_of_single_examples() -> None:
+    model, dataset = runs.network(torch.float64), runs.data(dtype=torch.float64)
+    engine = runs.engine_for(model, dataset=dataset, clipping=0.1, max_physical_batch_size=4)
+    found: list[torch.Tensor] = []
+    runs.on_step(engine.optimizer, lambda: found.append(runs.grads(model)))
+    batch = next(runs.nonempty(engine))
+    reference = runs.network(torch.float64)
+    expected = torch.zeros_like(runs.weights(reference))
+    for inputs, targets in runs.gather(engine, batch):
+        for x, y in zip(inputs, targets, strict=True):
+            reference.zero_grad()
+            F.cross_entropy(reference(x[None]), y[None]).backward()
+            expected += runs.grads(reference) * min(1, 0.1 / runs.grads(reference).norm())
+    engine.optimizer.step()
+    torch.testing.assert_close(found[0], expected / 8, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("limit", [None, 1, 5])
+def test_division_into_physical_batches_changes_nothing(limit: int | None) -> None:
+    results = []
+    for physical in (limit, 24):
+        torch.manual_seed(2)
+        model = runs.network()
+        engine = runs.engine_for(
+            model, dataset=runs.data(), clipping=0.3, noise_multiplier=0.5, noise="test", seed=4,
+            max_physical_batch_size=physical,
+        )  # fmt: skip
+        for _ in range(2):
+            for batch in engine.batches():
+                engine.step(batch, runs.losses_of)
+        results.append(runs.weights(model))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_step_and_the_loop_spelled_out_are_the_same() -> None:
+    results = []
+    for spelled_out in (True, False):
+        torch.manual_seed(2)
+        model = runs.network()
+        engine = runs.engine_for(model, noise_multiplier=1.0, clipping=0.3, noise="test", seed=4)
+        for batch in engine.batches():
+            if spelled_out:
+                runs.gather(engine, batch)
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            else:
+                engine.step(batch, runs.losses_of)
+        results.append(runs.weights(model))
+    assert torch.equal(*results)
+
+
+def released(engine: PrivacyEngine, steps: int) -> torch.Tensor:
+    """[steps, parameters]: the gradients the optimizer stepped with, of batches without examples' influence."""
+    found: list[torch.Tensor] = []
+    runs.on_step(engine.optimizer, lambda: found.append(runs.grads(engine.model).clone()))
+    while len(found) < steps:
+        for batch in engine.batches():
+            engine.step(batch, lambda model, examples: model(examples[0]).sum(1) * 0.0)
+    return torch.stack(found[:steps])
+
+
+def test_noise_has_its_standard_deviation_and_comes_once_a_step() -> None:
+    model = nn.Sequential(nn.Linear(5, 300), nn.Linear(300, 40))
+    engine = runs.engine_for(model, noise_multiplier=1.7, clipping=0.3, max_physical_batch_size=2)
+    found = released(engine, 12)
+    std = 1.7 * 0.3 / engine.batch_size
+    for row in found:
+        assert stats.kstest(row.numpy(), "norm", args=(0, std)).pvalue > 1e-5
+    for left, right in pairwise(found):
+        assert stats.pearsonr(left.numpy(), right.numpy()).pvalue > 1e-5
+
+
+def test_one_draw_serves_a_step_of_many_physical_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = runs.engine_for(runs.network(), noise_multiplier=1.0, clipping=1.0, max_physical_batch_size=1)
+    draws = []
+    draw = engine._steps._noise.draw
+    monkeypatch.setattr(engine._steps._noise, "draw", lambda like, std: draws.append(std) or draw(like, std))
+    steps = 0
+    for batch in engine.batches():
+        engine.step(batch, runs.losses_of)
+        steps += 1
+    assert draws == [1.0] * steps
+
+
+def test_an_empty_batch_is_a_step_of_noise_and_is_charged() -> None:
+    model = runs.network()
+    engine = runs.engine_for(model, dataset=runs.data(2), batch_size=1, noise_multiplier=1.0, clipping=1.0)
+    for step, batch in enumerate(b for _ in range(200) for b in engine.batches()):
+        before = runs.weights(model)
+        if batch.sizes:
+            engine.step(batch, runs.losses_of)
+            continue
+        record = engine.step(batch, runs.losses_of)
+        assert record.losses.shape == record.norms.shape == record.weights.shape == (0,)
+        assert engine.steps_taken == step + 1
+        assert (runs.weights(model) != before).all()
+        return
+    pytest.fail("no empty batch in 200 epochs")
+
+
+def test_parameters_without_a_gradient_get_noise() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(5, 3), "unused": nn.Linear(50, 40)})
+    engine = runs.engine_for(model, noise_multiplier=1.0, clipping=2.0)
+    before = model["unused"].weight.detach().clone()
+    for batch in engine.batches():
+        engine.step(batch, lambda model, examples: runs.losses_of(model["used"], examples))
+        moved = (model["unused"].weight.detach() - before) / 0.5
+        assert stats.kstest(moved.flatten().numpy(), "norm", args=(0, 2.0 / 8)).pvalue > 1e-5
+        return
+
+
+def test_parameters_the_optimizer_does_not_hold_lose_their_gradient() -> None:
+    model = runs.network()
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.5)
+    engine = runs.engine_for(model, optimizer, noise_multiplier=1.0, clipping=1.0, max_physical_batch_size=2)
+    first = model[0].weight.detach().clone()
+    batch = next(runs.nonempty(engine))
+    runs.gather(engine, batch)
+    assert model[0].weight.grad is not None
+    engine.optimizer.step()
+    assert model[0].weight.grad is None
+    assert torch.equal(model[0].weight, first)
+
+
+def test_frozen_parameters_stay_and_thawed_ones_join() -> None:
+    model = runs.network()
+    model[0].requires_grad_(False)
+    engine = runs.engine_for(model, noise_multiplier=1.0, clipping=1.0)
+    start = model[0].weight.detach().clone()
+    for batch in engine.batches():
+        engine.step(batch, runs.losses_of)
+    assert torch.equal(model[0].weight, start)
+    model[0].requires_grad_(True)
+    for batch in engine.batches():
+        engine.step(batch, runs.losses_of)
+    assert (model[0].weight != start).all()
+
+
+def sums_by_neighbours(model: nn.Module, dataset: TensorDataset, extra: int, **options: Any) -> torch.Tensor:
+    """The clipped sum over all examples minus the one over all but one."""
+    found = []
+    for size in (len(dataset), len(dataset) - 1):
+        kept = [i for i in range(len(dataset)) if size == len(dataset) or i != extra]
+        part = TensorDataset(*dataset[kept])
+        engine = runs.engine_for(
+            model, torch.optim.SGD(model.parameters(), lr=0.0), part, **{**options, "batch_size": size}
+        )
+        runs.on_step(engine.optimizer, lambda: found.append(runs.grads(model).double()))
+        for batch in engine.batches():
+            engine.step(batch, runs.losses_of)
+        found[-1] *= size
+    return found[0] - found[1]
+
+
+@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+def test_one_example_moves_the_sum_by_at_most_the_bound(second_pass: str, scale: float) -> None:
+    dataset = runs.data(9)
+    dataset.tensors[0][3] *= scale
+    for clipping in (1e-3, 0.5, 10.0):
+        moved = sums_by_neighbours(
+            runs.network(), dataset, 3, clipping=clipping, second_pass=second_pass, max_physical_batch_size=4
+        )
+        assert 0 < moved.norm() <= clipping * (1 + 1e-5)
+
+
+def test_narrow_parameters_are_summed_and_made_noisy_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, noises = runs.network(torch.bfloat16), []
+    engine = runs.engine_for(
+        model, dataset=runs.data(dtype=torch.bfloat16), clipping=1.0, noise_multiplier=0.01, batch_size=20,
+        max_physical_batch_size=1,
+    )  # fmt: skip
+    draw = engine._steps._noise.draw
+    monkeypatch.setattr(engine._steps._noise, "draw", lambda like, std: noises.extend(draw(like, std)) or noises)
+    sums = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
+    batch = next(runs.nonempty(engine))
+    for examples in batch.physical():
+        engine.backward(runs.losses_of(model, examples))
+        sums = [total + p.grad.float() for total, p in zip(sums, model.parameters(), strict=True)]
+    engine.optimizer.step()
+    assert len(batch.sizes) > 5
+    for total, noise, parameter in zip(sums, noises, model.parameters(), strict=True):
+        assert noise.dtype == torch.float32
+        assert torch.equal(parameter.grad, ((total + noise) / 20).to(torch.bfloat16))
+
+
+def test_a_closure_gets_its_noise_after_it_ran() -> None:
+    results = []
+    for by_keyword in (None, True, False):
+        torch.manual_seed(2)
+        model = runs.network()
+        engine = runs.engine_for(model, noise_multiplier=1.0, clipping=0.3, noise="test", seed=4)
+        for batch in engine.batches():
+
+            def closure(batch: Any = batch, engine: PrivacyEngine = engine) -> float:
+                engine.optimizer.zero_grad()
+                runs.gather(engine, batch)
+                return 7.0
+
+            if by_keyword is None:
+                engine.step(batch, runs.losses_of)
+            elif by_keyword:
+                assert engine.optimizer.step(closure=closure) == 7.0
+            else:
+                assert engine.optimizer.step(closure) == 7.0
+        results.append(runs.weights(model))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+class CallsItsParent(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_an_optimizer_that_calls_its_parents_step_gets_noise_once() -> None:
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    results = []
+    for kind in (torch.optim.SGD, CallsItsParent):
+        torch.manual_seed(2)
+        model = runs.network()
+        engine = runs.engine_for(
+            model, kind(model.parameters(), lr=0.1), noise_multiplier=1.0, noise="test", seed=4, clipping=1.0
+        )
+        for batch in engine.batches():
+            engine.step(batch, runs.losses_of)
+        assert engine.steps_taken == len(engine.batches())
+        results.append(runs.weights(model))
+    assert torch.equal(*results)
+
+
+class Rising:
+    """A policy whose bound differs from call to call."""
+
+    def __init__(self) -> None:
+        self.sensitivity = 1.0
+
+    def weights(self, norms: torch.Tensor) -> torch.Tensor:
+        self.sensitivity = {1.0: 3.0, 3.0: 2.0, 2.0: 2.0}[self.sensitivity]
+        return torch.zeros_like(norms)
+
+
+def test_noise_follows_the_largest_sensitivity_of_a_batch() -> None:
+    model = nn.Linear(5, 4000)
+    engine = runs.engine_for(model, noise_multiplier=1.0, clipping=Rising(), batch_size=20, max_physical_batch_size=4)
+    batch = next(runs.nonempty(engine))
+    for examples in batch.physical():
+        engine.backward(model(examples[0]).sum(1))
+    engine.optimizer.step()
+    assert runs.grads(model).std().item() == pytest.approx(3.0 / 20, rel=0.05)
+
+
+def test_an_example_that_is_not_finite_leaves_the_others_alone() -> None:
+    dataset = runs.data()
+    dataset.tensors[0][::5] = float("nan")
+    model = runs.network()
+    engine = runs.engine_for(model, dataset=dataset, noise_multiplier=0.1, clipping=1.0)
+    for batch in engine.batches():
+        record = engine.step(batch, runs.losses_of)
+        assert (record.weights[record.losses.isnan()] == 0).all()
+    assert runs.weights(model).isfinite().all()
+
+
+def test_a_record_holds_every_example_of_the_batch() -> None:
+    model = runs.network()
+    engine = runs.engine_for(model, clipping=0.2, max_physical_batch_size=3)
+    batch = next(runs.nonempty(engine))
+    record = engine.step(batch, runs.losses_of)
+    assert record.losses.shape == record.norms.shape == record.weights.shape == (sum(batch.sizes),)
+    assert not record.losses.requires_grad
+    assert (record.weights * record.norms <= 0.2 * (1 + 1e-5)).all()
+    with pytest.raises(AttributeError):
+        record.norms = None  # type: ignore[misc]
+
+
+def test_epsilon_is_that_of_the_steps_taken() -> None:
+    engine = runs.engine_for(runs.network(), noise_multiplier=2.0, clipping=1.0, target_delta=1e-4)
+    assert engine.epsilon() == 0.0
+    for batch in engine.batches():
+        engine.step(batch, runs.losses_of)
+    setting: dict[str, Any] = {"noise_multiplier": 2.0, "sample_rate": 8 / 24, "steps": 3}
+    assert engine.epsilon() == accounting.epsilon(**setting, delta=1e-4)
+    assert engine.epsilon(delta=1e-3) == accounting.epsilon(**setting, delta=1e-3)
+    assert engine.epsilon(accountant="rdp") == accounting.epsilon(**setting, delta=1e-4, accountant="rdp")
+    assert engine.events == [SampledGaussian(8 / 24, 2.0, count=3)]
+
+
+@pytest.mark.parametrize("options", [{"noise_multiplier": 0.0}, {"noise_multiplier": 1.0, "noise": "test", "seed": 0}])
+def test_epsilon_is_infinite_without_private_noise(options: dict[str, Any]) -> None:
+    engine = runs.engine_for(runs.network(), **options)
+    assert engine.epsilon() == engine.epsilon(accountant="rdp") == math.inf
+    for batch in engine.batches():
+        engine.step(batch, runs.losses_of)
+    assert engine.epsilon() == math.inf
+    assert accounting.epsilon_of(engine.events, delta=1e-5) == math.inf
+
+
+def test_a_seed_repeats_a_test_run_and_no_other_run_repeats() -> None:
+    def train(**options: Any) -> list[float]:
+        torch.manual_seed(2)
+        model = runs.network()
+        engine = runs.engine_for(model, noise_multiplier=1.0, clipping=1.0, **options)
+        for batch in engine.batches():
+            engine.step(batch, runs.losses_of)
+        return runs.weights(model).tolist()
+
+    assert train(noise="test", seed=5) == train(noise="test", seed=5)
+    assert train(noise="test", seed=5) != train(noise="test", seed=6)
+    assert train() != train()
+
+
+@pytest.mark.parametrize("length", [{"epochs": 2}, {"steps": 6}])
+def test_calibration_is_for_the_planned_steps(length: dict[str, int]) -> None:
+    engine = runs.engine_for(
+        runs.network(), dataset=runs.data(24), noise_multiplier=None, target_epsilon=2.0, clipping=1.0, **length
+    )
+    assert engine.planned_steps == 6
+    for _ in range(2):
+        for batch in engine.batches():
+            engine.step(batch, runs.losses_of)
+    assert 1.99 < engine.epsilon() <= 2.0
+
+
+def test_a_schedule_counts_logical_steps() -> None:
+    model = runs.network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    engine = runs.engine_for(model, optimizer, max_physical_batch_size=2)
+    for batch in engine.batches():
+        engine.step(batch, runs.losses_of)
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5 ** len(engine.batches())
+
+
+def test_a_loader_brings_its_batch_size_and_collation() -> None:
+    model = runs.network()
+    loader = DataLoader(
+        runs.data(), 6, shuffle=True, collate_fn=lambda items: {"x": torch.stack([x for x, _ in items])}
+    )
+    with pytest.warns(UserWarning, match="RandomSampler is replaced by Poisson sampling") as said:
+        engine = PrivacyEngine(model, torch.optim.SGD(model.parameters()), loader, noise_multiplier=1.0)
+    assert said[0].filename == __file__
+    assert (engine.batch_size, engine.sample_rate, len(engine.batches())) == (6, 6 / 24, 4)
+    for batch in engine.batches():
+        engine.step(batch, lambda model, examples: model(examples["x"]).square().sum(1))
+    assert np.isfinite(engine.epsilon())

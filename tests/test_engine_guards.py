@@ -1,0 +1,476 @@
+"""Wrong use of the engine: nothing is released, nothing is charged, and the message says what to do."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import private_runs as runs
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, WeightedRandomSampler
+
+from ghostclip import BudgetExceededError, GradientLeakError, LossShapeError, PrivacyError, UnsupportedModelError
+from ghostclip.engine import PrivacyEngine
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    return runs.network()
+
+
+@pytest.fixture
+def engine(model: nn.Sequential) -> PrivacyEngine:
+    return runs.engine_for(model, noise_multiplier=1.0, clipping=1.0, max_physical_batch_size=2)
+
+
+def plain_backward(model: nn.Module) -> None:
+    runs.losses_of(model, runs.data()[:4]).mean().backward()
+
+
+def assert_refused(
+    engine: PrivacyEngine, error: type[Exception], message: str, call: Callable[[], Any] | None = None
+) -> None:
+    """``call`` (optimizer.step) raises, moves no parameter and charges nothing; then training goes on as if never asked."""
+    before, charged = runs.weights(engine.model), engine.steps_taken
+    with pytest.raises(error, match=message):
+        (call or engine.optimizer.step)()
+    assert torch.equal(runs.weights(engine.model), before)
+    assert engine.steps_taken == charged
+    engine.optimizer.zero_grad()
+    engine.step(next(runs.nonempty(engine)), runs.losses_of)
+    assert engine.steps_taken == charged + 1
+
+
+def test_a_step_without_a_batch(engine: PrivacyEngine) -> None:
+    assert_refused(engine, PrivacyError, r"optimizer\.step\(\) was called without a logical batch.*engine\.batches\(\)")
+
+
+def test_a_second_step_of_one_batch(engine: PrivacyEngine) -> None:
+    runs.gather(engine, next(runs.nonempty(engine)))
+    engine.optimizer.step()
+    assert_refused(engine, PrivacyError, "without a logical batch")
+
+
+def test_a_step_without_a_backward(engine: PrivacyEngine) -> None:
+    next(runs.nonempty(engine))
+    assert_refused(engine, PrivacyError, r"after 0 of the \d+ physical batches.*engine\.backward\(\)")
+
+
+def test_a_step_before_all_physical_batches_ran(engine: PrivacyEngine) -> None:
+    parts = next(runs.nonempty(engine)).physical()
+    engine.backward(runs.losses_of(engine.model, next(parts)))
+    assert_refused(engine, PrivacyError, r"after 1 of the \d+ physical batches of this logical batch")
+
+
+def test_a_plain_backward_alone(engine: PrivacyEngine, model: nn.Module) -> None:
+    next(runs.nonempty(engine))
+    plain_backward(model)
+    assert_refused(engine, PrivacyError, "after 0 of the")
+
+
+def test_a_plain_backward_in_an_empty_batch(model: nn.Module) -> None:
+    engine = runs.engine_for(model, dataset=runs.data(2), batch_size=1, noise_multiplier=1.0)
+    next(b for _ in range(1000) for b in engine.batches() if not b.sizes)
+    plain_backward(model)
+    before = runs.weights(model)
+    with pytest.raises(GradientLeakError, match="filled by something other than per-example clipping"):
+        engine.optimizer.step()
+    assert torch.equal(runs.weights(model), before)
+
+
+def test_a_plain_backward_before_ours(engine: PrivacyEngine, model: nn.Module) -> None:
+    batch = next(runs.nonempty(engine))
+    plain_backward(model)
+    examples = next(batch.physical())
+    assert_refused(
+        engine, GradientLeakError, r"filled by something other.*plain \.backward\(\).*zero_grad",
+        lambda: engine.backward(runs.losses_of(model, examples)),
+    )  # fmt: skip
+
+
+def assigned(model: nn.Sequential) -> None:
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+
+
+def scaled_at_once(model: nn.Sequential) -> None:
+    torch._foreach_mul_([p.grad for p in model.parameters()], 1.0)
+
+
+def unscaled(model: nn.Sequential) -> None:
+    torch.amp.GradScaler("cpu", enabled=True).unscale_  # the scaler multiplies in place, as here
+    model[2].bias.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        plain_backward,
+        assigned,
+        scaled_at_once,
+        unscaled,
+        lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+        lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3),
+        lambda model: model.zero_grad(),
+        lambda model: model.zero_grad(set_to_none=False),
+        lambda model: model[2].bias.grad.add_(1),
+        lambda model: setattr(model[0].bias, "grad", model[0].bias.grad.clone()),
+        lambda model: setattr(model[0].bias, "grad", None),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_touched_between_backward_and_step(touch: Callable[[nn.Module], Any], dtype: torch.dtype) -> None:
+    model = runs.network(dtype)
+    engine = runs.engine_for(model, dataset=runs.data(dtype=dtype), noise_multiplier=1.0, max_physical_batch_size=2)
+    runs.gather(engine, next(runs.nonempty(engine)))
+    if touch is plain_backward:
+        model.float(), model.to(dtype)
+        (model[2].bias.sum() * 2).backward()
+    else:
+        touch(model)
+    assert_refused(
+        engine, GradientLeakError, r"was changed between engine\.backward\(\) and the step.*leave p\.grad alone"
+    )
+
+
+def test_gradients_touched_between_physical_batches(engine: PrivacyEngine, model: nn.Module) -> None:
+    parts = next(runs.nonempty(engine)).physical()
+    engine.backward(runs.losses_of(model, next(parts)))
+    model.zero_grad()
+    second = next(parts)
+    assert_refused(
+        engine, GradientLeakError, "was changed between", lambda: engine.backward(runs.losses_of(model, second))
+    )
+
+
+def test_a_forgotten_zero_grad(engine: PrivacyEngine, model: nn.Module) -> None:
+    runs.gather(engine, next(runs.nonempty(engine)))
+    engine.optimizer.step()
+    examples = next(next(runs.nonempty(engine)).physical())
+    assert_refused(
+        engine, PrivacyError, r"still the one of the last step; call optimizer\.zero_grad\(\)",
+        lambda: engine.backward(runs.losses_of(model, examples)),
+    )  # fmt: skip
+
+
+def test_zeroing_in_place_is_zeroing(engine: PrivacyEngine) -> None:
+    for batch in engine.batches():
+        runs.gather(engine, batch)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad(set_to_none=False)
+    assert engine.steps_taken == len(engine.batches())
+
+
+def test_a_backward_without_a_batch(engine: PrivacyEngine, model: nn.Module) -> None:
+    losses = runs.losses_of(model, runs.data()[:2])
+    assert_refused(
+        engine,
+        PrivacyError,
+        r"engine\.backward\(\) was called without a logical batch",
+        lambda: engine.backward(losses),
+    )
+
+
+def test_two_backwards_of_one_physical_batch(engine: PrivacyEngine, model: nn.Module) -> None:
+    examples = next(next(runs.nonempty(engine)).physical())
+    engine.backward(runs.losses_of(model, examples))
+    again = runs.losses_of(model, examples)
+    assert_refused(
+        engine, PrivacyError, "ran for 1 of the 1 physical batches.*exactly once", lambda: engine.backward(again)
+    )
+
+
+def test_a_physical_batch_left_out(engine: PrivacyEngine, model: nn.Module) -> None:
+    parts = next(runs.nonempty(engine)).physical()
+    next(parts)
+    losses = runs.losses_of(model, next(parts))
+    assert_refused(engine, PrivacyError, "ran for 0 of the 2 physical batches", lambda: engine.backward(losses))
+
+
+def test_losses_that_are_not_one_for_each_example(engine: PrivacyEngine, model: nn.Module) -> None:
+    batch = next(runs.nonempty(engine))
+    parts = batch.physical()
+    examples = next(parts)
+    losses = runs.losses_of(model, examples)
+    for wrong in (torch.cat([losses, losses]), losses[:1], losses[:, None], losses.sum()):
+        with pytest.raises(LossShapeError):
+            engine.backward(wrong)
+    # Nothing was gathered, so the right losses may still come.
+    engine.backward(runs.losses_of(model, examples))
+    runs_rest(engine, parts)
+    engine.optimizer.step()
+
+
+def runs_rest(engine: PrivacyEngine, parts: Any) -> None:
+    for examples in parts:
+        engine.backward(runs.losses_of(engine.model, examples))
+
+
+def test_a_wrong_call_later_in_a_batch_keeps_what_was_gathered() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = runs.network(dtype)
+        engine = runs.engine_for(model, dataset=runs.data(dtype=dtype), max_physical_batch_size=2)
+        parts = next(runs.nonempty(engine)).physical()
+        engine.backward(runs.losses_of(model, next(parts)))
+        examples = next(parts)
+        with pytest.raises(LossShapeError):
+            engine.backward(runs.losses_of(model, examples).sum())
+        engine.backward(runs.losses_of(model, examples))
+        runs_rest(engine, parts)
+        engine.optimizer.step()
+        assert engine.steps_taken == 1
+
+
+def test_a_backward_that_fails_half_way_discards_the_batch(
+    engine: PrivacyEngine, model: nn.Sequential, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = next(runs.nonempty(engine)).physical()
+    engine.backward(runs.losses_of(model, next(parts)))
+    second = next(parts)
+    clipper = engine._steps._clipper
+
+    def fails(losses: Any, retain_graph: bool) -> None:
+        model[0].weight.grad.add_(1)
+        raise MemoryError("in the middle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(clipper, "backward", fails)
+        with pytest.raises(MemoryError):
+            engine.backward(runs.losses_of(model, second))
+    assert all(p.grad is None for p in model.parameters())
+    assert_refused(engine, PrivacyError, "after 0 of the")
+
+
+def interrupted_by_break(engine: PrivacyEngine, batch: Any) -> None:
+    for examples in batch.physical():
+        engine.backward(runs.losses_of(engine.model, examples))
+        break
+
+
+def interrupted_by_an_exception(engine: PrivacyEngine, batch: Any) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        for examples in batch.physical():
+            engine.backward(runs.losses_of(engine.model, examples))
+            raise KeyboardInterrupt
+
+
+def interrupted_inside_of_step(engine: PrivacyEngine, batch: Any) -> None:
+    def fails_the_second_time(model: nn.Module, examples: Any) -> Any:
+        if batch.handed == 2:
+            raise RuntimeError("out of luck")
+        return runs.losses_of(model, examples)
+
+    with pytest.raises(RuntimeError, match="out of luck"):
+        engine.step(batch, fails_the_second_time)
+
+
+@pytest.mark.parametrize("leave", [interrupted_by_break, interrupted_by_an_exception, interrupted_inside_of_step])
+def test_an_interrupted_batch_is_discarded_and_not_charged(leave: Callable[[PrivacyEngine, Any], None]) -> None:
+    finished = []
+    for interrupt in (True, False):
+        torch.manual_seed(2)
+        model = runs.network()
+        engine = runs.engine_for(model, noise="test", seed=9, clipping=0.5, max_physical_batch_size=2)
+        epoch = runs.nonempty(engine)
+        first, second = next(epoch), None
+        if interrupt:
+            leave(engine, first)
+            gc.collect()
+            assert all(p.grad is None for p in model.parameters())
+            with pytest.raises(PrivacyError):
+                engine.optimizer.step()
+        second = next(epoch)
+        engine.step(second, runs.losses_of)
+        assert engine.steps_taken == 1
+        finished.append(runs.weights(model))
+    assert torch.equal(*finished)
+
+
+def test_leaving_the_epoch_discards_too(engine: PrivacyEngine, model: nn.Module) -> None:
+    for batch in engine.batches():
+        for examples in batch.physical():
+            engine.backward(runs.losses_of(model, examples))
+            break
+        break
+    for batch in engine.batches():
+        assert all(p.grad is None for p in model.parameters())
+        engine.step(batch, runs.losses_of)
+    assert engine.steps_taken == len(engine.batches())
+
+
+def test_batches_out_of_their_turn(engine: PrivacyEngine) -> None:
+    first, second, _ = list(engine.batches())
+    with pytest.raises(PrivacyError, match=r"engine\.step\(\) was called without a logical batch"):
+        engine.step(first, runs.losses_of)
+    next(iter(engine.batches()))
+    with pytest.raises(PrivacyError, match=r"engine\.step\(\) got another logical batch"):
+        engine.step(second, runs.losses_of)
+    assert engine.steps_taken == 0
+
+
+def test_a_closure_that_runs_twice_or_without_a_backward(engine: PrivacyEngine, model: nn.Module) -> None:
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            closure()
+            return super().step(closure)
+
+    batch = next(runs.nonempty(engine))
+    assert_refused(engine, PrivacyError, "after 0 of the", lambda: engine.optimizer.step(lambda: None))
+    twice = runs.engine_for(model, Twice(model.parameters(), lr=0.1), noise_multiplier=1.0)
+    batch = next(iter(twice.batches()))
+
+    def closure() -> None:
+        twice.optimizer.zero_grad()
+        runs.gather(twice, batch)
+
+    before = runs.weights(model)
+    with pytest.raises(PrivacyError, match="was called before"):
+        twice.optimizer.step(closure)
+    assert torch.equal(runs.weights(model), before)
+
+
+def test_a_spent_budget_stops_before_anything_is_released(model: nn.Module) -> None:
+    engine = runs.engine_for(
+        model, noise_multiplier=None, target_epsilon=5.0, epochs=1, clipping=1.0, max_physical_batch_size=4
+    )
+    for batch in engine.batches():
+        engine.step(batch, runs.losses_of)
+    before = runs.weights(model)
+    batch = next(runs.nonempty(engine))
+    with pytest.raises(BudgetExceededError, match=r"all 3 planned steps were taken.*epsilon = 5.0"):
+        engine.step(batch, lambda *_: pytest.fail("the model ran"))
+    runs.gather(engine, batch)
+    with pytest.raises(BudgetExceededError):
+        engine.optimizer.step()
+    assert engine.steps_taken == 3
+    assert torch.equal(runs.weights(model), before)
+
+
+def test_a_grad_scaler_is_refused(model: nn.Module) -> None:
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    engine = runs.engine_for(model, optimizer, noise_multiplier=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))
+    runs.gather(engine, next(iter(engine.batches())))
+    before = runs.weights(model)
+    with pytest.raises(PrivacyError, match=r"GradScaler.*call optimizer\.step\(\) itself"):
+        scaler.step(optimizer)
+    assert engine.steps_taken == 0
+    assert torch.equal(runs.weights(model), before)
+
+
+def test_a_second_engine_on_one_optimizer(engine: PrivacyEngine, model: nn.Module) -> None:
+    with pytest.raises(PrivacyError, match=r"another PrivacyEngine is attached.*detach\(\)"):
+        runs.engine_for(model, engine.optimizer)
+    engine.detach()
+    second = runs.engine_for(model, engine.optimizer, noise_multiplier=1.0)
+    second.step(next(runs.nonempty(runs_small(second))), runs.losses_of)
+    assert (engine.steps_taken, second.steps_taken) == (0, 1)
+
+
+def runs_small(engine: PrivacyEngine) -> PrivacyEngine:
+    engine.batches().limit = 2
+    return engine
+
+
+def test_detaching_leaves_an_ordinary_optimizer(engine: PrivacyEngine, model: nn.Module) -> None:
+    runs.gather(engine, next(runs.nonempty(engine)))
+    engine.detach()
+    assert all(p.grad is None for p in model.parameters())
+    plain_backward(model)
+    gradient, before = model[0].weight.grad.clone(), model[0].weight.detach().clone()
+    engine.optimizer.step()
+    torch.testing.assert_close(model[0].weight.detach(), before - 0.5 * gradient)
+    with pytest.raises(PrivacyError, match="this engine was detached"):
+        engine.batches()
+
+
+def test_parameters_of_another_model(engine: PrivacyEngine, model: nn.Module) -> None:
+    foreign = nn.Linear(2, 7)
+    with pytest.raises(PrivacyError, match=r"parameter of shape \[7, 2\] \(group 0\) that the model doesn't own"):
+        runs.engine_for(model, torch.optim.SGD([*model.parameters(), *foreign.parameters()], lr=0.1))
+    batch = next(runs.nonempty(engine))
+    engine.optimizer.add_param_group({"params": foreign.parameters()})
+    runs.gather(engine, batch)
+    with pytest.raises(PrivacyError, match=r"parameter of shape \[7, 2\] \(group 1\)"):
+        engine.optimizer.step()
+    assert engine.steps_taken == 0
+
+
+def test_optimizers_and_models_that_can_not_be_used(model: nn.Module) -> None:
+    with pytest.raises(PrivacyError, match="LBFGS evaluates the loss several times"):
+        runs.engine_for(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer; got dict"):
+        runs.engine_for(model, {})
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module; got function"):
+        PrivacyEngine(plain_backward, torch.optim.SGD(model.parameters()), runs.data())  # type: ignore[arg-type]
+    mixing = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(mixing.parameters())
+    with pytest.raises(UnsupportedModelError, match="BatchNorm1d"):
+        runs.engine_for(mixing, optimizer)
+    assert not optimizer._optimizer_step_pre_hooks
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        runs.engine_for(model.requires_grad_(False))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"noise_multiplier": None}, "either noise_multiplier, or target_epsilon .* got neither"),
+        ({"target_epsilon": 3.0, "epochs": 1}, "either noise_multiplier, or target_epsilon .* got both"),
+        ({"epochs": 3}, "epochs and steps say what target_epsilon is to be calibrated for"),
+        ({"steps": 3}, "epochs and steps say what target_epsilon is to be calibrated for"),
+        ({"noise_multiplier": None, "target_epsilon": 3.0}, "give either epochs or steps; got neither"),
+        ({"noise_multiplier": None, "target_epsilon": 3.0, "epochs": 1, "steps": 3}, "epochs or steps; got both"),
+        ({"noise_multiplier": None, "target_epsilon": 3.0, "epochs": 0}, "^epochs must be a whole number >= 1; got 0"),
+        (
+            {"noise_multiplier": None, "target_epsilon": 3.0, "steps": 1.5},
+            "^steps must be a whole number >= 1; got 1.5",
+        ),
+        ({"noise_multiplier": None, "target_epsilon": -1.0, "steps": 1}, "^target_epsilon must be a finite number > 0"),
+        ({"noise_multiplier": -0.1}, "^noise_multiplier must be a finite number >= 0"),
+        ({"noise_multiplier": float("nan")}, "^noise_multiplier must be a finite number >= 0; got nan"),
+        ({"noise_multiplier": 1.0, "target_delta": 0.0}, "^target_delta must be a number in"),
+        ({"noise_multiplier": 1.0, "batch_size": None}, "batch_size must be given with a dataset"),
+        ({"noise_multiplier": 1.0, "batch_size": 25}, r"batch_size must be at most len\(dataset\) = 24"),
+        ({"noise_multiplier": 1.0, "max_physical_batch_size": 0}, "^max_physical_batch_size must be a whole number"),
+        ({"noise_multiplier": 1.0, "clipping": 0.0}, "^clipping must be a finite number > 0"),
+        ({"noise_multiplier": 1.0, "second_pass": "fast"}, "^second_pass must be one of"),
+        ({"noise_multiplier": 1.0, "noise": "loud"}, "^noise must be one of"),
+        ({"noise_multiplier": 1.0, "noise": "test"}, 'noise="test" needs a seed'),
+        ({"noise_multiplier": 1.0, "seed": 1}, "seed=1 would make the noise predictable"),
+    ],
+)
+def test_arguments_out_of_range_or_that_do_not_go_together(
+    model: nn.Module, options: dict[str, Any], message: str
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ValueError, match=message):
+        PrivacyEngine(model, optimizer, runs.data(), **{"noise_multiplier": 1.0, "batch_size": 8, **options})
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_what_is_not_there_yet_says_so(engine: PrivacyEngine, model: nn.Module, tmp_path: Any) -> None:
+    fresh = torch.optim.SGD(model.parameters())
+    with pytest.raises(NotImplementedError, match="ledger"):
+        runs.engine_for(model, fresh, ledger=str(tmp_path / "run.ledger"))
+    with pytest.raises(NotImplementedError, match="hardened"):
+        runs.engine_for(model, fresh, noise="hardened")
+    with pytest.raises(NotImplementedError, match="save"):
+        engine.save("x")
+    with pytest.raises(NotImplementedError, match="restore"):
+        engine.restore("x")
+    with pytest.raises(TypeError, match="noise_multiplyer"):
+        runs.engine_for(model, fresh, noise_multiplyer=1.0)
+
+
+def test_samplers_of_the_users_own_are_refused(model: nn.Module) -> None:
+    loader = DataLoader(runs.data(), 4, sampler=WeightedRandomSampler([1.0] * 24, 24))
+    with pytest.raises(PrivacyError, match="WeightedRandomSampler"):
+        runs.engine_for(model, None, loader)
+
+
+@pytest.mark.parametrize("wrong", [{"delta": 0.0}, {"delta": float("nan")}, {"accountant": "gdp"}])
+def test_epsilon_checks_its_arguments_even_when_it_is_infinite(model: nn.Module, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be "):
+        runs.engine_for(model, noise_multiplier=0.0).epsilon(**wrong)
