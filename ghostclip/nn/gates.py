@@ -17,7 +17,7 @@ from torch import Tensor
 __all__ = ["Trace", "gru_factors", "lstm_factors", "rnn_relu_factors", "rnn_tanh_factors"]
 
 # Time steps are taken together while their gates need about this many bytes.
-SPAN_BYTES = 1 << 19
+SPAN_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)

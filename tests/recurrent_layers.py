@@ -1,0 +1,127 @@
+"""Recurrent layers in every kind and setting, and what the tests of test_recurrent.py do with one by itself."""
+
+import torch
+
+from ghostclip.nn import recurrent
+from ghostclip.nn.base import PROBE
+
+__all__ = [
+    "KINDS",
+    "OPTIONS",
+    "B",
+    "H",
+    "I",
+    "T",
+    "assert_all_close",
+    "calls_behind",
+    "first_pass",
+    "initial",
+    "losses",
+    "nodes_behind",
+    "pair",
+    "per_example",
+    "run",
+    "sequences",
+]
+
+T, B, I, H = 5, 3, 4, 6
+KINDS = {
+    "lstm": (recurrent.LSTM, {}),
+    "gru": (recurrent.GRU, {}),
+    "rnn tanh": (recurrent.RNN, {"nonlinearity": "tanh"}),
+    "rnn relu": (recurrent.RNN, {"nonlinearity": "relu"}),
+}
+OPTIONS = {
+    "plain": {},
+    "batch first": {"batch_first": True},
+    "no bias": {"bias": False},
+    "both ways": {"bidirectional": True, "batch_first": True},
+    "two layers": {"num_layers": 2, "dropout": 0.4},
+    "everything": {"num_layers": 3, "bidirectional": True, "bias": False, "dropout": 0.4, "batch_first": True},
+}
+
+
+def pair(kind, option="plain", dtype=torch.float64, sizes=(I, H)):
+    """A plain torch layer and its wrapper with the same parameters."""
+    wrapper, own = KINDS[kind]
+    plain = wrapper.wrapped(*sizes, **own, **OPTIONS[option]).to(dtype)
+    wrapped = wrapper(*sizes, **own, **OPTIONS[option]).to(dtype)
+    wrapped.load_state_dict(plain.state_dict())
+    return plain, wrapped
+
+
+def sequences(layer, steps=T, batch=B):
+    """An input of normal numbers in the layer's layout and dtype."""
+    shape = (batch, steps) if layer.batch_first else (steps, batch)
+    return torch.randn(*shape, layer.input_size, dtype=layer.weight_ih_l0.dtype)
+
+
+def initial(layer, batch=B):
+    """Initial states that need gradients, as a list."""
+    shape = (layer.num_layers * (1 + layer.bidirectional), batch, layer.hidden_size)
+    dtype = layer.weight_ih_l0.dtype
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(1 + (layer.mode == "LSTM"))]
+
+
+def run(layer, x, states=()):
+    """[output, h_n, (c_n)], dropout the same every time."""
+    torch.random.default_generator.manual_seed(3)
+    output, last = layer(x, (tuple(states) if len(states) > 1 else states[0]) if states else None)
+    return [output, *last] if isinstance(last, tuple) else [output, last]
+
+
+def losses(layer, results):
+    """[B] losses that depend on every entry of every result, with the same weights for all examples."""
+    generator = torch.Generator().manual_seed(5)
+    total = 0.0
+    for place, result in enumerate(results):
+        rows = result.movedim(0 if place == 0 and layer.batch_first else 1, 0)
+        weights = torch.randn(rows.shape[1:], generator=generator).to(rows.dtype)
+        total = total + (weights * rows + 0.1 * rows**2).flatten(1).sum(1)
+    return total
+
+
+def assert_all_close(found, expected, tolerance=1e-10):
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == b.shape
+        assert (a - b).norm() <= tolerance * b.norm()
+
+
+def nodes_behind(*results):
+    """The nodes of captured calls in the graph, found by walking it."""
+    found, seen, stack = [], set(), [result.grad_fn for result in results]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if getattr(node, "call", None) is not None:
+            found.append(node)
+        stack += [following for following, _ in node.next_functions]
+    return found
+
+
+def calls_behind(*results):
+    """The captured calls in the graph."""
+    return [node.call for node in nodes_behind(*results)]
+
+
+def first_pass(loss, results):
+    """What the sink is told in a backward that goes to the gates only, by call: {call: (inputs, grad)}."""
+    told = {}
+    calls = calls_behind(*results)
+    for call in calls:
+        call.sink = lambda call, inputs, grad: told.update({call: (inputs, grad)})
+    assert torch.autograd.grad(loss, PROBE, retain_graph=True, allow_unused=True) == (None,)
+    for call in calls:
+        call.sink = None
+    return told
+
+
+def per_example(told):
+    """{parameter name: [B, *shape]} by the rule of the layer that told."""
+    return {
+        name: call.term(name, inputs, grad).per_example()
+        for call, (inputs, grad) in told.items()
+        for name in call.parameters
+    }

@@ -1,0 +1,314 @@
+"""Recurrent layers by themselves, without a clipper: forward, the ordinary backward, and what a first pass is told."""
+
+import weakref
+
+import pytest
+import torch
+from recurrent_layers import (
+    KINDS,
+    OPTIONS,
+    B,
+    H,
+    I,
+    T,
+    assert_all_close,
+    calls_behind,
+    first_pass,
+    initial,
+    losses,
+    nodes_behind,
+    pair,
+    per_example,
+    run,
+    sequences,
+)
+from torch import nn as torch_nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from ghostclip import UnsupportedModelError, check
+from ghostclip.nn import gates, recurrent
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+every_option = pytest.mark.parametrize("option", OPTIONS)
+
+
+@every_kind
+@every_option
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_training_outputs_equal_torch_bit_for_bit(kind, option, dtype):
+    for sizes, steps, batch in (((I, H), T, B), ((7, 64), 40, 20), ((3, 1), 1, 1)):
+        plain, wrapped = pair(kind, option, dtype, sizes)
+        x, states = sequences(plain, steps, batch), initial(plain, batch)
+        for given in ((), states):
+            for found, expected in zip(run(wrapped, x, given), run(plain, x, given), strict=True):
+                assert torch.equal(found, expected)
+                assert found.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("second_dim", ["time", "batch"])
+def test_the_lstm_kernel_for_training_is_the_one_used(second_dim):
+    # At this size oneDNN's kernels for training and for inference differ in the last bit.
+    plain, wrapped = torch_nn.LSTM(100, 100, batch_first=second_dim == "time"), recurrent.LSTM(100, 100)
+    wrapped.batch_first = plain.batch_first
+    wrapped.load_state_dict(plain.state_dict())
+    x = torch.randn(32, 256, 100) if plain.batch_first else torch.randn(256, 32, 100)
+    assert torch.equal(wrapped(x)[0], plain(x)[0])
+    with torch.no_grad():
+        assert torch.equal(wrapped(x)[0], plain(x)[0])
+
+
+@every_kind
+@every_option
+def test_ordinary_gradients_equal_torch(kind, option):
+    layers = pair(kind, option)
+    x, states = sequences(layers[0]).requires_grad_(), initial(layers[0])
+    for given in ((), states):
+        found = []
+        for layer in layers:
+            wanted = [x, *layer.parameters(), *given]
+            found.append(torch.autograd.grad(losses(layer, run(layer, x, given)).sum(), wanted))
+        assert_all_close(found[1], found[0])
+
+
+@every_kind
+def test_long_sequences_are_worked_off_in_spans(kind, monkeypatch):
+    monkeypatch.setattr(gates, "SPAN_BYTES", 3 * B * 4 * H * 8)
+    layers = pair(kind)
+    x = sequences(layers[0], steps=11)
+    found = [torch.autograd.grad(losses(layer, run(layer, x)).sum(), list(layer.parameters())) for layer in layers]
+    assert_all_close(found[1], found[0])
+
+
+@every_kind
+@pytest.mark.parametrize("places", [(0,), (1,), (2,), (1, 2)], ids=["output", "h_n", "c_n", "last states"])
+def test_gradients_that_come_to_some_results_only(kind, places):
+    layers = pair(kind, "both ways")
+    x, states = sequences(layers[0]).requires_grad_(), initial(layers[0])
+    found = []
+    for layer in layers:
+        results = run(layer, x, states)
+        total = sum(results[min(p, len(results) - 1)].square().sum() for p in places)
+        found.append(torch.autograd.grad(total, [x, *layer.parameters(), *states]))
+    assert_all_close(found[1], found[0])
+
+
+@every_kind
+def test_gradcheck(kind):
+    _, layer = pair(kind)
+    x, states, names = (
+        sequences(layer, steps=3).requires_grad_(),
+        initial(layer),
+        [name for name, _ in layer.named_parameters()],
+    )
+
+    def function(x, *rest):
+        given = rest[len(names) :]
+        hx = tuple(given) if len(given) > 1 else given[0]
+        output, last = functional_call(layer, dict(zip(names, rest, strict=False)), (x, hx))
+        return (output, *last) if isinstance(last, tuple) else (output, last)
+
+    assert torch.autograd.gradcheck(function, (x, *layer.parameters(), *states))
+
+
+@every_kind
+@every_option
+def test_the_first_pass_tells_the_per_example_gradients(kind, option):
+    plain, layer = pair(kind, option)
+    x, states = sequences(layer), initial(layer)
+    each = losses(plain, run(plain, x, states))
+    results = run(layer, x, states)
+    found = per_example(first_pass(losses(layer, results).sum(), results))
+    assert sorted(found) == sorted(layer.parameter_names(layer))
+    for i in range(B):
+        expected = torch.autograd.grad(each[i], [plain.get_parameter(name) for name in found], retain_graph=True)
+        assert_all_close([gradients[i] for gradients in found.values()], expected)
+
+
+@every_kind
+def test_the_first_pass_forms_no_weight_gradient(kind, monkeypatch):
+    _, layer = pair(kind)
+    formed = []
+    product = recurrent._product
+    monkeypatch.setattr(recurrent, "_product", lambda *sides: formed.append(sides) or product(*sides))
+    results = run(layer, sequences(layer))
+    total = losses(layer, results).sum()
+    first_pass(total, results)
+    assert formed == []
+    assert all(parameter.grad is None for parameter in layer.parameters())
+    total.backward()
+    assert len(formed) == 2
+
+
+@every_kind
+def test_a_first_pass_changes_nothing_for_the_next(kind):
+    plain, layer = pair(kind, "two layers")
+    x = sequences(layer, steps=3).requires_grad_()
+    expected = torch.autograd.grad(losses(plain, run(plain, x)).sum(), [x, *plain.parameters()])
+    results = run(layer, x)
+    total = losses(layer, results).sum()
+    told = [per_example(first_pass(total, results)) for _ in range(2)]
+    assert_all_close(told[0].values(), told[1].values(), tolerance=0.0)
+    assert_all_close(torch.autograd.grad(total, [x, *layer.parameters()]), expected)
+
+
+@every_kind
+def test_the_gradient_reaches_what_is_below_in_the_first_pass(kind):
+    _, layer = pair(kind)
+    below = torch_nn.Linear(I, I).double()
+    middle = below(sequences(layer))
+    results = run(layer, middle)
+    total = losses(layer, results).sum()
+    expected = torch.autograd.grad(total, middle, retain_graph=True)
+    (call,) = calls_behind(*results)
+    call.sink = lambda *told: None
+    assert_all_close(torch.autograd.grad(total, middle), expected)
+
+
+@every_kind
+def test_only_trained_parameters_are_asked_for(kind):
+    _, layer = pair(kind)
+    layer.weight_hh_l0.requires_grad_(False)
+    layer.bias_ih_l0.requires_grad_(False)
+    results = run(layer, sequences(layer))
+    (call,) = calls_behind(*results)
+    assert call.parameters == ("weight_ih_l0", "bias_hh_l0")
+    losses(layer, results).sum().backward()
+    assert layer.weight_hh_l0.grad is None
+    assert layer.weight_ih_l0.grad is not None
+
+
+@every_kind
+def test_torch_does_it_all_where_nothing_is_trained_or_recorded(kind):
+    plain, layer = pair(kind)
+    x = sequences(layer)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(layer(x)[0], plain(x)[0])
+            assert not layer(x)[0].requires_grad
+    layer.requires_grad_(False)
+    below = x.clone().requires_grad_()
+    assert calls_behind(layer(below)[0]) == []
+    assert_all_close(
+        torch.autograd.grad(layer(below)[0].sum(), below), torch.autograd.grad(plain(below)[0].sum(), below)
+    )
+
+
+@every_kind
+@every_option
+def test_the_output_may_be_changed_in_place(kind, option):
+    _, layer = pair(kind, option)
+    x, found = sequences(layer), []
+    for change in (lambda y: y.mul_(2.0).relu_(), lambda y: (2.0 * y).relu()):
+        output, *last = run(layer, x)
+        results = [change(output), *last]
+        found.append(per_example(first_pass(losses(layer, results).sum(), results)))
+    assert_all_close(found[0].values(), found[1].values())
+
+
+@every_kind
+def test_a_changed_input_is_noticed(kind):
+    _, layer = pair(kind)
+    x = sequences(layer)
+    results = run(layer, x)
+    x.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses(layer, results).sum().backward()
+
+
+@every_kind
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_example_does_not_touch_the_others(kind, bad):
+    _, layer = pair(kind, "two layers")
+    layer.dropout = 0.0
+    x = sequences(layer)
+    spoilt = x.clone()
+    spoilt[2, 1] = bad
+    found = []
+    for given in (x, spoilt):
+        results = run(layer, given)
+        found.append(per_example(first_pass(losses(layer, results).sum(), results)))
+    assert not all(gradients[1].isfinite().all() for gradients in found[1].values())
+    others = torch.tensor([0, 2])
+    assert_all_close([g[others] for g in found[1].values()], [g[others] for g in found[0].values()])
+
+
+@every_kind
+def test_an_empty_batch(kind):
+    _, layer = pair(kind, "both ways")
+    results = run(layer, sequences(layer, batch=0))
+    total = losses(layer, results).sum()
+    found = per_example(first_pass(total, results))
+    assert all(found[name].shape == (0, *parameter.shape) for name, parameter in layer.named_parameters())
+    total.backward()
+    assert all(not parameter.grad.any() for parameter in layer.parameters())
+
+
+@every_kind
+def test_checkpointing(kind):
+    plain, layer = pair(kind)
+    x = sequences(layer)
+    output, _ = checkpoint(layer, x, use_reentrant=False)
+    found = torch.autograd.grad(output.square().sum(), list(layer.parameters()))
+    assert_all_close(found, torch.autograd.grad(plain(x)[0].square().sum(), list(plain.parameters())))
+
+
+@every_kind
+def test_half_precision_is_worked_off_in_float32(kind):
+    _, exact = pair(kind, dtype=torch.float32)
+    _, layer = pair(kind, dtype=torch.bfloat16)
+    layer.load_state_dict(exact.state_dict())
+    exact.load_state_dict(layer.state_dict())
+    x = sequences(layer)
+    results = run(layer, x)
+    ((inputs, grad),) = first_pass(losses(layer, results).sum(), results).values()
+    assert {tensor.dtype for tensor in (*inputs, grad)} == {torch.float32}
+    losses(layer, results).sum().backward()
+    losses(exact, run(exact, x.float())).sum().backward()
+    assert_all_close([p.grad.float() for p in layer.parameters()], [p.grad for p in exact.parameters()], 0.05)
+
+
+@every_kind
+def test_what_is_remembered_dies_with_the_graph(kind):
+    _, layer = pair(kind, "two layers")
+    results = run(layer, sequences(layer))
+    first_pass(losses(layer, results).sum(), results)
+    nodes = [weakref.ref(node) for node in nodes_behind(*results)]
+    assert len(nodes) == 2
+    assert all(node().factors is not None for node in nodes)
+    del results
+    assert [node() for node in nodes] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (torch.nn.utils.rnn.pack_sequence([torch.randn(3, I)]), "padded sequences"),
+        (torch.randn(T, I), "3 dimensions"),
+    ],
+    ids=["packed", "unbatched"],
+)
+def test_inputs_without_a_rule_are_refused(given, message):
+    layer = recurrent.LSTM(I, H)
+    with pytest.raises(UnsupportedModelError, match=message):
+        layer(given)
+    with torch.no_grad():
+        layer(given)
+
+
+def test_projections_are_refused():
+    layer = torch_nn.LSTM(I, H, proj_size=2)
+    (finding,) = check(layer)
+    assert "proj_size" in finding.problem
+    with pytest.raises(UnsupportedModelError, match="proj_size"):
+        recurrent.LSTM(I, H, proj_size=2)(torch.randn(T, B, I))
+
+
+def test_torch_says_what_is_wrong_with_sizes():
+    plain, layer = pair("lstm", dtype=torch.float32)
+    for x, hx in ((torch.randn(T, B, I + 1), None), (torch.randn(T, B, I), (torch.zeros(1, B, 2),) * 2)):
+        with pytest.raises(RuntimeError) as expected:
+            plain(x, hx)
+        with pytest.raises(RuntimeError) as found:
+            layer(x, hx)
+        assert str(found.value) == str(expected.value)
