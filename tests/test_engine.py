@@ -326,15 +326,15 @@ def test_a_record_holds_every_example_of_the_batch() -> None:
 
 
 def test_epsilon_is_that_of_the_steps_taken() -> None:
-    engine = runs.engine_for(runs.network(), noise_multiplier=2.0, clipping=1.0, target_delta=1e-4)
+    engine = runs.engine_for(runs.network(), noise_multiplier=6.0, clipping=1.0, target_delta=1e-4)
     assert engine.epsilon() == 0.0
     for batch in engine.batches():
         engine.step(batch, runs.losses_of)
-    setting: dict[str, Any] = {"noise_multiplier": 2.0, "sample_rate": 8 / 24, "steps": 3}
+    setting: dict[str, Any] = {"noise_multiplier": 6.0, "sample_rate": 8 / 24, "steps": 3}
     assert engine.epsilon() == accounting.epsilon(**setting, delta=1e-4)
     assert engine.epsilon(delta=1e-3) == accounting.epsilon(**setting, delta=1e-3)
     assert engine.epsilon(accountant="rdp") == accounting.epsilon(**setting, delta=1e-4, accountant="rdp")
-    assert engine.events == [SampledGaussian(8 / 24, 2.0, count=3)]
+    assert engine.events == [SampledGaussian(8 / 24, 6.0, count=3)]
 
 
 @pytest.mark.parametrize("options", [{"noise_multiplier": 0.0}, {"noise_multiplier": 1.0, "noise": "test", "seed": 0}])
@@ -361,16 +361,18 @@ def test_a_seed_repeats_a_test_run_and_no_other_run_repeats() -> None:
     assert train() != train()
 
 
-@pytest.mark.parametrize("length", [{"epochs": 2}, {"steps": 6}])
-def test_calibration_is_for_the_planned_steps(length: dict[str, int]) -> None:
-    engine = runs.engine_for(
-        runs.network(), dataset=runs.data(24), noise_multiplier=None, target_epsilon=2.0, clipping=1.0, **length
+def test_calibration_is_for_the_planned_steps() -> None:
+    by_epochs, by_steps = (
+        runs.engine_for(runs.network(), noise_multiplier=None, target_epsilon=0.5, clipping=1.0, **length)
+        for length in ({"epochs": 2}, {"steps": 6})
     )
-    assert engine.planned_steps == 6
+    assert by_epochs.noise_multiplier == by_steps.noise_multiplier
+    engine = by_epochs
+    assert engine.planned_steps == by_steps.planned_steps == 6
     for _ in range(2):
         for batch in engine.batches():
             engine.step(batch, runs.losses_of)
-    assert 1.99 < engine.epsilon() <= 2.0
+    assert 0.499 < engine.epsilon() <= 0.5
 
 
 def test_a_schedule_counts_logical_steps() -> None:

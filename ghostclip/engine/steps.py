@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ghostclip.clipper import ClippingResult, GhostClipper
-from ghostclip.engine.optimizers import held_parameters, refuse_scaling, with_closure
+from ghostclip.engine.optimizers import held_parameters, refuse_scaling, show_scaling, with_closure
 from ghostclip.engine.sums import ClippedSums
 from ghostclip.errors import LossShapeError, PrivacyError
 from ghostclip.noise import Noise
@@ -47,9 +47,10 @@ class PrivateSteps:
         self._batch: LogicalBatch | None = None
         self._sensitivity = 0.0
         self._stepping = False
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+        self._undo = [
+            optimizer.register_step_pre_hook(self._before_step).remove,
+            optimizer.register_step_post_hook(self._after_step).remove,
+            show_scaling(optimizer),
         ]
 
     def begin(self, batch: LogicalBatch | None) -> None:
@@ -67,8 +68,8 @@ class PrivateSteps:
     def detach(self) -> None:
         """Discards what was gathered and takes the hooks off the optimizer."""
         self.begin(None)
-        for hook in self._hooks:
-            hook.remove()
+        for undo in self._undo:
+            undo()
 
     def current(self, caller: str) -> LogicalBatch:
         """The logical batch in the making; raises PrivacyError, which names the caller, when there is none."""

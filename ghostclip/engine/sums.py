@@ -85,8 +85,8 @@ class ClippedSums:
     def release(self, held: Collection[nn.Parameter], make_private: Callable[[list[Tensor]], None]) -> None:
         """Lets ``make_private`` change the sums in place, and leaves the results in the p.grads of ``held``.
 
-        Trained parameters without a gradient get zeros first (optimizers skip None, so they would get no noise); sums of
-        parameters that aren't held are dropped.
+        Trained parameters without a gradient get zeros first, since optimizers skip None and it would have no noise;
+        sums of parameters that aren't held are dropped.
         """
         stepped = [p for p in held if p.requires_grad or p.grad is not None]
         sums = [self._sum_of(parameter) for parameter in stepped]
@@ -95,6 +95,7 @@ class ClippedSums:
             parameter.grad = total if total.dtype == parameter.dtype else total.to(parameter.dtype)
         _drop(p for _, p in self._named if p not in held)
         self._wide.clear()
+        self._known = []
         self.count = 0
         self._released = self._snapshot()
 
