@@ -65,8 +65,8 @@ def refuse_scaling(optimizer: Optimizer) -> None:
     marks = [vars(optimizer).pop(name, None) for name in ("grad_scale", "found_inf")]
     if any(mark is not None for mark in marks):
         raise PrivacyError(
-            "a GradScaler called this step; it would scale the noise or the clipped sum, not both, and skip steps by what "
-            "the private gradients are. Call optimizer.step() itself (bfloat16 needs no scaling)"
+            "a GradScaler called this step; it would scale the noise or the clipped sum, not both, and skip steps "
+            "depending on private gradients. Call optimizer.step() itself (bfloat16 needs no scaling)"
         )
 
 
