@@ -36,25 +36,29 @@ def chunks(examples: int, bytes_per_example: int) -> Iterator[slice]:
         yield slice(start, min(start + step, examples))
 
 
-def gram(left: Tensor, right: Tensor) -> Tensor:
-    """Squared norms [B] by Gram matrices, for left [B, T, p] and right [B, T, d]; T x T is formed a chunk at a time."""
+def gram(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared norms by Gram matrices, for left [B, T, p] and right [B, T, d]; T x T is formed a chunk at a time.
+
+    Returns:
+        The squared norms [B], and ``sum_t |left_t|^2 |right_t|^2`` [B], against which `gram_is_reliable` holds them.
+    """
     batch, positions = left.shape[:2]
-    out = left.new_empty(batch)
+    squared, scale = left.new_empty(batch), left.new_empty(batch)
     for part in chunks(batch, 2 * positions * positions * left.element_size()):
         pairs = torch.bmm(left[part], left[part].mT)
         pairs *= torch.bmm(right[part], right[part].mT)
-        torch.sum(pairs, dim=(1, 2), out=out[part])
-    return out
+        torch.sum(pairs, dim=(1, 2), out=squared[part])
+        torch.sum(pairs.diagonal(dim1=1, dim2=2), dim=1, out=scale[part])
+    return squared, scale
 
 
-def gram_is_reliable(squared: Tensor, left: Tensor, right: Tensor) -> Tensor:
+def gram_is_reliable(squared: Tensor, scale: Tensor) -> Tensor:
     """Bool []: no example of ``squared`` [B] lost its digits to cancellation between positions.
 
-    Rounding leaves about eps * sum_t |left_t|^2 |right_t|^2 in the Gram form; where the result is far below that sum
-    (near-constant inputs whose gradients cancel), only the direct form is exact. NaN and inf count as reliable:
-    the direct form would not help them.
+    Rounding leaves about eps * ``scale`` in the Gram form; where the result is far below that sum (near-constant inputs
+    whose gradients cancel), only the direct form is exact. NaN and inf count as reliable: the direct form would not help
+    them.
     """
-    scale = torch.sum(left.square().sum(2) * right.square().sum(2), dim=1)
     return ~(squared < CANCELLATION[squared.dtype] * scale).any()
 
 
@@ -126,8 +130,8 @@ class Outer(Term):
 
     def _gram(self, keep: bool) -> Answer:
         left, right = wide(self.left), wide(self.right)
-        squared = gram(left, right)
-        if not gram_is_reliable(squared, left, right):
+        squared, scale = gram(left, right)
+        if not gram_is_reliable(squared, scale):
             squared = direct(left, right, keep=False).squared_norms
         return Answer(self._by_example(squared))
 
@@ -151,7 +155,10 @@ class Outer(Term):
             right = right * scale
         if not left.is_contiguous() and left.transpose(0, 1).is_contiguous():
             left, right = left.transpose(0, 1), right.transpose(0, 1)
-        return (left.flatten(0, 1).mT @ right.flatten(0, 1)).view(self.shape)
+        left, right = left.flatten(0, 1), right.flatten(0, 1)
+        # The narrower one on the left of the product, where BLAS is faster.
+        product = left.mT @ right if left.shape[1] <= right.shape[1] else (right.mT @ left).mT
+        return product.reshape(self.shape)
 
     def _weighted_sum_of_groups(self, weights: Tensor) -> Tensor:
         left, right = wide(self.left), wide(self.right)
