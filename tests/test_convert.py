@@ -120,6 +120,7 @@ def test_wrapping_is_in_place_and_undone_by_unwrap(build):
     wrapped = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
     assert all(isinstance(module, GhostLayer) for module in wrapped)
     assert all(isinstance(module, before[name][1]) for name, module in model.named_modules())
+    ghostclip.wrap(model, batch_dim=1)
     ghostclip.unwrap(model)
     assert {name: (id(module), type(module)) for name, module in model.named_modules()} == before
     assert not any("ghost" in key for module in model.modules() for key in vars(module))
