@@ -56,8 +56,8 @@ def gram_is_reliable(squared: Tensor, scale: Tensor) -> Tensor:
     """Bool []: no example of ``squared`` [B] lost its digits to cancellation between positions.
 
     Rounding leaves about eps * ``scale`` in the Gram form; where the result is far below that sum (near-constant inputs
-    whose gradients cancel), only the direct form is exact. NaN and inf count as reliable: the direct form would not help
-    them.
+    whose gradients cancel), only the direct form is exact. NaN and inf count as reliable: the direct form would be no
+    better there.
     """
     return ~(squared < CANCELLATION[squared.dtype] * scale).any()
 
