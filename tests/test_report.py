@@ -14,14 +14,15 @@ from ghostclip import report
 from ghostclip.report import NormSnapshot, PrivacyCurve, Record, TrainingRun, plots
 
 PRIVATE = TrainingRun(
-    "private, epsilon 8", "cached", 0.934, 40, 3.25, 1234.5, 1.51, {"PLD": 7.99, "RDP": 8.75}, [2.3, math.nan, 1.25]
+    "private, epsilon 8", "cached", 0.934, 20, 40, 3.25, 1234.5, 1.51, {"PLD": 7.99, "RDP": 8.75}, [2.3, math.nan, 1.25]
 )
-PLAIN = TrainingRun("non-private <b>", "nonprivate", 0.985, 40, 1.0, 5000.0, losses=[2.0, 1.0, 0.5])
+PLAIN = TrainingRun("non-private <b>", "nonprivate", 0.985, 20, 40, 1.0, 5000.0, losses=[2.0, 1.0, 0.5])
 RECORD = Record(
     title="CNN on digits",
     settings={"model": "cnn", "delta": 1e-5, "data folder": None},
     runs=[PRIVATE, PLAIN],
     speeds={"nonprivate": 5000.0, "cached": 2500.0},
+    speed_batch_size=64,
     privacy=PrivacyCurve([0, 20, 40], {"PLD": [0, 5, 7.99], "RDP": [0, 6, 8.75]}, 1e-5, 8.0),
     norms=NormSnapshot([0.5, 2.0, 4.0, math.inf], 1.0),
     machine={"torch": "2"},
@@ -78,6 +79,7 @@ def test_page_tells_the_figures_and_what_is_not_private(folder):
         "1.51",
         "2,500",
         "2.00",
+        "one batch of 64",
         "1e-05",
         "75.0% of the examples are clipped",
     ):
@@ -119,7 +121,7 @@ def test_norm_bins_meet_at_the_clipping_norm():
     assert edges[-1] == pytest.approx(30.0)
 
 
-@pytest.mark.parametrize("losses", [{}, {"empty": [math.nan]}, {"one": [2.0]}])
+@pytest.mark.parametrize("losses", [{}, {"empty": (1, [math.nan])}, {"one": (3, [2.0])}, {"none": (2, [])}])
 def test_loss_plot_takes_gaps(losses):
     assert decoded(plots.loss_plot(losses))[0] > 0
 

@@ -82,6 +82,7 @@ def figures(record: Record) -> dict[str, Any]:
             "settings": record.settings,
             "runs": runs,
             "examples_per_second": record.speeds,
+            "speed_batch_size": record.speed_batch_size,
             "privacy": asdict(record.privacy) if record.privacy else None,
             "machine": record.machine,
             "not_private": {
@@ -95,7 +96,7 @@ def figures(record: Record) -> dict[str, Any]:
 def _plots(record: Record) -> list[_Plot]:
     """The plots there is data for."""
     found = []
-    losses = {run.name: run.losses for run in record.runs if run.losses}
+    losses = {run.name: (run.epochs, run.losses) for run in record.runs if run.losses}
     if losses:
         caption = "Mean loss of each step's batch; faint as it was, strong smoothed. Not private."
         found.append(_Plot("loss.png", caption, loss_plot(losses)))

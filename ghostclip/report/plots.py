@@ -22,17 +22,17 @@ NOT_PRIVATE = "not private: computed from training data without noise"
 RESOLUTION = 144  # dots an inch
 
 
-def loss_plot(losses: Mapping[str, Sequence[float]]) -> bytes:
+def loss_plot(losses: Mapping[str, tuple[int, Sequence[float]]]) -> bytes:
     """Mean training loss of every step's batch, by run: a faint line as it was, a strong one smoothed.
 
     Args:
-        losses: {run: loss of each step}; a loss that is not finite (an empty batch has none) leaves a gap.
+        losses: {run: (epochs, loss of each step)}; a loss that is not finite (an empty batch has none) leaves a gap.
     """
-    figure, axes = _axes(f"Training loss\n({NOT_PRIVATE})", "step", "mean cross-entropy (nats)")
-    for colour, (run, values) in zip(_cycle(len(losses)), losses.items(), strict=True):
-        steps = np.arange(len(values)) + 1
-        axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
-        axes.plot(steps, _smoothed(values), color=colour, linewidth=1.8, label=run)
+    figure, axes = _axes(f"Training loss\n({NOT_PRIVATE})", "epoch", "mean cross-entropy (nats)")
+    for colour, (run, (epochs, values)) in zip(_cycle(len(losses)), losses.items(), strict=True):
+        passed = epochs * (np.arange(len(values)) + 1) / max(len(values), 1)
+        axes.plot(passed, values, color=colour, alpha=0.25, linewidth=0.8)
+        axes.plot(passed, _smoothed(values), color=colour, linewidth=1.8, label=run)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     _legend(axes)
@@ -55,11 +55,14 @@ def epsilon_plot(
 
 
 def norm_plot(norms: Sequence[float], max_norm: float) -> bytes:
-    """Histogram of per-example gradient norms, the clipping norm C marked and the share above it written beside it."""
+    """Histogram of per-example gradient norms, the clipping norm C marked and the share above it written beside it.
+
+    Norms far below C count in the first bar.
+    """
     finite = np.asarray([norm for norm in norms if math.isfinite(norm)])
     figure, axes = _axes(f"Per-example gradient norms\n({NOT_PRIVATE})", "gradient norm before clipping", "examples")
     edges = _log_edges(finite, max_norm)
-    counts, _ = np.histogram(finite, bins=edges)
+    counts, _ = np.histogram(np.maximum(finite, edges[0]), bins=edges)
     colours = [COLOURS[0] if left < max_norm * 0.999 else COLOURS[1] for left in edges[:-1]]
     axes.bar(edges[:-1], counts, width=np.diff(edges), align="edge", color=colours)
     axes.set_xscale("log")
@@ -113,7 +116,7 @@ def _smoothed(values: Sequence[float]) -> np.ndarray:
 
 
 def _log_edges(norms: np.ndarray, max_norm: float) -> np.ndarray:
-    """Bin edges [K] on a log scale, one of them exactly ``max_norm``; norms of 0 fall below the first."""
+    """Bin edges [K] on a log scale, one of them exactly ``max_norm``."""
     positive = norms[norms > 0]
     low = max(min(positive.min(initial=max_norm), max_norm / 2), max_norm * 1e-4)
     high = max(positive.max(initial=max_norm), 2 * max_norm)

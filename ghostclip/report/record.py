@@ -18,6 +18,7 @@ class TrainingRun:
         name: as tables and legends call it.
         method: "nonprivate", "nxbp", "multiloss", "reweight" or "cached".
         accuracy: share of the test examples it classifies correctly.
+        epochs: passes over the training data (expected ones, where batches are sampled).
         steps: optimizer steps taken.
         seconds: wall time of training, without evaluation.
         examples_per_second: examples that went through training, over those seconds.
@@ -29,6 +30,7 @@ class TrainingRun:
     name: str
     method: str
     accuracy: float
+    epochs: int
     steps: int
     seconds: float
     examples_per_second: float
@@ -70,6 +72,7 @@ class Record:
         settings: what was asked for, by name.
         runs: the trained models, the main one first.
         speeds: {method: examples a second} of training steps, measured in turns on this machine.
+        speed_batch_size: examples in the batch they were measured on.
         privacy: how epsilon grew in the main run; None when it was not private.
         norms: the main run's per-example norms; None when it was not private.
         machine: {fact: value} about where it ran.
@@ -79,6 +82,7 @@ class Record:
     settings: Mapping[str, str | int | float | None]
     runs: Sequence[TrainingRun]
     speeds: Mapping[str, float] = field(default_factory=dict)
+    speed_batch_size: int = 0
     privacy: PrivacyCurve | None = None
     norms: NormSnapshot | None = None
     machine: Mapping[str, str | int | float] = field(default_factory=dict)

@@ -1,0 +1,77 @@
+"""The command line: one short file per command, each with ``add_arguments(parser)`` and ``run(arguments)``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+import ghostclip
+from ghostclip.cli import calibrate, check, epsilon, explain, train
+from ghostclip.cli.arguments import OneLineParser
+from ghostclip.errors import GhostClipError
+
+__all__ = ["main"]
+
+COMMANDS = {"train": train, "epsilon": epsilon, "calibrate": calibrate, "check": check, "explain": explain}
+EXTRAS = {"PIL", "jinja2", "matplotlib", "sklearn", "tqdm"}
+MISTAKE, INTERRUPTED, READER_GONE = 2, 130, 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status.
+
+    0: done. 1: `check` found obstacles. 2: a mistake, told in one line on stderr. 130: interrupted by Ctrl-C.
+
+    Args:
+        argv: the arguments; None for the process's own.
+    """
+    # dp-accounting logs every Rényi order it leaves out; none of them makes its bound wrong.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    try:
+        arguments = _parser().parse_args(argv)
+        status = arguments.run(arguments)
+        sys.stdout.flush()
+        return status
+    except SystemExit as stop:  # argparse's way to end --help and --version
+        return stop.code if isinstance(stop.code, int) else MISTAKE
+    except KeyboardInterrupt:
+        return _end("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        # What reads our output is gone (as with `| head`); Python would complain about it once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in EXTRAS:
+            raise
+        return _end(f'{missing} is not installed; run: pip install "ghostclip[cli]"', MISTAKE)
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        return _end(f"{place}{error.strerror or error}", MISTAKE)
+    except (GhostClipError, ValueError) as error:
+        return _end(str(error), MISTAKE)
+
+
+def _parser() -> OneLineParser:
+    """The parser of all commands."""
+    parser = OneLineParser(
+        prog="ghostclip",
+        description="Differentially private training with exact per-example gradient clipping.",
+        epilog="example: ghostclip train --model cnn --data digits --report reports/demo",
+    )
+    parser.add_argument("--version", action="version", version=f"ghostclip {ghostclip.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, module in COMMANDS.items():
+        summary = (module.__doc__ or "").partition("\n")[0].partition(": ")[2]
+        command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}")
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def _end(message: str, status: int) -> int:
+    """Says one line on stderr, whatever the message's shape, and passes the status on."""
+    print("ghostclip: " + " ".join(message.split()), file=sys.stderr)
+    return status

@@ -1,0 +1,48 @@
+"""ghostclip calibrate: the least noise that keeps a setting within a target epsilon"""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from ghostclip import accounting
+from ghostclip.cli.arguments import add_json, add_sampling, print_json, sampling_of
+
+__all__ = ["add_arguments", "run"]
+
+DIGITS = 4  # decimals shown; rounded up, so that what is shown keeps the promise
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.epilog = (
+        "example: ghostclip calibrate --epsilon 3 --examples 60000 --batch-size 256 --epochs 20 --delta 1e-5"
+    )
+    parser.add_argument("--epsilon", type=float, required=True, help="the target")
+    parser.add_argument("--delta", type=float, default=1e-5, help="default: 1e-5")
+    parser.add_argument(
+        "--accountant",
+        choices=accounting.ACCOUNTANTS,
+        default="pld",
+        help="which bound must be within the target (default: pld, which needs less noise)",
+    )
+    add_sampling(parser)
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the noise multiplier and what it spends."""
+    sample_rate, steps = sampling_of(arguments)
+    where = {"sample_rate": sample_rate, "steps": steps, "delta": arguments.delta, "accountant": arguments.accountant}
+    noise = accounting.noise_multiplier(target_epsilon=arguments.epsilon, **where)
+    noise = math.ceil(noise * 10**DIGITS) / 10**DIGITS
+    spent = accounting.epsilon(noise_multiplier=noise, **where) if steps else 0.0
+    if arguments.json:
+        print_json({"noise_multiplier": noise, "epsilon": spent, "target_epsilon": arguments.epsilon, **where})
+        return 0
+    print(f"noise multiplier {noise:.{DIGITS}f}")
+    print(
+        f"epsilon {spent:.4g} ({arguments.accountant.upper()}) at delta {arguments.delta:g}, "
+        f"after {steps:,} steps of sample rate {sample_rate:.4g}"
+    )
+    return 0

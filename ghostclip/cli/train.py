@@ -1,0 +1,170 @@
+"""ghostclip train: train one of the paper's models privately, and tell what it reached and what it spent"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from ghostclip import datasets, models, report
+from ghostclip.bench.machine import describe
+from ghostclip.cli.arguments import UsageError, add_json, print_json
+from ghostclip.cli.methods import METHODS, OPTIMIZERS, Settings
+from ghostclip.cli.plan import DEFAULT_EPSILON, PlannedRun, runs_of, wants_comparison
+from ghostclip.cli.progress import bar
+from ghostclip.cli.speed import examples_per_second
+from ghostclip.cli.summary import run_table, speed_table
+from ghostclip.cli.training import Outcome, build, norms_of, train
+from ghostclip.datasets import Data
+from ghostclip.report import NormSnapshot, Record
+from ghostclip.validate import positive_int
+
+__all__ = ["add_arguments", "run"]
+
+MARKS = 6
+SPEED_SECONDS, SPEED_BATCH = 4.0, 128
+
+EPILOG = """\
+Default settings suit public data of the same size. Choosing settings by their results on private data spends privacy
+that no accountant here counts. The noise is never seeded; --seed sets the initial weights alone.
+
+examples:
+  ghostclip train --model cnn --data digits --report reports/demo
+  ghostclip train --model lstm --data mnist --data-dir ~/mnist --epsilon 3 --delta 1e-5
+  ghostclip train --model transformer --data imdb --data-dir ~/aclImdb --vocabulary words.txt --epsilon 8"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.epilog = EPILOG
+    what = parser.add_argument_group("what to train")
+    what.add_argument("--model", choices=models.NAMES, default="cnn", help="default: cnn")
+    what.add_argument("--data", choices=datasets.NAMES, default="digits", help="default: digits, which are embedded")
+    what.add_argument("--data-dir", type=Path, metavar="DIR", help="folder that holds the data set's files")
+    what.add_argument("--vocabulary", type=Path, metavar="FILE", help="for imdb: public words, one a line")
+    what.add_argument(
+        "--method",
+        choices=tuple(METHODS),
+        default="cached",
+        help="how per-example gradients are clipped (default: cached)",
+    )
+    what.add_argument("--seed", type=int, default=0, help="of the initial weights, never of the noise (default: 0)")
+    privacy = parser.add_argument_group("privacy")
+    privacy.add_argument("--epsilon", type=float, help=f"target (default: {DEFAULT_EPSILON:g})")
+    privacy.add_argument(
+        "--noise-multiplier", type=float, metavar="SIGMA", help="instead of --epsilon; 0 is not private"
+    )
+    privacy.add_argument("--delta", type=float, default=1e-5, help="default: 1e-5")
+    privacy.add_argument("--max-norm", type=float, metavar="C", help="clipping norm")
+    training = parser.add_argument_group("training", "defaults depend on the size of the training set")
+    training.add_argument("--epochs", type=int)
+    training.add_argument("--batch-size", type=int, metavar="B", help="expected size of a Poisson-sampled batch")
+    training.add_argument("--max-physical-batch-size", type=int, metavar="N", help="most examples in memory at once")
+    training.add_argument("--learning-rate", type=float, metavar="RATE")
+    training.add_argument("--optimizer", choices=tuple(OPTIMIZERS))
+    training.add_argument("--threads", type=int, metavar="N", help="processor threads torch may use")
+    output = parser.add_argument_group("output")
+    output.add_argument("--report", type=Path, metavar="DIR", help="folder to write a page with plots and JSON to")
+    output.add_argument(
+        "--compare",
+        action=argparse.BooleanOptionalAction,
+        help="also train at epsilon 3 and 1 and without privacy, and time every method (default: for digits)",
+    )
+    add_json(output)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trains, compares, prints, writes the report."""
+    if arguments.report is not None:
+        _prepare(arguments.report)
+    if arguments.threads is not None:
+        torch.set_num_threads(positive_int(threads=arguments.threads))
+    data = _load(arguments)
+    build(
+        arguments.model, data, arguments.seed
+    )  # a network that does not take such inputs is told before anything runs
+    _warn(arguments, len(data.train))
+    planned: list[PlannedRun] = []
+    outcomes: list[Outcome] = []
+    for plan in runs_of(arguments, len(data.train)):
+        planned.append(plan)
+        marks = _marks(plan.steps) if not outcomes else ()
+        with bar(plan.name, plan.steps) as watch:
+            outcomes.append(train(plan.settings, data, plan.name, watch, marks))
+    record = _record(arguments, data, planned[0].settings, outcomes)
+    page = report.write(record, arguments.report) if arguments.report is not None else None
+    if arguments.json:
+        print_json(report.figures(record) | {"report": str(page) if page else None})
+    else:
+        _print(record, page, arguments.delta)
+    return 0
+
+
+def _prepare(folder: Path) -> None:
+    """Makes the report's folder before hours of training, or says why it can't be written to."""
+    try:
+        report.prepare(folder)
+    except OSError as error:
+        raise UsageError(f"no report can be written to {folder}: {error.strerror or error}") from error
+
+
+def _record(arguments: argparse.Namespace, data: Data, main: Settings, outcomes: list[Outcome]) -> Record:
+    """Everything the report tells."""
+    first = outcomes[0]
+    speeds = {}
+    if wants_comparison(arguments):
+        fresh = build(main.model, data, main.seed)
+        speeds = examples_per_second(fresh, data.train, SPEED_BATCH, SPEED_SECONDS)
+    snapshot = None
+    if arguments.report is not None and main.noise_multiplier is not None:
+        snapshot = NormSnapshot(norms_of(first.model, data.train, main), main.max_norm)
+    return Record(
+        title=f"{main.model} on {data.name}",
+        settings=asdict(main) | {"training examples": len(data.train), "test examples": len(data.test)},
+        runs=[outcome.run for outcome in outcomes],
+        speeds=speeds,
+        speed_batch_size=min(SPEED_BATCH, len(data.train)) if speeds else 0,
+        privacy=first.curve,
+        norms=snapshot,
+        machine=describe(),
+    )
+
+
+def _print(record: Record, page: Path | None, delta: float) -> None:
+    """The results as text."""
+    examples = record.settings["training examples"], record.settings["test examples"]
+    print(f"{record.title}: {examples[0]:,} training examples, {examples[1]:,} test examples\n")
+    print(run_table(record.runs, delta))
+    if record.speeds:
+        print("\n" + speed_table(record.speeds, record.speed_batch_size))
+    if page is not None:
+        print(f"\nreport: {page}")
+
+
+def _marks(steps: int) -> list[int]:
+    """The steps after which epsilon is computed: a few of them, the last included."""
+    return sorted({max(1, round(steps * part / MARKS)) for part in range(1, MARKS + 1)})
+
+
+def _warn(arguments: argparse.Namespace, examples: int) -> None:
+    """A line about a delta that promises next to nothing."""
+    if arguments.method != "nonprivate" and arguments.delta * examples >= 1:
+        print(
+            f"warning: delta {arguments.delta:g} is at least one over the {examples} training examples, which allows "
+            "releasing one of them; use a smaller one",
+            file=sys.stderr,
+        )
+
+
+def _load(arguments: argparse.Namespace) -> Data:
+    """The data set the arguments name."""
+    if arguments.data != "digits" and arguments.data_dir is None:
+        raise UsageError(f"--data {arguments.data} needs --data-dir, the folder that holds its files")
+    if arguments.data == "digits" and arguments.data_dir is not None:
+        raise UsageError("digits are embedded and take no --data-dir; for files name their format with --data")
+    if arguments.data != "imdb" and arguments.vocabulary is not None:
+        raise UsageError(f"--vocabulary is for imdb; {arguments.data} has none")
+    return datasets.load(arguments.data, arguments.data_dir, arguments.vocabulary)

@@ -1,0 +1,115 @@
+"""One training run by any of the paper's methods: model, steps, accuracy, privacy spent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ghostclip import GhostClipper, models
+from ghostclip.accounting import ACCOUNTANTS
+from ghostclip.cli.methods import Settings, Steps, cross_entropy, steps_of
+from ghostclip.datasets import Data
+from ghostclip.report import PrivacyCurve, TrainingRun
+
+__all__ = ["Outcome", "Watch", "accuracy", "build", "norms_of", "train"]
+
+EVALUATION_BATCH = 512
+
+# Called after each step with its mean loss and the epsilon last computed (None before the first, or without privacy).
+Watch = Callable[[float, "float | None"], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A trained model with its figures; ``curve`` holds epsilon at the steps where it was computed."""
+
+    model: nn.Module
+    run: TrainingRun
+    curve: PrivacyCurve | None
+
+
+def build(name: str, data: Data, seed: int) -> nn.Module:
+    """The network for the data set, its first weights drawn from ``seed``; torch's generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return models.build(name, data.input_shape, data.classes, data.vocabulary)
+
+
+def train(settings: Settings, data: Data, name: str, watch: Watch, marks: Sequence[int] = ()) -> Outcome:
+    """Trains once and evaluates on the test part.
+
+    Args:
+        settings: what to train and how.
+        data: both parts.
+        name: of the run, for tables and plots.
+        watch: told of every step.
+        marks: steps after which epsilon is computed by PLD, for ``watch`` and the curve.
+
+    Raises:
+        ValueError, GhostClipError: settings the method or the model does not take.
+    """
+    model = build(settings.model, data, settings.seed)
+    steps = steps_of(settings, model, data.train)
+    curve: dict[str, list[float]] = {accountant: [] for accountant in ACCOUNTANTS}
+    losses, examples, seconds = [], 0, 0.0
+    iterator, started = iter(steps), time.perf_counter()
+    while (step := next(iterator, None)) is not None:
+        seconds += time.perf_counter() - started
+        losses.append(step.loss)
+        examples += step.examples
+        if steps.private and len(losses) in marks:
+            for accountant, values in curve.items():
+                values.append(steps.epsilon(accountant))
+        watch(step.loss, curve["pld"][-1] if curve["pld"] else None)
+        started = time.perf_counter()
+    run = TrainingRun(
+        name=name,
+        method=settings.method,
+        accuracy=accuracy(model, data.test),
+        epochs=settings.epochs,
+        steps=len(losses),
+        seconds=seconds,
+        examples_per_second=examples / seconds if seconds else 0.0,
+        noise_multiplier=steps.noise_multiplier,
+        epsilons={key.upper(): steps.epsilon(key) for key in ACCOUNTANTS} if steps.private else {},
+        losses=losses,
+    )
+    return Outcome(model, run, _curve(steps, settings, marks, curve) if marks and steps.private else None)
+
+
+def _curve(steps: Steps, settings: Settings, marks: Sequence[int], epsilons: dict[str, list[float]]) -> PrivacyCurve:
+    """Epsilon at the marks, from nothing spent at step 0."""
+    return PrivacyCurve(
+        steps=[0, *marks],
+        epsilons={name.upper(): [0.0, *values] for name, values in epsilons.items()},
+        delta=settings.delta,
+        target=settings.target_epsilon,
+    )
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, examples: TensorDataset) -> float:
+    """Share of the examples the model classifies correctly; the model is left in the mode it was in."""
+    training = model.training
+    model.eval()
+    correct = sum(
+        int((model(inputs).argmax(1) == labels).sum())
+        for inputs, labels in DataLoader(examples, batch_size=EVALUATION_BATCH)
+    )
+    model.train(training)
+    return correct / len(examples)
+
+
+def norms_of(model: nn.Module, examples: TensorDataset, settings: Settings) -> list[float]:
+    """Every training example's gradient norm under the model; private data."""
+    clipper = GhostClipper(model, settings.max_norm)
+    batch_size = min(EVALUATION_BATCH, settings.max_physical_batch_size or EVALUATION_BATCH)
+    norms: list[float] = []
+    for batch in DataLoader(examples, batch_size=batch_size):
+        norms += clipper.norms(cross_entropy(model, batch)).tolist()
+    return norms
