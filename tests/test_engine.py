@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from ghostclip import accounting
+from ghostclip import GhostClipper, accounting
 from ghostclip.engine import PrivacyEngine
 from ghostclip.events import SampledGaussian
 
@@ -224,11 +224,14 @@ def test_narrow_parameters_are_summed_and_made_noisy_in_float32(monkeypatch: pyt
     )  # fmt: skip
     draw = engine._steps._noise.draw
     monkeypatch.setattr(engine._steps._noise, "draw", lambda like, std: noises.extend(draw(like, std)) or noises)
+    reference = runs.network(torch.bfloat16)
+    clipper = GhostClipper(reference, 1.0)
     sums = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
     batch = next(runs.nonempty(engine))
-    for examples in batch.physical():
-        engine.backward(runs.losses_of(model, examples))
-        sums = [total + p.grad.float() for total, p in zip(sums, model.parameters(), strict=True)]
+    for examples in runs.gather(engine, batch):
+        clipper.backward(runs.losses_of(reference, examples))
+        sums = [total + p.grad.float() for total, p in zip(sums, reference.parameters(), strict=True)]
+        reference.zero_grad()
     engine.optimizer.step()
     assert len(batch.sizes) > 5
     for total, noise, parameter in zip(sums, noises, model.parameters(), strict=True):
