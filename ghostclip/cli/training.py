@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import GhostClipper, models
 from ghostclip.accounting import ACCOUNTANTS
-from ghostclip.cli.methods import Settings, Steps, cross_entropy, steps_of
+from ghostclip.cli.methods import Settings, cross_entropy, steps_of
 from ghostclip.datasets import Data
 from ghostclip.report import PrivacyCurve, TrainingRun
 
@@ -79,10 +80,11 @@ def train(settings: Settings, data: Data, name: str, watch: Watch, marks: Sequen
         epsilons={key.upper(): steps.epsilon(key) for key in ACCOUNTANTS} if steps.private else {},
         losses=losses,
     )
-    return Outcome(model, run, _curve(steps, settings, marks, curve) if marks and steps.private else None)
+    bounded = bool(curve["pld"]) and all(math.isfinite(value) for values in curve.values() for value in values)
+    return Outcome(model, run, _curve(settings, marks, curve) if bounded else None)
 
 
-def _curve(steps: Steps, settings: Settings, marks: Sequence[int], epsilons: dict[str, list[float]]) -> PrivacyCurve:
+def _curve(settings: Settings, marks: Sequence[int], epsilons: dict[str, list[float]]) -> PrivacyCurve:
     """Epsilon at the marks, from nothing spent at step 0."""
     return PrivacyCurve(
         steps=[0, *marks],

@@ -1,0 +1,222 @@
+"""The command line: what each command prints, and the one line a mistake ends in."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ghostclip
+from ghostclip import accounting, cli
+from ghostclip.cli import main, train
+
+SAMPLING = ["--examples", "6000", "--batch-size", "60", "--epochs", "2"]
+NETWORKS = """
+from torch import nn
+
+def good():
+    return nn.Sequential(nn.Flatten(), nn.Linear(6, 3))
+
+def bad():
+    return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.BatchNorm1d(6))
+
+def tuple_output():
+    return nn.LSTM(3, 4, batch_first=True)
+
+class Broken(nn.Module):
+    def forward(self, inputs):
+        raise KeyError("no such thing")
+
+def broken():
+    return Broken()
+
+number = 3
+"""
+
+
+@pytest.fixture
+def networks(tmp_path, monkeypatch) -> Path:
+    """A folder with a module of networks, as the working folder."""
+    (tmp_path / "networks.py").write_text(NETWORKS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "networks", raising=False)
+    return tmp_path
+
+
+def ran(capsys, *arguments: str, status: int = 0) -> str:
+    """What a command prints; its exit status must be ``status``."""
+    assert main([str(argument) for argument in arguments]) == status
+    return capsys.readouterr().out
+
+
+def mistake(capsys, *arguments: str) -> str:
+    """The one line on stderr that a mistake ends in, with exit status 2 and nothing on stdout."""
+    assert main([str(argument) for argument in arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("ghostclip: ")
+    assert shown.err.count("\n") == 1
+    return shown.err
+
+
+@pytest.mark.parametrize("command", ["train", "epsilon", "calibrate", "check", "explain"])
+def test_help_has_an_example(capsys, command):
+    shown = ran(capsys, command, "--help")
+    assert f"ghostclip {command}" in shown.partition("example")[2]
+    assert "--json" in shown
+
+
+def test_module_and_version():
+    output = subprocess.run(
+        [sys.executable, "-m", "ghostclip", "--version"], capture_output=True, text=True, check=True
+    )
+    assert output.stdout == f"ghostclip {ghostclip.__version__}\n"
+
+
+def test_epsilon_is_accounting_s(capsys):
+    found = json.loads(ran(capsys, "epsilon", "--noise-multiplier", "1.1", *SAMPLING, "--json"))
+    setting = {"noise_multiplier": 1.1, "sample_rate": 0.01, "steps": 200, "delta": 1e-5}
+    assert found["epsilon"] == found["epsilons"]["pld"] == accounting.epsilon(**setting)
+    assert found["epsilons"]["rdp"] == accounting.epsilon(**setting, accountant="rdp")
+    direct = ["epsilon", "--noise-multiplier", "1.1", "--sample-rate", "0.01", "--steps", "200"]
+    shown = ran(capsys, *direct, "--accountant", "rdp").splitlines()
+    assert shown[0] == f"epsilon {found['epsilons']['rdp']:.4g} (RDP)"
+    assert shown[1] == f"epsilon {found['epsilon']:.4g} (PLD)"
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_calibrated_noise_keeps_the_target_as_printed(capsys, accountant):
+    as_json = ["--json"] if accountant == "pld" else []
+    shown = ran(capsys, "calibrate", "--epsilon", "2", *SAMPLING, "--accountant", accountant, *as_json)
+    found = (
+        json.loads(shown)["noise_multiplier"] if as_json else shown.splitlines()[0].removeprefix("noise multiplier ")
+    )
+    assert len(str(found).partition(".")[2]) <= 4
+    where = {"sample_rate": 0.01, "steps": 200, "delta": 1e-5, "accountant": accountant}
+    assert 1.99 < accounting.epsilon(noise_multiplier=float(found), **where) <= 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "required: COMMAND (see ghostclip --help)"),
+        (["trian"], "invalid choice: 'trian'"),
+        (["epsilon"], "required: --noise-multiplier (see ghostclip epsilon --help)"),
+        (["epsilon", "--noise", "1"], "--noise-multiplier"),
+        (["epsilon", "--noise-multiplier", "x"], "invalid float value: 'x'"),
+        (["epsilon", "--noise-multiplier", "1"], "give --sample-rate and --steps, or --examples"),
+        (["epsilon", "--noise-multiplier", "1", *SAMPLING, "--steps", "3"], "give --sample-rate and --steps, or"),
+        (["epsilon", "--noise-multiplier", "nan", *SAMPLING], "noise_multiplier must be a finite number > 0; got nan"),
+        (["epsilon", "--noise-multiplier", "1", *SAMPLING, "--delta", "1"], "delta must be a number in (0, 1)"),
+        (["calibrate", "--epsilon", "-1", *SAMPLING], "target_epsilon must be a finite number > 0; got -1.0"),
+        (["calibrate", "--epsilon", "1", *SAMPLING, "--batch-size", "6001"], "at most the number of examples, 6000"),
+        (["check", "resnet"], "model must be one of mlp, cnn, rnn, lstm, transformer, or module:factory; got 'resnet'"),
+        (["check", "nowhere:make"], "ModuleNotFoundError: No module named 'nowhere'"),
+        (["check", "networks:"], "expected module:factory"),
+        (["check", "networks:missing"], "AttributeError"),
+        (["check", "networks:number"], "TypeError: 'int' object is not callable"),
+        (["check", "collections:OrderedDict"], "must make a torch.nn.Module; it made OrderedDict"),
+        (["explain", "networks:bad"], "the model can't be clipped exactly as it is"),
+        (["explain", "networks:good", "--input-shape", "7"], "does not take random inputs of shape [32, 7]"),
+        (["explain", "networks:broken", "--input-shape", "7"], "KeyError: 'no such thing'"),
+        (["explain", "cnn", "--input-shape", "0"], "input_shape must be a whole number >= 1; got 0"),
+        (["train", "--data", "mnist"], "--data mnist needs --data-dir"),
+        (
+            ["train", "--data", "mnist", "--data-dir", "nowhere"],
+            "nowhere is not a folder; give the folder that holds train",
+        ),
+        (["train", "--data-dir", "."], "digits are embedded and take no --data-dir"),
+        (["train", "--vocabulary", "words.txt"], "--vocabulary is for imdb; digits has none"),
+        (["train", "--model", "transformer"], "transformer takes token ids of texts"),
+        (["train", "--method", "nonprivate", "--epsilon", "3"], "--method nonprivate takes no --epsilon"),
+        (["train", "--epsilon", "3", "--noise-multiplier", "1"], "give --epsilon or --noise-multiplier, not both"),
+        (["train", "--epsilon", "0"], "epsilon must be a finite number > 0; got 0.0"),
+        (["train", "--epochs", "0"], "epochs must be a whole number >= 1; got 0"),
+        (["train", "--batch-size", "1438"], "batch_size must be at most the 1437 training examples; got 1438"),
+        (["train", "--max-norm", "inf", "--noise-multiplier", "1"], "max_norm must be a finite number > 0; got inf"),
+        (["train", "--seed", "-1"], "seed must be a whole number >= 0; got -1"),
+        (["train", "--threads", "0"], "threads must be a whole number >= 1; got 0"),
+        (
+            ["train", "--report", "networks.py/report"],
+            "no report can be written to networks.py/report: Not a directory",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(capsys, networks, arguments, expected):
+    assert expected in mistake(capsys, *arguments)
+
+
+def test_check_tells_findings_by_its_status(capsys, networks):
+    assert "nothing stands in the way" in ran(capsys, "check", "lstm")
+    shown = ran(capsys, "check", "networks:bad", status=1).splitlines()
+    assert len(shown) == 3
+    assert shown[0] == "networks:bad: 2 thing(s) to change"
+    found = json.loads(ran(capsys, "check", "networks:bad", "--json", status=1))
+    assert [finding["path"] for finding in found["findings"]] == ["1", "2"]
+    assert found["trainable"] is False
+
+
+def test_explain_shows_the_plan(capsys, networks):
+    shown = ran(capsys, "explain", "networks:good")
+    assert "at the first batch" in shown
+    assert "Give --input-shape" in shown
+    shown = ran(capsys, "explain", "networks:good", "--input-shape", "2", "3")
+    assert "at the first batch" not in shown
+    plan = json.loads(ran(capsys, "explain", "networks:tuple_output", "--input-shape", "5", "3", "--json"))["plan"]
+    assert {row["rule"] for row in plan} == {"LSTM"}
+
+
+@pytest.mark.parametrize(("name", "shape"), [("cnn", [20, 1, 5, 5]), ("mlp", [128, 784])])
+def test_explain_takes_the_paper_s_models(capsys, name, shape):
+    plan = json.loads(ran(capsys, "explain", name, "--batch-size", "2", "--json"))["plan"]
+    assert plan[0]["shape"] == shape
+
+
+def test_ctrl_c_is_one_line(capsys, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "_load", interrupted)
+    assert main(["train"]) == 130
+    assert capsys.readouterr().err == "ghostclip: interrupted\n"
+
+
+@pytest.mark.parametrize("extra", ["tqdm", "sklearn", "matplotlib", "jinja2"])
+def test_a_missing_extra_is_one_line(capsys, monkeypatch, tmp_path, extra):
+    for module in [name for name in sys.modules if name.partition(".")[0] == extra]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, extra, None)
+    message = mistake(capsys, "train", "--noise-multiplier", "1", "--report", tmp_path)
+    assert message == f'ghostclip: {extra} is not installed; run: pip install "ghostclip[cli]"\n'
+
+
+def test_another_missing_module_is_not_hidden(monkeypatch):
+    def broken(arguments):
+        raise ModuleNotFoundError("No module named 'mine'", name="mine")
+
+    monkeypatch.setattr(train, "_load", broken)
+    with pytest.raises(ModuleNotFoundError, match="mine"):
+        main(["train"])
+
+
+def test_a_full_disk_is_told_before_training(capsys, monkeypatch, tmp_path):
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(ghostclip.report.shutil, "disk_usage", lambda path: usage)
+    assert "has 1000 bytes left" in mistake(capsys, "train", "--report", tmp_path)
+
+
+def test_a_disk_that_fills_up_later_is_told(capsys, monkeypatch):
+    def full(arguments):
+        raise OSError(28, "No space left on device", "reports/index.html")
+
+    monkeypatch.setattr(train, "_load", full)
+    assert mistake(capsys, "train") == "ghostclip: reports/index.html: No space left on device\n"
+
+
+def test_a_reader_that_went_away_is_no_traceback():
+    command = f"{sys.executable} -m ghostclip explain cnn | true; exit ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert ended.stderr == ""
+    assert ended.returncode in (0, cli.READER_GONE)
