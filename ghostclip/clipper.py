@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from ghostclip.validate import one_of, positive
 from ghostclip.verify import compare_with_loop
 
 __all__ = ["ClippingResult", "GhostClipper"]
+
+
+WIDE_EPS = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,16 @@ class GhostClipper:
         self._grouping = Grouping()
         self._guard = GradientGuard()
         self._choices: Mapping[int, Choice] | None = None
+
+    @property
+    def sensitivity(self) -> float:
+        """The L2 bound on one example's contribution to a clipped sum, as `backward` reports it, known without a batch.
+
+        The policy's own, and a little more for parameters narrower than float32, whose gradients are rounded after
+        their weights were computed: by four units in the last place of the narrowest.
+        """
+        narrowest = max(torch.finfo(p.dtype).eps for _, p in self._index.trained()) if self._index.trained() else 0.0
+        return self.clipping.sensitivity * (1.0 + 4.0 * narrowest if narrowest > WIDE_EPS else 1.0)
 
     def norms(self, losses: Tensor, *, per: str | None = None, retain_graph: bool = False) -> Any:
         """Per-example gradient norms by the first pass alone.
@@ -128,23 +142,25 @@ class GhostClipper:
             losses, keep=cached, retain_graph=retain_graph or not cached or self.memory_budget is not None
         )
         norms = run.norms()
-        # A sum is finite only where both are; one reduction and one look at it, for the whole batch.
-        finite = torch.isfinite(norms + losses.detach())
-        all_finite = bool(finite.all())
+        # Sums are finite only where all that goes into them is: one look at one number for the whole batch.
+        both = norms + losses.detach()
+        finite = None
+        all_finite = math.isfinite(both.sum().item())
         weights = self.clipping.weights(norms)
         if not all_finite:
+            finite = torch.isfinite(both)
             weights = torch.where(finite, weights, torch.zeros_like(weights))
         if not all_finite and not run.holds_terms:
             run = self._first_pass(losses, keep=True, retain_graph=retain_graph, ignore_budget=True)
         if run.holds_terms:
-            run.add_weighted_sums(weights, None if all_finite else finite)
+            run.add_weighted_sums(weights, finite)
         else:
             with _in_our_words():
                 seed = weights.to(losses.dtype)
                 inputs = [parameter for _, parameter in trained]
                 torch.autograd.backward(losses, seed, retain_graph=retain_graph, inputs=inputs)
         self._guard.remember(trained)
-        return ClippingResult(norms, weights, self.clipping.sensitivity)
+        return ClippingResult(norms, weights, self.sensitivity)
 
     def explain(self) -> Plan:
         """The plan as a table: each parameter's layer, rule, strategy, why, measured cost; ``str()`` of it prints well.

@@ -62,10 +62,11 @@ def captured_calls(losses: Tensor, index: ModelIndex) -> Uses:
         if node in seen or node is None:
             continue
         seen.add(node)
-        if isinstance(node, Tensor):
+        kind = type(node)
+        if kind is ACCUMULATE:
+            _refuse_foreign_use(node.variable, index)
+        elif isinstance(node, Tensor):
             _refuse_foreign_use(node, index)
-        elif type(node) is ACCUMULATE:
-            _refuse_foreign_use(node.variable, index)  # type: ignore[union-attr]
         elif isinstance(call := getattr(node, "call", None), Call):
             if not index.knows(call):
                 index.refresh()
@@ -73,9 +74,8 @@ def captured_calls(losses: Tensor, index: ModelIndex) -> Uses:
                 calls.append(call)
             stack += call.sources
         else:
-            kind = type(node).__name__
-            reorders = reorders or (kind in REORDERING and _moves_first_dimension(node))
-            if kind == "CheckpointFunctionBackward":
+            reorders = reorders or (kind.__name__ in REORDERING and _moves_first_dimension(node))
+            if kind.__name__ == "CheckpointFunctionBackward":
                 raise UnsupportedModelError(
                     "reentrant activation checkpointing hides the layers inside it; "
                     "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
@@ -90,7 +90,7 @@ def _moves_first_dimension(node: Any) -> bool:
         if hasattr(node, saved):
             dims = getattr(node, saved)
             return 0 in (dims if isinstance(dims, (tuple, list)) else (dims,))
-    first = (getattr(node, "_saved_indices", None) or (False,))[0]
+    first: Any = (getattr(node, "_saved_indices", None) or (False,))[0]
     if first is None:
         return False
     # h[torch.arange(B), lengths] is how a model picks one position of each example; the examples stay in place.

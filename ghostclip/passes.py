@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ghostclip.index import ModelIndex
 from ghostclip.nn.base import Call
+from ghostclip.norms.affine import Affine
 from ghostclip.norms.combine import combine
 from ghostclip.norms.dense import Dense
 from ghostclip.norms.term import Term, wide
@@ -69,6 +70,7 @@ class Collector:
         self.examples, self.device = losses.shape[0], losses.device
         self.squared: dict[int, list[Tensor]] = {}
         self.terms: dict[Part, Term] = {}
+        self.affines: list[tuple[list[int], Affine]] = []
         self.choices: dict[int, Choice] = {}
         self.held_bytes, self.over_budget = 0, False
         self._keep, self._materialise, self._budget = keep, materialise, budget
@@ -106,15 +108,16 @@ class Collector:
         parts = [self._part(call, name) for name in names]
         if any(self._left[part] != 1 or part in self._waiting for part in parts):
             return False
-        squared = call.layer.squared_norms(call, inputs, grad)
-        for name, norms in squared.items():
-            part = self._part(call, name)
-            self._left[part] = 0
-            self.squared.setdefault(part[0], []).append(norms)
-            self.choices[part[0]] = SOLE
-            if self._keep and not self.over_budget:
-                self._keep_term(part, call.term(name, inputs, grad))
-        return bool(squared)
+        affine = call.layer.joint(call, inputs, grad)
+        if affine is None:
+            return False
+        for (owner, _), squared in zip(parts, affine.squared_norms().values(), strict=True):
+            self.squared.setdefault(owner, []).append(squared)
+            self.choices[owner] = SOLE
+        if self._keep and not self.over_budget:
+            self.affines.append(([owner for owner, _ in parts], affine))
+            self._count(affine.nbytes)
+        return True
 
     def _term(self, call: Call, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
         term = call.term(name, inputs, grad)
@@ -143,10 +146,14 @@ class Collector:
 
     def _keep_term(self, part: Part, term: Term) -> None:
         self.terms[part] = term
-        self.held_bytes += term.nbytes
+        self._count(term.nbytes)
+
+    def _count(self, nbytes: int) -> None:
+        self.held_bytes += nbytes
         if self._budget is not None and self.held_bytes > self._budget:
             self.over_budget = True
             self.terms.clear()
+            self.affines.clear()
 
 
 class FirstPass:
@@ -154,8 +161,8 @@ class FirstPass:
 
     def __init__(self, collector: Collector, trained: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._found, self._trained = collector, trained
-        wide_types = {wide(parameter.new_empty(0)).dtype for _, parameter in trained}
-        self._dtype = torch.float64 if torch.float64 in wide_types else torch.float32
+        double = any(parameter.dtype == torch.float64 for _, parameter in trained)
+        self._dtype = torch.float64 if double else torch.float32
 
     @property
     def holds_terms(self) -> bool:
@@ -170,9 +177,9 @@ class FirstPass:
     def _root(self, squared: Sequence[Tensor]) -> Tensor:
         if not squared:
             return torch.zeros(self._found.examples, dtype=self._dtype, device=self._found.device)
-        if len(squared) == 1:
-            return squared[0].to(self._dtype).sqrt()
-        return torch.stack([part.to(self._dtype) for part in squared]).sum(0).sqrt()
+        if any(part.dtype != self._dtype for part in squared):
+            squared = [part.to(self._dtype) for part in squared]
+        return torch.stack(list(squared)).sum(0).sqrt_()
 
     def norms(self) -> Tensor:
         """||g_i||, [B]."""
@@ -219,6 +226,12 @@ class FirstPass:
             if finite is not None:
                 term = term.keep_only(finite)
             add_to_gradient(parameters[part[0]], part[1], term.weighted_sum(weights))
+        while self._found.affines:
+            owners, affine = self._found.affines.pop()
+            if finite is not None:
+                affine = affine.keep_only(finite)
+            for owner, amount in zip(owners, affine.weighted_sums(weights).values(), strict=True):
+                add_to_gradient(parameters[owner], None, amount)
 
 
 def add_to_gradient(parameter: nn.Parameter, rows: tuple[int, int] | None, amount: Tensor) -> None:

@@ -58,7 +58,7 @@ class PrivateSteps:
         self._sums.discard()
         self._batch = batch
         self._stepping = False
-        self._sensitivity = self._clipper.clipping.sensitivity
+        self._sensitivity = self._clipper.sensitivity
 
     def left(self, batch: LogicalBatch) -> None:
         """A logical batch was left before its last physical one: its sums are discarded, its step will be refused."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.errors import UnsupportedModelError
+from ghostclip.norms.affine import Affine
 from ghostclip.norms.dense import Dense
 from ghostclip.norms.term import Term
 
@@ -78,11 +79,10 @@ class _Capture(torch.autograd.Function):
         return preactivation
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple:
         call = ctx.call
         if call.sink is not None:
-            call.sink(call, ctx.saved_tensors, grad.reshape(call.shape))
+            call.sink(call, ctx.saved_tensors, grad if grad.shape == call.shape else grad.reshape(call.shape))
         return grad, None, None, None
 
 
@@ -124,9 +124,9 @@ class GhostLayer(torch.nn.Module):
             A term, or the gradients themselves as a tensor [B, *parameter shape].
         """
 
-    def squared_norms(self, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> dict[str, Tensor]:
-        """Squared norms [B] of all the call's parameters at once, where that saves work; {} to have them one by one."""
-        return {}
+    def joint(self, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Affine | None:
+        """All the call's parameters at once, for a linear layer on one position; None to have them one by one."""
+        return None
 
     @classmethod
     def parameter_names(cls, module: torch.nn.Module) -> tuple[str, ...]:
@@ -180,13 +180,11 @@ class GhostLayer(torch.nn.Module):
     ) -> Call | None:
         """The `Call` of this use, or None when none of the parameters is trained."""
         own = self._parameters
-        trained = []
-        for name in parameters:
-            parameter = own.get(name)
-            if parameter is None:
-                _refuse_computed(self, name)
-            elif parameter.requires_grad:
-                trained.append(name)
+        trained = tuple([name for name in parameters if (p := own.get(name)) is not None and p.requires_grad])
+        if len(trained) < len(parameters):
+            for name in parameters:
+                if own.get(name) is None:
+                    _refuse_computed(self, name)
         if not trained:
             return None
         dim = self.ghost_batch_dim if batch_dim is None else batch_dim
@@ -200,7 +198,7 @@ class GhostLayer(torch.nn.Module):
                 f"{type(self).__name__}: examples are said to be in dimension {dim}, but the output has shape "
                 f"{list(preactivation.shape)}; set wrap(model, batch_dim=...) to where they are"
             )
-        return Call(self, tuple(trained), rows or {}, dim, preactivation.shape, inputs, extra)
+        return Call(self, trained, rows or {}, dim, preactivation.shape, inputs, extra)
 
 
 def _whole_base(tensor: Tensor) -> Tensor:

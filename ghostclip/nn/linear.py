@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ghostclip.norms.dense import Dense, squared_norms
+from ghostclip.norms.affine import Affine
+from ghostclip.norms.dense import Dense
 from ghostclip.norms.outer import Outer
 from ghostclip.norms.term import Term, wide
 
@@ -19,7 +20,7 @@ __all__ = ["Linear", "examples_first", "summed_positions"]
 
 def examples_first(tensor: Tensor, batch_dim: int) -> Tensor:
     """[..., B at batch_dim, ..., features] as [B, T, features], positions flattened."""
-    tensor = tensor.movedim(batch_dim, 0)
+    tensor = tensor.movedim(batch_dim, 0) if batch_dim else tensor
     return tensor.unsqueeze(1) if tensor.dim() == 2 else tensor.flatten(1, -2)
 
 
@@ -34,12 +35,8 @@ class Linear(GhostLayer, torch.nn.Linear, wraps=torch.nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return self.capture(super().forward(input), input)
 
-    def squared_norms(self, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> dict[str, Tensor]:
-        """One position: ||dL/db||^2 = ||dz||^2 is a factor of ||dL/dW||^2 = ||dz||^2 ||x||^2 too (Goodfellow 2015)."""
-        if grad.dim() != 2:
-            return {}
-        left = squared_norms(grad)
-        return {name: left if name == "bias" else left * squared_norms(inputs[0]) for name in call.parameters}
+    def joint(self, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Affine | None:
+        return Affine(grad, inputs[0], call.parameters) if grad.dim() == 2 else None
 
     def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
         grad = examples_first(grad, call.batch_dim)

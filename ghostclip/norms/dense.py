@@ -14,13 +14,13 @@ __all__ = ["Dense", "squared_norms"]
 
 def squared_norms(gradients: Tensor) -> Tensor:
     """Squared L2 norms of the rows of ``gradients`` [B, ...]; returns [B] in float32 or wider."""
+    gradients = wide(gradients)
     if gradients.dim() == 1:
-        return wide(gradients).square()
+        return gradients.square()
     if gradients.numel() == 0:
-        return wide(gradients).new_zeros(gradients.shape[0])
-    flat = gradients.flatten(1)
-    dtype = torch.float64 if gradients.dtype == torch.float64 else torch.float32
-    return torch.linalg.vector_norm(flat, dim=1, dtype=dtype).square()
+        return gradients.new_zeros(gradients.shape[0])
+    flat = gradients if gradients.dim() == 2 else gradients.flatten(1)
+    return torch.linalg.vector_norm(flat, dim=1).square_()
 
 
 @dataclass(eq=False)
@@ -48,8 +48,10 @@ class Dense(Term):
         return wide(self.gradients)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        flat = wide(self.gradients).flatten(1)
-        return (weights.to(flat.dtype) @ flat).view(self.shape)
+        gradients = wide(self.gradients)
+        if gradients.dim() == 2:
+            return torch.mv(gradients.t(), weights.to(gradients.dtype))
+        return (weights.to(gradients.dtype) @ gradients.flatten(1)).view(self.shape)
 
     def keep_only(self, keep: Tensor) -> Dense:
         return Dense(zero_examples(self.gradients, keep))

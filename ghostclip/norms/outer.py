@@ -149,6 +149,8 @@ class Outer(Term):
             return self._weighted_sum_of_groups(weights)
         left, right = wide(self.left), wide(self.right)
         scale = weights.to(left.dtype).view(-1, 1, 1)
+        if left.shape[1] == 1:
+            return ((left * scale).squeeze(1).t() @ right.squeeze(1)).view(self.shape)
         if left.shape[2] <= right.shape[2]:
             left = left * scale
         else:
