@@ -153,7 +153,7 @@ class MultiheadAttention(GhostLayer, torch.nn.MultiheadAttention, wraps=torch.nn
         if not need_weights:
             if mask is not None:
                 single = mask.shape[0] == 1
-                mask = mask.unsqueeze(0) if single else mask.view(examples, self.num_heads, target, source)
+                mask = mask.unsqueeze(0) if single else mask.view(examples, self.num_heads, mask.shape[1], source)
             q, k, v = (x.view(examples, self.num_heads, x.shape[1], self.head_dim) for x in (q, k, v))
             attended = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
             return attended.permute(2, 0, 1, 3).reshape(examples * target, self.embed_dim), None

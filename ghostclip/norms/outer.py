@@ -158,8 +158,8 @@ class Outer(Term):
         if not left.is_contiguous() and left.transpose(0, 1).is_contiguous():
             left, right = left.transpose(0, 1), right.transpose(0, 1)
         left, right = left.flatten(0, 1), right.flatten(0, 1)
-        # The narrower one on the left of the product, where BLAS is faster.
-        product = left.mT @ right if left.shape[1] <= right.shape[1] else (right.mT @ left).mT
+        # A far narrower right side is faster on the left of the product (measured: by half at 18 times, not yet at 3).
+        product = left.mT @ right if left.shape[1] < 4 * right.shape[1] else (right.mT @ left).mT
         return product.reshape(self.shape)
 
     def _weighted_sum_of_groups(self, weights: Tensor) -> Tensor:
