@@ -148,17 +148,17 @@ def attention(nn: ModuleType, call: Callable[..., Any] | None = None, **options:
     return Wired(wiring, attention=nn.MultiheadAttention(**{"embed_dim": 8, "num_heads": 2} | options))
 
 
-def padded(attend: Callable[..., Any], x: Tensor) -> Any:
+def padded(attend: Callable[..., Any], x: Tensor, **options: Any) -> Any:
     """Some of the last two positions of each example are padding."""
     padding = torch.zeros(x.shape[:2], dtype=torch.bool)
     padding[:, -2:] = x[:, -2:, 0] > 0
-    return attend(x, key_padding_mask=padding)
+    return attend(x, key_padding_mask=padding, **options)
 
 
-def masked_each(attend: Callable[..., Any], x: Tensor) -> Any:
+def masked_each(attend: Callable[..., Any], x: Tensor, **options: Any) -> Any:
     """A float mask of its own for each example and head, [B * heads, T, T]."""
     mask = (x[:, None, :, None, 0] + x[:, None, None, :, 1]).expand(-1, 2, -1, -1)
-    return attend(x, attn_mask=mask.reshape(-1, *mask.shape[2:]).detach())
+    return attend(x, attn_mask=mask.reshape(-1, *mask.shape[2:]).detach(), **options)
 
 
 def cnn(nn: ModuleType) -> torch.nn.Module:

@@ -176,6 +176,12 @@ def _attention() -> Iterator[Case]:
         "float mask": (lambda attend, x, mask: attend(x, attn_mask=mask), (x, normal(5, 5, batch_dim=None))),
         "key_padding_mask": (padded, (x,)),
         "mask of each example": (masked_each, (x,)),
+        "causal no weights": (
+            lambda attend, x: attend(x, attn_mask=torch.ones(5, 5, dtype=torch.bool).triu(1), need_weights=False),
+            (x,),
+        ),
+        "key_padding_mask no weights": (partial(padded, need_weights=False), (x,)),
+        "mask of each example no weights": (partial(masked_each, need_weights=False), (x,)),
         "twice": (lambda attend, x: attend(attend(x)[0], x, x)[0], (x,)),
     }
     for first in (True, False):
