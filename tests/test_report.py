@@ -74,9 +74,10 @@ def test_page_tells_the_figures_and_what_is_not_private(folder):
     for text in (
         "93.4%",
         "98.5%",
-        "7.99",
-        "8.75",
-        "1.51",
+        "7.990",
+        "8.750",
+        "1.510",
+        "1,234",
         "2,500",
         "2.00",
         "one batch of 64",
