@@ -7,7 +7,8 @@ Rényi divergences (Mironov 2017; Mironov et al. 2019). Both give upper bounds; 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -63,10 +64,11 @@ def epsilon_of(events: Iterable[SampledGaussian], *, delta: float, accountant: s
         return 0.0
     if any(event.noise_multiplier == 0 for event in happened):
         return math.inf
-    spent = _fresh_accountant(accountant, happened)
-    for event in happened:
-        spent.compose(_as_dp_event(event), event.count)
-    return float(spent.get_epsilon(delta))
+    with _without_remarks():
+        spent = _fresh_accountant(accountant, happened)
+        for event in happened:
+            spent.compose(_as_dp_event(event), event.count)
+        return float(spent.get_epsilon(delta))
 
 
 def noise_multiplier(
@@ -138,6 +140,19 @@ def max_steps(
             f"noise_multiplier={noise_multiplier!r}, sample_rate={sample_rate!r} and delta={delta!r}; lower one of them"
         )
     return round(_last_within(lambda x: excess_of(round(x)), math.exp(-many), math.exp(-fits), 0.5))
+
+
+@contextmanager
+def _without_remarks() -> Iterator[None]:
+    """Without dp-accounting's remarks on Rényi orders it leaves out, which make the bound no less valid."""
+    from absl import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _excess(event: SampledGaussian, target: float, delta: float, accountant: str) -> float:

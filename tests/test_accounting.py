@@ -151,3 +151,9 @@ def test_events_are_checked() -> None:
 def test_dp_accounting_is_imported_on_first_use_only() -> None:
     code = "import ghostclip.accounting, sys; assert 'dp_accounting' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_remarks_of_the_accountant_reach_the_user(capfd):
+    setting = {"noise_multiplier": 1.19, "sample_rate": 0.1, "steps": 30, "delta": 1e-5}
+    assert accounting.epsilon(**setting, accountant="rdp") > accounting.epsilon(**setting)
+    assert capfd.readouterr() == ("", "")
