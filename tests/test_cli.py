@@ -89,13 +89,14 @@ def test_epsilon_is_accounting_s(capsys):
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_calibrated_noise_keeps_the_target_as_printed(capsys, accountant):
     as_json = ["--json"] if accountant == "pld" else []
-    shown = ran(capsys, "calibrate", "--epsilon", "2", *SAMPLING, "--accountant", accountant, *as_json)
+    where = ["--sample-rate", "0.1", "--steps", "20"]
+    shown = ran(capsys, "calibrate", "--epsilon", "1", *where, "--accountant", accountant, *as_json)
     found = (
         json.loads(shown)["noise_multiplier"] if as_json else shown.splitlines()[0].removeprefix("noise multiplier ")
     )
     assert len(str(found).partition(".")[2]) <= 4
-    where = {"sample_rate": 0.01, "steps": 200, "delta": 1e-5, "accountant": accountant}
-    assert 1.99 < accounting.epsilon(noise_multiplier=float(found), **where) <= 2
+    setting = {"sample_rate": 0.1, "steps": 20, "delta": 1e-5, "accountant": accountant}
+    assert 0.99 < accounting.epsilon(noise_multiplier=float(found), **setting) <= 1
 
 
 @pytest.mark.parametrize(
@@ -136,6 +137,8 @@ def test_calibrated_noise_keeps_the_target_as_printed(capsys, accountant):
         (["train", "--epochs", "0"], "epochs must be a whole number >= 1; got 0"),
         (["train", "--batch-size", "1438"], "batch_size must be at most the 1437 training examples; got 1438"),
         (["train", "--max-norm", "inf", "--noise-multiplier", "1"], "max_norm must be a finite number > 0; got inf"),
+        (["train", "--max-physical-batch-size", "0"], "max_physical_batch_size must be a whole number >= 1; got 0"),
+        (["train", "--learning-rate", "0", "--noise-multiplier", "1"], "learning_rate must be a finite number > 0"),
         (["train", "--seed", "-1"], "seed must be a whole number >= 0; got -1"),
         (["train", "--threads", "0"], "threads must be a whole number >= 1; got 0"),
         (

@@ -88,12 +88,14 @@ def test_building_leaves_torch_s_generator_alone():
 
 def test_target_is_met_and_reported(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(train, "MARKS", 2)
-    found = trained(capsys, "--model", "mlp", "--epsilon", "4", "--report", tmp_path / "r", *QUICK)
+    found = trained(
+        capsys, "--model", "mlp", "--epsilon", "2", "--batch-size", "300", "--report", tmp_path / "r", *QUICK
+    )
     assert found == json.loads((tmp_path / "r" / "report.json").read_text()) | {
         "report": str(tmp_path / "r" / "index.html")
     }
     (run,) = found["runs"]
-    assert 3.99 < run["epsilons"]["PLD"] <= 4 < run["epsilons"]["RDP"]
+    assert 1.99 < run["epsilons"]["PLD"] <= 2 < run["epsilons"]["RDP"]
     assert run["noise_multiplier"] == found["settings"]["noise_multiplier"]
     assert (found["privacy"]["steps"][0], found["privacy"]["steps"][-1]) == (0, run["steps"])
     assert found["privacy"]["epsilons"]["PLD"][-1] == run["epsilons"]["PLD"]

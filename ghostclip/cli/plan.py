@@ -59,13 +59,15 @@ def runs_of(arguments: argparse.Namespace, examples: int) -> Iterator[PlannedRun
 def check(arguments: argparse.Namespace, examples: int) -> None:
     """Everything that can be told before the first calculation."""
     if arguments.method == "nonprivate":
-        for option in ("epsilon", "noise_multiplier", "max_norm"):
+        for option in ("epsilon", "noise_multiplier", "max_norm", "max_physical_batch_size"):
             if getattr(arguments, option) is not None:
                 raise UsageError(f"--method nonprivate takes no --{option.replace('_', '-')}; leave it out")
     if arguments.epsilon is not None and arguments.noise_multiplier is not None:
         raise UsageError("give --epsilon or --noise-multiplier, not both: each determines the other")
     if arguments.batch_size is not None and positive_int(batch_size=arguments.batch_size) > examples:
         raise ValueError(f"batch_size must be at most the {examples} training examples; got {arguments.batch_size}")
+    if arguments.max_physical_batch_size is not None:
+        positive_int(max_physical_batch_size=arguments.max_physical_batch_size)
     open_fraction(delta=arguments.delta)
     if not 0 <= whole(seed=arguments.seed) < 2**63:
         raise ValueError(f"seed must be below 2**63; got {arguments.seed}")
