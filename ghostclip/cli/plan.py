@@ -40,7 +40,7 @@ def runs_of(arguments: argparse.Namespace, examples: int) -> Iterator[PlannedRun
     Raises:
         UsageError: options that contradict each other; ValueError: a value out of range.
     """
-    check(arguments, examples)
+    _check(arguments, examples)
     if arguments.method == "nonprivate":
         yield _nonprivate(arguments, examples)
         return
@@ -56,7 +56,7 @@ def runs_of(arguments: argparse.Namespace, examples: int) -> Iterator[PlannedRun
         yield _nonprivate(arguments, examples)
 
 
-def check(arguments: argparse.Namespace, examples: int) -> None:
+def _check(arguments: argparse.Namespace, examples: int) -> None:
     """Everything that can be told before the first calculation."""
     if arguments.method == "nonprivate":
         for option in ("epsilon", "noise_multiplier", "max_norm", "max_physical_batch_size"):

@@ -1,6 +1,6 @@
 """Default training settings, found on public data.
 
-The settings for the digits were chosen on a fifth of their training images, held out, never on the test images. On
+The settings for the digits were chosen on a quarter of their training images, held out, never on the test images. On
 private data such a search would spend privacy of its own: start from settings that worked on similar public data.
 """
 
