@@ -92,10 +92,11 @@ def _flat_noise(parameters: list[nn.Parameter], std: float) -> Callable[[int], N
     noise = [part.view_as(parameter) for part, parameter in zip(flat.split(sizes), parameters, strict=True)]
 
     def add(batch_size: int) -> None:
-        flat.normal_(0.0, std)
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        torch._foreach_add_(gradients, noise)
-        torch._foreach_mul_(gradients, 1.0 / batch_size)
+        flat.normal_(0.0, std / batch_size)
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        torch._foreach_add_(noise, gradients, alpha=1.0 / batch_size)
+        for parameter, total in zip(parameters, noise, strict=True):
+            parameter.grad = total
 
     return add
 

@@ -20,7 +20,8 @@ def squared_norms(gradients: Tensor) -> Tensor:
     if gradients.numel() == 0:
         return gradients.new_zeros(gradients.shape[0])
     flat = gradients if gradients.dim() == 2 else gradients.flatten(1)
-    return torch.linalg.vector_norm(flat, dim=1).square_()
+    norms = torch.linalg.vector_norm(flat, dim=1)
+    return norms.mul_(norms)
 
 
 @dataclass(eq=False)
