@@ -12,7 +12,7 @@ __all__ = ["Recipe", "learning_rate", "recipe_for"]
 
 LARGE_FROM = 10_000  # examples
 # The standard deviation that one step's noise may give a weight, before momentum, and the largest useful rate.
-NOISE_PER_STEP, LARGEST_RATE = 0.0028, 0.5
+NOISE_PER_STEP, LARGEST_RATE = 0.002, 0.5
 ADAM_RATE = 1e-3
 
 
