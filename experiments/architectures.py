@@ -82,7 +82,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 4.6), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(11, 4.8), layout="constrained")
     width = 0.16
     for place, method in enumerate(METHODS):
         spreads = [work["methods"][method]["seconds_per_epoch"] for work in results["networks"].values()]
@@ -114,7 +114,7 @@ def _label(seconds: float) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the experiment and writes its two files; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--examples", type=int, default=512, help="examples an epoch (default: 512)")
+    parser.add_argument("--examples", type=int, default=256, help="examples an epoch (default: 256)")
     parser.add_argument("--seconds", type=float, default=30.0, help="measuring time a network (default: 30)")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=NETWORKS, help="default: all five")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
