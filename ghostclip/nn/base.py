@@ -150,8 +150,8 @@ class GhostLayer(torch.nn.Module):
         """Remembers ``inputs`` with ``preactivation`` until its gradient comes; returns it, same values and shape.
 
         Args:
-            preactivation: what the parameters produced; must not be used before the tensor returned here, nor be kept by
-                its own operation for backward, as exp or tanh keep theirs (clone it then; torch complains otherwise).
+            preactivation: what the parameters produced; must not be used before the tensor returned here, nor be kept
+                by its own operation for backward, as exp or tanh keep theirs (clone it then; torch complains otherwise).
             inputs: the tensors the rule needs.
             parameters: names of the layer's own parameters that took part.
             rows: (start, stop) along the first axis for parameters of which only a part took part.
