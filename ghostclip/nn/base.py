@@ -151,7 +151,7 @@ class GhostLayer(torch.nn.Module):
 
         Args:
             preactivation: what the parameters produced; must not be used before the tensor returned here, nor be kept
-                by its own operation for backward, as exp or tanh keep theirs (clone it then; torch complains otherwise).
+                by its own operation for backward, as exp or tanh keep theirs (clone it then; torch complains if not).
             inputs: the tensors the rule needs.
             parameters: names of the layer's own parameters that took part.
             rows: (start, stop) along the first axis for parameters of which only a part took part.
