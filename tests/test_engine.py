@@ -131,7 +131,7 @@ def test_one_draw_serves_a_step_of_many_physical_batches(monkeypatch: pytest.Mon
     for batch in engine.batches():
         engine.step(batch, runs.losses_of)
         steps += 1
-    assert draws == [1.0] * steps
+    assert draws == [1.0 / 8] * steps
 
 
 def test_an_empty_batch_is_a_step_of_noise_and_is_charged() -> None:
@@ -223,7 +223,13 @@ def test_narrow_parameters_are_summed_and_made_noisy_in_float32(monkeypatch: pyt
         max_physical_batch_size=1,
     )  # fmt: skip
     draw = engine._steps._noise.draw
-    monkeypatch.setattr(engine._steps._noise, "draw", lambda like, std: noises.extend(draw(like, std)) or noises)
+
+    def kept(like: list[torch.Tensor], std: float) -> list[torch.Tensor]:
+        drawn = draw(like, std)
+        noises.extend(noise.clone() for noise in drawn)
+        return drawn
+
+    monkeypatch.setattr(engine._steps._noise, "draw", kept)
     reference = runs.network(torch.bfloat16)
     clipper = GhostClipper(reference, 1.0)
     sums = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
@@ -236,7 +242,7 @@ def test_narrow_parameters_are_summed_and_made_noisy_in_float32(monkeypatch: pyt
     assert len(batch.sizes) > 5
     for total, noise, parameter in zip(sums, noises, model.parameters(), strict=True):
         assert noise.dtype == torch.float32
-        assert torch.equal(parameter.grad, ((total + noise) / 20).to(torch.bfloat16))
+        assert torch.equal(parameter.grad, torch.add(noise, total, alpha=1 / 20).to(torch.bfloat16))
 
 
 def test_a_closure_gets_its_noise_after_it_ran() -> None:

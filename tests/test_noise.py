@@ -1,6 +1,8 @@
 """Noise: its distribution, independence across parameters, steps and processes, precision, and who may seed it."""
 
+import ctypes
 import multiprocessing
+import struct
 import subprocess
 import sys
 from multiprocessing.connection import Connection
@@ -10,7 +12,9 @@ import pytest
 import torch
 from scipy import stats
 
+from ghostclip.native import library
 from ghostclip.noise import Noise, noise_source
+from ghostclip.noise.gaussian import CHUNK, ChaCha, Normal, Pcg, box_muller
 
 MILLION = 1_000_000
 # A false alarm once in a hundred thousand runs for each test.
@@ -90,32 +94,126 @@ def test_torch_seeds_have_no_influence() -> None:
     assert found[0] != found[1]
 
 
-def test_the_whole_state_of_the_generator_comes_from_the_system() -> None:
-    # torch's own seeding keeps 32 bits: generators seeded alike in those agree, and all could be tried.
-    assert torch.equal(
-        torch.randn(4, generator=torch.Generator().manual_seed(5)),
-        torch.randn(4, generator=torch.Generator().manual_seed(5 + 2**32)),
+def test_all_the_entropy_asked_for_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr("os.urandom", lambda count: asked.append(count) or bytes(count))
+    assert ChaCha(compiled())._key == bytes(32)
+    Pcg()
+    assert asked == [32, 32]
+    # 256 bits of entropy that differ in the last one only make other numbers: none of them is thrown away.
+    drawn = [Pcg(entropy).words(4).tolist() for entropy in (1 << 255, (1 << 255) + 1)]
+    assert not set(drawn[0]) & set(drawn[1])
+
+
+def compiled() -> ctypes.CDLL:
+    found = library("normal")
+    if found is None:
+        pytest.skip("no C compiler here")
+    return found
+
+
+def chacha20(key: bytes, counter: int) -> list[int]:
+    """A block of the key stream as RFC 8439 tells it, the nonce zero and the counter of 64 bits."""
+    start = [
+        *struct.unpack("<4I", b"expand 32-byte k"),
+        *struct.unpack("<8I", key),
+        counter % 2**32,
+        counter >> 32,
+        0,
+        0,
+    ]
+    state = list(start)
+    columns = [(0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15)]
+    diagonals = [(0, 5, 10, 15), (1, 6, 11, 12), (2, 7, 8, 13), (3, 4, 9, 14)]
+    for a, b, c, d in 10 * (columns + diagonals):
+        for to, other, turned, by in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
+            state[to] = (state[to] + state[other]) % 2**32
+            mixed = state[turned] ^ state[to]
+            state[turned] = (mixed << by | mixed >> (32 - by)) % 2**32
+    return [(left + right) % 2**32 for left, right in zip(state, start, strict=True)]
+
+
+def test_the_key_stream_is_chacha20s() -> None:
+    # RFC 8439, appendix A.1, test vector 1.
+    first = (
+        "76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7"
+        "da41597c5157488d7724e03fb8d84a376a43b8f41518a11cc387b669b2ee6586"
     )
+    assert struct.pack("<16I", *chacha20(bytes(32), 0)).hex() == first
+    lanes = compiled().ghostclip_lanes()
+    source = ChaCha(compiled())
+    source._block = before = 2**32 - lanes
+    words = source.words(2 * 16 * lanes + 1)[: 2 * 16 * lanes].reshape(2, 16, lanes)
+    assert source._block == before + 3 * lanes
+    for group in range(2):
+        for lane in range(lanes):
+            assert words[group, :, lane].tolist() == chacha20(source._key, before + group * lanes + lane)
+
+
+def test_compiled_numbers_are_box_and_mullers_of_the_key_stream() -> None:
+    source, words = ChaCha(compiled(), 5), ChaCha(compiled(), 5)
+    group = 16 * compiled().ghostclip_lanes()
+    found, expected = torch.empty(3 * group + 1), torch.empty(group)
+    source.fill(found, 2.0)
+    for part in found.split(group)[:3]:
+        box_muller(words.words(group), expected, 2.0)
+        assert torch.allclose(part, expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_extreme_words_make_finite_numbers_of_the_right_size(dtype: torch.dtype) -> None:
+    words = {torch.float32: np.int32, torch.float64: np.int64}[dtype]
+    extremes = np.array([np.iinfo(words).min, 0, -1, 0, 1, np.iinfo(words).max], words).view(np.uint32)
+    out = torch.empty(6, dtype=dtype)
+    box_muller(extremes, out, 1.0)
+    assert torch.isfinite(out).all()
+    largest = np.sqrt(2 * np.log(2) * (32 if dtype == torch.float32 else 64))
+    assert float(out[1].hypot(out[4])) == pytest.approx(largest, rel=1e-6)
+    assert float(out[0].hypot(out[3])) < 1e-3
+
+
+def streams() -> list[Normal]:
+    return [Pcg()] if library("normal") is None else [Pcg(), ChaCha(compiled())]
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 255, 257, CHUNK - 1, CHUNK + 1, 2 * CHUNK + 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_number_of_every_size_is_filled(size: int, dtype: torch.dtype) -> None:
+    for stream in streams():
+        guarded = torch.full((size + 1,), torch.nan, dtype=dtype)
+        stream.fill(guarded[:size], 1.0)
+        assert torch.isfinite(guarded[:size]).all()
+        assert torch.isnan(guarded[size])
+        assert len(guarded[:size].unique()) >= 0.99 * size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_stream_is_gaussian_and_independent(dtype: torch.dtype) -> None:
+    for stream in streams():
+        out = torch.empty(MILLION, dtype=dtype)
+        stream.fill(out, 1.0)
+        assert stats.kstest(out.numpy(), "norm").pvalue > RARE
+        counts, _ = np.histogram(out.numpy(), stats.norm.ppf(np.linspace(0, 1, 1001)))
+        assert stats.chisquare(counts).pvalue > RARE
+        # The two numbers of a pair are half a group of vectors, or half a chunk, apart.
+        for lag in (1, 32, 64, 128, CHUNK // 2):
+            for of in (out, out.abs()):
+                assert stats.pearsonr(of[:-lag].numpy(), of[lag:].numpy()).pvalue > RARE
+
+
+def test_without_a_compiler_the_noise_is_made_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ghostclip.noise.gaussian.library", lambda name: None)
     source = noise_source()
-    state = source._generator(torch.device("cpu")).get_state()
-    seeded_alike = torch.Generator().manual_seed(source._generator(torch.device("cpu")).initial_seed())
-    assert (state != seeded_alike.get_state()).sum() > 2000
-    assert torch.equal(source.draw([torch.zeros(4)], 1.0)[0], _from_state(state))
-
-
-def _from_state(state: torch.Tensor) -> torch.Tensor:
-    generator = torch.Generator()
-    generator.set_state(state)
-    return torch.empty(4).normal_(generator=generator)
+    assert stats.kstest(numbers(source), "norm").pvalue > RARE
+    assert isinstance(source._stream(torch.device("cpu")), Pcg)
 
 
 def test_one_flat_draw_serves_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    normal = torch.Tensor.normal_
-    monkeypatch.setattr(
-        torch.Tensor, "normal_", lambda self, *a, **k: calls.append(self.numel()) or normal(self, *a, **k)
-    )
-    drawn = noise_source().draw(SHAPES, 1.0)
+    source = noise_source()
+    stream = source._stream(torch.device("cpu"))
+    monkeypatch.setattr(stream, "fill", lambda out, std: calls.append(out.numel()))
+    drawn = source.draw(SHAPES, 1.0)
     assert calls == [3 * 5 + 1 + 0 + 7]
     assert [tuple(tensor.shape) for tensor in drawn] == [(3, 5), (), (0, 4), (7,)]
 
@@ -126,23 +224,22 @@ def test_noise_is_float32_or_wider() -> None:
     assert [tensor.dtype for tensor in drawn] == [torch.float32] * 3 + [torch.float64]
 
 
-def test_add_changes_in_place_and_refuses_narrow_sums() -> None:
+def test_released_sums_are_noisy_and_divided_and_narrow_ones_refused() -> None:
     sums = [torch.full((50_000,), 10.0), torch.full((50_000,), 10.0, dtype=torch.float64)]
-    noise_source().add_(sums, 3.0)
-    for tensor in sums:
-        assert stats.kstest(tensor.numpy(), "norm", args=(10.0, 3.0)).pvalue > RARE
+    for tensor in noise_source().release(sums, 3.0, 4.0):
+        assert stats.kstest(tensor.numpy(), "norm", args=(2.5, 0.75)).pvalue > RARE
     with pytest.raises(TypeError, match=r"float32 or float64, and cast afterwards; got a sum in torch\.bfloat16"):
-        noise_source().add_([torch.zeros(2, dtype=torch.bfloat16)], 1.0)
+        noise_source().release([torch.zeros(2, dtype=torch.bfloat16)], 1.0)
 
 
 def test_no_noise_and_nothing_to_add_to() -> None:
-    kept = torch.ones(3)
-    noise_source().add_([kept], 0.0)
-    noise_source().add_([], 1.0)
-    assert torch.equal(kept, torch.ones(3))
+    assert torch.equal(noise_source().release([torch.ones(3)], 0.0, 4.0)[0], torch.full((3,), 0.25))
+    assert noise_source().release([], 1.0) == []
     for wrong in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="std must be"):
-            noise_source().draw(SHAPES, wrong)
+            noise_source().release([torch.ones(3)], wrong)
+    with pytest.raises(ValueError, match="divisor must be"):
+        noise_source().release([torch.ones(3)], 1.0, 0.0)
 
 
 def test_test_mode_repeats_itself_and_is_not_private() -> None:

@@ -159,9 +159,11 @@ class Naive:
     def _release(self) -> None:
         """Charges a step, adds its noise, and takes it."""
         self._charged += 1
-        sums = [_gradient(parameter) for parameter in self._model.parameters()]
-        self._noise.add_(sums, self._sigma * self._settings.max_norm)
-        torch._foreach_div_(sums, self._settings.batch_size)
+        parameters = list(self._model.parameters())
+        sums = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        released = self._noise.release(sums, self._sigma * self._settings.max_norm, self._settings.batch_size)
+        for parameter, gradient in zip(parameters, released, strict=True):
+            parameter.grad = gradient
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -171,13 +173,6 @@ class Naive:
             return 0.0
         event = replace(self._batches.event(self._sigma), count=self._charged)
         return epsilon_of([event], delta=self._settings.delta, accountant=accountant)
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    """p.grad, zeros where an empty batch made none."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
 
 
 def _noting(seen: list[Tensor]) -> naive.LossFunction:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -133,10 +132,8 @@ class PrivateSteps:
         self._sums.release(held, self._make_private)
         self._stepping = True
 
-    def _make_private(self, sums: list[Tensor]) -> None:
-        self._noise.add_(sums, self._noise_multiplier * self._sensitivity)
-        if sums:
-            torch._foreach_div_(sums, float(self._batch_size))
+    def _make_private(self, sums: list[Tensor]) -> list[Tensor]:
+        return self._noise.release(sums, self._noise_multiplier * self._sensitivity, self._batch_size)
 
 
 def refuse_second_engine(optimizer: Optimizer) -> None:

@@ -82,16 +82,15 @@ class ClippedSums:
         _refuse_filled(self._named)
 
     @torch.no_grad()
-    def release(self, held: Collection[nn.Parameter], make_private: Callable[[list[Tensor]], None]) -> None:
-        """Lets ``make_private`` change the sums in place, and leaves the results in the p.grads of ``held``.
+    def release(self, held: Collection[nn.Parameter], make_private: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        """Leaves what ``make_private`` makes of the sums in the p.grads of ``held``.
 
         Trained parameters without a gradient get zeros first, since optimizers skip None and it would have no noise;
         sums of parameters that aren't held are dropped.
         """
         stepped = [p for p in held if p.requires_grad or p.grad is not None]
         sums = [self._sum_of(parameter) for parameter in stepped]
-        make_private(sums)
-        for parameter, total in zip(stepped, sums, strict=True):
+        for parameter, total in zip(stepped, make_private(sums), strict=True):
             parameter.grad = total if total.dtype == parameter.dtype else total.to(parameter.dtype)
         _drop(p for _, p in self._named if p not in held)
         self._wide.clear()

@@ -5,25 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-from ghostclip.validate import nonnegative, one_of, whole
+from ghostclip.noise.gaussian import Normal, normal_on
+from ghostclip.validate import nonnegative, one_of, positive, whole
 
 __all__ = ["MODES", "Noise", "noise_source"]
 
 MODES = ("standard", "hardened", "test")
-# Where torch keeps the twister in a CPU generator's state: 624 words of 32 bits, each in 8 bytes.
-TWISTER_START, TWISTER_WORDS = 24, 624
 
 
 def noise_source(mode: str = "standard", seed: int | None = None) -> Noise:
     """The source of noise for a mode's name.
 
     Args:
-        mode: "standard": torch's generator on each device, its state filled from the operating system's entropy;
+        mode: "standard": a generator on each device, its state filled from the operating system's entropy;
             "test": repeatable noise from ``seed``, which protects nobody and is charged as epsilon = inf.
         seed: a whole number, with "test" only.
 
@@ -49,7 +47,7 @@ def noise_source(mode: str = "standard", seed: int | None = None) -> Noise:
 class Noise:
     """Draws Gaussian noise, fresh in every process and after every fork unless it has a seed.
 
-    The numbers have the resolution of torch's own normal draws in float32 (float64 for float64 sums).
+    The numbers have the resolution of float32 (float64 for float64 sums); see `ghostclip.noise.gaussian`.
 
     Args:
         seed: None, or a whole number that makes the noise repeatable and worthless for privacy.
@@ -62,7 +60,7 @@ class Noise:
         self.private = seed is None
         self._seed = seed
         self._process = os.getpid()
-        self._generators: dict[torch.device, torch.Generator] = {}
+        self._streams: dict[torch.device, Normal] = {}
 
     def draw(self, like: Sequence[Tensor], std: float) -> list[Tensor]:
         """One independent draw for each tensor, of its shape and device, float32 or wider.
@@ -82,50 +80,46 @@ class Noise:
             shapes = [like[index] for index in indices]
             device, size = shapes[0].device, sum(tensor.numel() for tensor in shapes)
             flat = torch.empty(size, dtype=_precision(shapes[0]), device=device)
-            flat.normal_(0.0, std, generator=self._generator(device))
+            self._stream(device).fill(flat, std)
             for index, view in zip(indices, _unflatten_dense_tensors(flat, shapes), strict=True):
                 views[index] = view
         return views
 
     @torch.no_grad()
-    def add_(self, sums: Sequence[Tensor], std: float) -> None:
-        """Adds noise of standard deviation ``std`` to every number of ``sums``, in place.
+    def release(self, sums: Sequence[Tensor], std: float, divisor: float = 1.0) -> list[Tensor]:
+        """(sum + noise) / divisor for each of ``sums``, with noise of standard deviation ``std``.
+
+        Args:
+            sums: float32 or float64; not changed unless ``std`` is 0.
+            std: standard deviation of the noise in a sum, finite and >= 0.
+            divisor: the public number the sums are divided by, > 0.
 
         Raises:
             TypeError: a sum is in a narrower type than float32, where noise would be rounded away.
+            ValueError: ``std`` or ``divisor`` is out of range.
         """
+        positive(divisor=divisor)
         for tensor in sums:
-            if tensor.dtype != _precision(tensor):
+            if tensor.dtype not in (torch.float32, torch.float64):
                 raise TypeError(
                     f"noise is added in float32 or float64, and cast afterwards; got a sum in {tensor.dtype}"
                 )
-        if std != 0 and sums:
-            torch._foreach_add_(list(sums), self.draw(sums, std))
+        if not sums:
+            return []
+        if nonnegative(std=std) == 0:
+            torch._foreach_div_(list(sums), float(divisor))
+            return list(sums)
+        noise = self.draw(sums, std / divisor)
+        torch._foreach_add_(noise, list(sums), alpha=1.0 / divisor)
+        return noise
 
-    def _generator(self, device: torch.device) -> torch.Generator:
-        """The generator of a device; a forked process gets its own, lest it repeat its parent's noise."""
+    def _stream(self, device: torch.device) -> Normal:
+        """The stream of a device; a forked process gets its own, lest it repeat its parent's noise."""
         if self.private and self._process != os.getpid():
-            self._process, self._generators = os.getpid(), {}
-        if device not in self._generators:
-            made = torch.Generator(device)
-            _fill_from_system(made) if self._seed is None else made.manual_seed(self._seed)
-            self._generators[device] = made
-        return self._generators[device]
-
-
-def _fill_from_system(generator: torch.Generator) -> None:
-    """Sets the generator's state from the operating system's entropy.
-
-    torch keeps only 32 bits of a seed on the CPU, few enough to try them all, so there the 624 words of the Mersenne
-    twister's state are written themselves. A GPU's Philox generator takes all 64 bits as its key.
-    """
-    generator.manual_seed(int.from_bytes(os.urandom(8), "little", signed=True))
-    if generator.device.type != "cpu":
-        return
-    state = generator.get_state()
-    words = state.numpy()[TWISTER_START : TWISTER_START + 8 * TWISTER_WORDS].view(np.uint64)
-    words[:] = np.frombuffer(os.urandom(4 * TWISTER_WORDS), np.uint32)
-    generator.set_state(state)
+            self._process, self._streams = os.getpid(), {}
+        if device not in self._streams:
+            self._streams[device] = normal_on(device, self._seed)
+        return self._streams[device]
 
 
 def _precision(tensor: Tensor) -> torch.dtype:

@@ -1,0 +1,114 @@
+/* Standard normal numbers from ChaCha20 (RFC 8439, section 2.3) by Box and Muller's (1958) transform.
+
+   The cipher runs on LANES blocks side by side, one in each lane of the processor's vectors, and the transform on all
+   their words. Both are written without intrinsics, for any compiler with vector types. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#define WORDS (16 * LANES)
+#define PAIRS (WORDS / 2)
+
+typedef uint32_t lanes __attribute__((vector_size(4 * LANES)));
+
+#define ROTATE(x, k) (((x) << (k)) | ((x) >> (32 - (k))))
+#define QUARTER(a, b, c, d)                                                                                            \
+    a += b, d = ROTATE(d ^ a, 16), c += d, b = ROTATE(b ^ c, 12), a += b, d = ROTATE(d ^ a, 8), c += d,                \
+        b = ROTATE(b ^ c, 7)
+
+int ghostclip_lanes(void) { return LANES; }
+
+/* Blocks counter ... counter + LANES - 1 of the key stream: word w of block l at words[w * LANES + l]. */
+static void blocks(const uint32_t key[8], uint64_t counter, uint32_t words[WORDS]) {
+    lanes start[16], state[16];
+    const uint32_t constants[4] = {0x61707865, 0x3320646e, 0x79622d32, 0x6b206574};
+    for (int w = 0; w < 4; w++) start[w] = (lanes){0} + constants[w];
+    for (int w = 0; w < 8; w++) start[4 + w] = (lanes){0} + key[w];
+    for (int l = 0; l < LANES; l++) {
+        start[12][l] = (uint32_t)(counter + l);
+        start[13][l] = (uint32_t)((counter + l) >> 32);
+    }
+    start[14] = start[15] = (lanes){0};
+    for (int w = 0; w < 16; w++) state[w] = start[w];
+    for (int round = 0; round < 10; round++) {
+        QUARTER(state[0], state[4], state[8], state[12]);
+        QUARTER(state[1], state[5], state[9], state[13]);
+        QUARTER(state[2], state[6], state[10], state[14]);
+        QUARTER(state[3], state[7], state[11], state[15]);
+        QUARTER(state[0], state[5], state[10], state[15]);
+        QUARTER(state[1], state[6], state[11], state[12]);
+        QUARTER(state[2], state[7], state[8], state[13]);
+        QUARTER(state[3], state[4], state[9], state[14]);
+    }
+    for (int w = 0; w < 16; w++) state[w] += start[w];
+    memcpy(words, state, 4 * WORDS);
+}
+
+/* ln x for x in [2^-32, 1]: x = 2^e m, m in [sqrt(1/2), sqrt(2)), ln m = 2 artanh((m - 1) / (m + 1)). */
+static inline float logarithm(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    int32_t exponent = (int32_t)(bits - 0x3f3504f3) >> 23;
+    bits -= (uint32_t)exponent << 23;
+    float m;
+    memcpy(&m, &bits, 4);
+    float s = (m - 1.0f) / (m + 1.0f), q = s * s;
+    float series = 1.0f + q * (1.0f / 3 + q * (1.0f / 5 + q * (1.0f / 7 + q * (1.0f / 9))));
+    return (float)exponent * 0.69314718056f + 2.0f * s * series;
+}
+
+/* One pair from two words: the radius from the size of the first, in 0 ... 2^31, the angle from the second. */
+static inline void pair(uint32_t first, uint32_t second, float std, float *one, float *other) {
+    float u = fabsf((float)(int32_t)first) * 0x1p-31f + 0x1p-32f;
+    float square = -2.0f * logarithm(u);
+    float radius = std * sqrtf(square > 0.0f ? square : 0.0f);
+    /* The angle is quadrant * pi/2 + x with x in [-pi/4, pi/4), where few terms of the series are enough. */
+    uint32_t quadrant = (second + 0x20000000u) >> 30;
+    float x = (float)(int32_t)(second - (quadrant << 30)) * (6.28318530718f * 0x1p-32f), q = x * x;
+    float sine = x * (1.0f - q * (1.0f / 6 - q * (1.0f / 120 - q * (1.0f / 5040 - q * (1.0f / 362880)))));
+    float cosine = 1.0f - q * (0.5f - q * (1.0f / 24 - q * (1.0f / 720 - q * (1.0f / 40320))));
+    float across = quadrant & 1 ? sine : cosine, up = quadrant & 1 ? cosine : sine;
+    *one = radius * (((quadrant + 1) & 2) ? -across : across);
+    *other = radius * ((quadrant & 2) ? -up : up);
+}
+
+static void transform(const uint32_t words[WORDS], float std, float *restrict out) {
+    for (int i = 0; i < PAIRS; i++) pair(words[i], words[PAIRS + i], std, &out[i], &out[PAIRS + i]);
+}
+
+/* Overwrites out[0 ... n) with normal numbers; returns the number of blocks used up. */
+uint64_t ghostclip_normal(float *out, uint64_t n, float std, const uint32_t key[8], uint64_t counter) {
+    uint32_t words[WORDS];
+    float rest[WORDS];
+    uint64_t used = 0;
+    for (uint64_t done = 0; done < n; done += WORDS, used += LANES) {
+        blocks(key, counter + used, words);
+        if (n - done >= WORDS) {
+            transform(words, std, out + done);
+        } else {
+            transform(words, std, rest);
+            memcpy(out + done, rest, 4 * (n - done));
+        }
+    }
+    memset(words, 0, sizeof words);
+    return used;
+}
+
+/* Overwrites out[0 ... n) with words of the key stream, lanes interleaved; returns the number of blocks used up. */
+uint64_t ghostclip_words(uint32_t *out, uint64_t n, const uint32_t key[8], uint64_t counter) {
+    uint32_t words[WORDS];
+    uint64_t used = 0;
+    for (uint64_t done = 0; done < n; done += WORDS, used += LANES) {
+        blocks(key, counter + used, words);
+        memcpy(out + done, words, 4 * (n - done < WORDS ? n - done : WORDS));
+    }
+    return used;
+}

@@ -1,0 +1,5 @@
+"""Gaussian noise for a release: where the random numbers come from, and how they get into the clipped sums."""
+
+from ghostclip.noise.source import MODES, Noise, noise_source
+
+__all__ = ["MODES", "Noise", "noise_source"]
