@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ghostclip.clipping import Policy, as_policy
+from ghostclip.clipping import Flat, Groupwise, Policy, Thresholds, as_policy
 from ghostclip.convert import wrap
 from ghostclip.errors import LossShapeError, StaleInputError
 from ghostclip.explain import Plan, plan_of
 from ghostclip.gradients import GradientGuard
-from ghostclip.graph import captured_calls, first_pass
+from ghostclip.graph import captured_calls, first_pass, let_go
+from ghostclip.groupwise import GroupSums
 from ghostclip.index import ModelIndex
-from ghostclip.passes import Collector, FirstPass
+from ghostclip.passes import Collector, FirstPass, add_to_gradient, norm_dtype
 from ghostclip.planner import Choice, Planner
 from ghostclip.regroup import Grouping
 from ghostclip.validate import one_of, positive
@@ -35,13 +36,14 @@ class ClippingResult:
     """What `GhostClipper.backward` did. Norms and weights are private data: they must not leave the training process.
 
     Attributes:
-        norms: [B], ||g_i|| before clipping; inf or nan for an example that was left out.
-        weights: [B], the factor each gradient was multiplied with.
+        norms: [B], ||g_i|| before clipping; inf or nan for an example that was left out. {group: [B]} under a
+            group-wise policy.
+        weights: [B], the factor each gradient was multiplied with; {group: [B]} likewise.
         sensitivity: the L2 bound on one example's contribution to the sum.
     """
 
-    norms: Tensor
-    weights: Tensor
+    norms: Any
+    weights: Any
     sensitivity: float
 
 
@@ -50,7 +52,8 @@ class GhostClipper:
 
     Args:
         model: built of any torch layers; wrapped in place if it isn't yet.
-        clipping: a max norm (flat clipping) or a policy of `ghostclip.clipping`.
+        clipping: a max norm (flat clipping) or a policy of `ghostclip.clipping`. Group-wise policies with thresholds
+            need no second pass: each group is clipped while the first one goes by.
         second_pass: "reweight": a second ordinary backward of the reweighted losses (Lee & Kifer 2020), leanest in
             memory; "cached": the clipped sum is built from what the first pass kept (book-keeping, Bu et al. 2023).
         norm_strategy: "auto" by measured cost, or "gram" or "direct". Neither option changes a result beyond rounding.
@@ -64,7 +67,7 @@ class GhostClipper:
     def __init__(
         self,
         model: nn.Module,
-        clipping: float | Policy | Callable[[Tensor], Tensor] = 1.0,
+        clipping: float | Policy | Groupwise | Callable[[Tensor], Tensor] = 1.0,
         *,
         second_pass: str = "reweight",
         norm_strategy: str = "auto",
@@ -76,6 +79,7 @@ class GhostClipper:
         self._planner = Planner(one_of(("auto", "gram", "direct"), norm_strategy=norm_strategy))
         self.model = wrap(model)
         self._index = ModelIndex(self.model)
+        self._partition()
         self._grouping = Grouping()
         self._guard = GradientGuard()
         self._choices: Mapping[int, Choice] | None = None
@@ -137,6 +141,13 @@ class GhostClipper:
         """
         trained = self._index.trained()
         self._guard.check(trained)
+        clip: Any = self._clip_groups if isinstance(self.clipping, Groupwise) else self._clip_whole
+        norms, weights = clip(losses, self.clipping, retain_graph)
+        self._guard.remember(trained)
+        return ClippingResult(norms, weights, self.sensitivity)
+
+    def _clip_whole(self, losses: Tensor, policy: Policy, retain_graph: bool) -> tuple[Tensor, Tensor]:
+        """Adds the clipped sum to each p.grad; returns norms and weights [B]."""
         cached = self.second_pass == "cached"
         run = self._first_pass(
             losses, keep=cached, retain_graph=retain_graph or not cached or self.memory_budget is not None
@@ -146,7 +157,7 @@ class GhostClipper:
         both = norms + losses.detach()
         finite = None
         all_finite = math.isfinite(both.sum().item())
-        weights = self.clipping.weights(norms)
+        weights = policy.weights(norms)
         if not all_finite:
             finite = torch.isfinite(both)
             weights = torch.where(finite, weights, torch.zeros_like(weights))
@@ -157,10 +168,41 @@ class GhostClipper:
         else:
             with _in_our_words():
                 seed = weights.to(losses.dtype)
-                inputs = [parameter for _, parameter in trained]
+                inputs = [parameter for _, parameter in self._index.trained()]
                 torch.autograd.backward(losses, seed, retain_graph=retain_graph, inputs=inputs)
-        self._guard.remember(trained)
-        return ClippingResult(norms, weights, self.sensitivity)
+        return norms, weights
+
+    def _clip_groups(
+        self, losses: Tensor, policy: Groupwise, retain_graph: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The same group by group; returns {group: norms [B]} and {group: weights [B]} of all groups.
+
+        What a group adds is not taken back, so the graph is kept until all norms are known: an example that turns out
+        not to be finite in the last group is left out of all of them by going once more.
+        """
+        partition = self._partition()
+        given: dict[str, Tensor] | None = None
+        if isinstance(policy, Thresholds):
+            sums = self._group_pass(losses, policy, None, None)
+            norms = sums.norms
+        else:
+            norms = self._first_pass(losses, keep=False, retain_graph=True).norms_by_group(partition)
+            given = policy.weights(norms)
+        both = torch.stack([losses.detach().to(norm_dtype(self._index.trained())), *norms.values()])
+        finite = None if math.isfinite(both.sum().item()) else torch.isfinite(both).all(0)
+        if finite is not None or given is not None:
+            sums = self._group_pass(losses, policy, given, finite)
+        if not retain_graph:
+            self._let_go(losses)
+        parameters = {id(parameter): parameter for _, parameter in self._index.trained()}
+        while sums.sums:
+            (owner, rows), amount = sums.sums.pop()
+            add_to_gradient(parameters[owner], rows, amount)
+        norms = {group: norms.get(group, torch.zeros_like(both[0])) for group in partition.values()}
+        weights = policy.weights(norms) if given is None else given
+        if finite is not None:
+            weights = {name: torch.where(finite, weight, torch.zeros_like(weight)) for name, weight in weights.items()}
+        return norms, weights
 
     def explain(self) -> Plan:
         """The plan as a table: each parameter's layer, rule, strategy, why, measured cost; ``str()`` of it prints well.
@@ -184,6 +226,30 @@ class GhostClipper:
         """
         return compare_with_loop(self, loss_fn, batch, tolerance)
 
+    def _partition(self) -> dict[str, str]:
+        """{name of a trained parameter: group} under a group-wise policy; {} under another."""
+        if not isinstance(self.clipping, Groupwise):
+            return {}
+        return self.clipping.partition([name for name, _ in self._index.trained()])
+
+    def _group_pass(
+        self, losses: Tensor, policy: Groupwise, given: dict[str, Tensor] | None, finite: Tensor | None
+    ) -> GroupSums:
+        """A first pass that clips on the way: by ``given`` weights, or by the policy's as norms come."""
+        trained, partition = self._index.trained(), self._partition()
+        thresholds = policy.thresholds_of(dict.fromkeys(partition.values())) if isinstance(policy, Thresholds) else {}
+
+        def weigh(group: str, norms: Tensor) -> Tensor:
+            return given[group] if given is not None else Flat(thresholds[group]).weights(norms)
+
+        sums = GroupSums({id(p): partition[name] for name, p in trained}, weigh, finite, norm_dtype(trained))
+        self._first_pass(losses, keep=True, retain_graph=True, ignore_budget=True, groups=sums)
+        return sums
+
+    def _let_go(self, losses: Tensor) -> None:
+        with _in_our_words():
+            let_go(losses, captured_calls(losses, self._index).calls)
+
     def _first_pass(
         self,
         losses: Tensor,
@@ -192,6 +258,7 @@ class GhostClipper:
         retain_graph: bool,
         materialise: bool = False,
         ignore_budget: bool = False,
+        groups: GroupSums | None = None,
     ) -> FirstPass:
         _check_losses(losses)
         with _in_our_words():
@@ -200,8 +267,9 @@ class GhostClipper:
             majors = self._grouping.prove(losses, calls, self._index, again=uses.reorders)
             budget = None if ignore_budget or materialise else self.memory_budget
             collector = Collector(
-                losses, calls, majors, self._planner, self._index, keep=keep, materialise=materialise, budget=budget
-            )
+                losses, calls, majors, self._planner, self._index,
+                keep=keep, materialise=materialise, budget=budget, groups=groups,
+            )  # fmt: skip
             first_pass(losses, calls, collector.receive, retain_graph=retain_graph)
         run = FirstPass(collector, self._index.trained())
         self._choices = run.choices

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.index import ModelIndex
-from ghostclip.nn.base import PROBE, Call
+from ghostclip.nn.base import NOTHING, PROBE, Call
 
-__all__ = ["Uses", "captured_calls", "first_pass"]
+__all__ = ["Uses", "captured_calls", "first_pass", "let_go"]
 
 ACCUMULATE = type(torch.zeros((), requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
@@ -128,3 +128,23 @@ def first_pass(
     finally:
         for call in calls:
             call.sink = None
+
+
+class _NoGradient(torch.autograd.Function):
+    """Identity without a gradient: what comes before it gets none."""
+
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor) -> Tensor:
+        return losses.view_as(losses)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+def let_go(losses: Tensor, calls: Sequence[Call]) -> None:
+    """Frees what the graph behind ``losses`` holds, as a backward does in passing, without computing anything.
+
+    Autograd frees each node it comes through, and nodes that get no gradient have nothing to compute.
+    """
+    first_pass(_NoGradient.apply(losses), calls, NOTHING, retain_graph=False)

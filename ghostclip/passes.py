@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from ghostclip.groupwise import GroupSums, Part, root
 from ghostclip.index import ModelIndex
 from ghostclip.nn.base import Call
 from ghostclip.norms.affine import Affine
@@ -18,10 +19,7 @@ from ghostclip.norms.term import Term, wide
 from ghostclip.planner import SOLE, Choice, Planner
 from ghostclip.regroup import row_count
 
-__all__ = ["Collector", "FirstPass", "Part"]
-
-# A trained parameter, or the (start, stop) of its first axis: what one term is about.
-Part = tuple[int, tuple[int, int] | None]
+__all__ = ["Collector", "FirstPass", "add_to_gradient", "norm_dtype"]
 
 
 def overlapping_parts(calls: Iterable[Call]) -> set[int]:
@@ -53,6 +51,7 @@ class Collector:
         keep: hold terms for a clipped sum to come; otherwise nothing outlives its layer.
         materialise: form and hold every per-example gradient, and no norms.
         budget: bytes that may be held; once passed, everything held is dropped and ``over_budget`` is set.
+        groups: takes all terms, to clip them group by group; nothing is held here then.
     """
 
     def __init__(
@@ -66,6 +65,7 @@ class Collector:
         keep: bool,
         materialise: bool = False,
         budget: int | None = None,
+        groups: GroupSums | None = None,
     ) -> None:
         self.examples, self.device = losses.shape[0], losses.device
         self.squared: dict[int, list[Tensor]] = {}
@@ -78,6 +78,9 @@ class Collector:
         self._padded = overlapping_parts(calls)
         self._left = Counter(self._part(call, name) for call in calls for name in index.own_parameters(call))
         self._waiting: dict[Part, list[Term]] = {}
+        self._groups = groups
+        if groups is not None:
+            groups.expect(self._left)
 
     def _part(self, call: Call, name: str) -> Part:
         owner = id(call.layer._parameters[name])
@@ -108,13 +111,18 @@ class Collector:
         parts = [self._part(call, name) for name in names]
         if any(self._left[part] != 1 or part in self._waiting for part in parts):
             return False
+        if self._groups is not None and not self._groups.are_one_group(parts):
+            return False
         affine = call.layer.joint(call, inputs, grad)
         if affine is None:
             return False
-        for (owner, _), squared in zip(parts, affine.squared_norms().values(), strict=True):
+        found = list(affine.squared_norms().values())
+        for (owner, _), squared in zip(parts, found, strict=True):
             self.squared.setdefault(owner, []).append(squared)
             self.choices[owner] = SOLE
-        if self._keep and not self.over_budget:
+        if self._groups is not None:
+            self._groups.take(parts, found, affine)
+        elif self._keep and not self.over_budget:
             self.affines.append(([owner for owner, _ in parts], affine))
             self._count(affine.nbytes)
         return True
@@ -138,15 +146,17 @@ class Collector:
         if self._materialise:
             self.terms[part] = Dense(term.per_example())
             return
-        answer, choice = self._planner.answer(term, self._keep and not self.over_budget)
+        keep = self._groups is not None or (self._keep and not self.over_budget)
+        answer, choice = self._planner.answer(term, keep)
         self.squared.setdefault(part[0], []).append(answer.squared_norms)
         self.choices[part[0]] = choice
-        if self._keep and not self.over_budget:
-            self._keep_term(part, term if answer.kept is None else Dense(answer.kept))
-
-    def _keep_term(self, part: Part, term: Term) -> None:
-        self.terms[part] = term
-        self._count(term.nbytes)
+        if answer.kept is not None:
+            term = Dense(answer.kept)
+        if self._groups is not None:
+            self._groups.take([part], [answer.squared_norms], term)
+        elif keep:
+            self.terms[part] = term
+            self._count(term.nbytes)
 
     def _count(self, nbytes: int) -> None:
         self.held_bytes += nbytes
@@ -156,13 +166,18 @@ class Collector:
             self.affines.clear()
 
 
+def norm_dtype(trained: Sequence[tuple[str, nn.Parameter]]) -> torch.dtype:
+    """float64 as soon as one parameter is, else float32."""
+    double = any(parameter.dtype == torch.float64 for _, parameter in trained)
+    return torch.float64 if double else torch.float32
+
+
 class FirstPass:
     """The outcome of a first pass, by parameter, layer, or for the whole gradient."""
 
     def __init__(self, collector: Collector, trained: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._found, self._trained = collector, trained
-        double = any(parameter.dtype == torch.float64 for _, parameter in trained)
-        self._dtype = torch.float64 if double else torch.float32
+        self._dtype = norm_dtype(trained)
 
     @property
     def holds_terms(self) -> bool:
@@ -177,9 +192,7 @@ class FirstPass:
     def _root(self, squared: Sequence[Tensor]) -> Tensor:
         if not squared:
             return torch.zeros(self._found.examples, dtype=self._dtype, device=self._found.device)
-        if any(part.dtype != self._dtype for part in squared):
-            squared = [part.to(self._dtype) for part in squared]
-        return torch.stack(list(squared)).sum(0).sqrt_()
+        return root(squared, self._dtype)
 
     def norms(self) -> Tensor:
         """||g_i||, [B]."""
@@ -191,10 +204,14 @@ class FirstPass:
 
     def norms_by_layer(self) -> dict[str, Tensor]:
         """{name of the module that owns the parameters: [B]}."""
-        layers: dict[str, list[Tensor]] = {}
+        return self.norms_by_group({name: name.rpartition(".")[0] for name, _ in self._trained})
+
+    def norms_by_group(self, partition: Mapping[str, str]) -> dict[str, Tensor]:
+        """{group: [B]} for {parameter name: group}."""
+        groups: dict[str, list[Tensor]] = {}
         for name, parameter in self._trained:
-            layers.setdefault(name.rpartition(".")[0], []).extend(self._found.squared.get(id(parameter), []))
-        return {layer: self._root(squared) for layer, squared in layers.items()}
+            groups.setdefault(partition[name], []).extend(self._found.squared.get(id(parameter), []))
+        return {group: self._root(squared) for group, squared in groups.items()}
 
     @torch.no_grad()
     def per_example_grads(self) -> dict[str, Tensor]:

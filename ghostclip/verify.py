@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ghostclip.clipping import Policy
+from ghostclip.clipping import Groupwise, Policy
 from ghostclip.errors import VerificationError
 
 __all__ = ["compare_with_loop"]
@@ -20,7 +20,7 @@ class Clipper(Protocol):
     """What is compared: norms and a backward, as `GhostClipper` has them."""
 
     model: nn.Module
-    clipping: Policy
+    clipping: Policy | Groupwise
 
     def norms(self, losses: Tensor, *, per: str | None = None, retain_graph: bool = False) -> Any:
         """See `GhostClipper.norms`."""
@@ -45,10 +45,11 @@ def compare_with_loop(
         loop = [_single_gradients(model, loss_fn, batch, i, trained) for i in range(losses.shape[0])]
     worst: dict[str, float] = {}
     whole = torch.stack([_norm(example.values()) for example in loop])
-    weights = clipper.clipping.weights(whole)
+    weights = _weights(clipper.clipping, loop, whole)
     for name in trained:
         expected = torch.stack([_norm([example[name]]) for example in loop])
-        total = torch.stack([w * example[name].double() for w, example in zip(weights, loop, strict=True)]).sum(0)
+        pairs = zip(weights[name], loop, strict=True)
+        total = torch.stack([weight * example[name].double() for weight, example in pairs]).sum(0)
         worst[name] = max(
             _relative(norms[name].double(), expected, scale=whole.max()),
             _relative(sums[name].double(), total, total.norm()),
@@ -59,9 +60,31 @@ def compare_with_loop(
         raise VerificationError(
             f"norms or clipped sums differ from the loop over single examples by more than {tolerance:g} (relative): "
             f"{listed}. The losses of a batch may depend on more than one example, or a layer's rule is wrong; "
-            f"whole norms by clipper {result.norms.tolist()[:4]}, by loop {whole.tolist()[:4]}"
+            f"norms by clipper {_first(result.norms)}, of the whole gradients by loop {_first(whole)}"
         )
     return max(worst.values(), default=0.0)
+
+
+def _weights(policy: Policy | Groupwise, loop: list[dict[str, Tensor]], whole: Tensor) -> dict[str, Tensor]:
+    """{parameter name: weights [B]} by the policy, for the loop's gradients."""
+    names = list(loop[0]) if loop else []
+    if not isinstance(policy, Groupwise):
+        return dict.fromkeys(names, policy.weights(whole))
+    partition = policy.partition(names)
+    members: dict[str, list[str]] = {}
+    for name, group in partition.items():
+        members.setdefault(group, []).append(name)
+    norms = {
+        group: torch.stack([_norm([example[name] for name in own]) for example in loop])
+        for group, own in members.items()
+    }
+    weights = policy.weights(norms)
+    return {name: weights[group] for name, group in partition.items()}
+
+
+def _first(norms: Any) -> Any:
+    """A few norms, for a message."""
+    return {g: _first(n) for g, n in norms.items()} if isinstance(norms, dict) else norms.tolist()[:4]
 
 
 def _single_gradients(

@@ -20,7 +20,7 @@ LEVELS: list[tuple[str, ...] | set[str]] = [
     ("planner", "convert"),
     ("index", "graph", "regroup"),
     ("clipping",),
-    ("gradients", "passes", "explain", "verify"),
+    ("gradients", "groupwise", "passes", "explain", "verify"),
     ("clipper",),
     ("events",),
     {"noise", "sampling", "accounting", "ledger", "checkpoint"},

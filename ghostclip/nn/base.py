@@ -20,7 +20,7 @@ from ghostclip.norms.affine import Affine
 from ghostclip.norms.dense import Dense
 from ghostclip.norms.term import Term
 
-__all__ = ["LAYERS", "PROBE", "Call", "GhostLayer", "Sink", "is_capturing"]
+__all__ = ["LAYERS", "NOTHING", "PROBE", "Call", "GhostLayer", "Sink", "is_capturing"]
 
 # A leaf that every captured pre-activation leads to: asking autograd for its gradient runs a backward that goes
 # to the pre-activations and no further, and so forms no weight gradient. It never has a value and never changes.
@@ -30,6 +30,10 @@ PROBE = torch.zeros(0, requires_grad=True)
 LAYERS: dict[type, type[GhostLayer]] = {}
 
 Sink = Callable[["Call", tuple[Tensor, ...], Tensor], None]
+
+
+def NOTHING(call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
+    """The sink of a pass that only lets go of the graph: no gradient goes on from a layer."""
 
 
 class Call:
@@ -82,6 +86,8 @@ class _Capture(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple:
         call = ctx.call
         if call.sink is not None:
+            if call.sink is NOTHING:
+                return None, None, None, None
             call.sink(call, ctx.saved_tensors, grad if grad.shape == call.shape else grad.reshape(call.shape))
         return grad, None, None, None
 

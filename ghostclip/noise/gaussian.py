@@ -54,7 +54,7 @@ class ChaCha:
         self._key = os.urandom(ENTROPY_BYTES) if seed is None else hashlib.sha256(str(seed).encode()).digest()
         self._block = 0
         self._normal, self._words = compiled.ghostclip_normal, compiled.ghostclip_words
-        key_and_block = [ctypes.c_char_p, ctypes.c_uint64]
+        key_and_block: list[type] = [ctypes.c_char_p, ctypes.c_uint64]
         self._normal.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_float, *key_and_block]
         self._words.argtypes = [ctypes.c_void_p, ctypes.c_uint64, *key_and_block]
         self._normal.restype = self._words.restype = ctypes.c_uint64

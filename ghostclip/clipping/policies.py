@@ -1,8 +1,8 @@
-"""Clipping policies: from per-example norms to weights, and the sensitivity those weights guarantee."""
+"""Policies for the whole gradient: from per-example norms to weights, and the sensitivity those weights guarantee."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ghostclip.validate import nonnegative, positive
 
-__all__ = ["Automatic", "Custom", "Flat", "Policy", "as_policy"]
+__all__ = ["Automatic", "Custom", "Flat", "Policy", "margin"]
 
 
 @runtime_checkable
@@ -77,10 +77,15 @@ class Automatic:
 
 @dataclass(frozen=True)
 class Custom:
-    """Weights by ``function`` (norms [B] -> weights [B]), clamped so that ``weights * norms <= sensitivity``."""
+    """Weights by ``function`` (norms [B] -> weights [B]), clamped so that ``weights * norms <= sensitivity``.
 
-    function: Callable[[Tensor], Tensor]
+    With ``groups`` ({group: name patterns}, as for `Grouped`) the function maps {group: norms} to {group: weights}, and
+    the clamp is on the root of the sum of the groups' squares.
+    """
+
+    function: Callable[[Any], Any]
     sensitivity: float
+    groups: Mapping[str, Sequence[str]] | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -96,17 +101,3 @@ class Custom:
         found = torch.nan_to_num(found.to(norms.dtype), nan=0.0)
         bound = (self.sensitivity * margin(norms)) / norms.clamp_min(torch.finfo(norms.dtype).tiny)
         return torch.minimum(torch.maximum(found, -bound), bound)
-
-
-def as_policy(clipping: Any) -> Policy:
-    """A policy from what users pass: a float is `Flat`, a callable with a ``sensitivity`` is `Custom`."""
-    if isinstance(clipping, Policy):
-        return clipping
-    if callable(clipping) and hasattr(clipping, "sensitivity"):
-        return Custom(clipping, clipping.sensitivity)
-    if isinstance(clipping, (int, float)) and not isinstance(clipping, bool):
-        return Flat(positive(clipping=clipping))
-    raise TypeError(
-        f"clipping must be a max norm (a number > 0), a policy of ghostclip.clipping, or a callable with a "
-        f"sensitivity attribute; got {clipping!r}"
-    )

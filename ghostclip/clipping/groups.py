@@ -1,0 +1,242 @@
+"""Group-wise policies: each group of parameters is clipped on its own (McMahan et al. 2018, section 3; He et al. 2023).
+
+With one threshold c_k a group, one example's contribution is at most ``sqrt(sum_k c_k^2)`` in all.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from ghostclip.clipping.policies import Flat, margin
+from ghostclip.validate import nonnegative, positive
+
+__all__ = ["CustomGroups", "Grouped", "Groupwise", "PerLayer", "Thresholds"]
+
+
+class Groupwise(ABC):
+    """A policy that gives each group of parameters weights of its own."""
+
+    @property
+    @abstractmethod
+    def sensitivity(self) -> float:
+        """The L2 bound on one example's whole weighted gradient."""
+
+    @abstractmethod
+    def partition(self, names: Sequence[str]) -> dict[str, str]:
+        """{parameter name: group} for the trained parameters; raises ValueError where that isn't possible."""
+
+    @abstractmethod
+    def weights(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """{group: [B]} from {group: [B]}, for all groups at once."""
+
+
+class Thresholds(Groupwise):
+    """A policy whose groups don't wait for each other: ``v_i = min(1, c_k / ||g_i,k||)`` in group k."""
+
+    @abstractmethod
+    def thresholds_of(self, groups: Iterable[str]) -> dict[str, float]:
+        """{group: c_k} for the groups of a partition."""
+
+    def weights(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """{group: [B]} from {group: [B]}, for all groups of a partition."""
+        bounds = self.thresholds_of(norms)
+        return {group: Flat(bounds[group]).weights(norm) for group, norm in norms.items()}
+
+
+@dataclass(frozen=True)
+class PerLayer(Thresholds):
+    """Every layer (the module that owns a parameter by its first name) is a group.
+
+    Args:
+        max_norm: the whole sensitivity; each of m trained layers has the threshold max_norm / sqrt(m).
+        thresholds: {layer: norm} instead, for exactly the trained layers; the model itself is "".
+
+    Raises:
+        ValueError: both are given, or a number is out of range; in `partition` also: layers and thresholds differ.
+    """
+
+    max_norm: float | None = None
+    thresholds: Mapping[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        _one_of_both(self)
+
+    @property
+    def sensitivity(self) -> float:
+        """``max_norm``, or the root of the sum of the squared thresholds."""
+        return _sensitivity(self.max_norm, self.thresholds)
+
+    def partition(self, names: Sequence[str]) -> dict[str, str]:
+        """{parameter name: name of its layer}."""
+        found = {name: name.rpartition(".")[0] for name in names}
+        if self.thresholds is not None:
+            _same_names("layer", set(found.values()), set(self.thresholds))
+        return found
+
+    def thresholds_of(self, groups: Iterable[str]) -> dict[str, float]:
+        """{layer: threshold}."""
+        return _shares(self.max_norm, self.thresholds, list(groups))
+
+
+@dataclass(frozen=True)
+class Grouped(Thresholds):
+    """Groups of parameters by name.
+
+    Args:
+        groups: {group: patterns}; a pattern with ``*``, ``?`` or ``[...]``, or a plain name, fits the name of a
+            parameter or of the module that owns it. Every trained parameter must fall into one group.
+        thresholds: {group: norm} for exactly these groups, or
+        max_norm: the whole sensitivity; each of k groups has the threshold max_norm / sqrt(k). 1.0 without both.
+
+    Raises:
+        ValueError: a number is out of range, names don't agree; in `partition`: a parameter in no group or in several.
+        TypeError: ``groups`` is not a mapping to lists of patterns.
+    """
+
+    groups: Mapping[str, Sequence[str]]
+    thresholds: Mapping[str, float] | None = None
+    max_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        check_groups(self.groups)
+        _one_of_both(self)
+        if self.thresholds is not None:
+            _same_names("group", set(self.groups), set(self.thresholds))
+
+    @property
+    def sensitivity(self) -> float:
+        """``max_norm``, or the root of the sum of the squared thresholds."""
+        return _sensitivity(self.max_norm, self.thresholds)
+
+    def partition(self, names: Sequence[str]) -> dict[str, str]:
+        """{parameter name: group}."""
+        return by_patterns(self.groups, names)
+
+    def thresholds_of(self, groups: Iterable[str]) -> dict[str, float]:
+        """{group: threshold}."""
+        return _shares(self.max_norm, self.thresholds, list(self.groups))
+
+
+@dataclass(frozen=True)
+class CustomGroups(Groupwise):
+    """``Custom(function, sensitivity, groups=...)``: weights of all groups from the norms of all groups.
+
+    Args:
+        function: {group: norms [B]} -> {group: weights [B]}; where the root of the sum over groups of
+            (weight * norm)^2 passes ``bound`` for an example, all its weights are scaled down to it.
+        bound: the sensitivity.
+        groups: as for `Grouped`.
+    """
+
+    function: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+    bound: float
+    groups: Mapping[str, Sequence[str]]
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(f"function must map {{group: norms [B]}} to {{group: weights [B]}}; got {self.function!r}")
+        object.__setattr__(self, "bound", nonnegative(sensitivity=self.bound))
+        check_groups(self.groups)
+
+    @property
+    def sensitivity(self) -> float:
+        """The L2 bound on one example's whole weighted gradient."""
+        return self.bound
+
+    def partition(self, names: Sequence[str]) -> dict[str, str]:
+        """{parameter name: group}."""
+        return by_patterns(self.groups, names)
+
+    def weights(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The function's weights, scaled down together; raises ValueError for other groups or shapes."""
+        given = self.function(dict(norms))
+        if not isinstance(given, Mapping) or set(given) != set(norms):
+            got = sorted(given) if isinstance(given, Mapping) else type(given).__name__
+            raise ValueError(f"function must return weights for the groups {sorted(norms)}; got {got}")
+        found = {}
+        for group, norm in norms.items():
+            weights = given[group]
+            if not isinstance(weights, Tensor) or weights.shape != norm.shape:
+                shape = list(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+                raise ValueError(f"function must return weights of shape {list(norm.shape)} for {group!r}; got {shape}")
+            found[group] = torch.nan_to_num(weights.to(norm.dtype), nan=0.0)
+        # In float64: the products of large weights and norms must not overflow to inf, nor their squares.
+        parts = torch.stack([found[group].double() * norm.double() for group, norm in norms.items()])
+        whole = torch.linalg.vector_norm(parts, dim=0).clamp_min(torch.finfo(torch.float64).tiny)
+        some = next(iter(found.values()))
+        factor = ((self.sensitivity * margin(some)) / whole).clamp(max=1.0).to(some.dtype)
+        return {group: weights * factor for group, weights in found.items()}
+
+
+def by_patterns(groups: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str, str]:
+    """{parameter name: the one group with a pattern for it or its module}; raises ValueError, naming what is wrong."""
+    found: dict[str, str] = {}
+    fitted: set[tuple[str, str]] = set()
+    for name in names:
+        layer = name.rpartition(".")[0]
+        fits = [(g, p) for g, own in groups.items() for p in own if fnmatchcase(name, p) or fnmatchcase(layer, p)]
+        inside = sorted({group for group, _ in fits})
+        if len(inside) != 1:
+            where = f"in several: {', '.join(inside)}" if inside else f"in none of {', '.join(groups)}"
+            raise ValueError(f"each trained parameter must be in exactly one group; {name!r} is {where}")
+        fitted.update(fits)
+        found[name] = inside[0]
+    idle = [f"{pattern!r} of {group!r}" for group, own in groups.items() for pattern in own
+            if (group, pattern) not in fitted]  # fmt: skip
+    if idle and names:
+        raise ValueError(f"every pattern must fit a trained parameter or its module; these fit none: {', '.join(idle)}")
+    return found
+
+
+def check_groups(groups: object) -> None:
+    """Raises TypeError or ValueError unless ``groups`` is {name: list of patterns}, none of them empty."""
+    if not isinstance(groups, Mapping):
+        raise TypeError(f"groups must be {{group: [name patterns]}}; got {groups!r}")
+    for group, patterns in groups.items():
+        if isinstance(patterns, str) or not isinstance(patterns, Sequence):
+            raise TypeError(f"groups must hold lists of name patterns; got {patterns!r} for {group!r}")
+    if not groups or not all(groups.values()):
+        raise ValueError(f"groups must name at least one pattern for each of at least one group; got {dict(groups)!r}")
+
+
+def _one_of_both(policy: PerLayer | Grouped) -> None:
+    """Checks max_norm and thresholds, of which one may be given; 1.0 is the max_norm without both."""
+    if policy.thresholds is None:
+        given = 1.0 if policy.max_norm is None else policy.max_norm
+        object.__setattr__(policy, "max_norm", positive(max_norm=given))
+        return
+    if policy.max_norm is not None:
+        raise ValueError("max_norm and thresholds exclude each other: thresholds bound one group each, max_norm all")
+    if not isinstance(policy.thresholds, Mapping) or not policy.thresholds:
+        raise TypeError(f"thresholds must be {{name: norm}}; got {policy.thresholds!r}")
+    checked = {name: positive(**{f"thresholds[{name!r}]": value}) for name, value in policy.thresholds.items()}
+    object.__setattr__(policy, "thresholds", checked)
+
+
+def _sensitivity(max_norm: float | None, thresholds: Mapping[str, float] | None) -> float:
+    if thresholds is not None:
+        return math.hypot(*thresholds.values())
+    assert max_norm is not None
+    return max_norm
+
+
+def _shares(max_norm: float | None, thresholds: Mapping[str, float] | None, groups: list[str]) -> dict[str, float]:
+    if thresholds is not None:
+        return dict(thresholds)
+    assert max_norm is not None
+    return dict.fromkeys(groups, max_norm / math.sqrt(max(1, len(groups))))
+
+
+def _same_names(kind: str, needed: set[str], given: set[str]) -> None:
+    if needed != given:
+        missing, unknown = sorted(needed - given), sorted(given - needed)
+        raise ValueError(
+            f"thresholds must name each trained {kind} once; missing: {missing or 'none'}, unknown: {unknown or 'none'}"
+        )
