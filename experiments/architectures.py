@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ghostclip.bench import CONTENDERS, WORKLOADS, Prepared, Workload, line_up
-from ghostclip.bench.compare import BASELINE, GATE
+from ghostclip.bench.compare import BASELINE
 from ghostclip.bench.machine import busy_warning, describe, in_words
 from ghostclip.bench.measure import take_turns
 
@@ -57,7 +57,7 @@ def time_network(name: str, examples: int, seconds: float) -> dict[str, Any]:
     """Seconds per epoch of every method on one network, as plain values; SystemExit when one is wrong or broke."""
     workload = WORKLOADS[name]
     field = line_up(workload, {method: CONTENDERS[method] for method in METHODS}, batch_size=BATCH_SIZE)
-    wrong = [method for method, error in field.errors.items() if error is not None and not error <= GATE]
+    wrong = [method for method, error in field.errors.items() if error is not None and not error <= field.gate]
     if wrong or field.absent:
         raise SystemExit(f"{name}: {', '.join(wrong) or 'none'} clipped wrongly; without a figure: {field.absent}")
     epochs = {method: epoch_of(ready, workload, examples) for method, ready in field.prepared.items()}

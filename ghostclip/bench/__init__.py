@@ -1,7 +1,8 @@
 """Step times of private training beside ordinary training: ``python -m ghostclip.bench``."""
 
 from ghostclip.bench.compare import compare, line_up
-from ghostclip.bench.contenders import CONTENDERS, Contender, Prepared
+from ghostclip.bench.contenders import Contender, Prepared
+from ghostclip.bench.roster import CONTENDERS
 from ghostclip.bench.table import markdown
 from ghostclip.bench.workloads import WORKLOADS, Workload
 

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ghostclip.bench.contenders import Contender, Prepared
-from ghostclip.bench.measure import Timings, loop_norms, loop_sum, relative_error, take_turns
+from ghostclip.bench.contenders import CannotRun, Contender, Prepared
+from ghostclip.bench.measure import Timings, take_turns
+from ghostclip.bench.reference import RULES, loop_norms, loop_sums, relative_error, what_entered, whole_norms
 from ghostclip.bench.workloads import Workload
 
 __all__ = ["BASELINE", "GATE", "LineUp", "compare", "line_up"]
 
 BASELINE = "nonprivate"
 GATE = 1e-4  # the relative error of a clipped sum from which on a contender is marked WRONG
+# Where rounding alone moves a gradient by more (a ReLU on the other side of its kink, a maximum at another place), the
+# gate opens by so much more than that, and no wider than this.
+SLACK, WIDEST = 4.0, 1e-2
 
 
 @dataclass
@@ -29,8 +34,10 @@ class LineUp:
         inputs, targets: the batch.
         parameters: how many numbers are trained.
         max_norm: the median norm of the batch, so that the gate sees clipped and unclipped examples.
+        gate: the largest error that is not WRONG.
         prepared: those that can run.
         errors: relative error of each one's clipped sum; None for one that doesn't clip.
+        seconds: what preparing, the gate and a first step took, with compilation where there is any.
         absent: the others: ``{name: {"missing": reason}}``, or ``"failed"`` for one that broke at the gate.
     """
 
@@ -38,9 +45,37 @@ class LineUp:
     targets: Tensor
     parameters: int
     max_norm: float
+    gate: float
     prepared: dict[str, Prepared] = dataclasses.field(default_factory=dict)
     errors: dict[str, float | None] = dataclasses.field(default_factory=dict)
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     absent: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
+
+
+class _Truth(NamedTuple):
+    """What a clipped sum must equal, and ``sum_i v_i ||g_i||``, which says how exactly float32 can."""
+
+    sums: Mapping[str, Tensor]
+    entered: Mapping[str, float]
+
+
+def _truths(
+    model: nn.Module, workload: Workload, inputs: Tensor, targets: Tensor, norms: dict[str, Tensor], max_norm: float
+) -> dict[str, _Truth]:
+    """The loop's clipped sum under each rule, and its plain sum under the name "sum"."""
+    weights = {rule: weigh(norms, max_norm) for rule, weigh in RULES.items()}
+    weights["sum"] = {name: torch.ones_like(norm) for name, norm in norms.items()}
+    sums = loop_sums(model, workload.losses, inputs, targets, weights)
+    return {rule: _Truth(sums[rule], what_entered(norms, weights[rule])) for rule in weights}
+
+
+def _gate(model: nn.Module, workload: Workload, inputs: Tensor, targets: Tensor, truth: _Truth) -> float:
+    """The gate's width, from how far rounding brings the gradient of the batch's summed loss from the loop's sum."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    total = workload.losses(model(inputs), targets).sum()
+    whole = dict(zip(trained, torch.autograd.grad(total, list(trained.values())), strict=True))
+    rounding = relative_error(whole, truth.sums, truth.entered)
+    return min(max(GATE, SLACK * rounding), WIDEST)
 
 
 def line_up(
@@ -63,29 +98,35 @@ def line_up(
     model = workload.model().to(device)
     inputs, targets = (tensor.to(device) for tensor in workload.batch(batch_size or workload.batch_size))
     parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    max_norm = float(loop_norms(model, inputs, targets).median())
-    expected = loop_sum(model, inputs, targets, max_norm)
-    found = LineUp(inputs, targets, parameters, max_norm)
+    norms = loop_norms(model, workload.losses, inputs, targets)
+    max_norm = float(whole_norms(norms).median())
+    truths = _truths(model, workload, inputs, targets, norms, max_norm)
+    found = LineUp(inputs, targets, parameters, max_norm, _gate(model, workload, inputs, targets, truths["sum"]))
     for name, contender in contenders.items():
         if (reason := contender.missing()) is not None:
             found.absent[name] = {"missing": reason}
-        elif name == BASELINE:
-            _enter(found, contender, model, expected)
-        else:
-            try:
-                _enter(found, contender, model, expected)
-            except Exception as error:  # another library may fail in any way; the others' figures still count
-                found.absent[name] = {"failed": f"{type(error).__name__}: {error}"}
+            continue
+        try:
+            _enter(found, contender, copy.deepcopy(model), workload, truths[contender.clips])
+        except CannotRun as error:
+            found.absent[name] = {"missing": str(error)}
+        except Exception as error:  # another library may fail in any way; the others' figures still count
+            if name == BASELINE:
+                raise
+            found.absent[name] = {"failed": f"{type(error).__name__}: {error}"}
     return found
 
 
-def _enter(field: LineUp, contender: Contender, model: nn.Module, expected: Mapping[str, Tensor]) -> None:
-    """Lets a contender take a copy of the model and pass the gate."""
-    prepared = contender.prepare(copy.deepcopy(model), field.max_norm)
+def _enter(field: LineUp, contender: Contender, model: nn.Module, workload: Workload, truth: _Truth) -> None:
+    """Lets a contender take the model, pass the gate and make a step."""
+    started = time.perf_counter()
+    prepared = contender.prepare(model, workload.losses, field.max_norm)
     error = None
     if prepared.clipped_sum is not None:
-        error = relative_error(prepared.clipped_sum(field.inputs, field.targets), expected)
+        error = relative_error(prepared.clipped_sum(field.inputs, field.targets), truth.sums, truth.entered)
+    _turn(prepared, field.inputs, field.targets)()
     field.prepared[contender.name], field.errors[contender.name] = prepared, error
+    field.seconds[contender.name] = time.perf_counter() - started
 
 
 def compare(
@@ -102,9 +143,10 @@ def compare(
         seconds: how long to measure, gate and warm-up not counted.
 
     Returns:
-        Plain values: about, batch_size, parameters, max_norm, and for each contender ``ms``, ``over_nonprivate`` and,
-        where the loop was timed, ``nxbp_over`` (median, low and high quartile, rounds), then ``gradient_error`` and
-        ``correct``. For one that can't run here there is only ``missing``, for one that broke ``failed``: the reason.
+        Plain values: about, batch_size, parameters, max_norm, gate, and for each contender ``ms``, ``over_nonprivate``
+        and, where the loop was timed, ``nxbp_over`` (median, low and high quartile, rounds), then ``gradient_error``
+        and ``correct``, and ``ready_seconds``, which the gate and the first step took. For one that can't run here
+        there is only ``missing``, for one that broke ``failed``: the reason.
 
     Raises:
         ValueError: ``nonprivate`` is not among the contenders.
@@ -112,12 +154,13 @@ def compare(
     field = line_up(workload, contenders, device, batch_size)
     turns = {name: _turn(ready, field.inputs, field.targets) for name, ready in field.prepared.items()}
     timings = take_turns(turns, seconds, baseline=BASELINE)
-    found: dict[str, Any] = field.absent | {name: _row(name, timings, error) for name, error in field.errors.items()}
+    found: dict[str, Any] = field.absent | {name: _row(name, timings, field) for name in field.prepared}
     return {
         "about": workload.about,
         "batch_size": len(field.targets),
         "parameters": field.parameters,
         "max_norm": field.max_norm,
+        "gate": field.gate,
         "contenders": {name: found[name] for name in contenders},
     }
 
@@ -133,13 +176,13 @@ def _turn(prepared: Prepared, inputs: Tensor, targets: Tensor) -> Callable[[], N
     return turn
 
 
-def _row(name: str, timings: Timings, error: float | None) -> dict[str, Any]:
+def _row(name: str, timings: Timings, field: LineUp) -> dict[str, Any]:
     """One contender's figures as plain values."""
-    row: dict[str, Any] = {"ms": asdict(timings.milliseconds(name))}
+    row: dict[str, Any] = {"ms": asdict(timings.milliseconds(name)), "ready_seconds": round(field.seconds[name], 3)}
     if name != BASELINE:
         row["over_nonprivate"] = asdict(timings.ratio(name, BASELINE))
     if "nxbp" in timings.seconds and name not in ("nxbp", BASELINE):
         row["nxbp_over"] = asdict(timings.ratio("nxbp", name))
-    if error is not None:
-        row |= {"gradient_error": error, "correct": error <= GATE}
+    if (error := field.errors[name]) is not None:
+        row |= {"gradient_error": error, "correct": error <= field.gate}
     return row

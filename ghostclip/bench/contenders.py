@@ -1,28 +1,34 @@
-"""The ways to a private step that are timed: one entry each in CONTENDERS.
+"""What a timed way to a private step is, and what all of them share: noise, division by the batch size, Adam.
 
 Every contender takes the same step: the clipped sum of the batch's gradients, noise by one flat normal draw, division
-by the batch size, Adam. ``nonprivate`` takes an ordinary step with the mean loss. A new one is a function from
-(model, max_norm) to a `Prepared`, and one entry; it may do as it likes inside, in another library too.
+by the batch size, Adam. Another library goes its own way to the clipped sum, in the mode its users would choose; noise
+and optimizer are those of all the others, so that what is compared is clipping. (JAX, whose users compile the whole
+step, draws its noise and updates inside of it.) A new contender is a function from (model, losses, max_norm) to a
+`Prepared`, and one entry in `ghostclip.bench.roster`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from ghostclip.bench import naive
-from ghostclip.clipper import GhostClipper
+from ghostclip.bench.losses import Losses
+from ghostclip.noise import Noise
 
-__all__ = ["CONTENDERS", "NOISE_MULTIPLIER", "Contender", "Prepared", "by_filling_gradients"]
+__all__ = ["LEARNING_RATE", "NOISE_MULTIPLIER", "CannotRun", "Contender", "Prepared", "adam", "by_filling_gradients"]
 
 LEARNING_RATE = 1e-3
 NOISE_MULTIPLIER = 0.05  # the paper's default (section 6.1); it doesn't change what a step costs
 
 Batch = Callable[[Tensor, Tensor], None]
+Fill = Callable[[nn.Module, Losses, float], Batch]
+
+
+class CannotRun(Exception):
+    """A contender doesn't support a model, or a library is absent; the message says which and why."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,9 @@ class Prepared:
     clipped_sum: Callable[[Tensor, Tensor], dict[str, Tensor]] | None
 
 
+Prepare = Callable[[nn.Module, Losses, float], Prepared]
+
+
 @dataclass(frozen=True)
 class Contender:
     """One way to train.
@@ -45,27 +54,37 @@ class Contender:
     Attributes:
         name: as on the command line.
         about: what it does, in a line.
-        prepare: (model, max_norm) -> `Prepared`; the model is the contender's own.
+        prepare: (model, losses, max_norm) -> `Prepared`; the model is the contender's own. Raises `CannotRun`.
         missing: why it can't run here (a library isn't installed), or None.
+        clips: the rule its clipped sum follows, of `ghostclip.bench.reference.RULES`.
+        usual: runs unless the caller chooses; False where a step or its compilation takes very long.
     """
 
     name: str
     about: str
-    prepare: Callable[[nn.Module, float], Prepared]
+    prepare: Prepare
     missing: Callable[[], str | None] = lambda: None
+    clips: str = "flat"
+    usual: bool = True
 
 
-def by_filling_gradients(fill: Callable[[nn.Module, float], Batch]) -> Callable[[nn.Module, float], Prepared]:
+def adam(model: nn.Module) -> torch.optim.Adam:
+    """The optimizer of all contenders, over the parameters that are trained."""
+    return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
+
+
+def by_filling_gradients(fill: Fill) -> Prepare:
     """A ``prepare`` for methods that add the clipped sum to ``p.grad``; noise and Adam are the same for all of them.
 
     Args:
-        fill: (model, max_norm) -> a function (inputs, targets) that adds the clipped sum to ``p.grad``.
+        fill: (model, losses, max_norm) -> a function (inputs, targets) that adds the clipped sum to ``p.grad``.
     """
 
-    def prepare(model: nn.Module, max_norm: float) -> Prepared:
-        add_clipped_sum = fill(model, max_norm)
+    def prepare(model: nn.Module, losses: Losses, max_norm: float) -> Prepared:
+        # Before the method gets the model, whose parameters some methods switch off.
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        optimizer = torch.optim.Adam(trained.values(), lr=LEARNING_RATE)
+        optimizer = adam(model)
+        add_clipped_sum = fill(model, losses, max_norm)
         add_noise = _flat_noise(list(trained.values()), NOISE_MULTIPLIER * max_norm)
 
         def step(inputs: Tensor, targets: Tensor) -> None:
@@ -87,69 +106,11 @@ def by_filling_gradients(fill: Callable[[nn.Module, float], Batch]) -> Callable[
 
 def _flat_noise(parameters: list[nn.Parameter], std: float) -> Callable[[int], None]:
     """A function that turns every p.grad into (p.grad + noise) / batch size, drawing all noise at once."""
-    sizes = [parameter.numel() for parameter in parameters]
-    flat = torch.empty(sum(sizes), device=parameters[0].device)
-    noise = [part.view_as(parameter) for part, parameter in zip(flat.split(sizes), parameters, strict=True)]
+    source = Noise()
 
     def add(batch_size: int) -> None:
-        flat.normal_(0.0, std / batch_size)
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        torch._foreach_add_(noise, gradients, alpha=1.0 / batch_size)
-        for parameter, total in zip(parameters, noise, strict=True):
+        for parameter, total in zip(parameters, source.release(gradients, std, batch_size), strict=True):
             parameter.grad = total
 
     return add
-
-
-def _nonprivate(model: nn.Module, max_norm: float) -> Prepared:
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
-
-    def step(inputs: Tensor, targets: Tensor) -> None:
-        F.cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Prepared(step, None)
-
-
-def _ghost(second_pass: str) -> Callable[[nn.Module, float], Batch]:
-    """GhostClipper with one of its second passes."""
-
-    def fill(model: nn.Module, max_norm: float) -> Batch:
-        clipper = GhostClipper(model, max_norm, second_pass=second_pass)
-
-        def add_clipped_sum(inputs: Tensor, targets: Tensor) -> None:
-            clipper.backward(_losses(model, (inputs, targets)))
-
-        return add_clipped_sum
-
-    return fill
-
-
-def _slow(
-    method: Callable[[nn.Module, naive.LossFunction, Sequence[Tensor], float], Tensor],
-) -> Callable[[nn.Module, float], Batch]:
-    """One of the two slow ways of the paper's comparison."""
-
-    def fill(model: nn.Module, max_norm: float) -> Batch:
-        def add_clipped_sum(inputs: Tensor, targets: Tensor) -> None:
-            method(model, _losses, (inputs, targets), max_norm)
-
-        return add_clipped_sum
-
-    return fill
-
-
-def _losses(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-    inputs, targets = batch
-    return F.cross_entropy(model(inputs), targets, reduction="none")
-
-
-_ALL = (
-    Contender("nonprivate", "an ordinary step, nothing clipped", _nonprivate),
-    Contender("reweight", "GhostClipper, a second backward", by_filling_gradients(_ghost("reweight"))),
-    Contender("cached", "GhostClipper, no second backward", by_filling_gradients(_ghost("cached"))),
-    Contender("nxbp", "one forward and backward an example", by_filling_gradients(_slow(naive.nxbp))),
-    Contender("multiloss", "one forward, one backward an example", by_filling_gradients(_slow(naive.multiloss))),
-)
-CONTENDERS = {contender.name: contender for contender in _ALL}

@@ -1,57 +1,96 @@
-"""A benchmark's results as a Markdown table."""
+"""A benchmark's results as Markdown: a table that fits a page, and one with everything."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ghostclip.bench.compare import BASELINE
 from ghostclip.bench.machine import in_words
+from ghostclip.bench.roster import PEERS
 
-__all__ = ["markdown"]
+__all__ = ["full_markdown", "markdown"]
+
+Rows = dict[str, dict[str, Any]]
+NOTE = (
+    "Step time over the non-private step of the same round: median (quartiles). Adam, noise and division included. "
+    "Inputs are random tensors."
+)
+MEMORY_NOTE = (
+    "Peak memory of a step over the non-private one's, each in a fresh process: what it rises by above model and data."
+)
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The table of ``results`` as the command writes them, with a line on how to read it and the machine.
+    """The table of ``results`` as the command writes them, with a line on how to read it, and the machine.
 
-    A cell is the median of time over non-private time within a round; in brackets the quartiles.
+    A cell is the median of time over non-private time within a round; in brackets the quartiles. Of the other ways
+    to train only the loop has a column; of the rest there is the fastest that is right.
     """
-    names = [name for name in results["contenders"] if name != BASELINE]
-    header = ["workload", "batch", f"{BASELINE}, ms", *names]
-    with_loop = any("nxbp_over" in work["contenders"].get("cached", {}) for work in results["workloads"].values())
-    if with_loop:
-        header.append("nxbp / cached")
-    rows = [_cells(name, work, names, with_loop) for name, work in results["workloads"].items()]
-    lines = [_line(header), _line(["---"] * len(header)), *map(_line, rows)]
-    note = (
-        "Step time over the non-private step of the same round: median (quartiles). Adam, noise and division included. "
-        "Inputs are random tensors."
+    shown = [name for name in _with_figures(results) if name == "nxbp" or name not in PEERS]
+    others = [name for name in _with_figures(results) if name not in shown]
+    columns: dict[str, Callable[[Rows], str]] = {name: _column(name) for name in shown}
+    if others:
+        columns["fastest other"] = lambda rows: _fastest(rows, others)
+    if any("nxbp_over" in work["contenders"].get("cached", {}) for work in results["workloads"].values()):
+        columns["nxbp / cached"] = _loop_over_cached
+    return "\n".join(
+        [*_times(results, columns), "", NOTE, _machine(results), *_reasons(results), *_memory(results, shown)]
     )
-    return "\n".join([*lines, "", note, f"Machine: {in_words(results['machine'])}.", *_reasons(results)])
+
+
+def full_markdown(results: dict[str, Any]) -> str:
+    """The same with a column for every contender that has a figure, and what each of them does."""
+    names = _with_figures(results)
+    lines = [*_times(results, {name: _column(name) for name in names}), "", NOTE, _machine(results)]
+    about = [f"- {name}: {results['contenders'][name]}" for name in (BASELINE, *names)]
+    return "\n".join([*lines, "", *about, *_reasons(results), *_memory(results, names)])
+
+
+def _with_figures(results: dict[str, Any]) -> list[str]:
+    """Contenders with something to show, the baseline not among them."""
+    works = results["workloads"].values()
+    names = (name for name in results["contenders"] if name != BASELINE)
+    return [name for name in names if any("missing" not in work["contenders"].get(name, {}) for work in works)]
+
+
+def _times(results: dict[str, Any], columns: dict[str, Callable[[Rows], str]]) -> list[str]:
+    """A row of step times for each workload."""
+    header = ["workload", "batch", f"{BASELINE}, ms", *columns]
+    rows = []
+    for name, work in results["workloads"].items():
+        found = work["contenders"]
+        first = [name, str(work["batch_size"]), f"{found[BASELINE]['ms']['median']:.3g}"]
+        rows.append([*first, *(cell(found) for cell in columns.values())])
+    return _table(header, rows)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
+
+
+def _machine(results: dict[str, Any]) -> str:
+    return f"Machine: {in_words(results['machine'])}."
 
 
 def _reasons(results: dict[str, Any]) -> list[str]:
-    """A line for each contender that has no figure, with the first line of why."""
-    return [
-        f"- {name}, {contender} {kind}: {row[kind].splitlines()[0]}"
-        for name, work in results["workloads"].items()
-        for contender, row in work["contenders"].items()
-        for kind in ("missing", "failed")
-        if kind in row
-    ]
+    """A line for each contender without a figure, with the first line of why; one where it's the same everywhere."""
+    places: dict[tuple[str, str, str], list[str]] = {}
+    for name, work in results["workloads"].items():
+        for contender, row in work["contenders"].items():
+            for kind in ("missing", "failed"):
+                if kind in row:
+                    reason = (row[kind].splitlines() or ["no reason given"])[0]
+                    places.setdefault((contender, kind, reason), []).append(name)
+    found = []
+    for (contender, kind, reason), names in places.items():
+        everywhere = len(names) == len(results["workloads"]) > 1
+        found.append(f"- {'everywhere' if everywhere else ', '.join(names)}, {contender} {kind}: {reason}")
+    return found
 
 
-def _line(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def _cells(name: str, work: dict[str, Any], names: list[str], with_loop: bool) -> list[str]:
-    found = work["contenders"]
-    cells = [name, str(work["batch_size"]), f"{found[BASELINE]['ms']['median']:.3g}"]
-    cells += [_cell(found[contender]) for contender in names]
-    if with_loop:
-        over = found.get("cached", {}).get("nxbp_over")
-        cells.append("-" if over is None else _spread(over))
-    return cells
+def _column(name: str) -> Callable[[Rows], str]:
+    return lambda rows: _cell(rows.get(name, {"missing": ""}))
 
 
 def _cell(row: dict[str, Any]) -> str:
@@ -62,6 +101,45 @@ def _cell(row: dict[str, Any]) -> str:
         return "FAILED"
     wrong = "" if row.get("correct", True) else f" WRONG (off by {row['gradient_error']:.1g})"
     return _spread(row["over_nonprivate"]) + wrong
+
+
+def _fastest(rows: Rows, names: Sequence[str]) -> str:
+    """The fastest of the contenders that are right, with its name."""
+    right = {
+        name: rows[name]["over_nonprivate"]
+        for name in names
+        if "over_nonprivate" in rows.get(name, {}) and rows[name].get("correct", True)
+    }
+    if not right:
+        return "-"
+    best = min(right, key=lambda name: right[name]["median"])
+    return f"{best} {_spread(right[best])}"
+
+
+def _loop_over_cached(rows: Rows) -> str:
+    over = rows.get("cached", {}).get("nxbp_over")
+    return "-" if over is None else _spread(over)
+
+
+def _memory(results: dict[str, Any], names: Sequence[str]) -> list[str]:
+    """A table of peak memory, where it was measured."""
+    works = {name: work["memory"] for name, work in results["workloads"].items() if "memory" in work}
+    measured = [name for name in names if any(name in rows for rows in works.values())]
+    if not measured:
+        return []
+    rows = [
+        [name, _mebibytes(found[BASELINE]), *(_memory_cell(found.get(other, {})) for other in measured)]
+        for name, found in works.items()
+    ]
+    return ["", *_table(["workload", f"{BASELINE}, MiB", *measured], rows), "", MEMORY_NOTE]
+
+
+def _mebibytes(row: dict[str, Any]) -> str:
+    return f"{row['peak'] / 2**20:.0f}" if "peak" in row else "FAILED"
+
+
+def _memory_cell(row: dict[str, Any]) -> str:
+    return "FAILED" if "failed" in row else f"{row['over_nonprivate']:.2f}" if "over_nonprivate" in row else "-"
 
 
 def _spread(spread: dict[str, float]) -> str:

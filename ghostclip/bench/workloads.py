@@ -1,4 +1,4 @@
-"""What is timed, one entry each in WORKLOADS: the five networks of Lee & Kifer (2020, section 6.1.1) and a CIFAR CNN.
+"""What is timed, one entry each in WORKLOADS: the networks of the papers, and larger ones of the kinds in use today.
 
 All data are random tensors of the right shapes: a step costs the same whatever the pixels are, and no file is needed.
 """
@@ -12,13 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import models
+from ghostclip.bench import language, vision
+from ghostclip.bench.losses import Losses, class_losses, token_losses
 from ghostclip.convert import unwrap
 
-__all__ = ["WORKLOADS", "Workload"]
+__all__ = ["SETS", "WORKLOADS", "Workload"]
 
 IMAGE = (1, 28, 28)
-CIFAR_IMAGE = (3, 32, 32)
 POSITIONS, WORDS = 128, 10_000
+ADULT_FEATURES = 104
+
+Batches = Callable[[int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -30,25 +34,43 @@ class Workload:
         about: the model and the data in a line, printed with the figures.
         batch_size: examples in a batch, unless the caller wants another number.
         model: a new model with plain torch layers, so that the baseline pays for nothing of ours.
-        batch: batch size -> (inputs [B, ...], class numbers [B]).
+        batch: batch size -> (inputs [B, ...], targets [B, ...]).
+        losses: (outputs, targets) -> one loss an example, [B].
+        belongs: the set it is chosen with: "usual", "sizes" (more shapes of the usual ones) or "gpu" (too large for a
+            processor).
     """
 
     name: str
     about: str
     batch_size: int
     model: Callable[[], nn.Module]
-    batch: Callable[[int], tuple[Tensor, Tensor]]
+    batch: Batches
+    losses: Losses = class_losses
+    belongs: str = "usual"
 
 
-def _random_images(shape: tuple[int, ...]) -> Callable[[int], tuple[Tensor, Tensor]]:
+def _random_images(shape: tuple[int, ...], classes: int = 10) -> Batches:
     def batch(size: int) -> tuple[Tensor, Tensor]:
-        return torch.randn(size, *shape), torch.randint(0, 10, (size,))
+        return torch.randn(size, *shape), torch.randint(0, classes, (size,))
 
     return batch
 
 
-def _random_reviews(size: int) -> tuple[Tensor, Tensor]:
-    return torch.randint(1, WORDS, (size, POSITIONS)), torch.randint(0, 2, (size,))
+def _random_reviews(positions: int, words: int = WORDS) -> Batches:
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        return torch.randint(1, words, (size, positions)), torch.randint(0, 2, (size,))
+
+    return batch
+
+
+def _random_texts(positions: int, words: int = WORDS) -> Batches:
+    """Texts and the token that follows each of theirs."""
+
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        text = torch.randint(0, words, (size, positions + 1))
+        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+    return batch
 
 
 def _on_images(name: str, about: str) -> Workload:
@@ -67,36 +89,68 @@ def _transformer() -> nn.Module:
     return model
 
 
-def _cifar_cnn() -> nn.Module:
-    """Six 3 x 3 convolutions in three blocks of 32, 64 and 128 channels, average pooling, 128 hidden units."""
-    layers: list[nn.Module] = []
-    channels = 3
-    for width in (32, 64, 128):
-        for _ in range(2):
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
-            channels = width
-        layers.append(nn.AvgPool2d(2))
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * 16, 128), nn.ReLU(), nn.Linear(128, 10))
+def _adult() -> nn.Module:
+    """104 features, 50 hidden units, two classes."""
+    return nn.Sequential(nn.Linear(ADULT_FEATURES, 50), nn.ReLU(), nn.Linear(50, 2))
+
+
+def _resnet(side: int, batch_size: int, belongs: str) -> Workload:
+    about = f"ResNet-18 with GroupNorm, 11.2 M parameters; random {side} x {side} colour images"
+    data = _random_images((3, side, side))
+    return Workload(f"resnet18-{side}px", about, batch_size, vision.resnet18, data, belongs=belongs)
+
+
+def _gpt(positions: int, batch_size: int, belongs: str) -> Workload:
+    def model() -> nn.Module:
+        return language.GPT(256, 4, 4, positions)
+
+    about = f"GPT-2-like, width 256, 4 blocks, 10,000 words, 8.3 M parameters; texts of {positions} random words"
+    return Workload(f"gpt-{positions}", about, batch_size, model, _random_texts(positions), token_losses, belongs)
+
+
+def _lora() -> nn.Module:
+    return language.with_adapters(language.GPT(256, 4, 4, POSITIONS))
+
+
+def _gpt2() -> nn.Module:
+    return language.GPT(768, 12, 12, 1024, vocabulary=50_257, tied=True)
 
 
 _ALL = (
     _on_images("mlp", "two hidden layers of 128 and 256 units, sigmoid"),
+    Workload("fcnn-adult", "one hidden layer of 50 units; 104 random features, as of the Adult data", 256, _adult,
+             lambda size: (torch.randn(size, ADULT_FEATURES), torch.randint(0, 2, (size,)))),
     _on_images("cnn", "convolutions of 20 and 50 kernels 5 x 5, max pooling, 128 hidden units"),
     _on_images("rnn", "one recurrent layer of 128 units, tanh, over the 28 rows"),
     _on_images("lstm", "one LSTM layer of 128 units over the 28 rows"),
-    Workload(
-        "transformer",
-        "one encoder block, 200 features, 8 heads, frozen word vectors; 128 random words a text",
-        32,
-        _transformer,
-        _random_reviews,
-    ),
-    Workload(
-        "cifar-cnn",
-        "six convolutions of 32 to 128 channels, 550,570 parameters; random 32 x 32 colour images",
-        64,
-        _cifar_cnn,
-        _random_images(CIFAR_IMAGE),
-    ),
-)
+    Workload("transformer", "one encoder block, 200 features, 8 heads, frozen word vectors; 128 random words a text",
+             32, _transformer, _random_reviews(POSITIONS)),
+    Workload("cifar-cnn", "eight convolutions of 32 to 256 channels, 605,226 parameters; random 32 x 32 colour images",
+             64, vision.cifar_cnn, _random_images((3, 32, 32))),
+    Workload("lstm-imdb", "word vectors of 100, LSTM of 100 units, 1,081,002 parameters; 256 random words a text",
+             32, language.TextLSTM, _random_reviews(256)),
+    Workload("embedding", "word vectors of 16, their mean, two classes, 160,034 parameters; 256 random words a text",
+             128, language.EmbeddingNetwork, _random_reviews(256)),
+    _resnet(64, 16, "usual"),
+    _gpt(128, 8, "usual"),
+    _gpt(512, 2, "usual"),
+    Workload("vgg11", "VGG11 without batch norm, 9.2 M parameters; random 32 x 32 colour images", 16, vision.vgg11,
+             _random_images((3, 32, 32))),
+    Workload("lora-gpt", "the GPT-2-like model, frozen; adapters of rank 8 at its attention; texts of 128 random words",
+             8, _lora, _random_texts(POSITIONS), token_losses),
+    _resnet(32, 32, "sizes"),
+    _resnet(128, 8, "sizes"),
+    _resnet(256, 4, "sizes"),
+    _gpt(256, 4, "sizes"),
+    _gpt(1024, 2, "sizes"),
+    Workload("gpt2-124m", "GPT-2's shape, 124 M parameters, head tied to the embedding; texts of 1,024 random words",
+             8, _gpt2, _random_texts(1024, 50_257), token_losses, "gpu"),
+    Workload("vit-b16", "ViT-B/16's shape, 86 M parameters; random 224 x 224 colour images", 32,
+             vision.VisionTransformer, _random_images((3, 224, 224), 1000), belongs="gpu"),
+    Workload("resnet50-224px", "ResNet-50 with GroupNorm, 25.6 M parameters; random 224 x 224 colour images", 32,
+             vision.resnet50, _random_images((3, 224, 224), 1000), belongs="gpu"),
+)  # fmt: skip
 WORKLOADS = {workload.name: workload for workload in _ALL}
+SETS = {
+    kind: tuple(workload.name for workload in _ALL if workload.belongs == kind) for kind in ("usual", "sizes", "gpu")
+}

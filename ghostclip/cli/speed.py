@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ghostclip.bench.contenders import CONTENDERS
+from ghostclip.bench.losses import class_losses
 from ghostclip.bench.measure import take_turns
+from ghostclip.bench.roster import CONTENDERS
 
 __all__ = ["examples_per_second"]
 
@@ -32,7 +33,8 @@ def examples_per_second(model: nn.Module, data: TensorDataset, batch_size: int, 
     inputs, labels = (tensor[:batch_size] for tensor in data.tensors)
     state = torch.get_rng_state()
     turns = {
-        name: partial(CONTENDERS[name].prepare(copy.deepcopy(model), 1.0).step, inputs, labels) for name in METHODS
+        name: partial(CONTENDERS[name].prepare(copy.deepcopy(model), class_losses, 1.0).step, inputs, labels)
+        for name in METHODS
     }
     timings = take_turns(turns, seconds, baseline=BASELINE)
     torch.set_rng_state(state)

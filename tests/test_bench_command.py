@@ -1,0 +1,133 @@
+"""The benchmark as a command: what it prints and writes, what mistakes and Ctrl-C end in."""
+
+import json
+
+import pytest
+from test_bench import TINY, broken
+
+from ghostclip import cli
+from ghostclip.bench import CONTENDERS, WORKLOADS, Contender, compare, markdown
+from ghostclip.bench.__main__ import main
+from ghostclip.bench.contenders import by_filling_gradients
+from ghostclip.bench.machine import describe, in_words
+from ghostclip.bench.table import full_markdown
+
+FEW = ["--contenders", "reweight,cached,nxbp", "--seconds", "0.05"]
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    """A workload of milliseconds, and a quiet machine."""
+    monkeypatch.setitem(WORKLOADS, "tiny", TINY)
+    monkeypatch.setattr("os.getloadavg", lambda: (0.1, 0.0, 0.0))
+
+
+def result(**contenders):
+    """A result of the command with these rows."""
+    about = dict.fromkeys(contenders, "")
+    return {
+        "machine": describe(),
+        "contenders": about,
+        "workloads": {"tiny": {"batch_size": 6, "contenders": contenders}},
+    }
+
+
+def timed(median, **more):
+    spread = {"median": median, "low": median, "high": median, "rounds": 3}
+    return {"ms": spread, "over_nonprivate": spread, **more}
+
+
+def test_it_prints_a_table_and_writes_every_figure(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("os.getloadavg", lambda: (3.25, 0.0, 0.0))
+    out = tmp_path / "new" / "bench.json"
+    assert main(["--workloads", "tiny", *FEW, "--out", str(out)]) == 0
+    printed, results = capsys.readouterr(), json.loads(out.read_text())
+    assert "load average is 3.25" in printed.err
+    assert printed.out.strip() == markdown(results)
+    assert results["machine"]["threads"] == 1
+    assert results["workloads"]["tiny"]["contenders"]["cached"]["nxbp_over"]["rounds"] >= 3
+    assert in_words(results["machine"]) in printed.out
+    assert out.with_suffix(".md").read_text() == full_markdown(results) + "\n"
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ghostclip_bench_is_the_same_command(capsys):
+    assert cli.main(["bench", "--workloads", "tiny", *FEW, "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert list(results["workloads"]["tiny"]["contenders"]) == ["nonprivate", "reweight", "cached", "nxbp"]
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(WORKLOADS, "second", TINY)
+    done = iter([compare, KeyboardInterrupt])
+
+    def interrupted(*arguments):
+        now = next(done)
+        if now is KeyboardInterrupt:
+            raise now
+        return now(*arguments)
+
+    monkeypatch.setattr("ghostclip.bench.command.compare", interrupted)
+    status = main(["--workloads", "tiny,second", *FEW, "--out", str(tmp_path / "bench.json")])
+    assert status == 130
+    assert "1 workloads were measured" in capsys.readouterr().err
+    assert list(json.loads((tmp_path / "bench.json").read_text())["workloads"]) == ["tiny"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--workloads", "mpl"], ["--contenders", ""], ["--seconds", "0"], ["--seconds", "soon"], ["--device", "cuda"],
+        ["--threads", "0"], ["--memory", "none"], ["--batch-size", "-1"],
+    ],
+)  # fmt: skip
+def test_mistakes_end_with_status_2_and_one_line(words, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    assert f"error: argument {words[0]}: expected" in capsys.readouterr().err or words[1] == "cuda"
+    assert cli.main(["bench", *words]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"ghostclip: argument {words[0]}: ")
+    assert shown.err.count("\n") == 1
+
+
+def test_memory_is_measured_where_asked(monkeypatch, capsys):
+    asked = []
+
+    def ask(workload, contender, batch_size, device, threads):
+        asked.append(contender)
+        return {"peak": 2**21 if contender == "nonprivate" else 2**20, "steady": 1}
+
+    monkeypatch.setattr("ghostclip.bench.memory.ask", ask)
+    assert main(["--workloads", "tiny", *FEW, "--memory", "cached"]) == 0
+    assert asked == ["nonprivate", "cached"]
+    assert "| tiny | 2 | 0.50 |" in capsys.readouterr().out
+
+
+def test_a_wrong_contender_of_ours_is_status_1_and_a_wrong_library_is_a_finding(monkeypatch, capsys):
+    bad = Contender("cached", "", by_filling_gradients(broken))
+    words = ["--workloads", "tiny", "--seconds", "0.01", "--contenders"]
+    monkeypatch.setitem(CONTENDERS, "vmap", bad)
+    assert main([*words, "vmap"]) == 0
+    monkeypatch.setitem(CONTENDERS, "cached", bad)
+    assert main([*words, "cached"]) == 1
+    assert "- tiny, cached failed: RuntimeError: out of paper" in capsys.readouterr().out.splitlines()
+
+
+def test_the_fastest_other_is_one_that_is_right():
+    rows = result(nonprivate=timed(1.0), cached=timed(1.2, correct=True), vmap=timed(3.0, correct=True),
+                  jax=timed(2.0, correct=False, gradient_error=0.5), fastdp={"missing": "not installed"})  # fmt: skip
+    short, full = markdown(rows), full_markdown(rows)
+    assert "| vmap 3.00 (3.00 to 3.00) |" in short
+    assert "WRONG (off by 0.5)" in full
+    assert "- tiny, fastdp missing: not installed" in short.splitlines()
+
+
+def test_a_reason_that_holds_everywhere_is_said_once():
+    rows = result(nonprivate=timed(1.0), fastdp={"missing": "not installed"})
+    rows["workloads"]["other"] = rows["workloads"]["tiny"]
+    assert [line for line in markdown(rows).splitlines() if "fastdp" in line] == [
+        "- everywhere, fastdp missing: not installed"
+    ]
