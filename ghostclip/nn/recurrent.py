@@ -24,7 +24,7 @@ from ghostclip.norms.dense import Dense
 from ghostclip.norms.outer import Outer
 from ghostclip.norms.term import Term, wide
 
-from .base import PROBE, Call, GhostLayer, is_capturing
+from .base import NOTHING, PROBE, Call, GhostLayer, is_capturing
 from .gates import Trace, gru_factors, lstm_factors, rnn_relu_factors, rnn_tanh_factors
 from .through_time import GateGradients, Incoming, gru_back, lstm_back, rnn_back
 
@@ -88,6 +88,9 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, output: Tensor | None, h_n: Tensor | None, c_n: Tensor | None = None) -> tuple:
+        if ctx.call is not None and ctx.call.sink is NOTHING:
+            ctx.factors = None
+            return (None,) * len(ctx.needs_input_grad)
         trace = _trace(*ctx.saved_tensors)
         factors = ctx.cell.factors(trace) if ctx.factors is None else ctx.factors
         # Where another pass is to follow over this graph, it need not compute them again.
