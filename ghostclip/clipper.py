@@ -17,7 +17,7 @@ from ghostclip.errors import LossShapeError, StaleInputError
 from ghostclip.explain import Plan, plan_of
 from ghostclip.gradients import GradientGuard
 from ghostclip.graph import captured_calls, first_pass, let_go
-from ghostclip.groupwise import GroupSums
+from ghostclip.groupwise import GroupSums, Part
 from ghostclip.index import ModelIndex
 from ghostclip.passes import Collector, FirstPass, add_to_gradient, norm_dtype
 from ghostclip.planner import Choice, Planner
@@ -164,7 +164,7 @@ class GhostClipper:
         if not all_finite and not run.holds_terms:
             run = self._first_pass(losses, keep=True, retain_graph=retain_graph, ignore_budget=True)
         if run.holds_terms:
-            run.add_weighted_sums(weights, finite)
+            self._add(run.weighted_sums(weights, finite))
         else:
             with _in_our_words():
                 seed = weights.to(losses.dtype)
@@ -194,10 +194,7 @@ class GhostClipper:
             sums = self._group_pass(losses, policy, given, finite)
         if not retain_graph:
             self._let_go(losses)
-        parameters = {id(parameter): parameter for _, parameter in self._index.trained()}
-        while sums.sums:
-            (owner, rows), amount = sums.sums.pop()
-            add_to_gradient(parameters[owner], rows, amount)
+        self._add(sums.taken())
         norms = {group: norms.get(group, torch.zeros_like(both[0])) for group in partition.values()}
         weights = policy.weights(norms) if given is None else given
         if finite is not None:
@@ -225,6 +222,12 @@ class GhostClipper:
             VerificationError: something differs by more than ``tolerance``; the layers are named.
         """
         return compare_with_loop(self, loss_fn, batch, tolerance)
+
+    def _add(self, sums: Iterator[tuple[Part, Tensor]]) -> None:
+        """Adds the clipped sums of parts to the p.grads."""
+        parameters = {id(parameter): parameter for _, parameter in self._index.trained()}
+        for (owner, rows), amount in sums:
+            add_to_gradient(parameters[owner], rows, amount)
 
     def _partition(self) -> dict[str, str]:
         """{name of a trained parameter: group} under a group-wise policy; {} under another."""

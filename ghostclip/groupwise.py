@@ -7,7 +7,7 @@ Nothing is held longer than its group, and no second backward is needed (He et a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -71,6 +71,11 @@ class GroupSums:
         self._left[group] -= len(parts)
         if self._left[group] == 0:
             self._close(group)
+
+    def taken(self) -> Iterator[tuple[Part, Tensor]]:
+        """The clipped sums, which are let go of one after another."""
+        while self.sums:
+            yield self.sums.pop()
 
     @torch.no_grad()
     def _close(self, group: str) -> None:

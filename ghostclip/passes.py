@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -229,26 +229,23 @@ class FirstPass:
         return found
 
     @torch.no_grad()
-    def add_weighted_sums(self, weights: Tensor, finite: Tensor | None) -> None:
-        """Adds ``sum_i weights[i] g_i`` to each p.grad and lets go of the terms, one after another.
+    def weighted_sums(self, weights: Tensor, finite: Tensor | None) -> Iterator[tuple[Part, Tensor]]:
+        """``sum_i weights[i] g_i`` of each part, letting go of the terms one after another.
 
         Args:
             weights: [B], zero for examples that are left out.
-            finite: [B] bool, False where an example must not touch the sum (0 * inf would); None when all may.
+            finite: [B] bool, False where an example must not touch the sum (0 * inf would be NaN); None when all may.
         """
-        parameters = {id(parameter): parameter for _, parameter in self._trained}
         terms = self._found.terms
         for part in list(terms):
             term = terms.pop(part)
-            if finite is not None:
-                term = term.keep_only(finite)
-            add_to_gradient(parameters[part[0]], part[1], term.weighted_sum(weights))
+            yield part, (term if finite is None else term.keep_only(finite)).weighted_sum(weights)
         while self._found.affines:
             owners, affine = self._found.affines.pop()
             if finite is not None:
                 affine = affine.keep_only(finite)
             for owner, amount in zip(owners, affine.weighted_sums(weights).values(), strict=True):
-                add_to_gradient(parameters[owner], None, amount)
+                yield (owner, None), amount
 
 
 def add_to_gradient(parameter: nn.Parameter, rows: tuple[int, int] | None, amount: Tensor) -> None:
