@@ -20,7 +20,7 @@ LEVELS: list[tuple[str, ...] | set[str]] = [
     ("planner", "convert"),
     ("index", "graph", "regroup"),
     ("clipping",),
-    ("gradients", "groupwise", "passes", "explain", "verify"),
+    ("gradients", "groupwise", "passes", "two_passes", "explain", "verify", "compiled"),
     ("clipper",),
     ("events",),
     {"noise", "sampling", "accounting", "ledger", "checkpoint"},

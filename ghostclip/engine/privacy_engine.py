@@ -116,6 +116,7 @@ class PrivacyEngine:
         self.noise_multiplier, self.planned_steps = plan.noise_multiplier, plan.steps
         self.target_epsilon, self.target_delta = plan.target_epsilon, plan.target_delta
         self.batch_size, self.sample_rate = loader.batch_size, loader.sample_rate
+        self._largest = max_physical_batch_size
         # Noise that can be foretold protects no one, so it is charged as none.
         self._event = loader.event(plan.noise_multiplier if source.private else 0.0)
         self._spent: Counter[SampledGaussian] = Counter()
@@ -169,21 +170,28 @@ class PrivacyEngine:
                 "engine.step() got another logical batch than engine.batches() gave last; use each in its turn"
             )
         self._check_budget()
-        seen: list[tuple[Tensor, ClippingResult]] = []
+        seen: list[ClippingResult] = []
         try:
             for examples in batch.physical():
-                losses = loss_fn(self.model, examples)
-                seen.append((losses.detach(), self.backward(losses)))
+                seen.append(self._steps.clip(loss_fn, examples))
             self.optimizer.step()
         except BaseException:
             self._steps.begin(None)
             raise
         self.optimizer.zero_grad()
         return StepRecord(
-            _joined([losses for losses, _ in seen]),
-            _joined([result.norms for _, result in seen]),
-            _joined([result.weights for _, result in seen]),
+            _joined([result.losses for result in seen]),
+            _joined([result.norms for result in seen]),
+            _joined([result.weights for result in seen]),
         )
+
+    def compile(self) -> None:
+        """From now on `step` runs forward and passes as one compiled graph, where the model allows it and it is faster.
+
+        Physical batches are padded to one size (few, when they may be of any), with rows of weight zero, so that their
+        varying sizes compile nothing anew. See `GhostClipper.clip` for what a loss function may depend on then.
+        """
+        self._steps.compile(self._largest)
 
     def epsilon(self, delta: float | None = None, accountant: str = "pld") -> float:
         """The privacy spent so far: 0 before the first step, inf when there is no noise or the noise isn't private.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ghostclip.clipper import ClippingResult, GhostClipper
@@ -70,6 +70,10 @@ class PrivateSteps:
         for undo in self._undo:
             undo()
 
+    def compile(self, largest: int | None) -> None:
+        """Lets the clipper compile, for physical batches of at most ``largest`` examples."""
+        self._clipper.compile(expected=self._batch_size, largest=largest)
+
     def current(self, caller: str) -> LogicalBatch:
         """The logical batch in the making; raises PrivacyError, which names the caller, when there is none."""
         if self._batch is None:
@@ -81,6 +85,24 @@ class PrivateSteps:
 
     def backward(self, losses: Tensor, retain_graph: bool) -> ClippingResult:
         """Gathers the clipped sum of the physical batch that was handed out last; see `PrivacyEngine.backward`."""
+        self._check_turn()
+        self._check_count(losses)
+        return self._gather(lambda: self._clipper.backward(losses, retain_graph=retain_graph))
+
+    def clip(self, loss_fn: Callable[[nn.Module, Any], Tensor], examples: Any) -> ClippingResult:
+        """Forward and `backward` of the physical batch that was handed out last, compiled where that was asked for."""
+        self._check_turn()
+
+        def checked(model: nn.Module, examples: Any) -> Tensor:
+            losses = loss_fn(model, examples)
+            self._check_count(losses)
+            return losses
+
+        # A compiled graph is made for the user's own function, and its batches are padded.
+        compiling = self._clipper.compiled is not None
+        return self._gather(lambda: self._clipper.clip(loss_fn if compiling else checked, examples))
+
+    def _check_turn(self) -> None:
         batch = self.current("engine.backward()")
         if batch.handed != self._sums.count + 1:
             raise PrivacyError(
@@ -88,6 +110,10 @@ class PrivateSteps:
                 "far, so this call is not the one that the last of them needs; call it exactly once in each turn of "
                 "`for examples in batch.physical()` (add up several losses of one example first)"
             )
+
+    def _check_count(self, losses: Tensor) -> None:
+        """Raises LossShapeError unless there is a loss for each example of the physical batch."""
+        batch = self.current("engine.backward()")
         expected = batch.sizes[batch.handed - 1]
         if isinstance(losses, Tensor) and losses.dim() == 1 and losses.shape[0] != expected:
             raise LossShapeError(
@@ -95,7 +121,11 @@ class PrivateSteps:
                 f"{losses.shape[0]}. Average or add up several losses of one example, and give examples that are left "
                 "out a loss of zero"
             )
-        result = self._sums.gather(lambda: self._clipper.backward(losses, retain_graph=retain_graph))
+
+    def _gather(self, clip: Callable[[], ClippingResult]) -> ClippingResult:
+        result = self._sums.gather(clip)
+        if result.losses is not None:
+            self._check_count(result.losses)
         self._sensitivity = max(self._sensitivity, result.sensitivity)
         return result
 

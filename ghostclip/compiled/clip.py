@@ -1,0 +1,230 @@
+"""When a compiled graph is used: made at the first batch of a shape, tried beside eager, kept if faster."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_unflatten
+
+from ghostclip.compiled.region import Region, trace
+from ghostclip.compiled.signature import capacity_for, function_key, leaves_of, model_key, pad
+from ghostclip.compiled.straight import Clipped, eager, learn, straight
+from ghostclip.two_passes import TwoPasses
+
+__all__ = ["CompiledClip"]
+
+# Batches on which both ways run before the faster one is taken.
+TRIALS = 4
+# Relative difference of the clipped sums from which on the graph doesn't do what the eager step does.
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+# Rules that go through time step by step: a graph of every step takes minutes to compile, and is slower.
+STEP_BY_STEP = (nn.RNN, nn.LSTM, nn.GRU)
+
+log = logging.getLogger("ghostclip")
+
+
+@dataclass
+class _Plan:
+    """One shape's graph, and how its trial goes.
+
+    Attributes:
+        region: the graph; None where eager is to be used.
+        structure: how a `Clipped` is made of the graph's outputs.
+        kept: what the key was made of, so that no id in it is used again.
+        eager, compiled: seconds of both ways, best so far.
+        left: trials to come.
+    """
+
+    region: Region | None
+    structure: Any
+    kept: list[Any]
+    eager: float = float("inf")
+    compiled: float = float("inf")
+    left: int = TRIALS
+
+
+@dataclass
+class CompiledClip:
+    """Forward and both passes of a physical batch, compiled where the model allows it and that is faster.
+
+    Args:
+        model: wrapped.
+        passes: over its graphs.
+        expected: about how many examples come in a batch; None when all batches have one size.
+        largest: the most that come.
+
+    Attributes:
+        graphs: how many were compiled.
+        seconds: what compiling took in all.
+        refusals: why a graph is not used, for each shape that has none.
+    """
+
+    model: nn.Module
+    passes: TwoPasses
+    expected: int | None = None
+    largest: int | None = None
+    graphs: int = 0
+    seconds: float = 0.0
+    refusals: list[str] = field(default_factory=list)
+    _plans: dict[tuple, _Plan] = field(default_factory=dict)
+
+    def __call__(self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> Clipped:
+        """The clipped sums of ``loss_fn(model, batch)``, losses [B].
+
+        What ``loss_fn`` and the model's forward do must depend on the batch, the parameters and torch's random numbers
+        alone: a graph has every other value built in, until another batch shape, mode or function comes.
+        """
+        found = leaves_of(batch)
+        if found is None or found[2] == 0:
+            return self._eager(loss_fn, batch)
+        leaves, structure, examples = found
+        size = capacity_for(examples, self.expected, self.largest)
+        function, kept = function_key(loss_fn)
+        shapes = tuple((leaf.shape[1:], leaf.dtype, leaf.device) for leaf in leaves)
+        key = (size, shapes, str(structure), function, model_key(self.model))
+        padded = [pad(leaf, size) for leaf in leaves]
+        plan = self._plans.get(key)
+        if plan is None:
+            result = self._eager(loss_fn, batch)
+            self._plans[key] = self._compile(loss_fn, padded, structure, kept)
+            return result
+        if plan.region is None:
+            return self._eager(loss_fn, batch)
+        if plan.left:
+            return self._try(plan, loss_fn, batch, padded, examples)
+        return self._run(plan, padded, examples) or self._eager(loss_fn, batch)
+
+    def _eager(self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> Clipped:
+        return eager(self.passes, loss_fn(self.model, batch))
+
+    def _inputs(self, padded: list[Tensor], examples: int) -> list[Tensor]:
+        """Parameters, buffers, the batch, and 1 for rows that are examples, 0 for padding."""
+        size = padded[0].shape[0]
+        keep = torch.ones(size, device=padded[0].device)
+        keep[examples:] = 0.0
+        return [*self.model.parameters(), *self.model.buffers(), *padded, keep]
+
+    def _compile(
+        self, loss_fn: Callable[[nn.Module, Any], Tensor], padded: list[Tensor], structure: Any, kept: list[Any]
+    ) -> _Plan:
+        """A plan with a graph, or without one where that isn't possible."""
+        model, made = self.model, _Plan(None, None, kept, left=0)
+        reason = _step_by_step(model)
+        state = torch.random.get_rng_state()
+        try:
+            if reason is None:
+                reason = learn(
+                    self.passes, loss_fn(model, tree_unflatten(padded, structure)), self.expected is not None
+                )
+            if reason is None:
+                made = self._graph(loss_fn, padded, structure, kept)
+        except Exception as error:  # whatever the compiler stumbles over, the eager step is there
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+        finally:
+            torch.random.set_rng_state(state)
+        if reason is not None:
+            self._refuse(reason)
+        return made
+
+    def _graph(
+        self, loss_fn: Callable[[nn.Module, Any], Tensor], padded: list[Tensor], structure: Any, kept: list[Any]
+    ) -> _Plan:
+        model, names = self.model, list[Any]()
+        parameters, buffers = len(list(model.parameters())), len(list(model.buffers()))
+
+        def step(*inputs: Tensor) -> tuple[Tensor, ...]:
+            batch = tree_unflatten(list(inputs[parameters + buffers : -1]), structure)
+            fine, result = straight(self.passes, loss_fn(model, batch), inputs[-1])
+            names[:] = [result.sums, *(list(part) if isinstance(part, dict) else None for part in _both(result))]
+            outputs = [fine, result.losses]
+            for part in _both(result):
+                outputs += part.values() if isinstance(part, dict) else [part]
+            outputs += [total for total in result.sums if total is not None]
+            return tuple(output.detach() for output in outputs)
+
+        inputs = self._inputs(padded, padded[0].shape[0])
+        with torch.enable_grad():
+            graph = trace(step, inputs)
+        region = Region(graph, inputs)
+        self.graphs, self.seconds = self.graphs + 1, self.seconds + region.seconds
+        log.info("compiled a step for %d rows in %.1f s", padded[0].shape[0], region.seconds)
+        present = [total is not None for total in names[0]]
+        return _Plan(region, (present, names[1], names[2]), kept)
+
+    def _run(self, plan: _Plan, padded: list[Tensor], examples: int) -> Clipped | None:
+        """The graph's result; None when an example isn't finite or a short cut of the graph didn't hold."""
+        assert plan.region is not None
+        fine, losses, *rest = plan.region(*self._inputs(padded, examples))
+        if not torch.isfinite(fine).item():
+            return None
+        present, *groups = plan.structure
+        values = iter(rest)
+        norms, weights = (
+            next(values)[:examples] if names is None else {name: next(values)[:examples] for name in names}
+            for names in groups
+        )
+        sums = [next(values) if there else None for there in present]
+        return Clipped(losses[:examples], norms, weights, sums)
+
+    def _try(self, plan: _Plan, loss_fn: Any, batch: Any, padded: list[Tensor], examples: int) -> Clipped:
+        """Both ways on one batch from the same random numbers: compares their results, and their times."""
+        plan.left -= 1
+        state = torch.random.get_rng_state()
+        started = time.perf_counter()
+        try:
+            found = self._run(plan, padded, examples)
+        except Exception as failure:
+            plan.region = found = None
+            self._refuse(f"{type(failure).__name__}: {failure}")
+        plan.compiled = min(plan.compiled, time.perf_counter() - started)
+        torch.random.set_rng_state(state)
+        started = time.perf_counter()
+        expected = self._eager(loss_fn, batch)
+        plan.eager = min(plan.eager, time.perf_counter() - started)
+        # Padding shifts which random number is whose, so that only whole batches of a random model can be compared.
+        if found is not None and (examples == len(padded[0]) or torch.equal(state, torch.random.get_rng_state())):
+            error = _difference(found.sums, expected.sums)
+            if not error <= TOLERANCE[torch.float64 if expected.losses.dtype == torch.float64 else torch.float32]:
+                plan.region = None
+                self._refuse(
+                    f"the compiled step's sums differ from eager's by {error:.2g} (relative): the loss or the forward "
+                    "depends on something besides the batch, the parameters and torch's random numbers"
+                )
+        if plan.left == 0 and plan.region is not None and plan.compiled > plan.eager:
+            plan.region = None
+            self._refuse(f"eager is faster ({1e3 * plan.eager:.3g} ms, compiled {1e3 * plan.compiled:.3g})")
+        return expected
+
+    def _refuse(self, reason: str) -> None:
+        self.refusals.append(reason)
+        log.warning("steps of this shape run without compiling: %s", reason)
+
+
+def _both(result: Clipped) -> tuple[Any, Any]:
+    return result.norms, result.weights
+
+
+def _step_by_step(model: nn.Module) -> str | None:
+    for name, module in model.named_modules():
+        if isinstance(module, STEP_BY_STEP) and any(p.requires_grad for p in module.parameters()):
+            return f"{name or 'the model'} is a {type(module).__name__}, whose time steps would be compiled one by one"
+    return None
+
+
+def _difference(found: list[Tensor | None], expected: list[Tensor | None]) -> float:
+    """The norm of the difference of all sums as a share of the norm of the expected ones."""
+    if [total is None for total in found] != [total is None for total in expected]:
+        return float("inf")
+    pairs = [(one.double(), other.double()) for one, other in zip(found, expected, strict=True)
+             if one is not None and other is not None]  # fmt: skip
+    if not pairs:
+        return 0.0
+    off = torch.stack([(one - other).norm() for one, other in pairs]).norm()
+    size = torch.stack([other.norm() for _, other in pairs]).norm()
+    return float(off / size) if float(size) else float(off)

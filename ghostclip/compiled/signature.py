@@ -1,0 +1,71 @@
+"""What a compiled graph holds for: shapes of the batch, modes of the modules, and which loss function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+__all__ = ["capacity_for", "function_key", "leaves_of", "model_key", "pad"]
+
+# Physical batches of Poisson sampling vary in size; graphs are made for sizes of a grid with this ratio.
+GROWTH = 1.25
+
+
+def leaves_of(batch: Any) -> tuple[list[Tensor], Any, int] | None:
+    """(tensors, structure, number of examples) of a batch; None unless all leaves are tensors with B in dimension 0."""
+    leaves, structure = tree_flatten(batch)
+    if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
+        return None
+    examples = {leaf.shape[0] for leaf in leaves}
+    return (leaves, structure, examples.pop()) if len(examples) == 1 else None
+
+
+def capacity_for(examples: int, expected: int | None, largest: int | None = None) -> int:
+    """How many rows a batch of ``examples`` is padded to: few different numbers, so that few graphs are needed.
+
+    Args:
+        examples: of this batch.
+        expected: about how many come as a rule; None when all batches have one size.
+        largest: the most that ever come.
+    """
+    if expected is None:
+        return examples
+    # Of the binomial number of examples in a Poisson sample, one in a thousand lies above three standard deviations.
+    size = math.ceil(expected + 3.0 * math.sqrt(expected))
+    while size < examples:
+        size = math.ceil(GROWTH * size)
+    return size if largest is None else min(size, max(largest, examples))
+
+
+def pad(leaf: Tensor, size: int) -> Tensor:
+    """``leaf`` [n, ...] with its first row repeated to [size, ...]; rows of zeros might not be valid inputs."""
+    missing = size - leaf.shape[0]
+    return leaf if missing == 0 else torch.cat([leaf, leaf[:1].expand(missing, *leaf.shape[1:])])
+
+
+def model_key(model: nn.Module) -> tuple:
+    """Everything about the model that a graph has built in: modes, and which parameters are trained."""
+    return (
+        tuple(module.training for module in model.modules()),
+        tuple((id(p), p.requires_grad, p.dtype, p.device) for p in model.parameters()),
+        torch.is_autocast_enabled("cpu"),
+    )
+
+
+def function_key(function: Callable[..., Any]) -> tuple[tuple, list[Any]]:
+    """A key equal for functions that do the same, and what must be kept alive while it is in use.
+
+    A lambda written in a loop is a new object each time round; its code and what it closes over tell it.
+    """
+    if isinstance(function, FunctionType):
+        closed = [cell.cell_contents for cell in function.__closure__ or ()]
+        defaults = list(function.__defaults__ or ())
+        kept = [function.__code__, *closed, *defaults]
+        return tuple(part if isinstance(part, (int, float, str, bool)) else id(part) for part in kept), kept
+    return (id(function),), [function]

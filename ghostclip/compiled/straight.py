@@ -1,0 +1,118 @@
+"""The eager passes as a compiled graph wants them: apart from p.grad, and without a look at any value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ghostclip.clipping import Automatic, Flat, Groupwise, Thresholds
+from ghostclip.graph import captured_calls
+from ghostclip.groupwise import Part
+from ghostclip.passes import norm_dtype
+from ghostclip.two_passes import TwoPasses
+
+__all__ = ["Clipped", "eager", "learn", "straight"]
+
+
+@dataclass
+class Clipped:
+    """What one physical batch adds.
+
+    Attributes:
+        losses: [B].
+        norms, weights: [B], or {group: [B]}.
+        sums: clipped sums of the trained parameters, in their order; None for one that took no part.
+    """
+
+    losses: Tensor
+    norms: Any
+    weights: Any
+    sums: list[Tensor | None]
+
+
+def eager(passes: TwoPasses, losses: Tensor) -> Clipped:
+    """Both passes, the sums apart from p.grad: what a compiled graph is held against."""
+    parameters = [parameter for _, parameter in passes.index.trained()]
+    aside = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        norms, weights = passes.clip(losses, retain_graph=False)
+        return Clipped(losses.detach(), norms, weights, [parameter.grad for parameter in parameters])
+    finally:
+        for parameter, grad in zip(parameters, aside, strict=True):
+            parameter.grad = grad
+
+
+def learn(passes: TwoPasses, losses: Tensor, padded: bool) -> str | None:
+    """Measures strategies and proves the grouping, so that a graph may take them for granted; else why it can't."""
+    if padded and not isinstance(passes.clipping, (Flat, Automatic, Thresholds)):
+        return f"{type(passes.clipping).__name__} may look at all norms at once, and batches are padded"
+    uses = captured_calls(losses, passes.index)
+    if uses.reorders:
+        return "its forward may order examples differently from batch to batch, which is proved anew for each"
+    keep = passes.cached or isinstance(passes.clipping, Groupwise)
+    passes.first_pass(losses, keep=keep, retain_graph=False)
+    return None
+
+
+def straight(passes: TwoPasses, losses: Tensor, keep: Tensor) -> tuple[Tensor, Clipped]:
+    """Both passes without a look at any value, so that they can be written down as one graph.
+
+    Args:
+        losses: [B].
+        keep: [B], 0 for rows that are no examples.
+
+    Returns:
+        A number that is finite exactly when all norms and losses are, and the result if it is.
+    """
+    trained = passes.index.trained()
+    keep = keep.to(norm_dtype(trained))
+    totals: dict[int, Tensor] = {}
+    norms: Any
+    weights: Any
+    if isinstance(passes.clipping, Groupwise):
+        norms, weights, parts = _straight_groups(passes, losses, passes.clipping, keep)
+        whole = torch.stack(list(norms.values())).sum(0)
+    else:
+        run = passes.first_pass(losses, keep=passes.cached, retain_graph=True)
+        norms = whole = run.norms()
+        weights = passes.clipping.weights(norms) * keep
+        parts = run.weighted_sums(weights, None) if run.holds_terms else _reweighted(passes, losses, weights)
+    for (owner, rows), amount in parts:
+        parameter = next(p for _, p in trained if id(p) == owner)
+        amount = amount.to(parameter.dtype)
+        if rows is not None:
+            amount, part = torch.zeros_like(parameter), amount
+            amount[slice(*rows)] = part
+        totals[owner] = totals[owner] + amount if owner in totals else amount
+    fine = (whole + losses.detach()).sum()
+    return fine, Clipped(losses, norms, weights, [totals.get(id(parameter)) for _, parameter in trained])
+
+
+def _straight_groups(
+    passes: TwoPasses, losses: Tensor, policy: Groupwise, keep: Tensor
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Iterator[tuple[Part, Tensor]]]:
+    partition = passes.partition()
+    if isinstance(policy, Thresholds):
+        sums = passes.group_pass(losses, policy, None, keep > 0)
+        norms = sums.norms
+    else:
+        norms = passes.first_pass(losses, keep=False, retain_graph=True).norms_by_group(partition)
+        sums = passes.group_pass(losses, policy, policy.weights(norms), keep > 0)
+    norms = {group: norms.get(group, torch.zeros_like(keep)) for group in partition.values()}
+    weights = {group: sums.weights.get(group, keep) for group in norms}
+    return norms, weights, sums.taken()
+
+
+def _reweighted(passes: TwoPasses, losses: Tensor, weights: Tensor) -> Iterator[tuple[Part, Tensor]]:
+    """The second backward, its gradients apart from p.grad."""
+    parameters = [parameter for _, parameter in passes.index.trained()]
+    grads = torch.autograd.grad(losses, parameters, weights.to(losses.dtype), allow_unused=True)
+    for parameter, grad in zip(parameters, grads, strict=True):
+        if grad is not None:
+            yield (id(parameter), None), grad

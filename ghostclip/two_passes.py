@@ -1,0 +1,219 @@
+"""The two passes over one graph: norms, weights, clipped sums (Lee & Kifer 2020, algorithm 1).
+
+The only place that runs autograd for clipping.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip.clipping import Flat, Groupwise, Policy, Thresholds
+from ghostclip.errors import LossShapeError, StaleInputError
+from ghostclip.graph import captured_calls, first_pass, let_go
+from ghostclip.groupwise import GroupSums, Part
+from ghostclip.index import ModelIndex
+from ghostclip.passes import Collector, FirstPass, add_to_gradient, norm_dtype
+from ghostclip.planner import Choice, Planner
+from ghostclip.regroup import Grouping
+
+__all__ = ["TwoPasses"]
+
+
+class TwoPasses:
+    """Clips the gradients behind losses of one model, by one policy.
+
+    Args:
+        model: wrapped.
+        clipping: the policy.
+        second_pass: "reweight" or "cached".
+        planner: chooses the way to each squared norm.
+        memory_budget: bytes "cached" may keep, or None.
+
+    Attributes:
+        index: the model's names.
+        choices: what the planner chose for the last batch, by id of parameter; None before one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        clipping: Policy | Groupwise,
+        second_pass: str,
+        planner: Planner,
+        memory_budget: int | None,
+    ) -> None:
+        self.clipping, self.cached, self._planner = clipping, second_pass == "cached", planner
+        self._memory_budget = memory_budget
+        self.index = ModelIndex(model)
+        self.choices: Mapping[int, Choice] | None = None
+        self._grouping = Grouping()
+        self.partition()
+
+    def clip(self, losses: Tensor, *, retain_graph: bool) -> tuple[Any, Any]:
+        """Adds the clipped sum to each p.grad; returns norms and weights, [B] or {group: [B]}."""
+        if isinstance(self.clipping, Groupwise):
+            return self._clip_groups(losses, self.clipping, retain_graph)
+        return self._clip_whole(losses, self.clipping, retain_graph)
+
+    def _clip_whole(self, losses: Tensor, policy: Policy, retain_graph: bool) -> tuple[Tensor, Tensor]:
+        """Adds the clipped sum to each p.grad; returns norms and weights [B]."""
+        cached = self.cached
+        run = self.first_pass(
+            losses, keep=cached, retain_graph=retain_graph or not cached or self._memory_budget is not None
+        )
+        norms = run.norms()
+        # Sums are finite only where all that goes into them is: one look at one number for the whole batch.
+        both = norms + losses.detach()
+        finite = None
+        all_finite = math.isfinite(both.sum().item())
+        weights = policy.weights(norms)
+        if not all_finite:
+            finite = torch.isfinite(both)
+            weights = torch.where(finite, weights, torch.zeros_like(weights))
+        if not all_finite and not run.holds_terms:
+            run = self.first_pass(losses, keep=True, retain_graph=retain_graph, ignore_budget=True)
+        if run.holds_terms:
+            self._add(run.weighted_sums(weights, finite))
+        else:
+            with in_our_words():
+                seed = weights.to(losses.dtype)
+                inputs = [parameter for _, parameter in self.index.trained()]
+                torch.autograd.backward(losses, seed, retain_graph=retain_graph, inputs=inputs)
+        return norms, weights
+
+    def _clip_groups(
+        self, losses: Tensor, policy: Groupwise, retain_graph: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The same group by group; returns {group: norms [B]} and {group: weights [B]} of all groups.
+
+        What a group adds is not taken back, so the graph is kept until all norms are known: an example that turns out
+        not to be finite in the last group is left out of all of them by going once more.
+        """
+        partition = self.partition()
+        given: dict[str, Tensor] | None = None
+        if isinstance(policy, Thresholds):
+            sums = self.group_pass(losses, policy, None, None)
+            norms = sums.norms
+        else:
+            norms = self.first_pass(losses, keep=False, retain_graph=True).norms_by_group(partition)
+            given = policy.weights(norms)
+        both = torch.stack([losses.detach().to(norm_dtype(self.index.trained())), *norms.values()])
+        finite = None if math.isfinite(both.sum().item()) else torch.isfinite(both).all(0)
+        if finite is not None or given is not None:
+            sums = self.group_pass(losses, policy, given, finite)
+        if not retain_graph:
+            self._let_go(losses)
+        self._add(sums.taken())
+        norms = {group: norms.get(group, torch.zeros_like(both[0])) for group in partition.values()}
+        weights = policy.weights(norms) if given is None else given
+        if finite is not None:
+            weights = {name: torch.where(finite, weight, torch.zeros_like(weight)) for name, weight in weights.items()}
+        return norms, weights
+
+    def _add(self, sums: Iterator[tuple[Part, Tensor]]) -> None:
+        """Adds the clipped sums of parts to the p.grads."""
+        parameters = {id(parameter): parameter for _, parameter in self.index.trained()}
+        for (owner, rows), amount in sums:
+            add_to_gradient(parameters[owner], rows, amount)
+
+    def partition(self) -> dict[str, str]:
+        """{name of a trained parameter: group} under a group-wise policy; {} under another."""
+        if not isinstance(self.clipping, Groupwise):
+            return {}
+        return self.clipping.partition([name for name, _ in self.index.trained()])
+
+    def group_pass(
+        self, losses: Tensor, policy: Groupwise, given: dict[str, Tensor] | None, finite: Tensor | None
+    ) -> GroupSums:
+        """A first pass that clips on the way: by ``given`` weights, or by the policy's as norms come."""
+        trained, partition = self.index.trained(), self.partition()
+        thresholds = policy.thresholds_of(dict.fromkeys(partition.values())) if isinstance(policy, Thresholds) else {}
+
+        def weigh(group: str, norms: Tensor) -> Tensor:
+            return given[group] if given is not None else Flat(thresholds[group]).weights(norms)
+
+        sums = GroupSums({id(p): partition[name] for name, p in trained}, weigh, finite, norm_dtype(trained))
+        self.first_pass(losses, keep=True, retain_graph=True, ignore_budget=True, groups=sums)
+        return sums
+
+    def _let_go(self, losses: Tensor) -> None:
+        with in_our_words():
+            let_go(losses, captured_calls(losses, self.index).calls)
+
+    def first_pass(
+        self,
+        losses: Tensor,
+        *,
+        keep: bool,
+        retain_graph: bool,
+        materialise: bool = False,
+        ignore_budget: bool = False,
+        groups: GroupSums | None = None,
+    ) -> FirstPass:
+        """A backward from ``losses`` [B] to the pre-activations; raises what `GhostClipper.norms` raises.
+
+        Args:
+            keep: hold terms for a clipped sum.
+            retain_graph: as torch's.
+            materialise: hold per-example gradients, and no norms.
+            ignore_budget: hold terms whatever they take.
+            groups: takes the terms, to clip them group by group.
+        """
+        _check_losses(losses)
+        with in_our_words():
+            uses = captured_calls(losses, self.index)
+            calls = uses.calls
+            majors = self._grouping.prove(losses, calls, self.index, again=uses.reorders)
+            budget = None if ignore_budget or materialise else self._memory_budget
+            collector = Collector(
+                losses, calls, majors, self._planner, self.index,
+                keep=keep, materialise=materialise, budget=budget, groups=groups,
+            )  # fmt: skip
+            first_pass(losses, calls, collector.receive, retain_graph=retain_graph)
+        run = FirstPass(collector, self.index.trained())
+        self.choices = run.choices
+        return run
+
+
+def _check_losses(losses: Tensor) -> None:
+    """Raises LossShapeError unless ``losses`` are one number per example, attached to a graph."""
+    if not isinstance(losses, Tensor):
+        raise LossShapeError(f"losses must be a tensor of shape [B], one per example; got {type(losses).__name__}")
+    if losses.dim() != 1:
+        raise LossShapeError(
+            f'losses must have shape exactly [B], one per example; got {list(losses.shape)}. Use reduction="none", and '
+            "average what belongs to one example yourself: token losses [B, T] by .mean(1), a head of [B, 1] by [:, 0]"
+        )
+    if not losses.dtype.is_floating_point:
+        raise LossShapeError(f"losses must be floating point numbers; got {losses.dtype}")
+    if not losses.requires_grad:
+        raise StaleInputError(
+            "the losses are not attached to a graph: they were detached or computed under no_grad, or nothing in the "
+            "model is trained; compute them from the model's output with gradients on"
+        )
+
+
+@contextmanager
+def in_our_words() -> Iterator[None]:
+    """torch's errors about changed or freed tensors, said in ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if "modified by an inplace operation" in text:
+            raise StaleInputError(
+                "a tensor that the per-example gradients need was modified in place after a layer had used it; "
+                f"clone it before the change. torch says: {text.splitlines()[0]}"
+            ) from error
+        if "backward through the graph a second time" in text or "freed" in text:
+            raise StaleInputError(
+                "the graph of these losses was freed by an earlier norms(), backward() or .backward(); run the forward "
+                "again, or pass retain_graph=True to the earlier call"
+            ) from error
+        raise
