@@ -275,7 +275,7 @@ def test_what_is_remembered_dies_with_the_graph(kind):
     first_pass(losses(layer, results).sum(), results)
     nodes = [weakref.ref(node) for node in nodes_behind(*results)]
     assert len(nodes) == 2
-    assert all(node().factors is not None for node in nodes)
+    assert all(node().kept is not None for node in nodes)
     del results
     assert [node() for node in nodes] == [None, None]
 

@@ -1,8 +1,8 @@
 """Recurrent layers (Lee & Kifer 2020, sections 5.3 and 5.4): sums over time of gate gradient (x) input or hidden state.
 
 torch's fused kernels do the forward; their own backward can't stop at the gates, so an own node goes back instead: it
-recomputes the gates (gates.py), goes back through time (through_time.py), and is its own capture: in a first pass
-it tells the sink the gate gradients and forms no weight gradient.
+recomputes the gates and goes back through time (time_loop.py, or gates.py and through_time.py where nothing can be
+compiled), and is its own capture: in a first pass it tells the sink the gate gradients and forms no weight gradient.
 
 Several layers and both directions run as one native call each, which gives the values of torch's one call for all, bit
 for bit.
@@ -11,7 +11,6 @@ for bit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,40 +24,33 @@ from ghostclip.norms.outer import Outer
 from ghostclip.norms.term import Term, wide
 
 from .base import NOTHING, PROBE, Call, GhostLayer, is_capturing
-from .gates import Trace, gru_factors, lstm_factors, rnn_relu_factors, rnn_tanh_factors
-from .through_time import GateGradients, Incoming, gru_back, lstm_back, rnn_back
+from .gates import Trace
+from .through_time import LOOPS, GateGradients, Incoming, Way
+from .time_loop import COMPILED, available
 
 __all__ = ["GRU", "LSTM", "RNN"]
 
 
-@dataclass(frozen=True)
-class _Cell:
-    """What tells one kind of recurrent layer from another."""
-
-    native: Callable[..., tuple[Tensor, ...]]
-    factors: Callable[[Trace], Tensor]
-    back: Callable[[Tensor, Tensor, Incoming], GateGradients]
-
-
-_CELLS = {
-    "LSTM": _Cell(_VF.lstm, lstm_factors, lstm_back),
-    "GRU": _Cell(_VF.gru, gru_factors, gru_back),
-    "RNN_TANH": _Cell(_VF.rnn_tanh, rnn_tanh_factors, rnn_back),
-    "RNN_RELU": _Cell(_VF.rnn_relu, rnn_relu_factors, rnn_back),
+# By the mode of torch's recurrent layers.
+_KERNELS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+    "LSTM": _VF.lstm,
+    "GRU": _VF.gru,
+    "RNN_TANH": _VF.rnn_tanh,
+    "RNN_RELU": _VF.rnn_relu,
 }
 
 
-def _native(cell: _Cell, x: Tensor, initial: tuple[Tensor, ...], weights: list[Tensor], training: bool) -> tuple:
+def _native(mode: str, x: Tensor, initial: tuple[Tensor, ...], weights: list[Tensor], training: bool) -> tuple:
     """torch's own output and last states, detached, with the values a training forward of the plain layer has."""
     # oneDNN's LSTM has one kernel for training and one for inference, told apart by grad mode; they differ in the last
     # bit. The other kernels are told apart by the weights' requires_grad (matmul folds time into the batch).
-    fused = cell.native is _VF.lstm and x.device.type == "cpu" and x.dtype != torch.float64
+    fused = mode == "LSTM" and x.device.type == "cpu" and x.dtype != torch.float64
     with torch.set_grad_enabled(fused):
         if fused:
             x, weights = x.detach(), [weight.detach() for weight in weights]
             initial = tuple(state.detach() for state in initial)
         hidden = initial if len(initial) > 1 else initial[0]
-        return cell.native(x, hidden, weights, len(weights) == 4, 1, 0.0, training, False, False)
+        return _KERNELS[mode](x, hidden, weights, len(weights) == 4, 1, 0.0, training, False, False)
 
 
 class _Recurrence(torch.autograd.Function):
@@ -69,7 +61,7 @@ class _Recurrence(torch.autograd.Function):
         ctx: Any,
         probe: Tensor,
         call: Call | None,
-        cell: _Cell,
+        mode: str,
         results: tuple[Tensor, ...],
         x: Tensor,
         h0: Tensor,
@@ -82,27 +74,34 @@ class _Recurrence(torch.autograd.Function):
         states[:1], states[1:] = h0, output
         ctx.save_for_backward(x, states, c0, *weights)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.cell, ctx.factors = call, cell, None
+        ctx.call, ctx.mode, ctx.kept = call, mode, None
         return results
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, output: Tensor | None, h_n: Tensor | None, c_n: Tensor | None = None) -> tuple:
         if ctx.call is not None and ctx.call.sink is NOTHING:
-            ctx.factors = None
+            ctx.kept = None
             return (None,) * len(ctx.needs_input_grad)
         trace = _trace(*ctx.saved_tensors)
-        factors = ctx.cell.factors(trace) if ctx.factors is None else ctx.factors
+        way, kept = (_way(ctx.mode, trace), None) if ctx.kept is None else ctx.kept
+        if ctx.kept is None:
+            kept = way.keep(trace)
         # Where another pass is to follow over this graph, it need not compute them again.
-        ctx.factors = factors if torch._C._autograd._get_current_graph_task_keep_graph() else None
+        ctx.kept = (way, kept) if torch._C._autograd._get_current_graph_task_keep_graph() else None
         last = (None if grad is None else wide(grad[0]) for grad in (h_n, c_n))
-        found = ctx.cell.back(factors, trace.weight_hh, Incoming(None if output is None else wide(output), *last))
+        found = way.back(kept, trace, Incoming(None if output is None else wide(output), *last))
         needed = ctx.needs_input_grad[4:]
         call = ctx.call
         if call is not None and call.sink is not None:
             call.sink(call, _for_rule(call, trace, found), found.into_input)
             needed = (*needed[:3], False, False, False, False)
         return None, None, None, None, *_gradients(trace, found, needed)
+
+
+def _way(mode: str, trace: Trace) -> Way:
+    """Compiled where that can be had, else by tensor operations."""
+    return (COMPILED if available(trace) else LOOPS)[mode]
 
 
 def _trace(x: Tensor, states: Tensor, c0: Tensor | None, *weights: Tensor | None) -> Trace:
@@ -124,8 +123,8 @@ def _gradients(trace: Trace, found: GateGradients, needed: tuple[bool, ...]) -> 
         found.c0.unsqueeze(0) if needed[2] and found.c0 is not None else None,
         _product(into_input, trace.x) if needed[3] else None,
         _product(into_hidden, trace.states[:-1]) if needed[4] else None,
-        into_input.sum(0) if needed[5] else None,
-        into_hidden.sum(0) if needed[6] else None,
+        found.summed()[0].sum(0) if needed[5] else None,
+        found.summed()[1].sum(0) if needed[6] else None,
     )
 
 
@@ -138,9 +137,7 @@ def _for_rule(call: Call, trace: Trace, found: GateGradients) -> tuple[Tensor, .
     """What `_Recurrent.per_example` needs beside dG: x, h_{t-1}, dG for W_hh, and both dG summed over time."""
     if not any(name.startswith("bias") for name in call.parameters):
         return trace.x, trace.states[:-1], found.into_hidden
-    summed = found.into_input.sum(0)
-    other = summed if found.into_hidden is found.into_input else found.into_hidden.sum(0)
-    return trace.x, trace.states[:-1], found.into_hidden, summed, other
+    return trace.x, trace.states[:-1], found.into_hidden, *found.summed()
 
 
 class _Recurrent(GhostLayer):
@@ -206,12 +203,11 @@ class _Recurrent(GhostLayer):
         """Output [T, B, H] and last states [1, B, H] of one layer in one direction, time running forwards."""
         names = tuple(f"{kind}{name}" for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
         weights = [getattr(self, own) for own in (names if self.bias else names[:2])]
-        cell = _CELLS[self.mode]
-        results = _native(cell, x, initial, weights, self.training)
+        results = _native(self.mode, x, initial, weights, self.training)
         call = self.new_call(results[0], (x, *initial), names, batch_dim=1)
         h0, c0 = initial if len(initial) > 1 else (initial[0], None)
         weights += [None] * (4 - len(weights))
-        return _Recurrence.apply(PROBE, call, cell, results, x, h0, c0, *weights)
+        return _Recurrence.apply(PROBE, call, self.mode, results, x, h0, c0, *weights)
 
     def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
         x, before, into_hidden, *summed = inputs

@@ -1,17 +1,21 @@
-"""The way back through time: from gradients at the hidden states to gradients at every gate's pre-activation.
+"""The way back through time by tensor operations: from gradients at the hidden states to gradients at every gate.
 
 The factors of gates.py hold all that can be computed for all steps at once, so that a step is a product with W_hh and a
 few multiplications into preallocated memory (Lee & Kifer 2020, section 5.3: each weight's gradient is made of dL/dz_t).
+time_loop.py does the same in compiled code; this is the way on other devices and where there is no compiler.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["GateGradients", "Incoming", "gru_back", "lstm_back", "rnn_back"]
+from .gates import Trace, gru_factors, lstm_factors, rnn_relu_factors, rnn_tanh_factors
+
+__all__ = ["LOOPS", "GateGradients", "Incoming", "Way"]
 
 
 class Incoming(NamedTuple):
@@ -46,15 +50,31 @@ class GateGradients(NamedTuple):
         into_hidden: the same as W_hh and b_hh see them; another tensor for a GRU only.
         h0: [B, H], at the initial hidden state.
         c0: [B, H], at the initial cell state; None but for an LSTM.
+        sums: the first two summed over time, [B, gates * H] each, where that came for nothing.
     """
 
     into_input: Tensor
     into_hidden: Tensor
     h0: Tensor
     c0: Tensor | None
+    sums: tuple[Tensor, Tensor] | None = None
+
+    def summed(self) -> tuple[Tensor, Tensor]:
+        """`into_input` and `into_hidden` summed over time, [B, gates * H] each: the biases' gradients by example."""
+        if self.sums is not None:
+            return self.sums
+        first = self.into_input.sum(0)
+        return first, first if self.into_hidden is self.into_input else self.into_hidden.sum(0)
 
 
-def lstm_back(factors: Tensor, weight_hh: Tensor, incoming: Incoming) -> GateGradients:
+class Way(NamedTuple):
+    """How one kind of layer goes back: what it keeps of a `Trace`, and from that and what comes in, gate gradients."""
+
+    keep: Callable[[Trace], Any]
+    back: Callable[[Any, Trace, Incoming], GateGradients]
+
+
+def _lstm_back(factors: Tensor, trace: Trace, incoming: Incoming) -> GateGradients:
     """Gate gradients, in the order i, f, g, o, from the factors [6, T, B, H] of `lstm_factors`."""
     _, steps, batch, hidden = factors.shape
     grad = factors.new_empty(steps, batch, 4 * hidden)
@@ -72,11 +92,11 @@ def lstm_back(factors: Tensor, weight_hh: Tensor, incoming: Incoming) -> GateGra
         torch.mul(dh, to_o[t], out=through_h[t])
         dc.mul_(f[t])
         if t:
-            torch.addmm(outside[t - 1], at_gates[t], weight_hh, out=dh)
-    return GateGradients(grad, grad, grad[0] @ weight_hh, dc)
+            torch.addmm(outside[t - 1], at_gates[t], trace.weight_hh, out=dh)
+    return GateGradients(grad, grad, grad[0] @ trace.weight_hh, dc)
 
 
-def gru_back(factors: Tensor, weight_hh: Tensor, incoming: Incoming) -> GateGradients:
+def _gru_back(factors: Tensor, trace: Trace, incoming: Incoming) -> GateGradients:
     """Gate gradients, in the order r, z, n, from the factors [5, T, B, H] of `gru_factors`."""
     _, steps, batch, hidden = factors.shape
     into_hidden = factors.new_empty(steps, batch, 3 * hidden)
@@ -91,15 +111,15 @@ def gru_back(factors: Tensor, weight_hh: Tensor, incoming: Incoming) -> GateGrad
         torch.mul(dh_thrice[t], to_gates[t], out=gates[t])
         if t:
             torch.addcmul(outside[t - 1], at_h[t], z[t], out=kept)
-            torch.addmm(kept, at_gates[t], weight_hh, out=at_h[t - 1])
+            torch.addmm(kept, at_gates[t], trace.weight_hh, out=at_h[t - 1])
     into_input = torch.empty_like(into_hidden)
     into_input[..., : 2 * hidden] = into_hidden[..., : 2 * hidden]
     torch.mul(dh, factors[3], out=into_input[..., 2 * hidden :])
-    h0 = torch.addmm(at_h[0] * z[0], at_gates[0], weight_hh)
+    h0 = torch.addmm(at_h[0] * z[0], at_gates[0], trace.weight_hh)
     return GateGradients(into_input, into_hidden, h0, None)
 
 
-def rnn_back(factors: Tensor, weight_hh: Tensor, incoming: Incoming) -> GateGradients:
+def _rnn_back(factors: Tensor, trace: Trace, incoming: Incoming) -> GateGradients:
     """Gradients at the pre-activations from the factors [T, B, H] of `rnn_tanh_factors` or `rnn_relu_factors`."""
     grad = torch.empty_like(factors)
     outside, at_z, factor = incoming.at_steps(factors), grad.unbind(0), factors.unbind(0)
@@ -107,5 +127,14 @@ def rnn_back(factors: Tensor, weight_hh: Tensor, incoming: Incoming) -> GateGrad
     for t in range(len(at_z) - 1, -1, -1):
         at_z[t].mul_(factor[t])
         if t:
-            torch.addmm(outside[t - 1], at_z[t], weight_hh, out=at_z[t - 1])
-    return GateGradients(grad, grad, grad[0] @ weight_hh, None)
+            torch.addmm(outside[t - 1], at_z[t], trace.weight_hh, out=at_z[t - 1])
+    return GateGradients(grad, grad, grad[0] @ trace.weight_hh, None)
+
+
+# By the mode of torch's recurrent layers.
+LOOPS = {
+    "LSTM": Way(lstm_factors, _lstm_back),
+    "GRU": Way(gru_factors, _gru_back),
+    "RNN_TANH": Way(rnn_tanh_factors, _rnn_back),
+    "RNN_RELU": Way(rnn_relu_factors, _rnn_back),
+}
