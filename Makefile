@@ -31,8 +31,14 @@ lint: install  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: install  ## step times beside non-private training and the naive loop, one core
-	OMP_NUM_THREADS=1 $(BIN)/python -m ghostclip.bench --out experiments/results/bench.json
+COMPILED := mlp,fcnn-adult,embedding,cnn,rnn,lstm,lstm-imdb
+bench: install  ## step times and memory beside non-private training; BENCH="--contenders all" for every library
+	$(BIN)/python -m ghostclip.bench --seconds 8 --memory --out experiments/results/bench.json $(BENCH)
+	$(BIN)/python -m ghostclip.bench --seconds 4 --threads 2 --contenders nonprivate,reweight,cached,per-layer \
+		--out experiments/results/bench-two-threads.json $(BENCH)
+	$(BIN)/python -m ghostclip.bench --seconds 4 --workloads $(COMPILED) \
+		--contenders nonprivate,nonprivate-compiled,reweight,cached,compiled \
+		--out experiments/results/bench-compiled.json $(BENCH)
 	$(BIN)/python experiments/readme_table.py
 
 experiments: install  ## rerun every script behind a published figure
@@ -41,9 +47,16 @@ experiments: install  ## rerun every script behind a published figure
 notebooks: install  ## execute the notebooks in place
 	$(BIN)/python notebooks/execute.py
 
+# Two calls: the large models, where compilation would take most of the time, then the small ones, compiled too.
+gpu-check: RESULTS := $(or $(OUT),experiments/results)
 gpu-check:  ## CUDA exactness, then the GPU benchmark; uses the machine's own python3, installs nothing
 	python3 -m pytest -p no:cacheprovider tests/gpu
-	python3 -m ghostclip.bench --device cuda --seconds 8 --out $${OUT:-experiments/results}/gpu.json
+	python3 -m ghostclip.bench --device cuda --seconds 5 --minutes 3 --out $(RESULTS)/gpu.json \
+		--workloads gpt2-124m,vit-b16,resnet50-224px,lstm-imdb --memory nonprivate,reweight,cached,per-layer \
+		--contenders nonprivate,reweight,cached,per-layer,nxbp,opacus-hooks,opacus-ghost,fastdp
+	python3 -m ghostclip.bench --device cuda --seconds 3 --minutes 1 --out $(RESULTS)/gpu-small.json \
+		--workloads mlp,fcnn-adult,embedding,cnn,cifar-cnn,transformer,rnn,lstm \
+		--contenders nonprivate,nonprivate-compiled,reweight,cached,per-layer,compiled,nxbp,vmap,opacus-ghost
 
 clean:  ## remove what the other commands made
 	rm -rf $(VENV) build dist reports .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info

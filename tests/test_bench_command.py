@@ -74,6 +74,20 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
     assert list(json.loads((tmp_path / "bench.json").read_text())["workloads"]) == ["tiny"]
 
 
+def test_no_workload_is_begun_when_the_minutes_are_over(monkeypatch, capsys):
+    monkeypatch.setitem(WORKLOADS, "second", TINY)
+    assert main(["--workloads", "tiny,second", *FEW, "--minutes", "1e-6"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.splitlines()[-1].startswith("second: left out")
+    assert shown.out.count("| tiny |") == 1
+    assert "| second |" not in shown.out
+
+
+def test_help_has_an_example(capsys):
+    assert cli.main(["bench", "--help"]) == 0
+    assert "example: ghostclip bench " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "words",
     [

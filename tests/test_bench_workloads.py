@@ -3,8 +3,11 @@
 import pytest
 import torch
 
-from ghostclip.bench import CONTENDERS, WORKLOADS, line_up
+from ghostclip.bench import CONTENDERS, WORKLOADS, Workload, line_up
+from ghostclip.bench.language import GPT
+from ghostclip.bench.losses import class_losses, token_losses
 from ghostclip.bench.reference import loop_norms
+from ghostclip.bench.vision import ResNet, VisionTransformer
 from ghostclip.bench.workloads import SETS
 
 # Subramani et al. (2021) name 605,226 and 1,081,002; for Adult 5,532, while the 104-50-2 of their code has 5,352.
@@ -43,6 +46,28 @@ def test_ours_are_exact_on_every_workload(name):
     field = line_up(WORKLOADS[name], {n: CONTENDERS[n] for n in ("nonprivate", "reweight", "cached")}, batch_size=3)
     assert field.absent == {}
     assert all(field.errors[name] <= field.gate for name in ("reweight", "cached"))
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "losses"),
+    [
+        (lambda: GPT(32, 2, 2, 16, vocabulary=50, tied=True), None, token_losses),
+        (lambda: VisionTransformer(32, 2, 2, side=32, patch=8, classes=10), (3, 32, 32), class_losses),
+        (lambda: ResNet((1, 1, 1, 1), bottleneck=True, classes=10), (3, 64, 64), class_losses),
+    ],
+    ids=["gpt2", "vit", "resnet50"],
+)
+def test_ours_are_exact_on_small_ones_of_the_large_kinds(model, shape, losses):
+    def batch(size):
+        if shape is None:
+            return torch.randint(0, 50, (size, 16)), torch.randint(0, 50, (size, 16))
+        return torch.randn(size, *shape, dtype=torch.float64), torch.randint(0, 10, (size,))
+
+    chosen = {n: CONTENDERS[n] for n in ("nonprivate", "reweight", "cached", "per-layer")}
+    # In float64, where no ReLU is on another side of its kink in a batch than alone.
+    field = line_up(Workload("small", "", 4, lambda: model().double(), batch, losses), chosen)
+    assert field.absent == {}
+    assert all(error < 1e-9 for error in field.errors.values() if error is not None)
 
 
 def test_the_adapters_alone_are_trained():

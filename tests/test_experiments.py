@@ -53,3 +53,48 @@ def test_a_wrong_method_gets_no_figure(monkeypatch):
 def test_the_readme_table_needs_its_markers():
     with pytest.raises(ValueError, match="expected one line"):
         script("readme_table").with_table("no table here")
+
+
+def test_growth_writes_figures_and_a_plot(tmp_path):
+    words = ["--seconds", "0.05", "--batches", "2", "8", "--lengths", "4", "16", "--model-lengths", "8"]
+    assert script("growth").main([*words, "--workloads", "mlp", "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "growth.json").read_text())
+    assert [row["batch_size"] for row in results["batches"]["mlp"]] == [2, 8]
+    assert [set(row["ms"]) for row in results["lengths"]] == [{"gram", "direct", "auto", "plain"}] * 2
+    assert all(spread["median"] > 0 for row in results["models"] for spread in row["over_nonprivate"].values())
+    assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_doubling_is_two_where_time_is_linear():
+    module = script("growth")
+    rows = [{"batch_size": b, "ms": {m: {"median": 3.0 * b} for m in module.METHODS}} for b in (2, 8, 16)]
+    assert module.doubling(rows)["cached"] == pytest.approx([2.0, 2.0])
+
+
+def test_largest_batch_is_compared_with_non_private_training(tmp_path, monkeypatch, capsys):
+    module = script("largest_batch")
+    need = {"nonprivate": 100, "reweight": 110, "cached": 200}
+    monkeypatch.setattr(module, "ask", lambda workload, contender, size: {"peak": need[contender] * size})
+    monkeypatch.setattr(
+        module, "within", lambda limit, workload, contender: lambda size: need[contender] * size <= limit
+    )
+    words = ["--workloads", "mlp", "--contenders", "reweight", "cached", "--out", str(tmp_path)]
+    assert module.main(words) == 0
+    found = json.loads((tmp_path / "largest_batch.json").read_text())["workloads"]["mlp"]
+    assert found["limit_bytes"] == 4 * 128 * 100
+    assert 0.86 < found["over_nonprivate"]["reweight"] < 0.96
+    assert 0.47 < found["over_nonprivate"]["cached"] < 0.53
+
+
+def test_the_readme_s_tables_are_those_of_the_files_there(tmp_path):
+    module = script("readme_table")
+    (tmp_path / "bench.json").write_text(module.RESULTS.read_text())
+    page = f"before\n{module.START}\nold\n{module.END}\nafter"
+    one = module.with_table(page, tmp_path / "bench.json")
+    (tmp_path / "bench-two-threads.json").write_text(module.RESULTS.read_text())
+    two = module.with_table(one, tmp_path / "bench.json")
+    assert one.startswith("before\n")
+    assert one.endswith(f"{module.END}\nafter")
+    assert "old" not in one
+    assert "On two threads:" in two
+    assert two.count("| workload |") == 2 * one.count("| workload |")

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"which to time: {', '.join(CONTENDERS)}; or usual, all (default: usual, which is all but "
         f"{', '.join(name for name in CONTENDERS if name not in USUAL)})")  # fmt: skip
     add("--seconds", type=_positive, default=10.0, help="measuring time a workload (default: 10)")
+    add("--minutes", type=_positive, default=None, help="start no further workload after so long (default: run all)")
     add("--threads", type=_count, default=1, help="processor threads, and cores where the system can pin (default: 1)")
     add("--batch-size", type=_count, default=None, metavar="B", help="examples a batch (default: each workload's own)")
     add("--device", type=_device, default="cpu", metavar="cpu|cuda", help="where to run (default: cpu)")
@@ -65,10 +67,7 @@ def run(options: argparse.Namespace) -> int:
     with _on_threads(options.threads):
         results["machine"] = describe(options.device)
         try:
-            for name in options.workloads:
-                print(f"{name}: {WORKLOADS[name].about}", file=sys.stderr, flush=True)
-                results["workloads"][name] = _measure(name, options)
-                _write(results, options.out)
+            _measure_all(results, options)
         except KeyboardInterrupt:
             interrupted = True
             print(f"interrupted: {len(results['workloads'])} workloads were measured", file=sys.stderr)
@@ -77,6 +76,19 @@ def run(options: argparse.Namespace) -> int:
     if interrupted:
         return INTERRUPTED
     return 0 if _all_correct(results) else NOT_ALL_RIGHT
+
+
+def _measure_all(results: dict[str, Any], options: argparse.Namespace) -> None:
+    """Fills in one workload after the other, and writes the files after each."""
+    started = time.monotonic()
+    for name in options.workloads:
+        over = options.minutes is not None and time.monotonic() - started > 60 * options.minutes
+        if over and results["workloads"]:
+            print(f"{name}: left out, {options.minutes:g} minutes are over", file=sys.stderr, flush=True)
+            continue
+        print(f"{name}: {WORKLOADS[name].about}", file=sys.stderr, flush=True)
+        results["workloads"][name] = _measure(name, options)
+        _write(results, options.out)
 
 
 def _measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -146,7 +158,7 @@ def _positive(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number of seconds > 0; got {text}")
+        raise argparse.ArgumentTypeError(f"expected a number > 0; got {text}")
     return value
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -94,6 +95,11 @@ def line_up(
     """
     if BASELINE not in contenders:
         raise ValueError(f"contenders must include {BASELINE!r}; got {sorted(contenders)}")
+    with _full_precision():
+        return _line_up(workload, contenders, device, batch_size)
+
+
+def _line_up(workload: Workload, contenders: Mapping[str, Contender], device: str, batch_size: int | None) -> LineUp:
     torch.manual_seed(0)
     model = workload.model().to(device)
     inputs, targets = (tensor.to(device) for tensor in workload.batch(batch_size or workload.batch_size))
@@ -115,6 +121,17 @@ def line_up(
                 raise
             found.absent[name] = {"failed": f"{type(error).__name__}: {error}"}
     return found
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """Convolutions and recurrences without TensorFloat-32, whose ten bits would hide errors; the clock runs with it."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 def _enter(field: LineUp, contender: Contender, model: nn.Module, workload: Workload, truth: _Truth) -> None:

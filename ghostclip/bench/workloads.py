@@ -16,7 +16,7 @@ from ghostclip.bench import language, vision
 from ghostclip.bench.losses import Losses, class_losses, token_losses
 from ghostclip.convert import unwrap
 
-__all__ = ["SETS", "WORKLOADS", "Workload"]
+__all__ = ["SETS", "WORKLOADS", "Workload", "gpt"]
 
 IMAGE = (1, 28, 28)
 POSITIONS, WORDS = 128, 10_000
@@ -100,7 +100,9 @@ def _resnet(side: int, batch_size: int, belongs: str) -> Workload:
     return Workload(f"resnet18-{side}px", about, batch_size, vision.resnet18, data, belongs=belongs)
 
 
-def _gpt(positions: int, batch_size: int, belongs: str) -> Workload:
+def gpt(positions: int, batch_size: int, belongs: str = "sizes") -> Workload:
+    """A GPT-2-like model on texts of a length."""
+
     def model() -> nn.Module:
         return language.GPT(256, 4, 4, positions)
 
@@ -132,8 +134,8 @@ _ALL = (
     Workload("embedding", "word vectors of 16, their mean, two classes, 160,034 parameters; 256 random words a text",
              128, language.EmbeddingNetwork, _random_reviews(256)),
     _resnet(64, 16, "usual"),
-    _gpt(128, 8, "usual"),
-    _gpt(512, 2, "usual"),
+    gpt(128, 8, "usual"),
+    gpt(512, 2, "usual"),
     Workload("vgg11", "VGG11 without batch norm, 9.2 M parameters; random 32 x 32 colour images", 16, vision.vgg11,
              _random_images((3, 32, 32))),
     Workload("lora-gpt", "the GPT-2-like model, frozen; adapters of rank 8 at its attention; texts of 128 random words",
@@ -141,8 +143,8 @@ _ALL = (
     _resnet(32, 32, "sizes"),
     _resnet(128, 8, "sizes"),
     _resnet(256, 4, "sizes"),
-    _gpt(256, 4, "sizes"),
-    _gpt(1024, 2, "sizes"),
+    gpt(256, 4, "sizes"),
+    gpt(1024, 2, "sizes"),
     Workload("gpt2-124m", "GPT-2's shape, 124 M parameters, head tied to the embedding; texts of 1,024 random words",
              8, _gpt2, _random_texts(1024, 50_257), token_losses, "gpu"),
     Workload("vit-b16", "ViT-B/16's shape, 86 M parameters; random 224 x 224 colour images", 32,
