@@ -12,6 +12,7 @@ Both run over chunks of examples, so that neither B p d nor B T^2 numbers ever s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .dense import Dense, squared_norms
-from .term import Answer, Candidate, Term, split_examples, wide, zero_examples
+from .term import Answer, Candidate, Term, is_traced, split_examples, wide, zero_examples
 
 __all__ = ["Outer", "chunks", "direct", "gram", "gram_is_reliable"]
 
@@ -131,7 +132,10 @@ class Outer(Term):
     def _gram(self, keep: bool) -> Answer:
         left, right = wide(self.left), wide(self.right)
         squared, scale = gram(left, right)
-        if not gram_is_reliable(squared, scale):
+        if is_traced():
+            # No branch can be written down: NaN norms send the whole batch to the eager step.
+            squared = torch.where(squared < CANCELLATION[squared.dtype] * scale, math.nan, squared)
+        elif not gram_is_reliable(squared, scale):
             squared = direct(left, right, keep=False).squared_norms
         return Answer(self._by_example(squared))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Answer", "Candidate", "Term", "wide"]
+__all__ = ["Answer", "Candidate", "Term", "is_traced", "wide"]
 
 
 @dataclass(slots=True)
@@ -99,6 +99,11 @@ class Term(ABC):
 def wide(tensor: Tensor) -> Tensor:
     """The tensor in float32, or as it is when it is float32 or float64 already."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+def is_traced() -> bool:
+    """Whether tensor operations are being written down for a compiled graph, where nothing may branch on values."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def zero_examples(tensor: Tensor, keep: Tensor) -> Tensor:
