@@ -140,8 +140,10 @@ def plot(results: dict[str, Any], path: Path) -> None:
             line = "-" if marker == "o" else "--"
             batches.plot(*_curve(rows, "batch_size", method), line + marker, color=COLOURS[method], markersize=4,
                          label=f"{name}, {method}")  # fmt: skip
+        sizes, times = _curve(rows, "batch_size", "nonprivate")
+        batches.plot(sizes, [times[-1] * size / sizes[-1] for size in sizes], ":", color="black", linewidth=1)
     batches.set(
-        xlabel="examples in a batch, B", ylabel="milliseconds a step", title="Over B: straight lines of slope 1"
+        xlabel="examples in a batch, B", ylabel="milliseconds a step", title="Over B; dotted: proportional to B"
     )
     for way in WAYS:
         rows = [row for row in results["lengths"] if way in row["ms"]]
@@ -159,7 +161,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     model.axhline(1.0, color="black", linewidth=1)
     model.set_xscale("log", base=2)
     model.set(xlabel="positions, T", ylabel="time over non-private", ylim=(0.9, None),
-              title="Over T: GPT-2-like model, 1,024 tokens a batch (2,048 at 1,024)")  # fmt: skip
+              title="Over T: GPT-2-like model, as many tokens in each batch")  # fmt: skip
     for axes in (batches, layer, model):
         axes.grid(which="both", linewidth=0.3)
         axes.legend(fontsize=8)

@@ -54,7 +54,7 @@ def _finish(axes: Any, results: dict[str, Any], works: list[str]) -> None:
 
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}" if value < 10 else ""))
+    axes.xaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "235" else ""))
     axes.set_yticks(range(len(works)), works)
     axes.set_ylim(len(works) - 0.5, -0.5)
     for place in range(1, len(works)):
