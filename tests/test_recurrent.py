@@ -28,9 +28,20 @@ from torch.utils.checkpoint import checkpoint
 
 from ghostclip import UnsupportedModelError, check
 from ghostclip.nn import gates, recurrent
+from ghostclip.nn.time_loop import library
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_option = pytest.mark.parametrize("option", OPTIONS)
+
+
+@pytest.fixture(autouse=True, params=["compiled", "tensor operations"])
+def way(request, monkeypatch):
+    """Everything here holds for the compiled time loop and, where there is no compiler, for what stands in for it."""
+    if request.param == "tensor operations":
+        monkeypatch.setattr(recurrent, "available", lambda trace: False)
+    elif library("time_loop") is None:
+        pytest.skip("no C compiler here")
+    return request.param
 
 
 @every_kind
