@@ -88,7 +88,7 @@ class CompiledClip:
         function, kept = function_key(loss_fn)
         shapes = tuple((leaf.shape[1:], leaf.dtype, leaf.device) for leaf in leaves)
         key = (size, shapes, str(structure), function, model_key(self.model))
-        padded = [pad(leaf, size) for leaf in leaves]
+        padded = [pad(leaf.detach(), size) for leaf in leaves]
         plan = self._plans.get(key)
         if plan is None:
             result = self._eager(loss_fn, batch)
@@ -149,8 +149,9 @@ class CompiledClip:
             return tuple(output.detach() for output in outputs)
 
         inputs = self._inputs(padded, padded[0].shape[0])
+        other = self._inputs([leaf.roll(1, 0) for leaf in padded], padded[0].shape[0])
         with torch.enable_grad():
-            graph = trace(step, inputs)
+            graph = trace(step, inputs, other)
         region = Region(graph, inputs)
         self.graphs, self.seconds = self.graphs + 1, self.seconds + region.seconds
         log.info("compiled a step for %d rows in %.1f s", padded[0].shape[0], region.seconds)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.fx import GraphModule
 
 from ghostclip.errors import UnsupportedModelError
 
@@ -33,17 +35,21 @@ class Region:
         seconds: how long compiling took.
     """
 
-    def __init__(self, graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> None:
-        import torch._inductor as inductor
-        import torch._inductor.config as settings
-
+    def __init__(self, graph: GraphModule, inputs: Sequence[Tensor]) -> None:
         started = time.perf_counter()
         # A CUDA graph is replayed into the same memory, so what comes out of it is copied before the next one.
         self._on_cuda = inputs[0].is_cuda
         # Dropout must draw what it draws without compiling, or the two couldn't be compared.
-        with torch.no_grad(), settings.patch({"fallback_random": True, "triton.cudagraphs": self._on_cuda}):
-            self._run: Any = inductor.compile(graph, [tensor.detach() for tensor in inputs])
-            self(*inputs)
+        settings = {"fallback_random": True, "triton.cudagraphs": self._on_cuda}
+        with torch.no_grad(), warnings.catch_warnings():
+            # What inductor uses of torch itself is deprecated by torch.
+            warnings.simplefilter("ignore")
+            import torch._inductor as inductor
+            import torch._inductor.config as config
+
+            with config.patch(settings):
+                self._run: Any = inductor.compile(graph, [tensor.detach() for tensor in inputs])
+                self(*inputs)
         self.seconds = time.perf_counter() - started
 
     @torch.no_grad()
@@ -55,32 +61,48 @@ class Region:
         return self._run(*inputs)
 
 
-def trace(step: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> torch.fx.GraphModule:
+def trace(step: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], other: Sequence[Tensor]) -> GraphModule:
     """The graph of ``step(*inputs)``; parameters among the inputs are the very tensors the model holds.
 
-    Raises:
-        UnsupportedModelError: something in it depends on the data's values, or comes from outside of the inputs.
-    """
-    from torch.fx.experimental.proxy_tensor import make_fx
+    Args:
+        step: returns tensors.
+        inputs: what it is traced with.
+        other: the same with other data. A tensor that is no input (a loss's class weights, a table in the code) must be
+            the same both times: otherwise it is computed from data in a way that can't be written down.
 
-    try:
-        graph = make_fx(step)(*inputs)
-    except RuntimeError as error:
-        if "trying to get value out of a tracing tensor" in str(error):
-            raise UnsupportedModelError("the forward or the loss looks at values of its tensors") from error
-        raise
-    strange = [node.target for node in graph.graph.nodes if node.op == "get_attr"]
-    strange = [name for name in strange if not _is_constant(graph, name)]
-    if strange:
-        raise UnsupportedModelError(
-            f"it uses tensors that are neither inputs nor parameters of the model, or fills memory itself: {strange}"
-        )
+    Raises:
+        UnsupportedModelError: something in it depends on the data's values, or is computed behind the tracer's back.
+    """
+    graph, again = _written_down(step, inputs), _written_down(step, other)
+    constants, others = _constants(graph), _constants(again)
+    changing = len(constants) != len(others) or any(
+        one is not two and not _equal(one, two) for one, two in zip(constants, others, strict=True)
+    )
+    if changing:
+        raise UnsupportedModelError("it computes with tensors in a way that torch's dispatcher doesn't see")
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
 
 
-def _is_constant(graph: nn.Module, name: str) -> bool:
-    """Whether what the tracer put aside is a number written in the code, and so the same for every batch."""
-    value = getattr(graph, name)
-    return isinstance(value, Tensor) and value.dim() == 0
+def _written_down(step: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> GraphModule:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    try:
+        return make_fx(step)(*inputs)
+    except RuntimeError as error:
+        if "trying to get value out of a tracing tensor" in str(error):
+            raise UnsupportedModelError("the forward or the loss looks at values of its tensors") from error
+        raise
+
+
+def _constants(graph: GraphModule) -> list[Any]:
+    """What the graph uses besides its inputs, in the order of its first use."""
+    names = [node.target for node in graph.graph.nodes if node.op == "get_attr"]
+    return [getattr(graph, str(name)) for name in dict.fromkeys(names)]
+
+
+def _equal(one: Any, two: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
+        return False
+    return one.shape == two.shape and one.dtype == two.dtype and torch.equal(one, two)

@@ -1,0 +1,286 @@
+"""Compiled steps: every case as a graph, one graph for all batch sizes, the same training, refusals that say why."""
+
+import math
+
+import pytest
+import torch
+from cases import CASES
+from comparing import TOLERANCE, assert_close, assert_dicts_close, gradients, truth, typical_norm
+
+import ghostclip
+from ghostclip.clipping import Automatic, Custom, Grouped, PerLayer
+from ghostclip.compiled import clip as compiling
+from ghostclip.compiled.signature import capacity_for, function_key, leaves_of, pad
+
+
+class Interpreted:
+    """A graph run node by node, in place of inductor's: what is tested is what was written down."""
+
+    def __init__(self, graph, inputs):
+        self.graph, self.seconds, self.runs = graph, 0.0, 0
+
+    @torch.no_grad()
+    def __call__(self, *inputs):
+        self.runs += 1
+        return self.graph(*inputs)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    monkeypatch.setattr(compiling, "Region", Interpreted)
+    # A graph run node by node isn't faster, and is to be used all the same.
+    monkeypatch.setattr(compiling.time, "perf_counter", lambda: 0.0)
+
+
+def losses_of(model, batch):
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def classifier(dropout=0.0):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Dropout(dropout), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3)
+    )
+
+
+def batch_of(size, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator)
+
+
+# Why a row may run eagerly.
+REFUSED = ("time steps would be compiled", "may order examples differently")
+
+
+def smooth(out):
+    """A loss [B] for any output [B, ...], made of nothing but the output."""
+    out = out if isinstance(out, torch.Tensor) else torch.cat([part.flatten(1) for part in out if part is not None], 1)
+    flat = out.flatten(1)
+    return (flat * torch.arange(1, flat.shape[1] + 1, dtype=flat.dtype).cos()).sum(1) + flat.square().mean(1)
+
+
+def in_dimension_0(row):
+    apart = row.wrap or "time first" in row.name or row.name.startswith(("rnn", "lstm", "gru"))
+    return not apart and all(dim == 0 for dim in row.batch_dims or ())
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("policy", ["cached", "reweight", "per layer"])
+@pytest.mark.parametrize("row", [row for row in CASES if in_dimension_0(row)], ids=lambda row: row.name)
+def test_every_case_as_a_graph(row, policy):
+    max_norm = typical_norm(truth(row))
+    clipping = PerLayer(max_norm) if policy == "per layer" else max_norm
+    options = {} if policy == "per layer" else {"second_pass": policy}
+    model, plain = (ghostclip.wrap(row.model(dtype=torch.float64)) for _ in range(2))
+    clipper = ghostclip.GhostClipper(model, clipping, compile=True, **options)
+    reference = ghostclip.GhostClipper(plain, clipping, **options)
+    for size in (4, 4, 4):
+        model.zero_grad()
+        plain.zero_grad()
+        inputs = row.inputs(size, torch.float64)
+        result = clipper.clip(lambda m, b: smooth(m(*b)), inputs)
+        expected = reference.clip(lambda m, b: smooth(m(*b)), inputs)
+    assert_dicts_close(gradients(model), gradients(plain), TOLERANCE[torch.float64])
+    found = result.norms if isinstance(result.norms, dict) else {"": result.norms}
+    wanted = expected.norms if isinstance(expected.norms, dict) else {"": expected.norms}
+    assert_dicts_close(found, wanted, TOLERANCE[torch.float64])
+    compiled = clipper.compiled
+    if any(reason in str(compiled.refusals) for reason in REFUSED):
+        assert compiled.graphs == 0
+    else:
+        assert compiled.refusals == []
+        (plan,) = compiled._plans.values()
+        assert plan.region.runs == 2
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("policy", [0.5, Automatic(0.5), PerLayer(0.5), Grouped({"all": ["*"]}, max_norm=0.5)], ids=str)
+def test_padded_batches_of_all_sizes_share_one_graph(policy):
+    model, plain = classifier().double(), classifier().double()
+    clipper, reference = ghostclip.GhostClipper(model, policy), ghostclip.GhostClipper(plain, policy)
+    clipper.compile(expected=8)
+    for size in (8, 5, 13, 1, 0, 16, 9):
+        x, y = batch_of(size, seed=size)
+        found = clipper.clip(losses_of, (x.double(), y))
+        expected = reference.clip(losses_of, (x.double(), y))
+        assert found.losses.shape == (size,)
+        assert_close(found.losses, expected.losses, 1e-12)
+        assert_dicts_close(gradients(model), gradients(plain), 1e-10)
+        flat = found.weights if isinstance(found.weights, dict) else {"": found.weights}
+        assert all(weights.shape == (size,) for weights in flat.values())
+    assert clipper.compiled.graphs == 1
+    assert clipper.compiled.refusals == []
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("spoil", [math.nan, math.inf, 1e30])
+def test_an_example_that_is_not_finite_adds_nothing(spoil):
+    model, plain = classifier(), classifier()
+    clipper, reference = ghostclip.GhostClipper(model, 0.5, compile=True), ghostclip.GhostClipper(plain, 0.5)
+    for _ in range(6):
+        clipper.clip(losses_of, batch_of(8))
+    model.zero_grad()
+    x, y = batch_of(8)
+    x[3] = spoil
+    found, expected = clipper.clip(losses_of, (x, y)), reference.clip(losses_of, (x, y))
+    assert float(found.weights[3]) == float(expected.weights[3])
+    assert_dicts_close(gradients(model), gradients(plain), 1e-4)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_loss_that_depends_on_something_else_is_found_out():
+    calls = []
+
+    def drifting(model, batch):
+        calls.append(1)
+        return losses_of(model, batch) * len(calls)
+
+    clipper = ghostclip.GhostClipper(classifier(), 1e9, compile=True)
+    for _ in range(3):
+        clipper.clip(drifting, batch_of(8))
+    assert "depends on something besides" in clipper.compiled.refusals[0]
+    before = [p.grad.clone() for p in clipper.model.parameters()]
+    clipper.clip(drifting, batch_of(8))
+    assert all(not torch.equal(p.grad, old) for p, old in zip(clipper.model.parameters(), before, strict=True))
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    ("loss_fn", "reason"),
+    [
+        (lambda m, b: losses_of(m, b) * (2 if b[0].sum() > 0 else 1), "looks at values"),
+        (
+            lambda m, b: losses_of(m, b) * torch.from_numpy(b[0].detach().numpy().copy()).sum(1),
+            "dispatcher doesn't see",
+        ),
+    ],
+)
+def test_what_can_not_be_written_down_is_refused(loss_fn, reason):
+    model, plain = classifier(), classifier()
+    clipper = ghostclip.GhostClipper(model, 0.5, compile=True)
+    for _ in range(2):
+        model.zero_grad()
+        clipper.clip(loss_fn, batch_of(8))
+    assert reason in clipper.compiled.refusals[0]
+    ghostclip.GhostClipper(plain, 0.5).clip(loss_fn, batch_of(8))
+    assert_dicts_close(gradients(model), gradients(plain), 1e-5)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_tables_of_the_loss_are_read_anew_each_time():
+    weights = torch.tensor([1.0, 2.0, 3.0])
+
+    def weighted(model, batch):
+        return losses_of(model, batch) * weights[batch[1]] + torch.tensor([0.1, 0.2]).sum()
+
+    model, plain = classifier(), classifier()
+    clipper, reference = ghostclip.GhostClipper(model, 0.5, compile=True), ghostclip.GhostClipper(plain, 0.5)
+    for _ in range(7):
+        weights.mul_(1.3)
+        clipper.clip(weighted, batch_of(8))
+        reference.clip(weighted, batch_of(8))
+    assert clipper.compiled.refusals == []
+    assert_dicts_close(gradients(model), gradients(plain), 1e-5)
+
+
+def test_what_runs_eagerly_says_why():
+    lstm = torch.nn.Sequential()
+    lstm.add_module("lstm", torch.nn.LSTM(6, 4, batch_first=True))
+    clipper = ghostclip.GhostClipper(lstm, 1.0, compile=True)
+    x = torch.randn(3, 5, 6)
+    for _ in range(2):
+        clipper.clip(lambda m, b: m(b)[0].sum((1, 2)), x)
+    assert clipper.compiled.refusals == ["lstm is a LSTM, whose time steps would be compiled one by one"]
+    custom = ghostclip.GhostClipper(classifier(), Custom(lambda n: 1 / (n + n.mean()), 1.0))
+    custom.compile(expected=8)
+    custom.clip(losses_of, batch_of(8))
+    assert "Custom may look at all norms at once" in custom.compiled.refusals[0]
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_modes_and_frozen_layers_have_graphs_of_their_own():
+    model = classifier(dropout=0.5)
+    clipper = ghostclip.GhostClipper(model, 1.0, compile=True)
+    for graphs, change in enumerate((lambda: None, model.eval, lambda: model[0].requires_grad_(False)), 1):
+        change()
+        for _ in range(3):
+            clipper.clip(losses_of, batch_of(8))
+        assert clipper.compiled.graphs == graphs
+    assert clipper.compiled.refusals == []
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_step_that_eager_does_faster_is_left_to_it(monkeypatch):
+    now = iter(range(1000))
+    # Each reading of the clock is later by more than the one before it: what comes second, eager, seems slower.
+    monkeypatch.setattr(compiling.time, "perf_counter", lambda: -float(next(now) ** 2))
+    clipper = ghostclip.GhostClipper(classifier(), 1.0, compile=True)
+    for _ in range(7):
+        clipper.clip(losses_of, batch_of(8))
+    assert "eager is faster" in clipper.compiled.refusals[0]
+
+
+def test_inductor_trains_as_eager_does_with_one_graph():
+    weights = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = classifier()
+        x, y = batch_of(200)
+        engine = ghostclip.PrivacyEngine(
+            model, torch.optim.Adam(model.parameters(), 0.01), torch.utils.data.TensorDataset(x, y), batch_size=20,
+            max_physical_batch_size=16, noise_multiplier=1.0, noise="test", seed=1,
+        )  # fmt: skip
+        if compiled:
+            engine.compile()
+        for _ in range(2):
+            for batch in engine.batches():
+                engine.step(batch, losses_of)
+        weights.append([p.detach().clone() for p in model.parameters()])
+        if compiled:
+            found = engine._steps._clipper.compiled
+            assert found.graphs == 1
+            assert found.seconds > 0
+            assert all("eager is faster" in reason for reason in found.refusals)
+    for left, right in zip(*weights, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-4)
+
+
+def test_a_wrong_loss_shape_is_refused_compiled_or_not():
+    model = classifier()
+    x, y = batch_of(40)
+    engine = ghostclip.PrivacyEngine(
+        model, torch.optim.SGD(model.parameters(), 0.1), torch.utils.data.TensorDataset(x, y), batch_size=20,
+        noise_multiplier=1.0,
+    )  # fmt: skip
+    engine.compile()
+    for batch in engine.batches():
+        with pytest.raises(ghostclip.LossShapeError):
+            engine.step(batch, lambda m, b: losses_of(m, b).mean())
+        break
+
+
+def test_sizes_are_few_and_hold_what_comes():
+    assert capacity_for(5, None) == 5
+    sizes = {capacity_for(n, 100) for n in range(1, 300)}
+    assert sizes == {130, 163, 204, 255, 319}
+    assert {capacity_for(n, 100, 64) for n in range(1, 65)} == {64}
+    assert torch.equal(pad(torch.tensor([[1.0], [2.0]]), 4), torch.tensor([[1.0], [2.0], [1.0], [1.0]]))
+
+
+def test_batches_that_are_no_tensors_of_one_length_have_no_leaves():
+    assert leaves_of({"x": torch.zeros(3, 2), "y": [torch.zeros(3)]})[2] == 3
+    assert leaves_of((torch.zeros(3), torch.zeros(4))) is None
+    assert leaves_of((torch.zeros(3), "text")) is None
+    assert leaves_of((torch.zeros(()),)) is None
+
+
+def test_functions_are_told_by_what_they_do():
+    def made(scale):
+        return lambda m, b: scale * losses_of(m, b)
+
+    shared = torch.zeros(2)
+    assert function_key(made(2.0))[0] == function_key(made(2.0))[0]
+    assert function_key(made(2.0))[0] != function_key(made(3.0))[0]
+    assert function_key(made(shared))[0] == function_key(made(shared))[0]
+    assert function_key(made(shared))[0] != function_key(made(torch.zeros(2)))[0]
+    assert function_key(losses_of)[0] != function_key(made(2.0))[0]
