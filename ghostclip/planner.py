@@ -6,19 +6,30 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ghostclip.norms.dense import Dense
-from ghostclip.norms.term import Answer, Candidate, Term
+from ghostclip.norms.memory import Memory
+from ghostclip.norms.term import SAMPLE, Answer, Candidate, Term, is_traced
 
 __all__ = ["SOLE", "Choice", "Planner", "milliseconds"]
 
-# Candidates whose arithmetic is this many times the least one's are not worth a measurement.
-HOPELESS = 12.0
+# Candidates whose arithmetic is this many times the least one's are not worth a measurement, unless there is no other
+# to compare with; and not even then where it is far more.
+HOPELESS, FAR_MORE = 12.0, 60.0
 # Per-example gradients are kept for the clipped sum up to this many bytes, or while less than what they replace.
 KEPT_BYTES = 64 << 20
+# What all reused memory of a planner may take.
+MEMORY_BYTES = 64 << 20
+# A first run, which pays for first touches, and any later one that take this many times the best are the last.
+BEATEN_COLD, BEATEN = 4.0, 1.3
+# No candidate is run for longer than this, after its second run, in milliseconds.
+ENOUGH = 10.0
+
+Measure = Callable[[Callable[[], object], torch.device, float], float]
 
 
 @dataclass(frozen=True)
@@ -29,7 +40,7 @@ class Choice:
         name: the candidate's.
         keep: whether its per-example gradients are kept for the clipped sum.
         reason: in words.
-        milliseconds: measured cost of every candidate that was tried, by name.
+        milliseconds: measured cost of every candidate that was tried, by name, for the batch it was first measured on.
     """
 
     name: str
@@ -42,9 +53,15 @@ SOLE = Choice("exact", False, "the only way")
 EMPTY = Choice("any", False, "an empty batch")
 
 
-def milliseconds(run: Callable[[], object], device: torch.device) -> float:
-    """Least of a few runs of ``run``, in milliseconds, after one to warm up."""
-    best = math.inf
+def milliseconds(run: Callable[[], object], device: torch.device, best: float = math.inf) -> float:
+    """Least of a few runs of ``run``, in milliseconds, after one to warm up.
+
+    Args:
+        run: what is measured.
+        device: that it runs on.
+        best: what another way takes; one that is clearly slower is not run again.
+    """
+    least, spent = math.inf, 0.0
     for attempt in range(4):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -53,71 +70,117 @@ def milliseconds(run: Callable[[], object], device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         elapsed = 1e3 * (time.perf_counter() - start)
-        best = elapsed if attempt == 1 else min(best, elapsed)
-        if attempt and elapsed > 20.0:
+        spent += elapsed
+        least = elapsed if attempt <= 1 else min(least, elapsed)
+        if least > (BEATEN if attempt else BEATEN_COLD) * best or (attempt and spent > ENOUGH):
             break
-    return best
+    return least
 
 
 class Planner:
     """Chooses among a term's candidates: by measured cost, by flops where a clock must not decide, or as told.
 
+    Measurements are made on a sample of at most SAMPLE examples and scaled to the batch; they are remembered by what
+    they depend on, so that batches of every larger size share them.
+
     Args:
         norm_strategy: "auto", or "gram" or "direct" to allow only that family where a term has both.
-        measure: seconds of a callable; replaceable, so that a test can see a plan follow its measurements.
+        measure: milliseconds of a callable on a device, given the best so far; replaceable, so that a test can see a
+            plan follow its measurements.
+        memory_bytes: cap of the memory that is kept from step to step for chunks and kept gradients.
     """
 
     def __init__(
-        self,
-        norm_strategy: str = "auto",
-        measure: Callable[[Callable[[], object], torch.device], float] = milliseconds,
+        self, norm_strategy: str = "auto", measure: Measure = milliseconds, memory_bytes: int = MEMORY_BYTES
     ) -> None:
         self.norm_strategy = norm_strategy
         self.choices: dict[tuple, Choice] = {}
+        self.memory = Memory(memory_bytes)
         self._measure = measure
 
-    def answer(self, term: Term, keep: bool) -> tuple[Answer, Choice]:
-        """Squared norms of ``term`` the chosen way; ``keep``: a clipped sum of the same term is to follow."""
+    def answer(self, term: Term, keep: bool, room: int | None = None) -> tuple[Answer, Choice]:
+        """Squared norms of ``term`` the chosen way.
+
+        Args:
+            term: of any kind.
+            keep: a clipped sum of the same term is to follow, so that per-example gradients may be worth keeping.
+            room: bytes that kept gradients may take; None for a fixed share of memory.
+        """
         answer = term.sole_answer(keep)
         if answer is not None:
             return answer, SOLE
-        candidates = term.candidates()
+        candidates = term.candidates(self.memory)
         if term.examples == 0:
             return next(iter(candidates.values())).run(False), EMPTY
-        key = (term.key, keep)
+        may_keep = keep and kept_bytes(term) <= (max(KEPT_BYTES, term.nbytes) if room is None else room)
+        traced = is_traced()
+        key = (term.key, keep, may_keep, traced)
         choice = self.choices.get(key)
         if choice is None:
-            choice = self.choices[key] = self._choose(term, candidates, keep)
+            choice = self.choices[key] = self._choose(term, candidates, keep, may_keep, traced)
         return candidates[choice.name].run(choice.keep), choice
 
-    def _choose(self, term: Term, candidates: dict[str, Candidate], keep: bool) -> Choice:
-        keep = keep and kept_bytes(term) <= max(KEPT_BYTES, term.nbytes)
-        allowed = {n: c for n, c in candidates.items() if self.norm_strategy in ("auto", c.family)} or candidates
+    def _choose(self, term: Term, candidates: dict[str, Candidate], keep: bool, may_keep: bool, traced: bool) -> Choice:
+        fit = {name: way for name, way in candidates.items() if way.traces or not traced}
+        allowed = {n: c for n, c in fit.items() if self.norm_strategy in ("auto", c.family)} or fit
+        ordered = sorted(allowed, key=lambda name: allowed[name].flops)
         if torch.are_deterministic_algorithms_enabled():
-            name = min(allowed, key=lambda n: allowed[n].flops)
-            return Choice(name, keep and allowed[name].keeps, "fewest flops (deterministic algorithms asked for)")
-        least = min(c.flops for c in allowed.values())
-        costs: dict[str, float] = {}
-        for name, candidate in allowed.items():
-            if candidate.flops <= HOPELESS * least:
-                costs[name] = self._cost(term, candidate, keep)
+            reason = "fewest flops (deterministic algorithms asked for)"
+            return Choice(ordered[0], may_keep and allowed[ordered[0]].keeps, reason)
+        if traced:
+            return self._as_measured(term, allowed, ordered, keep, may_keep)
+        costs = self._costs(term, worth_measuring(ordered, allowed), keep, may_keep)
         name = min(costs, key=costs.__getitem__)
         reason = "fastest measured"
         if len(costs) == 1:
             reason = "far fewest flops" if self.norm_strategy == "auto" else "asked for"
-        return Choice(name, keep and candidates[name].keeps, reason, costs)
+        return Choice(name, may_keep and candidates[name].keeps, reason, costs)
 
-    def _cost(self, term: Term, candidate: Candidate, keep: bool) -> float:
-        """Milliseconds for the norms, and where a clipped sum follows (``keep`` is possible at all) for that too."""
+    def _as_measured(
+        self, term: Term, allowed: dict[str, Candidate], ordered: list[str], keep: bool, may_keep: bool
+    ) -> Choice:
+        """The choice inside a graph, where nothing can be timed: by what was measured outside of it."""
+        outside = self.choices.get((term.key, keep, may_keep, False))
+        costs = {name: cost for name, cost in outside.milliseconds.items() if name in allowed} if outside else {}
+        name = min(costs, key=costs.__getitem__) if costs else ordered[0]
+        return Choice(name, may_keep and allowed[name].keeps, "fastest measured outside of the graph", costs)
 
-        def run() -> Tensor:
-            answer = candidate.run(keep and candidate.keeps)
-            if not keep:
-                return answer.squared_norms
-            source = term if answer.kept is None else Dense(answer.kept)
-            return source.weighted_sum(answer.squared_norms)
+    def _costs(self, term: Term, names: list[str], keep: bool, may_keep: bool) -> dict[str, float]:
+        """Milliseconds of each candidate for the norms and, where one follows (``keep``), the clipped sum."""
+        sample = term.head(SAMPLE)
+        share = sample.examples / term.examples
+        candidates = sample.candidates(self.memory)
+        weights = torch.ones(term.examples, device=term.device)
 
-        return self._measure(run, term.device)
+        def kept_and_summed(way: Candidate) -> Tensor:
+            kept = way.run(True).kept
+            assert kept is not None
+            return Dense(kept).weighted_sum(weights[: sample.examples])
+
+        costs: dict[str, float] = {}
+        summed: float | None = None
+        for name in names:
+            way, best = candidates[name], min(costs.values(), default=math.inf)
+            if may_keep and way.keeps:
+                costs[name] = self._measure(partial(kept_and_summed, way), term.device, best * share) / share
+                continue
+            if keep and summed is None:
+                # Part of its cost is that of a parameter-sized result, which does not grow with the batch.
+                summed = self._measure(partial(term.weighted_sum, weights), term.device, math.inf)
+            after = summed or 0.0
+            best = max(0.0, best - after)
+            costs[name] = self._measure(partial(way.run, False), term.device, best * share) / share + after
+        return costs
+
+
+def worth_measuring(ordered: list[str], candidates: dict[str, Candidate]) -> list[str]:
+    """Those of the names, given in the order of their flops, that may be the fastest."""
+    least = candidates[ordered[0]].flops
+    return [
+        name
+        for place, name in enumerate(ordered)
+        if candidates[name].flops <= (FAR_MORE if place == 1 else HOPELESS) * least
+    ]
 
 
 def kept_bytes(term: Term) -> int:

@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+from cases import case as find
+from comparing import ready
 
 from ghostclip.norms.convolution import Geometry, Patches
+from ghostclip.norms.dense import Dense
 from ghostclip.norms.outer import Outer
-from ghostclip.planner import Planner
+from ghostclip.norms.rows import Rows
+from ghostclip.planner import Planner, milliseconds
 
 
 def linear_term(positions=6):
@@ -20,18 +24,43 @@ def convolution_term():
     return Patches(images, grads, torch.Size((4, 2, 3, 3)), Geometry((1, 1), (0, 0), (1, 1), 1))
 
 
+def rows_term():
+    torch.manual_seed(0)
+    return Rows(torch.randint(4, (3, 7)), torch.randn(3, 7, 5, dtype=torch.float64), torch.Size((4, 5)))
+
+
 def planner_that_measures(costs):
-    """A planner whose clock gives the candidates, in the order they are tried, these costs."""
+    """A planner whose clock gives the candidates, in the order of their flops, these costs."""
     left = iter(costs)
-    return Planner(measure=lambda run, device: next(left))
+    return Planner(measure=lambda run, device, best: next(left))
 
 
-@pytest.mark.parametrize(("costs", "expected"), [((2.0, 1.0), "direct"), ((1.0, 2.0), "gram")])
+def forced(monkeypatch, name):
+    """A planner that finds only the candidate ``name`` worth a measurement."""
+    monkeypatch.setattr("ghostclip.planner.worth_measuring", lambda ordered, candidates: [name])
+    return Planner(measure=lambda run, device, best: 1.0)
+
+
+@pytest.mark.parametrize(("costs", "expected"), [((2.0, 1.0), "gram"), ((1.0, 2.0), "direct")])
 def test_a_changed_measurement_changes_the_plan(costs, expected):
     planner = planner_that_measures(costs)
     _, choice = planner.answer(linear_term(), keep=False)
     assert (choice.name, choice.reason) == (expected, "fastest measured")
-    assert choice.milliseconds == dict(zip(("gram", "direct"), costs, strict=True))
+    assert choice.milliseconds == dict(zip(("direct", "gram"), costs, strict=True))
+
+
+@pytest.mark.parametrize(("kept", "choice"), [(6.9, ("direct", True)), (7.1, ("gram", False))])
+def test_the_clipped_sum_that_follows_counts(kept, choice):
+    planner = planner_that_measures((kept, 5.0, 2.0))  # direct and its sum, the sum of what is not kept, gram
+    _, found = planner.answer(linear_term(), keep=True)
+    assert (found.name, found.keep) == choice
+    assert found.milliseconds == {"direct": kept, "gram": 7.0}
+
+
+def test_gradients_are_not_kept_where_there_is_no_room():
+    for room, keep in ((3 * 4 * 5 * 4, True), (3 * 4 * 5 * 4 - 1, False)):
+        answer, choice = planner_that_measures((1.0, 9.0, 9.0)).answer(linear_term(), keep=True, room=room)
+        assert (choice.keep, answer.kept is not None) == (keep, keep)
 
 
 def test_a_shape_is_measured_once():
@@ -41,7 +70,7 @@ def test_a_shape_is_measured_once():
     assert torch.equal(first[0].squared_norms, second[0].squared_norms)
 
 
-@pytest.mark.parametrize("make", [linear_term, convolution_term])
+@pytest.mark.parametrize("make", [linear_term, convolution_term, rows_term])
 def test_every_candidate_gives_the_same_norms(make):
     term = make()
     expected = term.per_example().flatten(1).square().sum(1)
@@ -64,7 +93,7 @@ def test_a_family_can_be_forced(strategy):
 
 
 def test_deterministic_algorithms_need_no_clock():
-    def never(run, device):
+    def never(run, device, best):
         raise AssertionError("measured")
 
     torch.use_deterministic_algorithms(True)
@@ -80,3 +109,61 @@ def test_hopeless_candidates_are_not_measured():
     planner = planner_that_measures((1.0,))
     _, choice = planner.answer(linear_term(positions=500), keep=False)
     assert (choice.name, list(choice.milliseconds)) == ("direct", ["direct"])
+
+
+def test_two_are_measured_where_there_are_two():
+    planner = planner_that_measures((1.0, 2.0))
+    _, choice = planner.answer(linear_term(positions=100), keep=False)
+    assert list(choice.milliseconds) == ["direct", "gram"]
+
+
+def test_larger_batches_share_a_measurement_and_it_is_made_on_a_sample():
+    seen = []
+
+    def measure(run, device, best):
+        seen.append(run().squared_norms.shape[0])
+        return 1.0
+
+    planner = Planner(measure=measure)
+    for batch in (500, 40, 33):
+        left, right = torch.randn(batch, 6, 4), torch.randn(batch, 6, 5)
+        _, choice = planner.answer(Outer(left, right, torch.Size((4, 5))), keep=False)
+    assert seen == [32, 32]
+    assert choice.milliseconds == {"direct": 500 / 32, "gram": 500 / 32}
+
+
+def test_a_beaten_candidate_is_run_once_and_a_close_one_again():
+    runs = []
+    milliseconds(lambda: runs.append(1), torch.device("cpu"), best=1e-9)
+    assert len(runs) == 1
+    milliseconds(lambda: runs.append(1), torch.device("cpu"), best=1e9)
+    assert len(runs) == 1 + 4
+
+
+NAMES = [("linear", name) for name in ("gram", "direct")]
+NAMES += [("convolution", name) for name in ("patches", "gram", "windows", "grouped", "native")]
+NAMES += [("rows", name) for name in ("runs", "repeats", "gram")]
+
+
+@pytest.mark.parametrize(("kind", "name"), NAMES)
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_candidate_forced_by_its_measurement_gives_the_norms_and_the_sum(kind, name, keep, monkeypatch):
+    term = {"linear": linear_term, "convolution": convolution_term, "rows": rows_term}[kind]()
+    answer, choice = forced(monkeypatch, name).answer(term, keep)
+    assert choice.name == name
+    expected = term.per_example().flatten(1)
+    torch.testing.assert_close(answer.squared_norms, expected.square().sum(1), rtol=1e-12, atol=0)
+    weights = torch.rand(3, dtype=torch.float64)
+    source = term if answer.kept is None else Dense(answer.kept)
+    torch.testing.assert_close(source.weighted_sum(weights).flatten(), weights @ expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "case", ["linear 3-D", "linear 3-D long", "embedding repeated", "conv2d padding", "conv2d groups"]
+)
+def test_every_layer_with_a_choice_shows_two_costs(case):
+    _, clipper, losses = ready(find(case))
+    clipper.backward(losses)
+    rows = [row for row in clipper.explain() if row.parameter == "weight"]
+    assert rows
+    assert all(len(row.milliseconds) >= 2 for row in rows)

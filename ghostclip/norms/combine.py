@@ -10,8 +10,9 @@ from torch import Tensor
 
 from .convolution import Patches
 from .dense import Dense
+from .memory import Memory
 from .outer import Outer, chunks
-from .rows import Rows
+from .rows import Rows, runs_squared_norms
 from .term import Answer, Candidate, Term, wide
 
 __all__ = ["Tied", "combine", "cross"]
@@ -85,18 +86,21 @@ class Tied(Term):
         return (*self.outer.tensors, *self.rows.tensors)
 
     def _joined(self, outer: Answer) -> Answer:
-        rows = self.rows.sole_answer(False).squared_norms
+        rows = runs_squared_norms(self.rows.indices, wide(self.rows.gradients))
         return Answer(outer.squared_norms + rows + 2 * cross(self.outer, self.rows))
 
     def sole_answer(self, keep: bool) -> Answer | None:
         outer = self.outer.sole_answer(False)
         return None if outer is None else self._joined(outer)
 
-    def candidates(self) -> dict[str, Candidate]:
+    def candidates(self, memory: Memory | None = None) -> dict[str, Candidate]:
         def through(way: Candidate) -> Candidate:
             return Candidate(way.family, lambda keep: self._joined(way.run(False)), way.flops)
 
-        return {name: through(way) for name, way in self.outer.candidates().items()}
+        return {name: through(way) for name, way in self.outer.candidates(memory).items()}
+
+    def head(self, count: int) -> Tied:
+        return Tied(self.outer.head(count), self.rows.head(count))
 
     def per_example(self) -> Tensor:
         return self.outer.per_example() + self.rows.per_example()

@@ -5,6 +5,7 @@ A convolution is a linear layer over patches (im2col), so its gradient is the su
 
     patches   im2col and bmm, a chunk of examples at a time
     gram      im2col and Gram matrices
+    windows   Gram matrices of the raw images, summed over shifted windows (stride 1)
     grouped   the native weight gradient, the batch folded into groups
     native    the native weight gradient, one call an example
 """
@@ -18,8 +19,10 @@ import torch
 from torch import Tensor
 
 from .dense import Dense, squared_norms
-from .outer import Outer, chunks
-from .term import Answer, Candidate, Term, wide, zero_examples
+from .memory import FRESH, Memory
+from .outer import Outer, chunks, reliable
+from .term import Answer, Candidate, Term, size_class, wide, zero_examples
+from .windows import windowed_gram
 
 __all__ = ["Geometry", "Patches", "patches", "weight_gradient"]
 
@@ -34,7 +37,9 @@ class Geometry:
     groups: int
 
 
-def patches(images: Tensor, kernel: tuple[int, ...], output: tuple[int, ...], geometry: Geometry) -> Tensor:
+def patches(
+    images: Tensor, kernel: tuple[int, ...], output: tuple[int, ...], geometry: Geometry, memory: Memory = FRESH
+) -> Tensor:
     """im2col: images [B, C, *S] to [B, C * prod(kernel), prod(output)], by one strided view and one copy."""
     if any(geometry.padding):
         amounts = [side for amount in reversed(geometry.padding) for side in (amount, amount)]
@@ -51,7 +56,9 @@ def patches(images: Tensor, kernel: tuple[int, ...], output: tuple[int, ...], ge
             *(step * stride for step, stride in zip(spatial, geometry.stride, strict=True)),
         ),
     )
-    return view.reshape(images.shape[0], images.shape[1] * math.prod(kernel), math.prod(output))
+    if not view.is_contiguous():
+        view = memory.empty(view, *view.shape).copy_(view)
+    return view.view(images.shape[0], images.shape[1] * math.prod(kernel), math.prod(output))
 
 
 def weight_gradient(images: Tensor, grads: Tensor, shape: torch.Size, geometry: Geometry) -> Tensor:
@@ -83,7 +90,7 @@ class Patches(Term):
 
     @property
     def key(self) -> tuple:
-        batch = 1 << (self.images.shape[0] - 1).bit_length()
+        batch = size_class(self.images.shape[0])
         sizes = (*self.images.shape[1:], *self.grads.shape[1:], *self.shape)
         return ("convolution", batch, sizes, self.geometry, self.images.dtype, self.images.device)
 
@@ -91,44 +98,75 @@ class Patches(Term):
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.grads, self.images)
 
-    def outer(self, part: slice = slice(None)) -> Outer:
+    def outer(self, part: slice = slice(None), memory: Memory = FRESH) -> Outer:
         """The examples of ``part`` as outer products over positions; groups folded into the batch."""
         images, grads = wide(self.images[part]), wide(self.grads[part])
-        groups = self.geometry.groups
-        columns = patches(images, self.shape[2:], self.grads.shape[2:], self.geometry)
-        right = columns.unflatten(1, (groups, -1)).flatten(0, 1)
-        left = grads.flatten(2).unflatten(1, (groups, -1)).flatten(0, 1)
-        return Outer(left.mT, right.mT, self.shape, groups)
+        columns = patches(images, self.shape[2:], self.grads.shape[2:], self.geometry, memory)
+        left, right = self._folded(grads.flatten(2)), self._folded(columns)
+        return Outer(left.mT, right.mT, self.shape, self.geometry.groups)
 
-    def candidates(self) -> dict[str, Candidate]:
+    def _folded(self, maps: Tensor) -> Tensor:
+        """[B, channels, ...] as [B * groups, channels / groups, ...]."""
+        groups = self.geometry.groups
+        return maps if groups == 1 else maps.unflatten(1, (groups, -1)).flatten(0, 1)
+
+    def candidates(self, memory: Memory | None = None) -> dict[str, Candidate]:
+        lent = memory or FRESH
         batch, positions = self.grads.shape[0], math.prod(self.grads.shape[2:])
         outputs, inputs = self.shape[0], math.prod(self.shape[1:])
         product = 2.0 * batch * positions * outputs * inputs
-        pairs = 2.0 * batch * positions**2 * (outputs + inputs * self.geometry.groups)
-        return {
-            "patches": Candidate("direct", lambda keep: self._chunked("direct", keep), product, keeps=True),
-            "gram": Candidate("gram", lambda keep: self._chunked("gram", keep), pairs),
-            "grouped": Candidate("direct", self._grouped, 1.5 * product, keeps=True),
-            "native": Candidate("direct", self._native, 2.0 * product, keeps=True),
+        squares = 2.0 * batch * positions**2
+        found = {
+            "patches": Candidate("direct", lambda keep: self._by_patches(lent, keep), product, keeps=True),
+            "gram": Candidate(
+                "gram", lambda keep: self._by_gram(lent), squares * (outputs + inputs * self.geometry.groups)
+            ),
+            "grouped": Candidate("direct", lambda keep: self._grouped(lent, keep), 1.5 * product, keeps=True),
+            "native": Candidate("direct", lambda keep: self._native(lent, keep), 2.0 * product, keeps=True),
         }
+        if all(step == 1 for step in self.geometry.stride) and math.prod(self.shape[2:]) > 1:
+            # An addition to a window was measured to cost as much as some hundred operations of a product.
+            pixels = 2.0 * batch * math.prod(self.images.shape[2:]) ** 2
+            sums = pixels * (self.images.shape[1] + 50 * sum(self.shape[2:]) * self.geometry.groups)
+            found["windows"] = Candidate("gram", lambda keep: self._windows(lent), squares * outputs + sums)
+        return found
 
-    def _keep(self, keep: bool) -> Tensor | None:
-        return wide(self.grads).new_empty(self.grads.shape[0], *self.shape) if keep else None
+    def head(self, count: int) -> Patches:
+        return replace(self, images=self.images[:count], grads=self.grads[:count])
 
-    def _chunked(self, way: str, keep: bool) -> Answer:
-        bytes_per_example = 4 * math.prod(self.shape[1:]) * self.geometry.groups * math.prod(self.grads.shape[2:])
-        squared = wide(self.grads).new_empty(self.grads.shape[0])
-        kept = self._keep(keep and way == "direct")
-        for part in chunks(self.grads.shape[0], bytes_per_example):
-            answer = self.outer(part).by(way, kept is not None)
-            squared[part] = answer.squared_norms
-            if kept is not None and answer.kept is not None:
-                kept[part] = answer.kept
+    def _empty(self, memory: Memory, keep: bool) -> tuple[Tensor, Tensor | None]:
+        """Room for the squared norms and, where asked, for the gradients."""
+        like = wide(self.grads[:0])
+        batch = self.grads.shape[0]
+        return like.new_empty(batch), (memory.empty(like, batch, *self.shape) if keep else None)
+
+    def _column_bytes(self) -> int:
+        """Of one example's patches."""
+        return 4 * math.prod(self.shape[1:]) * self.geometry.groups * math.prod(self.grads.shape[2:])
+
+    def _by_patches(self, memory: Memory, keep: bool) -> Answer:
+        squared, kept = self._empty(memory, keep)
+        for part in chunks(self.grads.shape[0], self._column_bytes()):
+            into = None if kept is None else kept[part]
+            squared[part] = self.outer(part, memory).by_direct(memory, kept=into).squared_norms
         return Answer(squared, kept)
 
-    def _grouped(self, keep: bool) -> Answer:
+    def _by_gram(self, memory: Memory) -> Answer:
+        squared, _ = self._empty(memory, False)
+        for part in chunks(self.grads.shape[0], self._column_bytes()):
+            squared[part] = self.outer(part, memory).by_gram(memory).squared_norms
+        return Answer(squared)
+
+    def _windows(self, memory: Memory) -> Answer:
+        images, grads = self._folded(wide(self.images)), self._folded(wide(self.grads))
+        geometry = self.geometry
+        squared, scale = windowed_gram(images, grads, self.shape[2:], geometry.padding, geometry.dilation, memory)
+        squared, scale = (each.view(-1, geometry.groups).sum(1) for each in (squared, scale))
+        return Answer(reliable(squared, scale, lambda: self._by_patches(memory, False).squared_norms))
+
+    def _grouped(self, memory: Memory, keep: bool) -> Answer:
         images, grads = wide(self.images), wide(self.grads)
-        squared, kept = grads.new_empty(grads.shape[0]), self._keep(keep)
+        squared, kept = self._empty(memory, keep)
         for part in chunks(grads.shape[0], 4 * math.prod(self.shape)):
             count = images[part].shape[0]
             gradients = weight_gradient(
@@ -142,9 +180,9 @@ class Patches(Term):
                 kept[part] = gradients
         return Answer(squared, kept)
 
-    def _native(self, keep: bool) -> Answer:
+    def _native(self, memory: Memory, keep: bool) -> Answer:
         images, grads = wide(self.images), wide(self.grads)
-        squared, kept = grads.new_empty(grads.shape[0]), self._keep(keep)
+        squared, kept = self._empty(memory, keep)
         for example in range(grads.shape[0]):
             part = slice(example, example + 1)
             gradient = weight_gradient(images[part], grads[part], self.shape, self.geometry)

@@ -54,6 +54,9 @@ class Dense(Term):
             return torch.mv(gradients.t(), weights.to(gradients.dtype))
         return (weights.to(gradients.dtype) @ gradients.flatten(1)).view(self.shape)
 
+    def head(self, count: int) -> Dense:
+        return Dense(self.gradients[:count])
+
     def keep_only(self, keep: Tensor) -> Dense:
         return Dense(zero_examples(self.gradients, keep))
 

@@ -12,20 +12,22 @@ Both run over chunks of examples, so that neither B p d nor B T^2 numbers ever s
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .dense import Dense, squared_norms
-from .term import Answer, Candidate, Term, is_traced, split_examples, wide, zero_examples
+from .memory import FRESH, Memory
+from .term import Answer, Candidate, Term, is_traced, size_class, split_examples, wide, zero_examples
 
-__all__ = ["Outer", "chunks", "direct", "gram", "gram_is_reliable"]
+__all__ = ["Outer", "chunks", "direct", "gram", "gram_is_reliable", "reliable"]
 
 # Chunks of about this many bytes stay in the processor's cache between the product and its reduction.
 CHUNK_BYTES = 1 << 21
+# Rows of a Gram matrix formed at a time. Smaller blocks leave out more of the upper half and are slower (measured).
+BLOCK_ROWS = 256
 # Below this share of sum_t |left_t|^2 |right_t|^2, rounding in the Gram form may reach 1e-4 of the result in float32.
 CANCELLATION = {torch.float32: 1e-2, torch.float64: 1e-5}
 
@@ -37,45 +39,67 @@ def chunks(examples: int, bytes_per_example: int) -> Iterator[slice]:
         yield slice(start, min(start + step, examples))
 
 
-def gram(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared norms by Gram matrices, for left [B, T, p] and right [B, T, d]; T x T is formed a chunk at a time.
+def gram(left: Tensor, right: Tensor, memory: Memory = FRESH) -> tuple[Tensor, Tensor]:
+    """Squared norms by Gram matrices, for left [B, T, p] and right [B, T, d].
+
+    T x T is formed a chunk of examples and a block of rows at a time; of longer sequences the lower triangle of blocks
+    only, since its mirror image sums to the same. (Within a block both halves are formed: one larger product is faster
+    than several smaller ones that leave a half out.)
 
     Returns:
         The squared norms [B], and ``sum_t |left_t|^2 |right_t|^2`` [B], against which `gram_is_reliable` holds them.
     """
     batch, positions = left.shape[:2]
-    squared, scale = left.new_empty(batch), left.new_empty(batch)
-    for part in chunks(batch, 2 * positions * positions * left.element_size()):
-        pairs = torch.bmm(left[part], left[part].mT)
-        pairs *= torch.bmm(right[part], right[part].mT)
-        torch.sum(pairs, dim=(1, 2), out=squared[part])
-        torch.sum(pairs.diagonal(dim1=1, dim2=2), dim=1, out=scale[part])
+    squared, scale = left.new_zeros(batch), left.new_zeros(batch)
+    rows = max(1, min(positions, BLOCK_ROWS))
+    for part in chunks(batch, 2 * rows * positions * left.element_size()):
+        for start in range(0, positions, rows):
+            pairs = _block_of_pairs(left[part], start, start + rows, memory)
+            pairs *= _block_of_pairs(right[part], start, start + rows, memory)
+            own = pairs[:, :, start:]
+            squared[part] += own.sum(dim=(1, 2))
+            scale[part] += own.diagonal(dim1=1, dim2=2).sum(dim=1)
+            if start:
+                squared[part] += 2 * pairs[:, :, :start].sum(dim=(1, 2))
     return squared, scale
 
 
+def _block_of_pairs(side: Tensor, start: int, stop: int, memory: Memory) -> Tensor:
+    """Inner products of positions start:stop with all up to stop, [B, rows, columns]."""
+    rows, columns = side[:, start:stop], side[:, :stop].mT
+    return torch.bmm(rows, columns, out=memory.empty(side, side.shape[0], rows.shape[1], columns.shape[2]))
+
+
 def gram_is_reliable(squared: Tensor, scale: Tensor) -> Tensor:
-    """Bool []: no example of ``squared`` [B] lost its digits to cancellation between positions.
+    """Bool [B]: False for an example of ``squared`` [B] that lost its digits to cancellation between positions.
 
     Rounding leaves about eps * ``scale`` in the Gram form; where the result is far below that sum (near-constant inputs
     whose gradients cancel), only the direct form is exact. NaN and inf count as reliable: the direct form would be no
     better there.
     """
-    return ~(squared < CANCELLATION[squared.dtype] * scale).any()
+    return ~(squared < CANCELLATION[squared.dtype] * scale)
 
 
-def direct(left: Tensor, right: Tensor, keep: bool) -> Answer:
-    """Squared norms [B] from gradients formed a chunk of examples at a time; ``keep`` keeps them all, [B, p, d]."""
+def reliable(squared: Tensor, scale: Tensor, otherwise: Callable[[], Tensor]) -> Tensor:
+    """``squared`` [B] of a Gram form, or ``otherwise()`` where one of them is not `gram_is_reliable`.
+
+    In a graph, which can't look, an unreliable norm becomes NaN: the batch is then done again outside of the graph.
+    """
+    trusted = gram_is_reliable(squared, scale)
+    if is_traced():
+        return torch.where(trusted, squared, torch.nan)
+    return squared if trusted.all() else otherwise()
+
+
+def direct(left: Tensor, right: Tensor, memory: Memory = FRESH, kept: Tensor | None = None) -> Tensor:
+    """Squared norms [B] from gradients formed a chunk of examples at a time; ``kept`` [B, p, d] is filled with them."""
     batch, _, outputs = left.shape
     inputs = right.shape[2]
-    kept = left.new_empty(batch, outputs, inputs) if keep else None
-    out = left.new_empty(batch)
+    squared = left.new_empty(batch)
     for part in chunks(batch, outputs * inputs * left.element_size()):
-        if kept is None:
-            gradients = torch.bmm(left[part].mT, right[part])
-        else:
-            gradients = torch.bmm(left[part].mT, right[part], out=kept[part])
-        out[part] = squared_norms(gradients)
-    return Answer(out, kept)
+        into = memory.empty(left, part.stop - part.start, outputs, inputs) if kept is None else kept[part]
+        squared[part] = squared_norms(torch.bmm(left[part].mT, right[part], out=into))
+    return squared
 
 
 @dataclass(eq=False)
@@ -97,8 +121,7 @@ class Outer(Term):
     @property
     def key(self) -> tuple:
         sizes = (*self.left.shape[1:], self.right.shape[2], self.groups)
-        batch = 1 << (self.left.shape[0] - 1).bit_length()
-        return ("outer", batch, sizes, self.left.dtype, self.left.device)
+        return ("outer", size_class(self.examples), sizes, self.left.dtype, self.left.device)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -114,35 +137,42 @@ class Outer(Term):
             return None
         return Answer(self._by_example(squared_norms(self.left) * squared_norms(self.right)))
 
-    def candidates(self) -> dict[str, Candidate]:
-        rows, positions, outputs = self.left.shape
+    def candidates(self, memory: Memory | None = None) -> dict[str, Candidate]:
+        memory = memory or FRESH
+        batch, positions, outputs = self.left.shape
         inputs = self.right.shape[2]
         return {
-            "gram": Candidate("gram", self._gram, 2.0 * rows * positions**2 * (outputs + inputs)),
-            "direct": Candidate("direct", self._direct, 2.0 * rows * positions * outputs * inputs, keeps=True),
+            "gram": Candidate(
+                "gram", lambda keep: self.by_gram(memory), 2.0 * batch * positions**2 * (outputs + inputs)
+            ),
+            "direct": Candidate(
+                "direct",
+                lambda keep: self.by_direct(memory, keep),
+                2.0 * batch * positions * outputs * inputs,
+                keeps=True,
+            ),
         }
 
-    def by(self, family: str, keep: bool) -> Answer:
-        """The answer by the "gram" or the "direct" form, whatever T is."""
-        return self._gram(keep) if family == "gram" else self._direct(keep)
+    def head(self, count: int) -> Outer:
+        rows = count * self.groups
+        return Outer(self.left[:rows], self.right[:rows], self.shape, self.groups)
 
     def _by_example(self, squared: Tensor) -> Tensor:
         return squared if self.groups == 1 else squared.view(-1, self.groups).sum(1)
 
-    def _gram(self, keep: bool) -> Answer:
+    def by_gram(self, memory: Memory = FRESH) -> Answer:
+        """The Gram form; the direct one where it can't be relied on."""
         left, right = wide(self.left), wide(self.right)
-        squared, scale = gram(left, right)
-        if is_traced():
-            # No branch can be written down: NaN norms send the whole batch to the eager step.
-            squared = torch.where(squared < CANCELLATION[squared.dtype] * scale, math.nan, squared)
-        elif not gram_is_reliable(squared, scale):
-            squared = direct(left, right, keep=False).squared_norms
-        return Answer(self._by_example(squared))
+        squared, scale = gram(left, right, memory)
+        return Answer(self._by_example(reliable(squared, scale, lambda: direct(left, right, memory))))
 
-    def _direct(self, keep: bool) -> Answer:
-        answer = direct(wide(self.left), wide(self.right), keep)
-        kept = None if answer.kept is None else answer.kept.view(-1, *self.shape)
-        return Answer(self._by_example(answer.squared_norms), kept)
+    def by_direct(self, memory: Memory = FRESH, keep: bool = False, kept: Tensor | None = None) -> Answer:
+        """The direct form; ``keep`` keeps the gradients, in ``kept`` [B, *shape] where that is given."""
+        left, right = wide(self.left), wide(self.right)
+        if keep and kept is None:
+            kept = memory.empty(left, self.examples, *self.shape)
+        into = None if kept is None else kept.view(left.shape[0], left.shape[2], right.shape[2])
+        return Answer(self._by_example(direct(left, right, memory, into)), kept)
 
     def per_example(self) -> Tensor:
         gradients = torch.bmm(wide(self.left).mT, wide(self.right))

@@ -1,7 +1,11 @@
 """Gradients that fall on a few rows of a table: embeddings. No one-hot is ever built.
 
 The gradient of example i is a table whose row r is the sum of ``gradients[i, t]`` over the positions t with
-``indices[i, t] == r``. Its squared norm sorts each example's indices and sums runs of equal ones.
+``indices[i, t] == r``. Three ways to its squared norm:
+
+    runs      sort each example's indices, sum runs of equal ones
+    repeats   the same, but only for indices that occur more than once; the others' norms add up as they are
+    gram      inner products of all pairs of positions with equal indices, for few positions
 """
 
 from __future__ import annotations
@@ -12,9 +16,14 @@ import torch
 from torch import Tensor
 
 from .dense import squared_norms
-from .term import Answer, Term, split_examples, wide, zero_examples
+from .memory import FRESH, Memory
+from .outer import chunks, reliable
+from .term import Answer, Candidate, Term, size_class, split_examples, wide, zero_examples
 
-__all__ = ["Rows", "runs_squared_norms"]
+__all__ = ["Rows", "pairs_squared_norms", "repeats_squared_norms", "runs_squared_norms"]
+
+# With more positions than this, all pairs of them are never the fewest steps.
+PAIRED_POSITIONS = 128
 
 
 def runs_squared_norms(indices: Tensor, gradients: Tensor) -> Tensor:
@@ -34,6 +43,41 @@ def runs_squared_norms(indices: Tensor, gradients: Tensor) -> Tensor:
     return sums.new_zeros(batch).index_add_(0, owner, squared_norms(sums))
 
 
+def repeats_squared_norms(indices: Tensor, gradients: Tensor) -> Tensor:
+    """As `runs_squared_norms`; sums only where an index occurs more than once, which it has to look for."""
+    batch, positions = indices.shape
+    ordered, order = indices.sort(dim=1)
+    same = ordered[:, 1:] == ordered[:, :-1]
+    alone = torch.ones_like(ordered, dtype=torch.bool)
+    alone[:, 1:] &= ~same
+    alone[:, :-1] &= ~same
+    # Where they are in sorted order; there, equal neighbours of one example make a run.
+    repeated = (~alone).flatten().nonzero().squeeze(1)
+    owner = repeated.div(positions, rounding_mode="floor")
+    place = owner * positions + order.flatten()[repeated]
+    flat = gradients.flatten(0, 1)
+    each = gradients.square().sum(2).flatten()
+    each[place] = 0.0
+    starts = torch.ones_like(repeated, dtype=torch.bool)
+    starts[1:] = ~same.flatten()[repeated[1:] - owner[1:] - 1] | (owner[1:] != owner[:-1])
+    run = starts.cumsum(0) - 1
+    sums = torch.zeros_like(flat[: len(repeated)]).index_add_(0, run, flat[place])
+    first = owner[starts]
+    return each.view(batch, positions).sum(1).index_add_(0, first, sums[: first.shape[0]].square().sum(1))
+
+
+def pairs_squared_norms(indices: Tensor, gradients: Tensor, memory: Memory = FRESH) -> Tensor:
+    """As `runs_squared_norms`, in O(B T^2 d), which is less work for few positions."""
+    batch, positions = indices.shape
+    squared, scale = gradients.new_empty(batch), gradients.square().sum(dim=(1, 2))
+    for part in chunks(batch, 2 * positions * positions * gradients.element_size()):
+        side = gradients[part]
+        pairs = torch.bmm(side, side.mT, out=memory.empty(side, side.shape[0], positions, positions))
+        pairs.masked_fill_(indices[part].unsqueeze(1) != indices[part].unsqueeze(2), 0.0)
+        torch.sum(pairs, dim=(1, 2), out=squared[part])
+    return reliable(squared, scale, lambda: runs_squared_norms(indices, gradients))
+
+
 @dataclass(eq=False)
 class Rows(Term):
     """Rows of gradients and where they fall.
@@ -50,14 +94,33 @@ class Rows(Term):
 
     @property
     def key(self) -> tuple:
-        return ("rows", tuple(self.gradients.shape[1:]), self.gradients.dtype, self.gradients.device)
+        sizes = tuple(self.gradients.shape[1:])
+        return ("rows", size_class(self.examples), sizes, self.shape, self.gradients.dtype, self.gradients.device)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.gradients, self.indices)
 
-    def sole_answer(self, keep: bool) -> Answer:
-        return Answer(runs_squared_norms(self.indices, wide(self.gradients)))
+    def sole_answer(self, keep: bool) -> Answer | None:
+        return Answer(squared_norms(self.gradients)) if self.indices.shape[1] == 1 else None
+
+    def candidates(self, memory: Memory | None = None) -> dict[str, Candidate]:
+        lent, indices, gradients = memory or FRESH, self.indices, wide(self.gradients)
+        numbers, positions = float(gradients.numel()), indices.shape[1]
+        # Sorting and adding by index are not counted in flops; these factors are what they were measured to cost.
+        found = {"runs": Candidate("direct", lambda keep: Answer(runs_squared_norms(indices, gradients)), 60 * numbers)}
+        if gradients.device.type == "cpu":
+            found["repeats"] = Candidate(
+                "direct", lambda keep: Answer(repeats_squared_norms(indices, gradients)), 50 * numbers, traces=False
+            )
+        if positions <= PAIRED_POSITIONS:
+            found["gram"] = Candidate(
+                "gram", lambda keep: Answer(pairs_squared_norms(indices, gradients, lent)), 2 * numbers * positions
+            )
+        return found
+
+    def head(self, count: int) -> Rows:
+        return Rows(self.indices[:count], self.gradients[:count], self.shape)
 
     def per_example(self) -> Tensor:
         gradients = wide(self.gradients)

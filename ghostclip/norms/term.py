@@ -9,11 +9,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-__all__ = ["Answer", "Candidate", "Term", "is_traced", "wide"]
+if TYPE_CHECKING:
+    from .memory import Memory
+
+__all__ = ["SAMPLE", "Answer", "Candidate", "Term", "is_traced", "size_class", "wide"]
+
+# Costs are measured on at most this many examples: beyond, they grow with their number.
+SAMPLE = 32
 
 
 @dataclass(slots=True)
@@ -33,12 +40,14 @@ class Candidate:
         run: computes the answer; its argument says whether per-example gradients are to be kept.
         flops: an estimate, for choices that must not depend on a clock.
         keeps: whether ``run(True)`` keeps the per-example gradients.
+        traces: whether it can be written down as a graph, without a look at any value.
     """
 
     family: str
     run: Callable[[bool], Answer]
     flops: float
     keeps: bool = False
+    traces: bool = True
 
 
 class Term(ABC):
@@ -75,9 +84,17 @@ class Term(ABC):
         """The squared norms where there is only one way to them; None where `candidates` has to be chosen from."""
         return None
 
-    def candidates(self) -> dict[str, Candidate]:
-        """The ways to the squared norms, by name; a term without a sole answer has at least one."""
+    def candidates(self, memory: Memory | None = None) -> dict[str, Candidate]:
+        """The ways to the squared norms, by name; a term without a sole answer has at least one.
+
+        Args:
+            memory: lends what they need; None for memory that is new each time.
+        """
         return {}
+
+    def head(self, count: int) -> Term:
+        """The term of the first ``count`` examples, to measure on; all of them where a kind can't be divided."""
+        return self
 
     @abstractmethod
     def per_example(self) -> Tensor:
@@ -96,14 +113,20 @@ class Term(ABC):
         """The term of B/count examples when each had ``count`` rows: "example" major (b k) or "row" major (k b)."""
 
 
+def is_traced() -> bool:
+    """Whether operations are being written down as a graph, where no value is known."""
+    proxied = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return proxied or torch.compiler.is_compiling()
+
+
+def size_class(examples: int) -> int:
+    """Batches for which one measurement stands: up to the next power of two, and all from SAMPLE on."""
+    return min(SAMPLE, 1 << (examples - 1).bit_length())
+
+
 def wide(tensor: Tensor) -> Tensor:
     """The tensor in float32, or as it is when it is float32 or float64 already."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
-
-
-def is_traced() -> bool:
-    """Whether tensor operations are being written down for a compiled graph, where nothing may branch on values."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def zero_examples(tensor: Tensor, keep: Tensor) -> Tensor:

@@ -1,0 +1,80 @@
+"""Memory that is used again: pages that were touched once cost nothing the second time (first touches cost more than
+the arithmetic done in them).
+
+A tensor is lent until nobody refers to it or to a view of it any more; only then may its memory be lent again. So two
+layers of one shape, a graph that is kept and gone through twice, and passes that overlap each have their own.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+
+import torch
+from torch import Tensor
+
+from .term import is_traced
+
+__all__ = ["FRESH", "Memory"]
+
+# Below this the allocator itself keeps pages at hand.
+SMALL_BYTES = 1 << 16
+
+
+class Memory:
+    """Lends uninitialised tensors on the CPU, from blocks it keeps up to ``cap`` bytes; beyond, they are plain ones.
+
+    Other devices have allocators that do the same. A `detach`ed tensor or a numpy array of a lent tensor does not keep
+    it lent.
+
+    Args:
+        cap: bytes of all blocks together, lent or not; 0 keeps nothing.
+    """
+
+    def __init__(self, cap: int) -> None:
+        self.cap = cap
+        self._bytes = 0
+        self._free: list[torch.UntypedStorage] = []
+
+    def __reduce__(self) -> tuple:
+        return (Memory, (self.cap,))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks kept, lent or not."""
+        return self._bytes
+
+    def empty(self, like: Tensor, *shape: int) -> Tensor:
+        """An uninitialised contiguous tensor of ``shape``, with the dtype and device of ``like``."""
+        nbytes = math.prod(shape) * like.element_size()
+        if not SMALL_BYTES <= nbytes <= self.cap or like.device.type != "cpu" or is_traced():
+            return like.new_empty(shape)
+        storage = self._block(_size_class(nbytes))
+        if storage is None:
+            return like.new_empty(shape)
+        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        # Not a view of a tensor we hold: views made of it then refer to it, so that its end is the end of all of them.
+        lent = torch.empty(0, dtype=like.dtype).set_(storage, 0, shape, strides)
+        weakref.finalize(lent, self._free.append, storage).atexit = False
+        return lent
+
+    def _block(self, nbytes: int) -> torch.UntypedStorage | None:
+        for place in range(len(self._free) - 1, -1, -1):
+            if self._free[place].nbytes() == nbytes:
+                return self._free.pop(place)
+        while self._bytes + nbytes > self.cap and self._free:
+            self._bytes -= self._free.pop(0).nbytes()
+        if self._bytes + nbytes > self.cap:
+            return None
+        self._bytes += nbytes
+        return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+
+
+# Keeps nothing.
+FRESH = Memory(0)
+
+
+def _size_class(nbytes: int) -> int:
+    """``nbytes`` rounded up to an eighth of a power of two, so that batches of nearly one size share blocks."""
+    step = 1 << max(0, nbytes.bit_length() - 4)
+    return -(-nbytes // step) * step

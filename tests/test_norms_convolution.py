@@ -1,0 +1,57 @@
+"""Gram matrices by shifted windows, against the gradients formed one by one."""
+
+import pytest
+import torch
+
+from ghostclip.norms.convolution import Geometry, Patches, weight_gradient
+from ghostclip.norms.windows import windowed_gram
+
+SHAPES = {
+    "no padding": ((9, 7), (3, 2), (0, 0), (1, 1)),
+    "padding": ((4, 5), (3, 3), (1, 2), (1, 1)),
+    "padding beyond the image": ((2, 1), (5, 3), (4, 2), (1, 1)),
+    "dilation": ((9, 8), (3, 2), (1, 0), (2, 3)),
+    "whole input": ((3, 3), (3, 3), (0, 0), (1, 1)),
+    "one dimension": ((11,), (4,), (2,), (1,)),
+    "three dimensions": ((4, 3, 5), (2, 3, 1), (1, 1, 0), (1, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("batch", [0, 1, 3])
+def test_windows_equal_gradients_formed_one_by_one(name, batch):
+    sizes, kernel, padding, dilation = SHAPES[name]
+    torch.manual_seed(0)
+    outputs = [
+        size + 2 * pad - step * (width - 1)
+        for size, width, pad, step in zip(sizes, kernel, padding, dilation, strict=True)
+    ]
+    images = torch.randn(batch, 3, *sizes, dtype=torch.float64)
+    grads = torch.randn(batch, 4, *outputs, dtype=torch.float64)
+    squared, _ = windowed_gram(images, grads, kernel, padding, dilation)
+    geometry = Geometry((1,) * len(sizes), padding, dilation, 1)
+    for each in range(batch):
+        part = slice(each, each + 1)
+        gradient = weight_gradient(images[part], grads[part], torch.Size((4, 3, *kernel)), geometry)
+        torch.testing.assert_close(squared[each], gradient.square().sum(), rtol=1e-11, atol=0)
+
+
+@pytest.mark.parametrize("name", ["gram", "windows"])
+def test_cancellation_between_positions_is_noticed(name):
+    torch.manual_seed(0)
+    images = 1 + 1e-3 * torch.randn(2, 3, 8, 8)
+    grads = torch.randn(2, 4, 6, 6)
+    grads -= grads.mean((2, 3), keepdim=True)
+    term = Patches(images, grads, torch.Size((4, 3, 3, 3)), Geometry((1, 1), (0, 0), (1, 1), 1))
+    exact = Patches(images.double(), grads.double(), term.shape, term.geometry).per_example().flatten(1).square().sum(1)
+    found = term.candidates()[name].run(False).squared_norms
+    torch.testing.assert_close(found.double(), exact, rtol=1e-3, atol=0)
+
+
+def test_windows_are_offered_for_stride_one_and_a_kernel_of_several():
+    images = torch.randn(2, 3, 8, 8)
+    for stride, kernel, offered in (((1, 1), 3, True), ((2, 1), 3, False), ((1, 1), 1, False)):
+        outputs = [(8 - kernel) // step + 1 for step in stride]
+        shape = torch.Size((4, 3, kernel, kernel))
+        term = Patches(images, torch.randn(2, 4, *outputs), shape, Geometry(stride, (0, 0), (1, 1), 1))
+        assert ("windows" in term.candidates()) == offered
