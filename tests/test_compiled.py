@@ -65,7 +65,9 @@ def in_dimension_0(row):
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("policy", ["cached", "reweight", "per layer"])
+@pytest.mark.parametrize(
+    "policy", ["cached", *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("reweight", "per layer"))]
+)
 @pytest.mark.parametrize("row", [row for row in CASES if in_dimension_0(row)], ids=lambda row: row.name)
 def test_every_case_as_a_graph(row, policy):
     max_norm = typical_norm(truth(row))
