@@ -9,7 +9,7 @@ import torch
 
 from ghostclip import GhostClipper
 from ghostclip.native import build
-from ghostclip.nn import time_loop
+from ghostclip.nn import calls, time_loop
 from ghostclip.nn.gates import Trace
 from ghostclip.nn.through_time import LOOPS, Incoming
 from ghostclip.nn.time_loop import COMPILED, library
@@ -126,7 +126,7 @@ def test_threads_change_no_bit(mode, monkeypatch):
     trace = trace_of(mode, 5, 43, 6, 20, torch.float32)
     incoming = incoming_for(trace, mode)
     alone = gradients(COMPILED, mode, trace, incoming)
-    monkeypatch.setattr(time_loop, "_SHARE", 1)
+    monkeypatch.setattr(calls, "SHARE", 1)
     for count in (2, 3, 7):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
         together = gradients(COMPILED, mode, trace, incoming)

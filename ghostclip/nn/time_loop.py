@@ -8,27 +8,20 @@ and example, four gates and the cell state (five numbers a hidden unit where the
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import threading
-from collections.abc import Callable
-from itertools import pairwise
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ghostclip.native import library
+from ghostclip.norms.term import is_traced
 
+from .calls import run, run_examples
 from .gates import Trace
 from .through_time import GateGradients, Incoming, Way
 
 __all__ = ["COMPILED", "Gates", "available"]
-
-# A thread of its own is worth it from about this many multiplications on.
-_SHARE = 4_000_000
-# Shares of the batch are multiples of this: the most examples that go through time together.
-_ROWS = 8
 
 
 class Gates(NamedTuple):
@@ -39,49 +32,8 @@ class Gates(NamedTuple):
 
 
 def available(trace: Trace) -> bool:
-    """Whether the compiled way can be gone for this trace: on the CPU, where the C code is or can be compiled."""
-    return trace.x.device.type == "cpu" and library("time_loop") is not None
-
-
-@functools.cache
-def _function(name: str, dtype: torch.dtype) -> Callable[..., int]:
-    """The C function of that name for numbers of that type."""
-    loaded = library("time_loop")
-    assert loaded is not None
-    found = getattr(loaded, f"{name}_{'float' if dtype == torch.float32 else 'double'}")
-    found.restype = ctypes.c_long
-    return found
-
-
-def _run(name: str, like: Tensor, arguments: tuple[Any, ...]) -> int:
-    """Calls ``name`` for the dtype of ``like``; tensors go as pointers, None as null, integers as C's long."""
-    given = [
-        ctypes.c_long(value) if isinstance(value, int) else ctypes.c_void_p(None if value is None else value.data_ptr())
-        for value in arguments
-    ]
-    return _function(name, like.dtype)(*given)
-
-
-def _run_examples(name: str, like: Tensor, work: int, arguments: tuple[Any, ...]) -> None:
-    """Calls ``name`` for all examples of ``like`` [T, B, ...], in shares where ``work`` multiplications are many."""
-    batch = like.shape[1]
-    blocks = -(-batch // _ROWS)
-    count = max(1, min(torch.get_num_threads(), work // _SHARE, blocks))
-    edges = [min(batch, share * blocks // count * _ROWS) for share in range(count + 1)]
-    failed: list[int] = []
-
-    def share(first: int, last: int) -> None:
-        if _run(name, like, (*arguments, first, last)):
-            failed.append(first)
-
-    threads = [threading.Thread(target=share, args=edge) for edge in pairwise(edges[1:])]
-    for thread in threads:
-        thread.start()
-    share(edges[0], edges[1])
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise MemoryError(f"no memory for the workspace of {name}")
+    """Whether the compiled way can be gone for this trace: numbers on the CPU, and C that is or can be compiled."""
+    return trace.x.device.type == "cpu" and not is_traced() and library("time_loop") is not None
 
 
 def _dense(tensor: Tensor | None) -> Tensor | None:
@@ -90,21 +42,21 @@ def _dense(tensor: Tensor | None) -> Tensor | None:
 
 
 def _padded(like: Tensor, hidden: int) -> int:
-    return _run("padded", like, (hidden,))
+    return run("time_loop", "padded", like.dtype, (hidden,))
 
 
 def _packed_for_gates(weight: Tensor, gates: int, padded: int) -> Tensor:
     """[gates * H, d] for products with inputs or hidden states."""
     hidden, inner = weight.shape[0] // gates, weight.shape[1]
     panels = weight.new_empty(inner * gates * padded)
-    _run("pack_gates", weight, (_dense(weight), panels, gates, hidden, inner))
+    run("time_loop", "pack_gates", weight.dtype, (_dense(weight), panels, gates, hidden, inner))
     return panels
 
 
 def _packed_for_back(weight: Tensor, padded: int) -> Tensor:
     """[gates * H, H] for products with gate gradients."""
     panels = weight.new_empty(weight.shape[0] * padded)
-    _run("pack", weight, (_dense(weight), panels, *weight.shape))
+    run("time_loop", "pack", weight.dtype, (_dense(weight), panels, *weight.shape))
     return panels
 
 
@@ -142,7 +94,7 @@ def _lstm_keep(trace: Trace) -> Gates:
     weights = (_packed_for_gates(weight, 4, padded) for weight in (trace.weight_ih, trace.weight_hh))
     x, states = _dense(trace.x), _dense(trace.states)
     arguments = (x, states, *weights, _padded_bias(bias, 4, padded), gates, cells, *sizes)
-    _run_examples("lstm_gates", trace.x, _forward_work(trace), arguments)
+    run_examples("time_loop", "lstm_gates", trace.x.dtype, trace.x.shape[1], _forward_work(trace), arguments)
     return Gates(gates, cells)
 
 
@@ -153,7 +105,14 @@ def _gru_keep(trace: Trace) -> Gates:
     weights = (_packed_for_gates(weight, 3, padded) for weight in (trace.weight_ih, trace.weight_hh))
     biases = (_padded_bias(bias, 3, padded) for bias in (trace.bias_ih, trace.bias_hh))
     x, states = _dense(trace.x), _dense(trace.states)
-    _run_examples("gru_gates", trace.x, _forward_work(trace), (x, states, *weights, *biases, gates, *sizes))
+    run_examples(
+        "time_loop",
+        "gru_gates",
+        trace.x.dtype,
+        trace.x.shape[1],
+        _forward_work(trace),
+        (x, states, *weights, *biases, gates, *sizes),
+    )
     return Gates(gates, None)
 
 
@@ -186,7 +145,7 @@ def _lstm_back(kept: Gates, trace: Trace, incoming: Incoming) -> GateGradients:
     h0, c0 = x.new_empty(batch, hidden), x.new_empty(batch, hidden)
     panels = _packed_for_back(trace.weight_hh, kept.gates.shape[3])
     arguments = (kept.gates, kept.cells, panels, came.output, *came.strides, came.h_n, came.c_n, grad, summed, h0, c0)
-    _run_examples("lstm_back", x, _back_work(trace), (*arguments, steps, batch, hidden))
+    run_examples("time_loop", "lstm_back", x.dtype, x.shape[1], _back_work(trace), (*arguments, steps, batch, hidden))
     return GateGradients(grad, grad, h0, c0, (summed, summed))
 
 
@@ -198,7 +157,9 @@ def _gru_back(kept: Gates, trace: Trace, incoming: Incoming) -> GateGradients:
     panels = _packed_for_back(trace.weight_hh, kept.gates.shape[3])
     arguments = (kept.gates, _dense(trace.states), panels, came.output, *came.strides, came.h_n)
     results = (into_input, into_hidden, summed, h0)
-    _run_examples("gru_back", x, _back_work(trace), (*arguments, *results, steps, batch, hidden))
+    run_examples(
+        "time_loop", "gru_back", x.dtype, x.shape[1], _back_work(trace), (*arguments, *results, steps, batch, hidden)
+    )
     r_z, _, n_hidden = summed.split((2 * hidden, hidden, hidden), dim=1)
     sums = summed[:, : 3 * hidden], torch.cat((r_z, n_hidden), dim=1)
     return GateGradients(into_input, into_hidden, h0, None, sums)
@@ -211,7 +172,7 @@ def _rnn_back(relu: bool, kept: None, trace: Trace, incoming: Incoming) -> GateG
     panels = _packed_for_back(trace.weight_hh, _padded(x, hidden))
     after = _dense(trace.states[1:])
     arguments = (after, panels, came.output, *came.strides, came.h_n, grad, summed, h0, int(relu))
-    _run_examples("rnn_back", x, _back_work(trace), (*arguments, steps, batch, hidden))
+    run_examples("time_loop", "rnn_back", x.dtype, x.shape[1], _back_work(trace), (*arguments, steps, batch, hidden))
     return GateGradients(grad, grad, h0, None, (summed, summed))
 
 
@@ -219,6 +180,6 @@ def _rnn_back(relu: bool, kept: None, trace: Trace, incoming: Incoming) -> GateG
 COMPILED = {
     "LSTM": Way(_lstm_keep, _lstm_back),
     "GRU": Way(_gru_keep, _gru_back),
-    "RNN_TANH": Way(_rnn_keep, functools.partial(_rnn_back, False)),
-    "RNN_RELU": Way(_rnn_keep, functools.partial(_rnn_back, True)),
+    "RNN_TANH": Way(_rnn_keep, partial(_rnn_back, False)),
+    "RNN_RELU": Way(_rnn_keep, partial(_rnn_back, True)),
 }
