@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ghostclip.nn.base import Call
 from ghostclip.norms.affine import Affine
 from ghostclip.norms.term import Term
 
@@ -40,6 +41,7 @@ class GroupSums:
     Attributes:
         norms, weights: {group: [B]} of the groups that took part.
         sums: the clipped sums of their parts.
+        calls: the uses of layers behind the losses.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class GroupSums:
         self.norms: dict[str, Tensor] = {}
         self.weights: dict[str, Tensor] = {}
         self.sums: list[tuple[Part, Tensor]] = []
+        self.calls: list[Call] = []
         self._group_of, self._weigh, self._finite, self._dtype = group_of, weigh, finite, dtype
         self._left: Counter[str] = Counter()
         self._open: dict[str, list[tuple[list[Part], list[Tensor], Term | Affine]]] = {}

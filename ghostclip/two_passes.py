@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ghostclip.clipping import Flat, Groupwise, Policy, Thresholds
+from ghostclip.clipping import Groupwise, Policy, Thresholds, flat_weights
 from ghostclip.errors import LossShapeError, StaleInputError
 from ghostclip.graph import captured_calls, first_pass, let_go
 from ghostclip.groupwise import GroupSums, Part
@@ -108,13 +108,12 @@ class TwoPasses:
         if finite is not None or given is not None:
             sums = self.group_pass(losses, policy, given, finite)
         if not retain_graph:
-            self._let_go(losses)
+            with in_our_words():
+                let_go(losses, sums.calls)
         self._add(sums.taken())
         norms = {group: norms.get(group, torch.zeros_like(both[0])) for group in partition.values()}
-        weights = policy.weights(norms) if given is None else given
-        if finite is not None:
-            weights = {name: torch.where(finite, weight, torch.zeros_like(weight)) for name, weight in weights.items()}
-        return norms, weights
+        unused = torch.ones_like(both[0]) if finite is None else finite.to(both.dtype)
+        return norms, {group: sums.weights.get(group, unused) for group in norms}
 
     def _add(self, sums: Iterator[tuple[Part, Tensor]]) -> None:
         """Adds the clipped sums of parts to the p.grads."""
@@ -136,15 +135,11 @@ class TwoPasses:
         thresholds = policy.thresholds_of(dict.fromkeys(partition.values())) if isinstance(policy, Thresholds) else {}
 
         def weigh(group: str, norms: Tensor) -> Tensor:
-            return given[group] if given is not None else Flat(thresholds[group]).weights(norms)
+            return given[group] if given is not None else flat_weights(norms, thresholds[group])
 
         sums = GroupSums({id(p): partition[name] for name, p in trained}, weigh, finite, norm_dtype(trained))
         self.first_pass(losses, keep=True, retain_graph=True, ignore_budget=True, groups=sums)
         return sums
-
-    def _let_go(self, losses: Tensor) -> None:
-        with in_our_words():
-            let_go(losses, captured_calls(losses, self.index).calls)
 
     def first_pass(
         self,
@@ -175,6 +170,8 @@ class TwoPasses:
                 losses, calls, majors, self._planner, self.index,
                 keep=keep, materialise=materialise, budget=budget, groups=groups,
             )  # fmt: skip
+            if groups is not None:
+                groups.calls = calls
             first_pass(losses, calls, collector.receive, retain_graph=retain_graph)
         run = FirstPass(collector, self.index.trained())
         self.choices = run.choices

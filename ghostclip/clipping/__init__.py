@@ -2,6 +2,17 @@
 
 from ghostclip.clipping.choice import as_policy
 from ghostclip.clipping.groups import Grouped, Groupwise, PerLayer, Thresholds
-from ghostclip.clipping.policies import Automatic, Custom, Flat, Policy
+from ghostclip.clipping.policies import Automatic, Custom, Flat, Policy, flat_weights
 
-__all__ = ["Automatic", "Custom", "Flat", "Grouped", "Groupwise", "PerLayer", "Policy", "Thresholds", "as_policy"]
+__all__ = [
+    "Automatic",
+    "Custom",
+    "Flat",
+    "Grouped",
+    "Groupwise",
+    "PerLayer",
+    "Policy",
+    "Thresholds",
+    "as_policy",
+    "flat_weights",
+]

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from ghostclip.clipping.policies import Flat, margin
+from ghostclip.clipping.policies import flat_weights, margin
 from ghostclip.validate import nonnegative, positive
 
 __all__ = ["CustomGroups", "Grouped", "Groupwise", "PerLayer", "Thresholds"]
@@ -47,7 +47,7 @@ class Thresholds(Groupwise):
     def weights(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """{group: [B]} from {group: [B]}, for all groups of a partition."""
         bounds = self.thresholds_of(norms)
-        return {group: Flat(bounds[group]).weights(norm) for group, norm in norms.items()}
+        return {group: flat_weights(norm, bounds[group]) for group, norm in norms.items()}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ghostclip.validate import nonnegative, positive
 
-__all__ = ["Automatic", "Custom", "Flat", "Policy", "margin"]
+__all__ = ["Automatic", "Custom", "Flat", "Policy", "flat_weights", "margin"]
 
 
 @runtime_checkable
@@ -29,6 +29,11 @@ class Policy(Protocol):
 def margin(norms: Tensor) -> float:
     """A factor just below 1 that rounding in a product of ``norms``' precision can't undo."""
     return 1.0 - 8.0 * torch.finfo(norms.dtype).eps
+
+
+def flat_weights(norms: Tensor, max_norm: float) -> Tensor:
+    """``min(1, max_norm / norms)``, [B], a few units in the last place low; 1 for a norm of zero."""
+    return ((max_norm * margin(norms)) / norms).clamp_(max=1.0)
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Flat:
 
     def weights(self, norms: Tensor) -> Tensor:
         """``min(1, max_norm / norms)``, [B]."""
-        return ((self.max_norm * margin(norms)) / norms).clamp_(max=1.0)
+        return flat_weights(norms, self.max_norm)
 
 
 @dataclass(frozen=True)

@@ -44,12 +44,12 @@ class Call:
         parameters: the names of the layer's own parameters this use multiplied with; frozen ones are left out.
         rows: for parameters of which only a part was used, the (start, stop) along their first axis.
         batch_dim: the dimension of the pre-activation that holds examples.
-        shape: of the pre-activation.
+        shape, dtype, device: of the pre-activation.
         sources: where the graph goes on below the layer: gradient nodes of the inputs, or leaf inputs themselves.
         sink: told (call, inputs, gradient at the pre-activation) during a first pass; None at any other time.
     """
 
-    __slots__ = ("batch_dim", "extra", "layer", "parameters", "rows", "shape", "sink", "sources")
+    __slots__ = ("batch_dim", "device", "dtype", "extra", "layer", "parameters", "rows", "shape", "sink", "sources")
 
     def __init__(
         self,
@@ -57,12 +57,13 @@ class Call:
         parameters: tuple[str, ...],
         rows: Mapping[str, tuple[int, int]],
         batch_dim: int,
-        shape: torch.Size,
+        preactivation: Tensor,
         inputs: tuple[Tensor, ...],
         extra: Any,
     ) -> None:
         self.layer, self.parameters, self.rows, self.extra = layer, parameters, rows, extra
-        self.batch_dim, self.shape = batch_dim, shape
+        self.batch_dim, self.shape = batch_dim, preactivation.shape
+        self.dtype, self.device = preactivation.dtype, preactivation.device
         self.sources = [t.grad_fn or t for t in inputs if t.requires_grad]
         self.sink: Sink | None = None
 
@@ -78,16 +79,17 @@ class _Capture(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, preactivation: Tensor, probe: Tensor, call: Call, inputs: tuple[Tensor, ...]) -> Tensor:
         ctx.mark_dirty(preactivation)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
         ctx.call = call
         return preactivation
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple:
         call = ctx.call
-        if call.sink is not None:
-            if call.sink is NOTHING:
-                return None, None, None, None
+        if call.sink is not None and call.sink is not NOTHING:
+            if grad is None:
+                grad = torch.zeros(call.shape, dtype=call.dtype, device=call.device)
             call.sink(call, ctx.saved_tensors, grad if grad.shape == call.shape else grad.reshape(call.shape))
         return grad, None, None, None
 
@@ -205,7 +207,7 @@ class GhostLayer(torch.nn.Module):
                 f"{type(self).__name__}: examples are said to be in dimension {dim}, but the output has shape "
                 f"{list(preactivation.shape)}; set wrap(model, batch_dim=...) to where they are"
             )
-        return Call(self, trained, rows or {}, dim, preactivation.shape, inputs, extra)
+        return Call(self, trained, rows or {}, dim, preactivation, inputs, extra)
 
 
 def _whole_base(tensor: Tensor) -> Tensor:
