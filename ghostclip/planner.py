@@ -17,9 +17,9 @@ from ghostclip.norms.term import SAMPLE, Answer, Candidate, Term, is_traced
 
 __all__ = ["SOLE", "Choice", "Planner", "milliseconds"]
 
-# Candidates whose arithmetic is this many times the least one's are not worth a measurement, unless there is no other
-# to compare with; and not even then where it is far more.
-HOPELESS, FAR_MORE = 12.0, 60.0
+# Candidates whose arithmetic is this many times the least one's are not worth a measurement. The second best is
+# measured nevertheless, to have something to compare with, unless that takes more flops than this.
+HOPELESS, LONG = 12.0, 4e9
 # Per-example gradients are kept for the clipped sum up to this many bytes, or while less than what they replace.
 KEPT_BYTES = 64 << 20
 # What all reused memory of a planner may take.
@@ -129,7 +129,8 @@ class Planner:
             return Choice(ordered[0], may_keep and allowed[ordered[0]].keeps, reason)
         if traced:
             return self._as_measured(term, allowed, ordered, keep, may_keep)
-        costs = self._costs(term, worth_measuring(ordered, allowed), keep, may_keep)
+        sample = term.head(SAMPLE)
+        costs = self._costs(term, sample, worth_measuring(ordered, sample.candidates()), keep, may_keep)
         name = min(costs, key=costs.__getitem__)
         reason = "fastest measured"
         if len(costs) == 1:
@@ -145,9 +146,8 @@ class Planner:
         name = min(costs, key=costs.__getitem__) if costs else ordered[0]
         return Choice(name, may_keep and allowed[name].keeps, "fastest measured outside of the graph", costs)
 
-    def _costs(self, term: Term, names: list[str], keep: bool, may_keep: bool) -> dict[str, float]:
+    def _costs(self, term: Term, sample: Term, names: list[str], keep: bool, may_keep: bool) -> dict[str, float]:
         """Milliseconds of each candidate for the norms and, where one follows (``keep``), the clipped sum."""
-        sample = term.head(SAMPLE)
         share = sample.examples / term.examples
         candidates = sample.candidates(self.memory)
         weights = torch.ones(term.examples, device=term.device)
@@ -179,7 +179,7 @@ def worth_measuring(ordered: list[str], candidates: dict[str, Candidate]) -> lis
     return [
         name
         for place, name in enumerate(ordered)
-        if candidates[name].flops <= (FAR_MORE if place == 1 else HOPELESS) * least
+        if candidates[name].flops <= HOPELESS * least or (place == 1 and candidates[name].flops <= LONG)
     ]
 
 
