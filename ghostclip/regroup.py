@@ -22,9 +22,12 @@ from ghostclip.nn.base import Call
 
 __all__ = ["Grouping", "row_count"]
 
-# How far a row's factor may be from its example's, in steps between two factors, and what of its gradient
-# may follow another factor, before the row counts as another's: rounding stays well below, mixing well above.
-FACTOR_TOLERANCE, REST_TOLERANCE = 0.25, 0.05
+# How far a row's factor may be from its example's, relative, and what share of its gradient may follow another factor,
+# before the row counts as another's. Factors are powers of two, which scale every rounding error along with the
+# gradient in any floating point format, so that only sums in a varying order leave a difference.
+FACTOR_TOLERANCE = REST_TOLERANCE = 1e-3
+# Factors 1, 2, 4 and 8 tell four examples apart.
+BASE = 4
 # Rows this much smaller than the largest of all layers are rounding where there should be nothing: they show nothing.
 NOISE = {torch.float64: 1e-10, torch.float32: 1e-3}
 
@@ -115,12 +118,12 @@ def _majors(losses: Tensor, calls: Sequence[Call], pending: Sequence[Call], inde
     largest = max((float(size.max()) for size in sizes.values() if len(size)), default=0.0)
     readable = {call: size > NOISE[size.dtype] * largest for call, size in sizes.items()}
     fits = {call: {"example", "row"} for call in pending if call in readable and bool(readable[call].any())}
-    for factors, step in _telling_factors(losses):
+    for factors in _telling_factors(losses):
         seen = _sketches(losses, pending, factors)
         for call, ways in fits.items():
             for way in list(ways):
                 owners = _owners(call.shape[call.batch_dim], examples, way, losses.device)
-                if not _follow(base[call], seen[call], readable[call], factors[owners], step):
+                if not _follow(base[call], seen[call], readable[call], factors[owners]):
                     ways.discard(way)
     for call, ways in fits.items():
         if not ways:
@@ -150,21 +153,20 @@ def _sketches(losses: Tensor, calls: Sequence[Call], factors: Tensor) -> dict[Ca
     return found
 
 
-def _telling_factors(losses: Tensor) -> Iterator[tuple[Tensor, float]]:
-    """Factors for the losses, and the step between them: together they differ for any two examples.
+def _telling_factors(losses: Tensor) -> Iterator[Tensor]:
+    """Factors for the losses: together they differ for any two examples.
 
-    Digits of an example's number in a base of at most 32, so that the steps stay wide beside the rounding of any
-    precision; and the last example alone, which shows even the slightest mixing with it.
+    Powers of two by the digits of an example's number; and the last example alone, which shows even the slightest
+    mixing with it.
     """
     examples = losses.shape[0]
     numbers = torch.arange(examples, device=losses.device)
-    base = min(32, max(2, math.isqrt(examples - 1) + 1))
     while examples > 1:
-        yield (1.0 + (numbers % base) / base).to(losses.dtype), 1.0 / base
-        numbers, examples = numbers // base, math.ceil(examples / base)
+        yield torch.exp2((numbers % BASE).to(losses.dtype))
+        numbers, examples = numbers // BASE, math.ceil(examples / BASE)
     alone = torch.zeros_like(losses)
     alone[-1] = 1.0
-    yield alone, 0.0
+    yield alone
 
 
 def _owners(rows: int, examples: int, way: str, device: torch.device) -> Tensor:
@@ -173,14 +175,14 @@ def _owners(rows: int, examples: int, way: str, device: torch.device) -> Tensor:
     return numbers // (rows // examples) if way == "example" else numbers % examples
 
 
-def _follow(base: Tensor, seen: Tensor, readable: Tensor, factors: Tensor, step: float) -> bool:
-    """Whether readable rows of ``seen`` are those of ``base`` times their factors; a step of 0 asks for exact zeros."""
+def _follow(base: Tensor, seen: Tensor, readable: Tensor, factors: Tensor) -> bool:
+    """Whether readable rows of ``seen`` are those of ``base`` times their factors; zeros must be exact."""
     rows = readable & torch.isfinite(seen).all(1)
     base, seen, factors = base[rows], seen[rows], factors[rows].to(base.dtype)
-    if step == 0.0:
-        return not bool((seen[factors == 0] != 0).any())
+    if bool((seen[factors == 0] != 0).any()):
+        return False
     size = base.square().sum(1)
     found = (seen * base).sum(1) / size
     rest = (seen - found[:, None] * base).square().sum(1)
-    near = (found - factors).abs() < FACTOR_TOLERANCE * step
-    return bool((near & (rest < (REST_TOLERANCE * step) ** 2 * size)).all())
+    near = (found - factors).abs() <= FACTOR_TOLERANCE * factors
+    return bool((near & (rest <= (REST_TOLERANCE * factors) ** 2 * size)).all())
