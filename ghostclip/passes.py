@@ -89,7 +89,7 @@ class Collector:
     def receive(self, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
         """Takes the gradient at one pre-activation; called by the layer's node in the graph."""
         # Saved inputs still know their history; what is held must not keep that part of the graph alive.
-        inputs = tuple(tensor.detach() for tensor in inputs)
+        inputs = tuple([tensor.detach() if tensor.requires_grad else tensor for tensor in inputs])
         names = self._index.own_parameters(call)
         if self._answer_at_once(call, names, inputs, grad):
             return

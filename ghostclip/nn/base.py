@@ -94,6 +94,10 @@ class _Capture(torch.autograd.Function):
         return grad, None, None, None
 
 
+# Function.apply looks for torch.func's transforms first, which `is_capturing` has done.
+_apply_capture = super(torch.autograd.Function, _Capture).apply
+
+
 def is_capturing() -> bool:
     """Whether a forward now should leave anything behind: gradients are being recorded, and by autograd itself."""
     return torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
@@ -175,7 +179,7 @@ class GhostLayer(torch.nn.Module):
         if call is None:
             return preactivation
         base = _whole_base(preactivation)
-        captured = _Capture.apply(base, PROBE, call, inputs)
+        captured = _apply_capture(base, PROBE, call, inputs)
         return captured if base is preactivation else captured.view(preactivation.shape)
 
     def new_call(
