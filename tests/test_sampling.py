@@ -159,6 +159,7 @@ def test_collate_fn_and_batch_size_of_a_loader_are_kept() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 def test_workers_are_kept_and_batches_stay_in_step() -> None:
     given = DataLoader(
         Squares(), 10, collate_fn=_pair_up, num_workers=2, worker_init_fn=_start_at_100, persistent_workers=True
