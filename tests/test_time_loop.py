@@ -9,7 +9,7 @@ import torch
 
 from ghostclip import GhostClipper
 from ghostclip.native import build
-from ghostclip.nn import calls, time_loop
+from ghostclip.nn import calls, over_time, time_loop
 from ghostclip.nn.gates import Trace
 from ghostclip.nn.through_time import LOOPS, Incoming
 from ghostclip.nn.time_loop import COMPILED, library
@@ -152,7 +152,9 @@ def test_processor_settings_are_left_as_they_were():
 
 @pytest.mark.parametrize("missing", ["compiler", "permission"])
 def test_without_a_compiler_tensor_operations_do_it(missing, monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(time_loop, "library", build.library.__wrapped__)
+    for module in (time_loop, over_time):
+        # Without its memory, which would keep what is missing here from all tests to come.
+        monkeypatch.setattr(module, "library", build.library.__wrapped__)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if missing == "compiler":
         monkeypatch.setenv("PATH", "/nowhere")
