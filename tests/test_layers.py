@@ -11,6 +11,7 @@ from comparing import TOLERANCE, assert_close, assert_dicts_close, gradients, re
 from torch.utils._pytree import tree_flatten
 
 import ghostclip
+from ghostclip.norms.dense import squared_norms
 from ghostclip.planner import Planner
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -166,3 +167,10 @@ def test_every_way_to_the_norms_gives_the_same(case, monkeypatch):
     monkeypatch.setattr(Planner, "answer", answer)
     _, clipper, losses = ready(case, second_pass="cached")
     assert_close(clipper.backward(losses).norms, oracle.norms(truth(case)), 1e-10)
+
+
+def test_long_rows_lose_no_digits():
+    # One number after another, the norm of 2.5 million of them would be off by 4e-4.
+    rows = torch.rand(2, 2_500_001)
+    assert_close(squared_norms(rows), rows.double().square().sum(1), 1e-6)
+    assert_close(squared_norms(rows[:, :8193]), rows[:, :8193].double().square().sum(1), 1e-6)

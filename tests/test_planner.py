@@ -12,6 +12,12 @@ from ghostclip.norms.rows import Rows
 from ghostclip.planner import Planner, milliseconds
 
 
+@pytest.fixture(autouse=True)
+def without_compiled_gram(monkeypatch):
+    """Two ways for every linear layer, so that measurements can be given one by one."""
+    monkeypatch.setattr("ghostclip.norms.outer.half_gram_is_there", lambda like: False)
+
+
 def linear_term(positions=6):
     torch.manual_seed(0)
     left, right = torch.randn(3, positions, 4, dtype=torch.float64), torch.randn(3, positions, 5, dtype=torch.float64)

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from ghostclip import GhostClipper
-from ghostclip.native import build
-from ghostclip.nn import calls, over_time, time_loop
+from ghostclip.native import build, calls
+from ghostclip.nn import time_loop
 from ghostclip.nn.gates import Trace
 from ghostclip.nn.through_time import LOOPS, Incoming
 from ghostclip.nn.time_loop import COMPILED, library
+from ghostclip.norms import half_gram
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
 every_mode = pytest.mark.parametrize("mode", GATES)
@@ -152,7 +153,7 @@ def test_processor_settings_are_left_as_they_were():
 
 @pytest.mark.parametrize("missing", ["compiler", "permission"])
 def test_without_a_compiler_tensor_operations_do_it(missing, monkeypatch, tmp_path, caplog):
-    for module in (time_loop, over_time):
+    for module in (time_loop, half_gram):
         # Without its memory, which would keep what is missing here from all tests to come.
         monkeypatch.setattr(module, "library", build.library.__wrapped__)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -20,11 +20,11 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.norms.dense import Dense
+from ghostclip.norms.outer import Outer
 from ghostclip.norms.term import Term, wide
 
 from .base import NOTHING, PROBE, Call, GhostLayer, is_capturing
 from .gates import Trace
-from .over_time import OverTime
 from .through_time import LOOPS, GateGradients, Incoming, Way
 from .time_loop import COMPILED, available
 
@@ -215,7 +215,7 @@ class _Recurrent(GhostLayer):
         if name.startswith("bias"):
             return Dense(summed[recurrent])
         left, right = (into_hidden, before) if recurrent else (grad, x)
-        return OverTime(left.transpose(0, 1), right.transpose(0, 1), getattr(self, name).shape)
+        return Outer(left.transpose(0, 1), right.transpose(0, 1), getattr(self, name).shape)
 
     @classmethod
     def parameter_names(cls, module: torch.nn.Module) -> tuple[str, ...]:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ghostclip.native import library
+from ghostclip.native.calls import run, run_examples
 from ghostclip.norms.term import is_traced
 
-from .calls import run, run_examples
 from .gates import Trace
 from .through_time import GateGradients, Incoming, Way
 

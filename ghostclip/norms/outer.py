@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .dense import Dense, squared_norms
+from .half_gram import half_gram, half_gram_is_there
 from .memory import FRESH, Memory
 from .term import Answer, Candidate, Term, is_traced, size_class, split_examples, wide, zero_examples
 
@@ -141,17 +142,16 @@ class Outer(Term):
         memory = memory or FRESH
         batch, positions, outputs = self.left.shape
         inputs = self.right.shape[2]
-        return {
-            "gram": Candidate(
-                "gram", lambda keep: self.by_gram(memory), 2.0 * batch * positions**2 * (outputs + inputs)
-            ),
-            "direct": Candidate(
-                "direct",
-                lambda keep: self.by_direct(memory, keep),
-                2.0 * batch * positions * outputs * inputs,
-                keeps=True,
-            ),
+        pairs, products = (
+            2.0 * batch * positions * each for each in (positions * (outputs + inputs), outputs * inputs)
+        )
+        found = {
+            "gram": Candidate("gram", lambda keep: self.by_gram(memory), pairs),
+            "direct": Candidate("direct", lambda keep: self.by_direct(memory, keep), products, keeps=True),
         }
+        if half_gram_is_there(self.left):
+            found["half gram"] = Candidate("gram", lambda keep: self._by_half_gram(memory), pairs / 2, traces=False)
+        return found
 
     def head(self, count: int) -> Outer:
         rows = count * self.groups
@@ -164,6 +164,11 @@ class Outer(Term):
         """The Gram form; the direct one where it can't be relied on."""
         left, right = wide(self.left), wide(self.right)
         squared, scale = gram(left, right, memory)
+        return Answer(self._by_example(reliable(squared, scale, lambda: direct(left, right, memory))))
+
+    def _by_half_gram(self, memory: Memory) -> Answer:
+        left, right = wide(self.left), wide(self.right)
+        squared, scale = half_gram(left, right)
         return Answer(self._by_example(reliable(squared, scale, lambda: direct(left, right, memory))))
 
     def by_direct(self, memory: Memory = FRESH, keep: bool = False, kept: Tensor | None = None) -> Answer:

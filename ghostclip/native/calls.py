@@ -1,4 +1,4 @@
-"""Calling C functions of ghostclip.native: tensors as pointers, the examples of a batch shared among threads."""
+"""Calling the compiled C functions: tensors as pointers, the examples of a batch shared among threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ghostclip.native import library
+from ghostclip.native.build import library
 
 __all__ = ["run", "run_examples"]
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ghostclip.native import library
-from ghostclip.nn import over_time
-from ghostclip.nn.over_time import OverTime, compiled_gram
+from ghostclip.norms import outer
+from ghostclip.norms.half_gram import half_gram
 from ghostclip.norms.outer import Outer, gram
 from ghostclip.planner import Planner
 
@@ -26,7 +26,7 @@ def sides(batch, positions, outputs, inputs, dtype=torch.float64):
 )
 def test_the_same_as_batched_products(sizes, dtype):
     left, right = sides(*sizes, dtype)
-    for found, expected in zip(compiled_gram(left, right), gram(left, right), strict=True):
+    for found, expected in zip(half_gram(left, right), gram(left, right), strict=True):
         assert found.shape == expected.shape
         assert torch.allclose(found, expected, rtol=1e-5 if dtype == torch.float32 else 1e-12)
 
@@ -35,15 +35,15 @@ def test_factors_of_any_layout():
     left, right = sides(4, 6, 20, 9)
     expected = gram(left, right)[0]
     by_time = left.transpose(0, 1).contiguous().transpose(0, 1)
-    assert torch.allclose(compiled_gram(by_time, right.mT.contiguous().mT)[0], expected, rtol=1e-12)
+    assert torch.allclose(half_gram(by_time, right.mT.contiguous().mT)[0], expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_bad_example_stays_by_itself(bad):
     left, right = sides(5, 6, 20, 9)
-    clean = compiled_gram(left, right)[0]
+    clean = half_gram(left, right)[0]
     right[3, 2, 1] = bad
-    found = compiled_gram(left, right)[0]
+    found = half_gram(left, right)[0]
     assert not found[3].isfinite()
     assert torch.equal(found[[0, 1, 2, 4]], clean[[0, 1, 2, 4]])
 
@@ -52,25 +52,23 @@ def test_cancellation_falls_back_to_the_direct_form():
     right = torch.ones(2, 6, 5) + 1e-3 * torch.randn(2, 6, 5)
     left = torch.randn(2, 6, 20)
     left -= left.mean(1, keepdim=True)
-    term = OverTime(left, right, torch.Size((20, 5)))
+    term = Outer(left, right, torch.Size((20, 5)))
     exact = torch.bmm(left.double().mT, right.double()).flatten(1).square().sum(1)
     found = term.candidates()["half gram"].run(False).squared_norms
     assert torch.allclose(found.double(), exact, rtol=1e-3)
 
 
-def test_the_planner_may_choose_it_and_forgets_it_for_other_terms():
+def test_the_planner_may_choose_it_and_uses_it_then():
     left, right = sides(4, 6, 20, 9)
     times = iter((3.0, 2.0, 1.0))
     planner = Planner(measure=lambda run, device, best: next(times))
-    answer, choice = planner.answer(OverTime(left, right, torch.Size((20, 9))), keep=False)
+    answer, choice = planner.answer(Outer(left, right, torch.Size((20, 9))), keep=False)
     assert len(choice.milliseconds) == 3
     assert torch.allclose(answer.squared_norms, gram(left, right)[0])
-    assert OverTime(left, right, torch.Size((20, 9))).key != Outer(left, right, torch.Size((20, 9))).key
 
 
 def test_without_a_compiler_it_is_no_candidate(monkeypatch):
-    monkeypatch.setattr(over_time, "library", lambda name: None)
+    monkeypatch.setattr(outer, "half_gram_is_there", lambda like: False)
     left, right = sides(4, 6, 20, 9)
-    term = OverTime(left, right, torch.Size((20, 9)))
+    term = Outer(left, right, torch.Size((20, 9)))
     assert sorted(term.candidates()) == ["direct", "gram"]
-    assert isinstance(term.head(2), OverTime)
