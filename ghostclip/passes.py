@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -20,6 +21,9 @@ from ghostclip.planner import SOLE, Choice, Planner
 from ghostclip.regroup import row_count
 
 __all__ = ["Collector", "FirstPass", "add_to_gradient", "norm_dtype"]
+
+# Per-example gradients that are kept may take this share of the pre-activations' bytes beyond what they replace.
+SPARE = 0.5
 
 
 def overlapping_parts(calls: Iterable[Call]) -> set[int]:
@@ -78,6 +82,7 @@ class Collector:
         self._padded = overlapping_parts(calls)
         self._left = Counter(self._part(call, name) for call in calls for name in index.own_parameters(call))
         self._waiting: dict[Part, list[Term]] = {}
+        self._room = int(SPARE * sum(math.prod(call.shape) * call.dtype.itemsize for call in calls))
         self._groups = groups
         if groups is not None:
             groups.expect(self._left)
@@ -147,10 +152,12 @@ class Collector:
             self.terms[part] = Dense(term.per_example())
             return
         keep = self._groups is not None or (self._keep and not self.over_budget)
-        answer, choice = self._planner.answer(term, keep)
+        answer, choice = self._planner.answer(term, keep, term.nbytes + self._room)
         self.squared.setdefault(part[0], []).append(answer.squared_norms)
         self.choices[part[0]] = choice
         if answer.kept is not None:
+            if self._groups is None:
+                self._room -= max(0, answer.kept.nbytes - term.nbytes)
             term = Dense(answer.kept)
         if self._groups is not None:
             self._groups.take([part], [answer.squared_norms], term)

@@ -20,9 +20,7 @@ __all__ = ["SOLE", "Choice", "Planner", "milliseconds"]
 # Candidates whose arithmetic is this many times the least one's are not worth a measurement. The second best is
 # measured nevertheless, to have something to compare with, unless that takes more flops than this.
 HOPELESS, LONG = 12.0, 4e9
-# Per-example gradients are kept for the clipped sum up to this many bytes, or while less than what they replace.
-KEPT_BYTES = 64 << 20
-# What all reused memory of a planner may take.
+# What all memory that is reused for a term may take.
 MEMORY_BYTES = 64 << 20
 # A first run, which pays for first touches, and any later one that take this many times the best are the last.
 BEATEN_COLD, BEATEN = 4.0, 1.3
@@ -87,7 +85,7 @@ class Planner:
         norm_strategy: "auto", or "gram" or "direct" to allow only that family where a term has both.
         measure: milliseconds of a callable on a device, given the best so far; replaceable, so that a test can see a
             plan follow its measurements.
-        memory_bytes: cap of the memory that is kept from step to step for chunks and kept gradients.
+        memory_bytes: cap of the memory that is reused from chunk to chunk of a term.
     """
 
     def __init__(
@@ -104,7 +102,7 @@ class Planner:
         Args:
             term: of any kind.
             keep: a clipped sum of the same term is to follow, so that per-example gradients may be worth keeping.
-            room: bytes that kept gradients may take; None for a fixed share of memory.
+            room: bytes that kept gradients may take; None for no more than what they replace.
         """
         answer = term.sole_answer(keep)
         if answer is not None:
@@ -112,13 +110,16 @@ class Planner:
         candidates = term.candidates(self.memory)
         if term.examples == 0:
             return next(iter(candidates.values())).run(False), EMPTY
-        may_keep = keep and kept_bytes(term) <= (max(KEPT_BYTES, term.nbytes) if room is None else room)
+        may_keep = keep and kept_bytes(term) <= (term.nbytes if room is None else room)
         traced = is_traced()
         key = (term.key, keep, may_keep, traced)
         choice = self.choices.get(key)
         if choice is None:
             choice = self.choices[key] = self._choose(term, candidates, keep, may_keep, traced)
-        return candidates[choice.name].run(choice.keep), choice
+        answer = candidates[choice.name].run(choice.keep)
+        # Kept from layer to layer, chunks would lie beside the activations where these are most.
+        self.memory.give_up()
+        return answer, choice
 
     def _choose(self, term: Term, candidates: dict[str, Candidate], keep: bool, may_keep: bool, traced: bool) -> Choice:
         fit = {name: way for name, way in candidates.items() if way.traces or not traced}
@@ -160,6 +161,7 @@ class Planner:
         costs: dict[str, float] = {}
         summed: float | None = None
         for name in names:
+            self.memory.give_up()
             way, best = candidates[name], min(costs.values(), default=math.inf)
             if may_keep and way.keeps:
                 costs[name] = self._measure(partial(kept_and_summed, way), term.device, best * share) / share

@@ -167,7 +167,9 @@ class Patches(Term):
     def _grouped(self, memory: Memory, keep: bool) -> Answer:
         images, grads = wide(self.images), wide(self.grads)
         squared, kept = self._empty(memory, keep)
-        for part in chunks(grads.shape[0], 4 * math.prod(self.shape)):
+        # The kernel copies images and gradients into a layout of its own.
+        copied = math.prod(images.shape[1:]) + math.prod(grads.shape[1:])
+        for part in chunks(grads.shape[0], 4 * (math.prod(self.shape) + copied)):
             count = images[part].shape[0]
             gradients = weight_gradient(
                 images[part].flatten(0, 1).unsqueeze(0),
@@ -199,7 +201,12 @@ class Patches(Term):
         if grads.shape[0] == 0:
             return grads.new_zeros(self.shape)
         scale = weights.to(grads.dtype).view(-1, *[1] * (grads.dim() - 1))
-        return weight_gradient(images, grads * scale, self.shape, self.geometry)
+        # Linear in both: the smaller one is copied.
+        if images.numel() < grads.numel():
+            images = images * scale
+        else:
+            grads = grads * scale
+        return weight_gradient(images, grads, self.shape, self.geometry)
 
     def keep_only(self, keep: Tensor) -> Patches:
         return replace(self, images=zero_examples(self.images, keep), grads=zero_examples(self.grads, keep))

@@ -1,8 +1,8 @@
 """Memory that is used again: pages that were touched once cost nothing the second time (first touches cost more than
 the arithmetic done in them).
 
-A tensor is lent until nobody refers to it or to a view of it any more; only then may its memory be lent again. So two
-layers of one shape, a graph that is kept and gone through twice, and passes that overlap each have their own.
+A tensor is lent until nobody refers to it or to a view of it any more; only then may its memory be lent again, to
+whoever asks for as much or less. What is not lent can be given up at any time, for others to use.
 """
 
 from __future__ import annotations
@@ -49,21 +49,30 @@ class Memory:
         nbytes = math.prod(shape) * like.element_size()
         if not SMALL_BYTES <= nbytes <= self.cap or like.device.type != "cpu" or is_traced():
             return like.new_empty(shape)
-        storage = self._block(_size_class(nbytes))
+        storage = self._block(nbytes)
         if storage is None:
             return like.new_empty(shape)
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         # Not a view of a tensor we hold: views made of it then refer to it, so that its end is the end of all of them.
         lent = torch.empty(0, dtype=like.dtype).set_(storage, 0, shape, strides)
-        weakref.finalize(lent, self._free.append, storage).atexit = False
+        weakref.finalize(lent, self._take_back, self._free, storage).atexit = False
         return lent
 
+    def give_up(self) -> None:
+        """Frees every block that is not lent; those that are lent now are freed as they come back."""
+        self._free, self._bytes = [], 0
+
+    def _take_back(self, free: list[torch.UntypedStorage], storage: torch.UntypedStorage) -> None:
+        if free is self._free:
+            free.append(storage)
+
     def _block(self, nbytes: int) -> torch.UntypedStorage | None:
-        for place in range(len(self._free) - 1, -1, -1):
-            if self._free[place].nbytes() == nbytes:
-                return self._free.pop(place)
-        while self._bytes + nbytes > self.cap and self._free:
-            self._bytes -= self._free.pop(0).nbytes()
+        """The smallest free block that is large enough, or a new one, for which smaller free ones make room."""
+        large = [place for place, block in enumerate(self._free) if block.nbytes() >= nbytes]
+        if large:
+            return self._free.pop(min(large, key=lambda place: self._free[place].nbytes()))
+        self._bytes -= sum(block.nbytes() for block in self._free)
+        self._free.clear()
         if self._bytes + nbytes > self.cap:
             return None
         self._bytes += nbytes
@@ -72,9 +81,3 @@ class Memory:
 
 # Keeps nothing.
 FRESH = Memory(0)
-
-
-def _size_class(nbytes: int) -> int:
-    """``nbytes`` rounded up to an eighth of a power of two, so that batches of nearly one size share blocks."""
-    step = 1 << max(0, nbytes.bit_length() - 4)
-    return -(-nbytes // step) * step
