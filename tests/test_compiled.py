@@ -212,6 +212,24 @@ def test_modes_and_frozen_layers_have_graphs_of_their_own():
 
 
 @pytest.mark.usefixtures("interpreted")
+def test_an_exchanged_layer_has_a_graph_of_its_own():
+    model = classifier()
+    clipper = ghostclip.GhostClipper(model, 1.0, compile=True)
+    for _ in range(6):
+        clipper.clip(losses_of, batch_of(8))
+    model.zero_grad()
+    model[0] = ghostclip.nn.Linear(6, 8)
+    for _ in range(6):
+        model.zero_grad()
+        clipper.clip(losses_of, batch_of(8))
+    assert clipper.compiled.graphs == 2
+    found = gradients(model)
+    model.zero_grad()
+    ghostclip.GhostClipper(model, 1.0).clip(losses_of, batch_of(8))
+    assert_dicts_close(found, gradients(model), 1e-5)
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_a_step_that_eager_does_faster_is_left_to_it(monkeypatch):
     now = iter(range(1000))
     # Each reading of the clock is later by more than the one before it: what comes second, eager, seems slower.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from ghostclip.compiled.region import Region, trace
-from ghostclip.compiled.signature import capacity_for, function_key, leaves_of, model_key, pad
+from ghostclip.compiled.signature import ModelState, capacity_for, function_key, leaves_of, pad
 from ghostclip.compiled.straight import Clipped, eager, learn, straight
 from ghostclip.two_passes import TwoPasses
 
@@ -37,6 +38,7 @@ class _Plan:
         region: the graph; None where eager is to be used.
         structure: how a `Clipped` is made of the graph's outputs.
         kept: what the key was made of, so that no id in it is used again.
+        held: parameters and buffers, the graph's first inputs.
         eager, compiled: seconds of both ways, best so far.
         left: trials to come.
     """
@@ -44,6 +46,7 @@ class _Plan:
     region: Region | None
     structure: Any
     kept: list[Any]
+    held: list[Tensor]
     eager: float = float("inf")
     compiled: float = float("inf")
     left: int = TRIALS
@@ -73,6 +76,10 @@ class CompiledClip:
     seconds: float = 0.0
     refusals: list[str] = field(default_factory=list)
     _plans: dict[tuple, _Plan] = field(default_factory=dict)
+    _kept_rows: dict[tuple, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._state = ModelState(self.model)
 
     def __call__(self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> Clipped:
         """The clipped sums of ``loss_fn(model, batch)``, losses [B].
@@ -87,12 +94,15 @@ class CompiledClip:
         size = capacity_for(examples, self.expected, self.largest)
         function, kept = function_key(loss_fn)
         shapes = tuple((leaf.shape[1:], leaf.dtype, leaf.device) for leaf in leaves)
-        key = (size, shapes, str(structure), function, model_key(self.model))
+        key = (size, shapes, structure, function, self._state.key())
         padded = [pad(leaf.detach(), size) for leaf in leaves]
         plan = self._plans.get(key)
         if plan is None:
             result = self._eager(loss_fn, batch)
-            self._plans[key] = self._compile(loss_fn, padded, structure, kept)
+            self._state.refresh()
+            key = (*key[:-1], self._state.key())
+            if key not in self._plans:
+                self._plans[key] = self._compile(loss_fn, padded, structure, kept)
             return result
         if plan.region is None:
             return self._eager(loss_fn, batch)
@@ -103,18 +113,21 @@ class CompiledClip:
     def _eager(self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> Clipped:
         return eager(self.passes, loss_fn(self.model, batch))
 
-    def _inputs(self, padded: list[Tensor], examples: int) -> list[Tensor]:
+    def _inputs(self, held: list[Tensor], padded: list[Tensor], examples: int) -> list[Tensor]:
         """Parameters, buffers, the batch, and 1 for rows that are examples, 0 for padding."""
         size = padded[0].shape[0]
-        keep = torch.ones(size, device=padded[0].device)
-        keep[examples:] = 0.0
-        return [*self.model.parameters(), *self.model.buffers(), *padded, keep]
+        known = (size, examples, padded[0].device)
+        if known not in self._kept_rows:
+            keep = torch.ones(size, device=padded[0].device)
+            keep[examples:] = 0.0
+            self._kept_rows[known] = keep
+        return [*held, *padded, self._kept_rows[known]]
 
     def _compile(
         self, loss_fn: Callable[[nn.Module, Any], Tensor], padded: list[Tensor], structure: Any, kept: list[Any]
     ) -> _Plan:
         """A plan with a graph, or without one where that isn't possible."""
-        model, made = self.model, _Plan(None, None, kept, left=0)
+        model, made = self.model, _Plan(None, None, kept, self._state.held, left=0)
         reason = _step_by_step(model)
         state = torch.random.get_rng_state()
         try:
@@ -135,11 +148,10 @@ class CompiledClip:
     def _graph(
         self, loss_fn: Callable[[nn.Module, Any], Tensor], padded: list[Tensor], structure: Any, kept: list[Any]
     ) -> _Plan:
-        model, names = self.model, list[Any]()
-        parameters, buffers = len(list(model.parameters())), len(list(model.buffers()))
+        model, names, held = self.model, list[Any](), self._state.held
 
         def step(*inputs: Tensor) -> tuple[Tensor, ...]:
-            batch = tree_unflatten(list(inputs[parameters + buffers : -1]), structure)
+            batch = tree_unflatten(list(inputs[len(held) : -1]), structure)
             fine, result = straight(self.passes, loss_fn(model, batch), inputs[-1])
             names[:] = [result.sums, *(list(part) if isinstance(part, dict) else None for part in _both(result))]
             outputs = [fine, result.losses]
@@ -148,21 +160,21 @@ class CompiledClip:
             outputs += [total for total in result.sums if total is not None]
             return tuple(output.detach() for output in outputs)
 
-        inputs = self._inputs(padded, padded[0].shape[0])
-        other = self._inputs([leaf.roll(1, 0) for leaf in padded], padded[0].shape[0])
+        inputs = self._inputs(held, padded, padded[0].shape[0])
+        other = self._inputs(held, [leaf.roll(1, 0) for leaf in padded], padded[0].shape[0])
         with torch.enable_grad():
             graph = trace(step, inputs, other)
         region = Region(graph, inputs)
         self.graphs, self.seconds = self.graphs + 1, self.seconds + region.seconds
         log.info("compiled a step for %d rows in %.1f s", padded[0].shape[0], region.seconds)
         present = [total is not None for total in names[0]]
-        return _Plan(region, (present, names[1], names[2]), kept)
+        return _Plan(region, (present, names[1], names[2]), kept, held)
 
     def _run(self, plan: _Plan, padded: list[Tensor], examples: int) -> Clipped | None:
         """The graph's result; None when an example isn't finite or a short cut of the graph didn't hold."""
         assert plan.region is not None
-        fine, losses, *rest = plan.region(*self._inputs(padded, examples))
-        if not torch.isfinite(fine).item():
+        fine, losses, *rest = plan.region(*self._inputs(plan.held, padded, examples))
+        if not math.isfinite(fine.item()):
             return None
         present, *groups = plan.structure
         values = iter(rest)

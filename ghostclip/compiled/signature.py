@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-__all__ = ["capacity_for", "function_key", "leaves_of", "model_key", "pad"]
+__all__ = ["ModelState", "capacity_for", "function_key", "leaves_of", "pad"]
 
 # Physical batches of Poisson sampling vary in size; graphs are made for sizes of a grid with this ratio.
 GROWTH = 1.25
@@ -49,13 +49,31 @@ def pad(leaf: Tensor, size: int) -> Tensor:
     return leaf if missing == 0 else torch.cat([leaf, leaf[:1].expand(missing, *leaf.shape[1:])])
 
 
-def model_key(model: nn.Module) -> tuple:
-    """Everything about the model that a graph has built in: modes, and which parameters are trained."""
-    return (
-        tuple(module.training for module in model.modules()),
-        tuple((id(p), p.requires_grad, p.dtype, p.device) for p in model.parameters()),
-        torch.is_autocast_enabled("cpu"),
-    )
+class ModelState:
+    """Everything about a model that a graph has built in: its parts, their modes, and which parameters are trained.
+
+    Asked for at every step, so the tree of modules is walked once only; a part that is exchanged shows in its parent.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Reads the parts again."""
+        self._modules = list(self._model.modules())
+        self.held: list[Tensor] = [*self._model.parameters(), *self._model.buffers()]
+
+    def key(self) -> tuple:
+        """Equal as long as a graph holds."""
+        found: list[Any] = [torch.is_autocast_enabled("cpu")]
+        for module in self._modules:
+            found.append(module.training)
+            found += map(id, module._modules.values())
+            found += map(id, module._buffers.values())
+            for parameter in module._parameters.values():
+                found += (id(parameter), parameter is not None and parameter.requires_grad)
+        return tuple(found)
 
 
 def function_key(function: Callable[..., Any]) -> tuple[tuple, list[Any]]:
