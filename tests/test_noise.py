@@ -1,7 +1,9 @@
 """Noise: its distribution, independence across parameters, steps and processes, precision, and who may seed it."""
 
+import copy
 import ctypes
 import multiprocessing
+import pickle
 import struct
 import subprocess
 import sys
@@ -83,6 +85,17 @@ def test_a_fork_does_not_repeat_its_parents_noise() -> None:
     assert ours.poll(30)
     assert not set(ours.recv()) & set(numbers(source, 8).tolist())
     child.join()
+
+
+@pytest.mark.parametrize("compiling", [True, False])
+def test_copies_do_not_repeat_each_other(compiling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiling:
+        monkeypatch.setattr("ghostclip.noise.gaussian.library", lambda name: None)
+    source = noise_source()
+    numbers(source, 8)
+    copies = [copy.deepcopy(source), copy.copy(source), pickle.loads(pickle.dumps(source))]
+    drawn = [numbers(each, 8).tolist() for each in (source, *copies)]
+    assert len({number for part in drawn for number in part}) == 4 * 8
 
 
 def test_torch_seeds_have_no_influence() -> None:

@@ -62,6 +62,10 @@ class Noise:
         self._process = os.getpid()
         self._streams: dict[torch.device, Normal] = {}
 
+    def __reduce__(self) -> tuple:
+        """A copy, or what another process unpickles, has streams of its own: two alike would cancel each other out."""
+        return (Noise, (self._seed,))
+
     def draw(self, like: Sequence[Tensor], std: float) -> list[Tensor]:
         """One independent draw for each tensor, of its shape and device, float32 or wider.
 
