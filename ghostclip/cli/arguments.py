@@ -6,10 +6,11 @@ import argparse
 import json
 from typing import Any, NoReturn
 
+from ghostclip import accounting
 from ghostclip.report import plain
 from ghostclip.validate import fraction, positive_int, whole
 
-__all__ = ["OneLineParser", "UsageError", "add_json", "add_sampling", "print_json", "sampling_of"]
+__all__ = ["OneLineParser", "UsageError", "add_accounting", "add_json", "add_sampling", "print_json", "sampling_of"]
 
 
 class UsageError(ValueError):
@@ -26,6 +27,12 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises UsageError with argparse's message and where help is."""
         raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def add_accounting(parser: argparse._ActionsContainer, about: str) -> None:
+    """Adds ``--delta`` and ``--accountant``; ``about`` says what the latter decides."""
+    parser.add_argument("--delta", type=float, default=1e-5, help="default: 1e-5")
+    parser.add_argument("--accountant", choices=accounting.ACCOUNTANTS, default="pld", help=about)
 
 
 def add_json(parser: argparse._ActionsContainer) -> None:

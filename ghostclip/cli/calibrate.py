@@ -6,7 +6,7 @@ import argparse
 import math
 
 from ghostclip import accounting
-from ghostclip.cli.arguments import add_json, add_sampling, print_json, sampling_of
+from ghostclip.cli.arguments import add_accounting, add_json, add_sampling, print_json, sampling_of
 
 __all__ = ["add_arguments", "run"]
 
@@ -19,13 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "example: ghostclip calibrate --epsilon 3 --examples 60000 --batch-size 256 --epochs 20 --delta 1e-5"
     )
     parser.add_argument("--epsilon", type=float, required=True, help="the target")
-    parser.add_argument("--delta", type=float, default=1e-5, help="default: 1e-5")
-    parser.add_argument(
-        "--accountant",
-        choices=accounting.ACCOUNTANTS,
-        default="pld",
-        help="which bound must be within the target (default: pld, which needs less noise)",
-    )
+    add_accounting(parser, "which bound must be within the target (default: pld, which needs less noise)")
     add_sampling(parser)
     add_json(parser)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ghostclip import accounting
-from ghostclip.cli.arguments import add_json, add_sampling, print_json, sampling_of
+from ghostclip.cli.arguments import add_accounting, add_json, add_sampling, print_json, sampling_of
 
 __all__ = ["add_arguments", "run"]
 
@@ -22,13 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIGMA",
         help="standard deviation of the noise over the clipping norm",
     )
-    parser.add_argument("--delta", type=float, default=1e-5, help="default: 1e-5")
-    parser.add_argument(
-        "--accountant",
-        choices=accounting.ACCOUNTANTS,
-        default="pld",
-        help="which bound is the answer; both are shown (default: pld, the tighter one)",
-    )
+    add_accounting(parser, "which bound is the answer; both are shown (default: pld, the tighter one)")
     add_sampling(parser)
     add_json(parser)
 
