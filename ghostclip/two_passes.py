@@ -81,7 +81,7 @@ class TwoPasses:
         if run.holds_terms:
             self._add(run.weighted_sums(weights, finite))
         else:
-            with in_our_words():
+            with _in_our_words():
                 seed = weights.to(losses.dtype)
                 inputs = [parameter for _, parameter in self.index.trained()]
                 torch.autograd.backward(losses, seed, retain_graph=retain_graph, inputs=inputs)
@@ -108,7 +108,7 @@ class TwoPasses:
         if finite is not None or given is not None:
             sums = self.group_pass(losses, policy, given, finite)
         if not retain_graph:
-            with in_our_words():
+            with _in_our_words():
                 let_go(losses, sums.calls)
         self._add(sums.taken())
         norms = {group: norms.get(group, torch.zeros_like(both[0])) for group in partition.values()}
@@ -161,7 +161,7 @@ class TwoPasses:
             groups: takes the terms, to clip them group by group.
         """
         _check_losses(losses)
-        with in_our_words():
+        with _in_our_words():
             uses = captured_calls(losses, self.index)
             calls = uses.calls
             majors = self._grouping.prove(losses, calls, self.index, again=uses.reorders)
@@ -197,7 +197,7 @@ def _check_losses(losses: Tensor) -> None:
 
 
 @contextmanager
-def in_our_words() -> Iterator[None]:
+def _in_our_words() -> Iterator[None]:
     """torch's errors about changed or freed tensors, said in ours."""
     try:
         yield

@@ -29,7 +29,7 @@ class Interpreted:
 def interpreted(monkeypatch):
     monkeypatch.setattr(compiling, "Region", Interpreted)
     # A graph run node by node isn't faster, and is to be used all the same.
-    monkeypatch.setattr(compiling.time, "perf_counter", lambda: 0.0)
+    monkeypatch.setattr(compiling, "clock", lambda: 0.0)
 
 
 def losses_of(model, batch):
@@ -231,13 +231,37 @@ def test_an_exchanged_layer_has_a_graph_of_its_own():
 
 @pytest.mark.usefixtures("interpreted")
 def test_a_step_that_eager_does_faster_is_left_to_it(monkeypatch):
-    now = iter(range(1000))
-    # Each reading of the clock is later by more than the one before it: what comes second, eager, seems slower.
-    monkeypatch.setattr(compiling.time, "perf_counter", lambda: -float(next(now) ** 2))
+    # No time is taken: a clock of our own says that each graph took 2 seconds and each eager step 1.
+    readings = iter([0.0, 2.0, 2.0, 3.0] * compiling.TRIALS)
+    monkeypatch.setattr(compiling, "clock", lambda: next(readings))
     clipper = ghostclip.GhostClipper(classifier(), 1.0, compile=True)
     for _ in range(7):
         clipper.clip(losses_of, batch_of(8))
-    assert "eager is faster" in clipper.compiled.refusals[0]
+    assert "eager is faster (1e+03 ms, compiled 2e+03)" in clipper.compiled.refusals[0]
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_loss_that_is_another_one_every_time_is_not_compiled_for_ever():
+    model = classifier()
+    clipper = ghostclip.GhostClipper(model, 1.0, compile=True)
+    for step in range(compiling.MOST_GRAPHS + 3):
+        clipper.clip(lambda m, b, scale=1.0 / (step + 1): losses_of(m, b) * scale, batch_of(8))
+    assert clipper.compiled.graphs == compiling.MOST_GRAPHS
+    assert ["so no more will be" in reason for reason in clipper.compiled.refusals] == [True]
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_trial_draws_no_random_numbers_that_eager_training_would_not():
+    states = []
+    for compiled in (False, True):
+        torch.manual_seed(3)
+        clipper = ghostclip.GhostClipper(classifier(dropout=0.5), 1.0, compile=compiled)
+        torch.manual_seed(4)
+        for _ in range(compiling.TRIALS + 3):
+            clipper.clip(losses_of, batch_of(8))
+        states.append(torch.random.get_rng_state())
+        assert clipper.compiled is None or clipper.compiled.refusals == []
+    assert torch.equal(*states)
 
 
 def test_inductor_trains_as_eager_does_with_one_graph():

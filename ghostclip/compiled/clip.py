@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from time import perf_counter as clock
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ __all__ = ["CompiledClip"]
 TRIALS = 4
 # Relative difference of the clipped sums from which on the graph doesn't do what the eager step does.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+# Graphs are made for so many keys; who needs more passes a function that is another one every time.
+MOST_GRAPHS = 16
 # Rules that go through time step by step: a graph of every step takes minutes to compile, and is slower.
 STEP_BY_STEP = (nn.RNN, nn.LSTM, nn.GRU)
 
@@ -101,8 +104,13 @@ class CompiledClip:
             result = self._eager(loss_fn, batch)
             self._state.refresh()
             key = (*key[:-1], self._state.key())
-            if key not in self._plans:
+            if key not in self._plans and len(self._plans) < MOST_GRAPHS:
                 self._plans[key] = self._compile(loss_fn, padded, structure, kept)
+                if len(self._plans) == MOST_GRAPHS:
+                    self._refuse(
+                        f"{MOST_GRAPHS} graphs were made, so no more will be: the loss function closes over a value, "
+                        "or the model is in a state, that is another one at every step"
+                    )
             return result
         if plan.region is None:
             return self._eager(loss_fn, batch)
@@ -129,18 +137,15 @@ class CompiledClip:
         """A plan with a graph, or without one where that isn't possible."""
         model, made = self.model, _Plan(None, None, kept, self._state.held, left=0)
         reason = _step_by_step(model)
-        state = torch.random.get_rng_state()
         try:
-            if reason is None:
-                reason = learn(
-                    self.passes, loss_fn(model, tree_unflatten(padded, structure)), self.expected is not None
-                )
-            if reason is None:
-                made = self._graph(loss_fn, padded, structure, kept)
+            with _same_random_numbers(padded):
+                if reason is None:
+                    losses = loss_fn(model, tree_unflatten(padded, structure))
+                    reason = learn(self.passes, losses, self.expected is not None)
+                if reason is None:
+                    made = self._graph(loss_fn, padded, structure, kept)
         except Exception as error:  # whatever the compiler stumbles over, the eager step is there
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-        finally:
-            torch.random.set_rng_state(state)
         if reason is not None:
             self._refuse(reason)
         return made
@@ -188,20 +193,19 @@ class CompiledClip:
     def _try(self, plan: _Plan, loss_fn: Any, batch: Any, padded: list[Tensor], examples: int) -> Clipped:
         """Both ways on one batch from the same random numbers: compares their results, and their times."""
         plan.left -= 1
-        state = torch.random.get_rng_state()
-        started = time.perf_counter()
+        before, started = _random_state(padded), clock()
         try:
-            found = self._run(plan, padded, examples)
+            with _same_random_numbers(padded):
+                found = self._run(plan, padded, examples)
         except Exception as failure:
             plan.region = found = None
             self._refuse(f"{type(failure).__name__}: {failure}")
-        plan.compiled = min(plan.compiled, time.perf_counter() - started)
-        torch.random.set_rng_state(state)
-        started = time.perf_counter()
+        plan.compiled = min(plan.compiled, clock() - started)
+        started = clock()
         expected = self._eager(loss_fn, batch)
-        plan.eager = min(plan.eager, time.perf_counter() - started)
+        plan.eager = min(plan.eager, clock() - started)
         # Padding shifts which random number is whose, so that only whole batches of a random model can be compared.
-        if found is not None and (examples == len(padded[0]) or torch.equal(state, torch.random.get_rng_state())):
+        if found is not None and (examples == len(padded[0]) or torch.equal(before, _random_state(padded))):
             error = _difference(found.sums, expected.sums)
             if not error <= TOLERANCE[torch.float64 if expected.losses.dtype == torch.float64 else torch.float32]:
                 plan.region = None
@@ -217,6 +221,18 @@ class CompiledClip:
     def _refuse(self, reason: str) -> None:
         self.refusals.append(reason)
         log.warning("steps of this shape run without compiling: %s", reason)
+
+
+def _same_random_numbers(batch: list[Tensor]) -> AbstractContextManager[None]:
+    """What comes after draws the same random numbers as what is inside."""
+    device = batch[0].device
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
+def _random_state(batch: list[Tensor]) -> Tensor:
+    """The state of torch's generator where the batch is."""
+    device = batch[0].device
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.random.get_rng_state()
 
 
 def _both(result: Clipped) -> tuple[Any, Any]:
