@@ -40,6 +40,16 @@ def test_another_source_is_compiled_anew(own_cache: Path, monkeypatch: pytest.Mo
         assert found.answer() == number
 
 
+def test_another_header_is_compiled_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "answer.c").write_text('#include "number.h"\nint answer(void) { return NUMBER; }')
+    monkeypatch.setattr(build, "__file__", str(tmp_path / "build.py"))
+    for number in (41, 42):
+        (tmp_path / "number.h").write_text(f"#define NUMBER {number}")
+        found = build.library("answer")
+        assert found is not None
+        assert found.answer() == number
+
+
 def test_a_file_that_does_not_compile_is_said_and_done_without(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

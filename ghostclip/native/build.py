@@ -87,7 +87,8 @@ def _compiler() -> str:
 
 def _key(source: Path, compiler: str) -> str:
     real = Path(compiler).resolve()
-    parts = [source.read_text(), *FLAGS, *BETTER, str(real), str(real.stat().st_mtime_ns), platform.machine(), _cpu()]
+    read = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
+    parts = [*read, *FLAGS, *BETTER, str(real), str(real.stat().st_mtime_ns), platform.machine(), _cpu()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
 
 

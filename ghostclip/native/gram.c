@@ -7,20 +7,10 @@
 
 #ifndef REAL
 
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "vectors.h"
 
-#if defined(__AVX512F__)
-#define BYTES 64
-#elif defined(__AVX__)
-#define BYTES 32
-#else
-#define BYTES 16
-#endif
 #define SIDE 4
 #define STRIP_BYTES 16384
-#define INLINE static inline __attribute__((always_inline))
 #define ROUND_UP(count, step) (((count) + (step) - 1) / (step) * (step))
 
 #define REAL float
@@ -39,11 +29,7 @@
 
 #else
 
-#define LANES ((long)(BYTES / sizeof(REAL)))
-#define VEC NAME(vector)
-#define INTS NAME(integers)
-typedef REAL VEC __attribute__((vector_size(BYTES), aligned(sizeof(REAL)), may_alias));
-typedef INTEGER INTS __attribute__((vector_size(BYTES), aligned(sizeof(REAL)), may_alias));
+#include "vectors.h"
 
 static const INTEGER NAME(even)[16] = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
 

@@ -11,23 +11,11 @@
 
 #ifndef REAL
 
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "vectors.h"
 
-#if defined(__AVX512F__)
-#define BYTES 64
-#define ROWS 8
-#elif defined(__AVX__)
-#define BYTES 32
-#define ROWS 4
-#else
-#define BYTES 16
-#define ROWS 4
-#endif
+#define ROWS (BYTES == 64 ? 8 : 4)
 #define VECTORS 3
 #define PADDED(count) (((count) + LANES - 1) / LANES * LANES)
-#define INLINE static inline __attribute__((always_inline))
 
 #define LINE 64
 
@@ -99,11 +87,7 @@ INLINE void restore_tiny(unsigned before) { (void)before; }
 
 #else
 
-#define LANES ((long)(BYTES / sizeof(REAL)))
-#define VEC NAME(vector)
-#define INTS NAME(integers)
-typedef REAL VEC __attribute__((vector_size(BYTES), aligned(sizeof(REAL)), may_alias));
-typedef INTEGER INTS __attribute__((vector_size(BYTES), aligned(sizeof(REAL)), may_alias));
+#include "vectors.h"
 
 INLINE VEC NAME(load)(const REAL *from) { return *(const VEC *)from; }
 INLINE void NAME(store)(REAL *to, VEC value) { *(VEC *)to = value; }

@@ -1,0 +1,27 @@
+/* Vectors for the files that read themselves once for each type of number: their size, while REAL is not defined; then
+ * those of REAL, and of INTEGER, which has as many bits. */
+
+#ifndef REAL
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define BYTES 64
+#elif defined(__AVX__)
+#define BYTES 32
+#else
+#define BYTES 16
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+#else
+
+#define LANES ((long)(BYTES / sizeof(REAL)))
+#define VEC NAME(vector)
+#define INTS NAME(integers)
+typedef REAL VEC __attribute__((vector_size(BYTES), aligned(sizeof(REAL)), may_alias));
+typedef INTEGER INTS __attribute__((vector_size(BYTES), aligned(sizeof(REAL)), may_alias));
+
+#endif
