@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ghostclip import GhostClipper, accounting
 from ghostclip.engine import PrivacyEngine
 from ghostclip.events import SampledGaussian
+from ghostclip.noise.gaussian import ChaCha, Pcg
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9, weight_decay=1e-3, foreach=False),
@@ -125,8 +126,11 @@ def test_noise_has_its_standard_deviation_and_comes_once_a_step() -> None:
 def test_one_draw_serves_a_step_of_many_physical_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = runs.engine_for(runs.network(), noise_multiplier=1.0, clipping=1.0, max_physical_batch_size=1)
     draws = []
-    draw = engine._steps._noise.draw
-    monkeypatch.setattr(engine._steps._noise, "draw", lambda like, std: draws.append(std) or draw(like, std))
+    for stream in (ChaCha, Pcg):
+        fill = stream.fill
+        monkeypatch.setattr(stream, "fill", lambda me, out, std, fill=fill: draws.append(std) or fill(me, out, std))
+    add = ChaCha.add
+    monkeypatch.setattr(ChaCha, "add", lambda me, sums, std, by: draws.append(std) or add(me, sums, std, by))
     steps = 0
     for batch in engine.batches():
         engine.step(batch, runs.losses_of)
@@ -223,6 +227,8 @@ def test_narrow_parameters_are_summed_and_made_noisy_in_float32(monkeypatch: pyt
         max_physical_batch_size=1,
     )  # fmt: skip
     draw = engine._steps._noise.draw
+    # Noise that C adds in place is never seen alone.
+    monkeypatch.setattr(ChaCha, "add", lambda *arguments: False)
 
     def kept(like: list[torch.Tensor], std: float) -> list[torch.Tensor]:
         drawn = draw(like, std)

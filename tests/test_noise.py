@@ -245,6 +245,28 @@ def test_released_sums_are_noisy_and_divided_and_narrow_ones_refused() -> None:
         noise_source().release([torch.zeros(2, dtype=torch.bfloat16)], 1.0)
 
 
+def test_noise_in_place_is_the_flat_draw_of_all_sums() -> None:
+    group = 16 * compiled().ghostclip_lanes()
+    shapes = [(3,), (2, group), (0,), (), (group - 5,), (4, 4)]
+    sums = [torch.full(shape, 10.0) for shape in shapes]
+    flat = torch.empty(sum(tensor.numel() for tensor in sums))
+    one, other = ChaCha(compiled(), 5), ChaCha(compiled(), 5)
+    other.fill(flat, 3.0)
+    before = [tensor._version for tensor in sums]
+    assert one.add(sums, 3.0, 4.0)
+    assert torch.allclose(torch.cat([tensor.flatten() for tensor in sums]), 2.5 + flat, rtol=1e-6)
+    assert all(tensor._version > version for tensor, version in zip(sums, before, strict=True))
+    assert one._block == other._block
+
+
+@pytest.mark.parametrize("odd", [torch.ones(4, 6).t(), torch.ones(3, dtype=torch.float64)])
+def test_sums_that_c_can_not_take_get_their_noise_all_the_same(odd: torch.Tensor) -> None:
+    assert not ChaCha(compiled()).add([torch.ones(2), odd], 1.0, 1.0)
+    released = noise_source().release([torch.ones(2), odd], 1.0)
+    assert [tensor.shape for tensor in released] == [(2,), odd.shape]
+    assert not any(bool((tensor == 1.0).any()) for tensor in released)
+
+
 def test_no_noise_and_nothing_to_add_to() -> None:
     assert torch.equal(noise_source().release([torch.ones(3)], 0.0, 4.0)[0], torch.full((3,), 0.25))
     assert noise_source().release([], 1.0) == []

@@ -102,6 +102,32 @@ uint64_t ghostclip_normal(float *out, uint64_t n, float std, const uint32_t key[
     return used;
 }
 
+/* Scales numbers and adds normal ones to them: each of count parts is a pointer to floats and how many there are, and
+ * the parts share one stream, as if they lay side by side. Returns the number of blocks used up. */
+uint64_t ghostclip_release(const int64_t *parts, uint64_t count, float scale, float std, const uint32_t key[8],
+                           uint64_t counter) {
+    uint32_t words[WORDS];
+    float fresh[WORDS];
+    uint64_t used = 0, next = WORDS;
+    for (uint64_t part = 0; part < count; part++) {
+        float *numbers = (float *)(intptr_t)parts[2 * part];
+        uint64_t left = parts[2 * part + 1];
+        while (left) {
+            if (next == WORDS) {
+                blocks(key, counter + used, words);
+                transform(words, std, fresh);
+                used += LANES, next = 0;
+            }
+            const uint64_t some = left < WORDS - next ? left : WORDS - next;
+            for (uint64_t i = 0; i < some; i++) numbers[i] = numbers[i] * scale + fresh[next + i];
+            numbers += some, left -= some, next += some;
+        }
+    }
+    memset(words, 0, sizeof words);
+    memset(fresh, 0, sizeof fresh);
+    return used;
+}
+
 /* Overwrites out[0 ... n) with words of the key stream, lanes interleaved; returns the number of blocks used up. */
 uint64_t ghostclip_words(uint32_t *out, uint64_t n, const uint32_t key[8], uint64_t counter) {
     uint32_t words[WORDS];

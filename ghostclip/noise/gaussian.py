@@ -12,6 +12,8 @@ import ctypes
 import hashlib
 import math
 import os
+from array import array
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -57,7 +59,9 @@ class ChaCha:
         key_and_block: list[type] = [ctypes.c_char_p, ctypes.c_uint64]
         self._normal.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_float, *key_and_block]
         self._words.argtypes = [ctypes.c_void_p, ctypes.c_uint64, *key_and_block]
-        self._normal.restype = self._words.restype = ctypes.c_uint64
+        self._release = compiled.ghostclip_release
+        self._release.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_float, ctypes.c_float, *key_and_block]
+        self._normal.restype = self._words.restype = self._release.restype = ctypes.c_uint64
 
     def fill(self, out: Tensor, std: float) -> None:
         """Overwrites ``out`` [n], contiguous float32 or float64, with numbers of standard deviation ``std``."""
@@ -66,6 +70,27 @@ class ChaCha:
             torch.autograd.graph.increment_version(out)
         else:
             _fill_by_parts(out, std, self.words)
+
+    def add(self, sums: Sequence[Tensor], std: float, divisor: float) -> bool:
+        """Turns each sum into sum / divisor + noise of standard deviation ``std``, in one read of it.
+
+        Args:
+            sums: that `fill` would give one flat draw.
+            std: standard deviation.
+            divisor: what the sums are divided by.
+
+        Returns:
+            Whether it was done; False, and nothing was touched, unless all are contiguous, float32 and on the CPU.
+        """
+        parts = array("q")
+        for tensor in sums:
+            if tensor.dtype != torch.float32 or not tensor.is_cpu or not tensor.is_contiguous():
+                return False
+            parts.extend((tensor.data_ptr(), tensor.numel()))
+        where = parts.buffer_info()[0]
+        self._block += self._release(where, len(sums), 1.0 / divisor, std, self._key, self._block)
+        torch.autograd.graph.increment_version(sums)
+        return True
 
     def words(self, count: int) -> np.ndarray:
         """The next ``count`` words of the key stream, uint32."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-from ghostclip.noise.gaussian import Normal, normal_on
+from ghostclip.noise.gaussian import ChaCha, Normal, normal_on
 from ghostclip.validate import nonnegative, one_of, positive, whole
 
 __all__ = ["MODES", "Noise", "noise_source"]
@@ -94,7 +94,7 @@ class Noise:
         """(sum + noise) / divisor for each of ``sums``, with noise of standard deviation ``std``.
 
         Args:
-            sums: float32 or float64; not changed unless ``std`` is 0.
+            sums: float32 or float64; not to be used afterwards, since they are overwritten where that is faster.
             std: standard deviation of the noise in a sum, finite and >= 0.
             divisor: the public number the sums are divided by, > 0.
 
@@ -113,6 +113,10 @@ class Noise:
         if nonnegative(std=std) == 0:
             torch._foreach_div_(list(sums), float(divisor))
             return list(sums)
+        if sums[0].is_cpu and isinstance(stream := self._stream(sums[0].device), ChaCha):
+            added = stream.add(sums, std / divisor, divisor)
+            if added:
+                return list(sums)
         noise = self.draw(sums, std / divisor)
         torch._foreach_add_(noise, list(sums), alpha=1.0 / divisor)
         return noise
