@@ -121,7 +121,7 @@ def _obstacles(module: torch_nn.Module) -> Iterator[tuple[str, str]]:
     if wrapper is not None:
         assert issubclass(wrapper, GhostLayer)
         trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-        if trained or wrapper.__name__ in BATCHNORM:
+        if trained or wrapper.checked_when_frozen:
             for problem, remedy in wrapper.obstacles(module):
                 yield f"{kind.__name__}: {problem}", remedy
         yield from _strangers(module, wrapper)

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from case_layers import LAYER_CASES
 from case_models import (
     Wired,
     attention,
@@ -265,7 +266,7 @@ def _models() -> Iterator[Case]:
     yield Case("transformer frozen parts", lambda nn: freeze(transformer(nn), "embedding", "norm1.weight"), tokens)
 
 
-CASES = [*_linear(), *_conv(), *_embedding(), *_normalization(), *_recurrent(), *_attention(), *_models()]
+CASES = [*_linear(), *_conv(), *_embedding(), *_normalization(), *_recurrent(), *_attention(), *_models(), *LAYER_CASES]
 
 
 def case(name: str) -> Case:

@@ -4,11 +4,16 @@ import torch.nn as _torch_nn
 from torch.nn import *
 
 from .base import Call, GhostLayer
+from .bilinear import Bilinear
 from .conv import Conv1d, Conv2d, Conv3d
+from .conv_transpose import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from .embedding import Embedding
+from .embedding_bag import EmbeddingBag
+from .instance_norm import InstanceNorm1d, InstanceNorm2d, InstanceNorm3d
 from .linear import Linear
 from .multihead import MultiheadAttention
-from .normalization import BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, LayerNorm, SyncBatchNorm
+from .normalization import BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, LayerNorm, RMSNorm, SyncBatchNorm
+from .prelu import PReLU
 from .recurrent import GRU, LSTM, RNN
 
 

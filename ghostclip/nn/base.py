@@ -111,6 +111,8 @@ class GhostLayer(torch.nn.Module):
     """
 
     rule: ClassVar[str] = ""
+    # Whether `obstacles` are in the way of a frozen layer too, as statistics of private data are.
+    checked_when_frozen: ClassVar[bool] = False
     wrapped: ClassVar[type[torch.nn.Module]]
     # The dimension of inputs and outputs that holds examples; `wrap(model, batch_dim=...)` sets it on the instance.
     ghost_batch_dim: int = 0

@@ -10,17 +10,19 @@ from ghostclip.norms.term import Term
 
 from .base import Call, GhostLayer
 
-__all__ = ["Embedding"]
+__all__ = ["Embedding", "table_obstacles"]
 
 
 class Embedding(GhostLayer, torch.nn.Embedding, wraps=torch.nn.Embedding):
     """`torch.nn.Embedding` that can be clipped; repeated indices add up, ``padding_idx`` gets no gradient."""
 
+    checked_when_frozen = True
+
     def forward(self, input: Tensor) -> Tensor:
         return self.capture(super().forward(input), input, parameters=("weight",))
 
     def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
-        indices = inputs[0].movedim(call.batch_dim, 0)
+        indices = inputs[0].movedim(call.batch_dim, 0).long()
         grad = grad.movedim(call.batch_dim, 0)
         if self.padding_idx is not None:
             grad = torch.where((indices == self.padding_idx).unsqueeze(-1), grad.new_zeros(()), grad)
@@ -28,20 +30,26 @@ class Embedding(GhostLayer, torch.nn.Embedding, wraps=torch.nn.Embedding):
         return Rows(positions, grad.reshape(*positions.shape, grad.shape[-1]), self.weight.shape)
 
     @classmethod
+    def parameter_names(cls, module: torch.nn.Module) -> tuple[str, ...]:
+        return ("weight",)
+
+    @classmethod
     def obstacles(cls, module: torch.nn.Module) -> list[tuple[str, str]]:
-        assert isinstance(module, torch.nn.Embedding)
-        found = []
-        if module.max_norm is not None:
-            found.append(
-                ("max_norm rescales rows by what the batch looked up, outside any gradient", "set max_norm=None")
-            )
-        if module.scale_grad_by_freq:
-            found.append(
-                (
-                    "scale_grad_by_freq divides by counts over the whole batch, which mixes examples",
-                    "set it to False",
-                )
-            )
-        if module.sparse:
-            found.append(("sparse=True makes sparse gradients, which can't hold noise", "set sparse=False"))
+        return table_obstacles(module)
+
+
+def table_obstacles(module: torch.nn.Module) -> list[tuple[str, str]]:
+    """What `GhostLayer.obstacles` says of a table of embeddings."""
+    assert isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+    found = []
+    if module.max_norm is not None:  # a frozen table is rescaled too
+        found.append(("max_norm rescales rows by what the batch looked up, outside any gradient", "set max_norm=None"))
+    if not module.weight.requires_grad:
         return found
+    if module.scale_grad_by_freq:
+        problem = "scale_grad_by_freq divides by counts over the whole batch, which mixes examples"
+        found.append((problem, "set scale_grad_by_freq=False"))
+    if module.sparse:
+        problem = "sparse=True makes sparse gradients, which can't hold noise: every row gets some, looked up or not"
+        found.append((problem, "set sparse=False, and use an optimizer for dense gradients"))
+    return found

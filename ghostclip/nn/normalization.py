@@ -18,7 +18,16 @@ from ghostclip.norms.term import Term, wide
 
 from .base import Call, GhostLayer, is_capturing
 
-__all__ = ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "GroupNorm", "LayerNorm", "SyncBatchNorm"]
+__all__ = [
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
+    "GroupNorm",
+    "LayerNorm",
+    "RMSNorm",
+    "SyncBatchNorm",
+    "over_channels",
+]
 
 INSTEAD_OF_BATCHNORM = (
     "use GroupNorm, LayerNorm or InstanceNorm, which normalize each example by itself "
@@ -36,26 +45,46 @@ class LayerNorm(GhostLayer, torch.nn.LayerNorm, wraps=torch.nn.LayerNorm):
         products = wide(grad)
         if name == "weight":
             products = products * F.layer_norm(wide(inputs[0]), self.normalized_shape, None, None, self.eps)
-        products = products.movedim(call.batch_dim, 0)
-        positions = products.dim() - 1 - len(self.normalized_shape)
-        return Dense(products.flatten(1, positions).sum(1) if positions else products)
+        return _over_positions(products, call.batch_dim, len(self.normalized_shape))
+
+
+class RMSNorm(GhostLayer, torch.nn.RMSNorm, wraps=torch.nn.RMSNorm):
+    """`torch.nn.RMSNorm` that can be clipped; affine or not, any normalized shape."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.capture(super().forward(x), x, parameters=("weight",))
+
+    def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+        products = wide(grad) * F.rms_norm(wide(inputs[0]), self.normalized_shape, None, self.eps)
+        return _over_positions(products, call.batch_dim, len(self.normalized_shape))
+
+    @classmethod
+    def parameter_names(cls, module: torch.nn.Module) -> tuple[str, ...]:
+        return ("weight",)
+
+
+def _over_positions(products: Tensor, batch_dim: int, normalized: int) -> Dense:
+    """Summed over all dimensions but that of the examples and the last ``normalized`` ones."""
+    products = products.movedim(batch_dim, 0)
+    positions = products.dim() - 1 - normalized
+    return Dense(products.flatten(1, positions).sum(1) if positions else products)
 
 
 class GroupNorm(GhostLayer, torch.nn.GroupNorm, wraps=torch.nn.GroupNorm):
     """`torch.nn.GroupNorm` that can be clipped; inputs [B, C, ...]."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.capture(super().forward(input), input)
+        return self.capture(super().forward(input), input, batch_dim=0)
 
     def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
         products = wide(grad)
         if name == "weight":
             products = products * F.group_norm(wide(inputs[0]), self.num_groups, None, None, self.eps)
-        return _over_channels(products)
+        return over_channels(products)
 
 
-def _over_channels(products: Tensor) -> Dense:
-    """[B, C, ...] summed over everything behind the channels."""
+def over_channels(products: Tensor) -> Dense:
+    """Products [B, C, ...] summed over everything behind the channels."""
     return Dense(products if products.dim() == 2 else products.flatten(2).sum(2))
 
 
@@ -63,6 +92,7 @@ class _BatchNorm(GhostLayer):
     """A BatchNorm that stays in eval mode: the affine map of its running statistics."""
 
     rule = "BatchNorm in eval mode"
+    checked_when_frozen = True
     running_mean: Tensor | None
     running_var: Tensor | None
     eps: float
@@ -90,7 +120,7 @@ class _BatchNorm(GhostLayer):
         if name == "weight":
             images = wide(inputs[0])
             products = products * F.batch_norm(images, self.running_mean, self.running_var, eps=self.eps)
-        return _over_channels(products)
+        return over_channels(products)
 
     @classmethod
     def obstacles(cls, module: torch.nn.Module) -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .bags import Bags
 from .convolution import Patches
 from .dense import Dense
 from .memory import Memory
@@ -22,10 +23,12 @@ def combine(terms: Sequence[Term]) -> Term:
     """The term of a parameter used several times: concatenation along positions wherever the uses are of one kind."""
     if len(terms) == 1:
         return terms[0]
-    terms = [term.outer() if isinstance(term, Patches) and term.geometry.groups == 1 else term for term in terms]
+    terms = [_as_positions(term) for term in terms]
     outers = [term for term in terms if isinstance(term, Outer) and term.groups == 1]
     rows = [term for term in terms if isinstance(term, Rows)]
-    if len(outers) + len(rows) == len(terms):
+    widths = {term.left.shape[2] for term in outers}, {term.width for term in rows}
+    alike = all(len(each) <= 1 for each in widths) and (not outers or widths[1] <= {terms[0].shape[-1]})
+    if len(outers) + len(rows) == len(terms) and alike:
         if not rows:
             return _concatenated_outer(outers)
         if not outers:
@@ -35,6 +38,13 @@ def combine(terms: Sequence[Term]) -> Term:
     for term in terms[1:]:
         total = total + term.per_example()
     return Dense(total)
+
+
+def _as_positions(term: Term) -> Term:
+    """The term as one gradient a position, where it can be seen so."""
+    if isinstance(term, Patches) and term.geometry.groups == 1:
+        return term.outer()
+    return term.rows() if isinstance(term, Bags) else term
 
 
 def _concatenated_outer(terms: list[Outer]) -> Outer:

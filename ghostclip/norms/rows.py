@@ -1,5 +1,7 @@
 """Gradients that fall on a few rows of a table: embeddings. No one-hot is ever built.
 
+A row is d numbers that stand together in the table's memory: all of a table's row, or as little as one entry of it.
+
 The gradient of example i is a table whose row r is the sum of ``gradients[i, t]`` over the positions t with
 ``indices[i, t] == r``. Three ways to its squared norm:
 
@@ -85,12 +87,17 @@ class Rows(Term):
     Attributes:
         indices: [B, T], the row each gradient belongs to.
         gradients: [B, T, d]; zero where a position does not count (padding).
-        shape: of the table, [rows, d].
+        shape: of the table, [rows, d]; with a smaller d, indices count the parts that rows then consist of.
     """
 
     indices: Tensor
     gradients: Tensor
     shape: torch.Size
+
+    @property
+    def width(self) -> int:
+        """d."""
+        return self.gradients.shape[2]
 
     @property
     def key(self) -> tuple:
@@ -125,12 +132,16 @@ class Rows(Term):
     def per_example(self) -> Tensor:
         gradients = wide(self.gradients)
         table = gradients.new_zeros(self.indices.shape[0], *self.shape)
-        return table.scatter_add_(1, self.indices.unsqueeze(2).expand_as(gradients), gradients)
+        rows = table.view(len(table), self.shape.numel() // self.width, self.width)
+        rows.scatter_add_(1, self.indices.unsqueeze(2).expand_as(gradients), gradients)
+        return table
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         gradients = wide(self.gradients)
         gradients = gradients * weights.to(gradients.dtype).view(-1, 1, 1)
-        return gradients.new_zeros(self.shape).index_add_(0, self.indices.flatten(), gradients.flatten(0, 1))
+        table = gradients.new_zeros(self.shape)
+        table.view(-1, self.width).index_add_(0, self.indices.flatten(), gradients.flatten(0, 1))
+        return table
 
     def keep_only(self, keep: Tensor) -> Rows:
         return Rows(self.indices, zero_examples(self.gradients, keep), self.shape)

@@ -1,0 +1,102 @@
+"""Bags of embeddings: each row that bag i looked up gets dz[i], times its weight, by its share of a mean, or by maxima.
+
+A bag is an example: the rows of 2-D indices [B, T], or what 1-D indices hold between two offsets.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ghostclip.errors import UnsupportedModelError
+from ghostclip.norms.bags import Bags
+from ghostclip.norms.rows import Rows
+from ghostclip.norms.term import Term, wide
+
+from .base import Call, GhostLayer, is_capturing
+from .embedding import table_obstacles
+
+__all__ = ["EmbeddingBag"]
+
+
+class EmbeddingBag(GhostLayer, torch.nn.EmbeddingBag, wraps=torch.nn.EmbeddingBag):
+    """`torch.nn.EmbeddingBag` that can be clipped; sum, mean and max, indices [B, T] or bags between offsets."""
+
+    checked_when_frozen = True
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        if not is_capturing() or not self.weight.requires_grad:
+            return super().forward(input, offsets, per_sample_weights)
+        if input.is_nested:
+            raise UnsupportedModelError(
+                f"{type(self).__name__} got nested indices, which have no gradient rule; "
+                "give it indices.values() and indices.offsets() with include_last_offset=True"
+            )
+        well_formed = input.dim() == 2 if offsets is None else input.dim() == offsets.dim() == 1
+        if self.mode == "max" and well_formed and per_sample_weights is None and not table_obstacles(self):
+            return self._maxima(input, offsets)
+        looked_up = (input,) if offsets is None else (input, offsets)
+        weighed = () if per_sample_weights is None else (per_sample_weights,)
+        output = super().forward(input, offsets, per_sample_weights)
+        return self.capture(
+            output, *looked_up, *weighed, parameters=("weight",), batch_dim=0, extra=offsets is not None
+        )
+
+    def _maxima(self, input: Tensor, offsets: Tensor | None) -> Tensor:
+        """The forward of mode "max", by the same kernel; asked by itself, it says which rows had the maxima."""
+        last = self.include_last_offset and offsets is not None
+        if offsets is None:
+            starts = torch.arange(input.shape[0], dtype=input.dtype, device=input.device) * input.shape[1]
+        else:
+            starts = offsets
+        output, _, sizes, rows = torch.embedding_bag(
+            self.weight, input.reshape(-1), starts, False, 2, False, None, last, self.padding_idx
+        )
+        return self.capture(output, rows, sizes, parameters=("weight",), batch_dim=0)
+
+    def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+        if self.mode == "max":
+            return _rows_of_maxima(inputs[0], inputs[1], grad, self.weight.shape)
+        indices, *rest = inputs
+        weights = rest.pop() if len(rest) > call.extra else None
+        if call.extra:
+            positions, present = _positions(rest[0], len(indices), self.include_last_offset)
+            indices = indices[positions]
+            weights = None if weights is None else weights[positions]
+        else:
+            present = torch.ones_like(indices, dtype=torch.bool)
+        if self.padding_idx is not None:
+            present = present & (indices != self.padding_idx)
+        factors = present.to(wide(grad).dtype)
+        if self.mode == "mean":
+            factors = factors / factors.sum(1, keepdim=True).clamp(min=1)
+        if weights is not None:
+            factors = torch.where(present, wide(weights), factors)
+        return Bags(grad, indices.long(), factors, self.weight.shape)
+
+    @classmethod
+    def parameter_names(cls, module: torch.nn.Module) -> tuple[str, ...]:
+        return ("weight",)
+
+    @classmethod
+    def obstacles(cls, module: torch.nn.Module) -> list[tuple[str, str]]:
+        return table_obstacles(module)
+
+
+def _positions(offsets: Tensor, total: int, include_last: bool) -> tuple[Tensor, Tensor]:
+    """Where each bag's indices are, [B, longest], and whether there is one; offsets as torch takes them."""
+    offsets = offsets.long()
+    starts = offsets[:-1] if include_last else offsets
+    ends = offsets[1:] if include_last else torch.cat([offsets[1:], offsets.new_tensor([total])])
+    lengths = ends - starts
+    longest = int(lengths.max()) if len(lengths) else 0
+    steps = torch.arange(longest, device=offsets.device)
+    present = steps < lengths.unsqueeze(1)
+    return torch.where(present, starts.unsqueeze(1) + steps, 0), present
+
+
+def _rows_of_maxima(rows: Tensor, sizes: Tensor, grad: Tensor, shape: torch.Size) -> Rows:
+    """The term of maxima: entry (rows[i, j], j) of the table gets grad[i, j], unless the bag was empty."""
+    entries = rows.long().clamp(min=0) * shape[1] + torch.arange(shape[1], device=rows.device)
+    values = torch.where((sizes > 0).unsqueeze(1), grad, grad.new_zeros(()))
+    return Rows(entries, values.unsqueeze(2), shape)
