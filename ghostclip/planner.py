@@ -15,7 +15,7 @@ from ghostclip.norms.dense import Dense
 from ghostclip.norms.memory import Memory
 from ghostclip.norms.term import SAMPLE, Answer, Candidate, Term, is_traced
 
-__all__ = ["SOLE", "Choice", "Planner", "milliseconds"]
+__all__ = ["SOLE", "Choice", "Planner", "kept_bytes", "milliseconds"]
 
 # Candidates whose arithmetic is this many times the least one's are not worth a measurement. The second best is
 # measured nevertheless, to have something to compare with, unless that takes more flops than this.

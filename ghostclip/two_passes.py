@@ -18,6 +18,7 @@ from ghostclip.errors import LossShapeError, StaleInputError
 from ghostclip.graph import captured_calls, first_pass, let_go
 from ghostclip.groupwise import GroupSums, Part
 from ghostclip.index import ModelIndex
+from ghostclip.nn.base import Call
 from ghostclip.passes import Collector, FirstPass, add_to_gradient, norm_dtype
 from ghostclip.planner import Choice, Planner
 from ghostclip.regroup import Grouping
@@ -65,7 +66,10 @@ class TwoPasses:
         """Adds the clipped sum to each p.grad; returns norms and weights [B]."""
         cached = self.cached
         run = self.first_pass(
-            losses, keep=cached, retain_graph=retain_graph or not cached or self._memory_budget is not None
+            losses,
+            keep=cached,
+            aside=not cached and not is_distributed(),
+            retain_graph=retain_graph or not cached or self._memory_budget is not None,
         )
         norms = run.norms()
         # Sums are finite only where all that goes into them is: one look at one number for the whole batch.
@@ -81,11 +85,23 @@ class TwoPasses:
         if run.holds_terms:
             self._add(run.weighted_sums(weights, finite))
         else:
-            with _in_our_words():
-                seed = weights.to(losses.dtype)
-                inputs = [parameter for _, parameter in self.index.trained()]
-                torch.autograd.backward(losses, seed, retain_graph=retain_graph, inputs=inputs)
+            self._second_backward(losses, weights, run, retain_graph)
         return norms, weights
+
+    def _second_backward(self, losses: Tensor, weights: Tensor, run: FirstPass, retain_graph: bool) -> None:
+        """An ordinary backward of the reweighted losses, without the parameters whose gradients were set aside."""
+        aside = run.aside
+        left = [parameter for _, parameter in self.index.trained() if id(parameter) not in aside]
+        sums = list(run.weighted_sums(weights, None))
+        strays = any(_is_lowest(call) and aside.issuperset(_owners(call)) for call in run.calls)
+        with _in_our_words():
+            if left:
+                seed = weights.to(losses.dtype)
+                # Autograd frees what it comes through, but it doesn't come to layers it has no business with any more.
+                torch.autograd.backward(losses, seed, retain_graph=retain_graph or strays, inputs=left)
+            if strays and not retain_graph:
+                let_go(losses, run.calls)
+        self._add(iter(sums))
 
     def _clip_groups(
         self, losses: Tensor, policy: Groupwise, retain_graph: bool
@@ -148,6 +164,7 @@ class TwoPasses:
         keep: bool,
         retain_graph: bool,
         materialise: bool = False,
+        aside: bool = False,
         ignore_budget: bool = False,
         groups: GroupSums | None = None,
     ) -> FirstPass:
@@ -157,6 +174,7 @@ class TwoPasses:
             keep: hold terms for a clipped sum.
             retain_graph: as torch's.
             materialise: hold per-example gradients, and no norms.
+            aside: hold what is small, for a second backward without it.
             ignore_budget: hold terms whatever they take.
             groups: takes the terms, to clip them group by group.
         """
@@ -168,14 +186,29 @@ class TwoPasses:
             budget = None if ignore_budget or materialise else self._memory_budget
             collector = Collector(
                 losses, calls, majors, self._planner, self.index,
-                keep=keep, materialise=materialise, budget=budget, groups=groups,
+                keep=keep, materialise=materialise, aside=aside, budget=budget, groups=groups,
             )  # fmt: skip
             if groups is not None:
                 groups.calls = calls
             first_pass(losses, calls, collector.receive, retain_graph=retain_graph)
-        run = FirstPass(collector, self.index.trained())
+        run = FirstPass(collector, self.index.trained(), calls)
         self.choices = run.choices
         return run
+
+
+def _owners(call: Call) -> list[int]:
+    """Ids of the parameters a call used."""
+    return [id(call.layer._parameters[name]) for name in call.parameters]
+
+
+def _is_lowest(call: Call) -> bool:
+    """Whether no graph goes on below the layer."""
+    return all(isinstance(source, Tensor) for source in call.sources)
+
+
+def is_distributed() -> bool:
+    """Whether several processes train together, who wait for each other's gradients of every parameter."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _check_losses(losses: Tensor) -> None:

@@ -1,0 +1,95 @@
+"""What "reweight" sets aside in its first pass: small per-example gradients, which its second backward goes without."""
+
+import torch
+from comparing import gradients
+from test_memory import Live, Ops
+from torch import nn
+from torch.nn import functional as F
+
+import ghostclip
+from ghostclip.planner import Planner
+
+CLASSES, EXAMPLES = 3, 4
+LOWEST = (4, 1, 3, 3)  # the weight that is small beside what its layer produces
+
+
+def network():
+    """A convolution whose per-example gradients are far smaller than what it produces, and two larger layers."""
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 32, 3), nn.Tanh(), nn.Flatten(), nn.Linear(2048, CLASSES))
+    return nn.Sequential(*layers).double()
+
+
+def losses(model):
+    torch.manual_seed(1)
+    images = torch.randn(EXAMPLES, 1, 12, 12, dtype=torch.float64)
+    return F.cross_entropy(model(images), torch.randint(CLASSES, (EXAMPLES,)), reduction="none")
+
+
+def clipper(budget=None, **options):
+    """One whose planner finds keeping fastest wherever there is room."""
+    found = ghostclip.GhostClipper(network(), 0.5, memory_budget=budget, **options)
+    found._passes._planner = Planner("direct", measure=lambda run, device, best: 1.0)
+    return found
+
+
+def weight_gradients(of):
+    """Shapes of the weight gradients that a second backward of convolutions forms, once strategies are chosen."""
+    of.backward(losses(of.model))
+    of.model.zero_grad()
+    with Ops() as ops:
+        of.backward(losses(of.model))
+    batches = [args for name, _, args in ops.seen if name == "convolution_backward" and args[0].shape[0] == EXAMPLES]
+    return [tuple(args[2].shape) for args in batches if args[10][1] and not args[2].storage_offset()]
+
+
+def test_a_small_layer_is_left_out_of_the_second_backward():
+    assert LOWEST not in weight_gradients(clipper())
+    assert LOWEST in weight_gradients(clipper(budget=1))
+
+
+def test_what_is_set_aside_changes_no_sum():
+    sums = []
+    for budget in (None, 1):
+        each = clipper(budget)
+        each.backward(losses(each.model))
+        each.backward(losses(each.model))
+        sums.append(gradients(each.model))
+    for name, gradient in sums[0].items():
+        torch.testing.assert_close(gradient, sums[1][name], rtol=1e-12, atol=1e-14)
+
+
+def test_the_graph_below_is_freed_all_the_same():
+    each = clipper()
+    each.backward(losses(each.model))
+    with Live({EXAMPLES * 4 * 100 * 8}) as live:  # what the lowest layer produced
+        batch = losses(each.model)
+        assert live.bytes() > 0
+        each.backward(batch, retain_graph=True)
+        assert live.bytes() > 0
+        each.backward(batch)
+        assert live.bytes() == 0
+
+
+def test_a_parameter_with_a_hook_has_an_ordinary_backward():
+    each, seen = clipper(), []
+    each.model[0].weight.register_hook(seen.append)
+    assert LOWEST in weight_gradients(each)
+    assert len(seen) == 2
+
+
+def test_processes_that_wait_for_each_other_have_an_ordinary_backward(monkeypatch):
+    monkeypatch.setattr("ghostclip.two_passes.is_distributed", lambda: True)
+    assert LOWEST in weight_gradients(clipper())
+
+
+def test_an_example_that_is_not_finite_adds_nothing():
+    each = clipper()
+    expected = {name: g[[0, 2, 3]] for name, g in each.per_example_grads(losses(each.model)).items()}
+    norms = each.norms(losses(each.model))[[0, 2, 3]]
+    batch = losses(each.model)
+    each.backward(torch.where(torch.arange(EXAMPLES) == 1, batch * torch.inf, batch))
+    weights = (0.5 / norms).clamp(max=1)
+    for name, gradient in gradients(each.model).items():
+        clipped = torch.einsum("b,b...->...", weights, expected[name])
+        torch.testing.assert_close(gradient, clipped, rtol=1e-12, atol=1e-14)
