@@ -3,10 +3,14 @@
 import pytest
 import torch
 
+from ghostclip.native import library
+from ghostclip.norms.chained_rows import add_rows, chained_squared_norms
 from ghostclip.norms.outer import Outer, gram
 from ghostclip.norms.rows import Rows, pairs_squared_norms, repeats_squared_norms, runs_squared_norms
 
-WAYS = [runs_squared_norms, repeats_squared_norms, pairs_squared_norms]
+needs_compiler = pytest.mark.skipif(library("rows") is None, reason="no C compiler here")
+TENSOR_WAYS = [runs_squared_norms, repeats_squared_norms, pairs_squared_norms]
+WAYS = [*TENSOR_WAYS, pytest.param(chained_squared_norms, marks=needs_compiler)]
 INDICES = {
     "all the same": lambda: torch.full((3, 6), 2),
     "none twice": lambda: torch.stack([torch.randperm(9)[:6] for _ in range(3)]),
@@ -29,13 +33,64 @@ def test_norms_equal_those_of_the_table(name, way):
     torch.testing.assert_close(way(indices, gradients), table.flatten(1).square().sum(1), rtol=1e-12, atol=0)
 
 
-def test_rows_that_cancel_keep_their_digits():
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_that_cancel_keep_their_digits(way):
     indices = torch.zeros(2, 4, dtype=torch.int64)
     gradients = torch.randn(2, 1, 8) * torch.tensor([1.0, -1.0, 1.0, -1.0]).view(1, 4, 1)
     gradients = gradients + 1e-4 * torch.randn(2, 4, 8)
     exact = gradients.double().sum(1).square().sum(1)
-    for way in WAYS:
-        torch.testing.assert_close(way(indices, gradients).double(), exact, rtol=1e-2, atol=0)
+    torch.testing.assert_close(way(indices, gradients).double(), exact, rtol=1e-2, atol=0)
+
+
+LAYOUTS = {
+    "plain": lambda g: g,
+    "positions first": lambda g: g.transpose(0, 1).contiguous().transpose(0, 1),
+    "features first": lambda g: g.mT.contiguous().mT,
+    "expanded": lambda g: g[:, :1].expand_as(g),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("width", [1, 7, 16, 67])
+def test_compiled_rows_of_any_layout(layout, width, dtype):
+    torch.manual_seed(0)
+    indices, weights = torch.randint(40, (70, 5)).t()[:, ::2], torch.rand(5, dtype=dtype)
+    gradients = LAYOUTS[layout](torch.randn(5, 35, width, dtype=dtype))
+    tolerance = {"rtol": 1e-4 if dtype == torch.float32 else 1e-12, "atol": 1e-6 if dtype == torch.float32 else 1e-12}
+    table = torch.zeros(40, width, dtype=dtype)
+    add_rows(table, indices, gradients, weights)
+    exact = Rows(indices, gradients, torch.Size((40, width))).per_example()
+    torch.testing.assert_close(table, torch.einsum("b,brd->rd", weights, exact), **tolerance)
+    squared = chained_squared_norms(indices, gradients)
+    torch.testing.assert_close(squared, exact.flatten(1).square().sum(1), **tolerance)
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_change_nothing(monkeypatch, threads):
+    monkeypatch.setattr("ghostclip.native.calls.SHARE", 1)
+    indices, gradients, weights = torch.randint(9, (33, 12)), torch.randn(33, 12, 40), torch.rand(33)
+    tables, squared = [], []
+    for count in (1, threads):
+        monkeypatch.setattr("torch.get_num_threads", lambda count=count: count)
+        tables.append(torch.zeros(9, 40))
+        add_rows(tables[-1], indices, gradients, weights)
+        squared.append(chained_squared_norms(indices, gradients))
+    assert torch.equal(*tables)
+    assert torch.equal(*squared)
+
+
+@needs_compiler
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_example_stays_by_itself(bad):
+    indices, gradients = torch.randint(9, (4, 12)), torch.randn(4, 12, 8)
+    clean = chained_squared_norms(indices, gradients)
+    gradients[2, 5, 3] = bad
+    found = chained_squared_norms(indices, gradients)
+    assert not found[2].isfinite()
+    assert torch.equal(found[[0, 1, 3]], clean[[0, 1, 3]])
 
 
 @pytest.mark.parametrize("positions", [255, 256, 257, 700])

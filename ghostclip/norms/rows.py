@@ -3,8 +3,9 @@
 A row is d numbers that stand together in the table's memory: all of a table's row, or as little as one entry of it.
 
 The gradient of example i is a table whose row r is the sum of ``gradients[i, t]`` over the positions t with
-``indices[i, t] == r``. Three ways to its squared norm:
+``indices[i, t] == r``. Four ways to its squared norm:
 
+    chains    compiled: chain the positions of equal indices, sum each chain
     runs      sort each example's indices, sum runs of equal ones
     repeats   the same, but only for indices that occur more than once; the others' norms add up as they are
     gram      inner products of all pairs of positions with equal indices, for few positions
@@ -17,10 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .chained_rows import add_rows, chained_squared_norms, chains_are_there
 from .dense import squared_norms
 from .memory import FRESH, Memory
 from .outer import chunks, reliable
-from .term import Answer, Candidate, Term, size_class, split_examples, wide, zero_examples
+from .term import Answer, Candidate, Term, is_traced, size_class, split_examples, wide, zero_examples
 
 __all__ = ["Rows", "pairs_squared_norms", "repeats_squared_norms", "runs_squared_norms"]
 
@@ -116,6 +118,10 @@ class Rows(Term):
         numbers, positions = float(gradients.numel()), indices.shape[1]
         # Sorting and adding by index are not counted in flops; these factors are what they were measured to cost.
         found = {"runs": Candidate("direct", lambda keep: Answer(runs_squared_norms(indices, gradients)), 60 * numbers)}
+        if chains_are_there(indices, gradients):
+            found["chains"] = Candidate(
+                "direct", lambda keep: Answer(chained_squared_norms(indices, gradients)), 10 * numbers, traces=False
+            )
         if gradients.device.type == "cpu":
             found["repeats"] = Candidate(
                 "direct", lambda keep: Answer(repeats_squared_norms(indices, gradients)), 50 * numbers, traces=False
@@ -138,8 +144,12 @@ class Rows(Term):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         gradients = wide(self.gradients)
-        gradients = gradients * weights.to(gradients.dtype).view(-1, 1, 1)
+        weights = weights.to(gradients.dtype)
         table = gradients.new_zeros(self.shape)
+        if chains_are_there(self.indices, gradients) and not is_traced():
+            add_rows(table, self.indices, gradients, weights)
+            return table
+        gradients = gradients * weights.view(-1, 1, 1)
         table.view(-1, self.width).index_add_(0, self.indices.flatten(), gradients.flatten(0, 1))
         return table
 

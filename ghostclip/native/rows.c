@@ -1,0 +1,120 @@
+/* Gradients that fall on a few rows of a table (embeddings): squared norms of each example's sums of rows, and the
+ * weighted sum of all of them. Positions of one example with the same index are chained; a row that stands alone is read
+ * where it is, and no sum takes more memory than one row.
+ *
+ * This file reads itself twice, with REAL float and double; NAME(x) is x_float or x_double.
+ */
+
+#ifndef REAL
+
+#include "vectors.h"
+
+#define NONE -1L
+
+/* Where an index that differs from most others may be found first. */
+INLINE long place_of(long index, long mask) {
+    return (long)(((uint64_t)index * UINT64_C(0x9E3779B97F4A7C15)) >> 20) & mask;
+}
+
+#define REAL float
+#define INTEGER int32_t
+#define NAME(x) x##_float
+#include "rows.c"
+
+#undef REAL
+#undef INTEGER
+#undef NAME
+
+#define REAL double
+#define INTEGER int64_t
+#define NAME(x) x##_double
+#include "rows.c"
+
+#else
+
+#include "vectors.h"
+
+INLINE double NAME(square)(const REAL *row, long width) {
+    VEC sums = {0};
+    double total = 0;
+    long k = 0;
+    for (; k + LANES <= width; k += LANES) {
+        const VEC part = *(const VEC *)(row + k);
+        sums += part * part;
+    }
+    for (long lane = 0; lane < LANES; lane++) total += sums[lane];
+    for (; k < width; k++) total += (double)row[k] * row[k];
+    return total;
+}
+
+/* squared [batch] for indices [batch, positions] and gradients [batch, positions, width], of which examples
+ * [first, last). Strides are those of examples and positions. Returns 0, or 1 where there is no memory. */
+int NAME(rows_squared)(const int64_t *indices, long index_example, long index_position, const REAL *gradients,
+                       long example_stride, long position_stride, REAL *squared, long positions, long width, long first,
+                       long last) {
+    long places = 16;
+    while (places < 2 * positions) places *= 2;
+    /* table: the first position of each chain; heads: those in order; ends and next: by position. */
+    long *table = malloc((places + 3 * positions) * sizeof(long));
+    REAL *sum = malloc(width * sizeof(REAL));
+    if (!table || !sum) {
+        free(table);
+        free(sum);
+        return 1;
+    }
+    long *heads = table + places, *ends = heads + positions, *next = ends + positions;
+    for (long example = first; example < last; example++) {
+        const int64_t *index = indices + example * index_example;
+        const REAL *rows = gradients + example * example_stride;
+        long chains = 0;
+        double total = 0;
+        for (long place = 0; place < places; place++) table[place] = NONE;
+        for (long t = 0; t < positions; t++) {
+            const long mine = index[t * index_position];
+            long place = place_of(mine, places - 1);
+            next[t] = NONE;
+            while (table[place] != NONE && index[table[place] * index_position] != mine)
+                place = (place + 1) & (places - 1);
+            if (table[place] == NONE)
+                table[place] = heads[chains++] = t;
+            else
+                next[ends[table[place]]] = t;
+            ends[table[place]] = t;
+        }
+        for (long chain = 0; chain < chains; chain++) {
+            const REAL *row = rows + heads[chain] * position_stride;
+            if (next[heads[chain]] != NONE) {
+                memcpy(sum, row, width * sizeof(REAL));
+                for (long t = next[heads[chain]]; t != NONE; t = next[t])
+                    for (long k = 0; k < width; k++) sum[k] += rows[t * position_stride + k];
+                row = sum;
+            }
+            total += NAME(square)(row, width);
+        }
+        squared[example] = total;
+    }
+    free(table);
+    free(sum);
+    return 0;
+}
+
+/* table [rows, width] += weights[b] * gradients[b, t] at row indices[b, t], for columns [first, last). */
+int NAME(rows_added)(const int64_t *indices, long index_example, long index_position, const REAL *gradients,
+                     long example_stride, long position_stride, const REAL *weights, REAL *table, long batch,
+                     long positions, long width, long first, long last) {
+    for (long example = 0; example < batch; example++) {
+        const REAL weight = weights[example];
+        for (long t = 0; t < positions; t++) {
+            const REAL *from = gradients + example * example_stride + t * position_stride;
+            REAL *into = table + indices[example * index_example + t * index_position] * width;
+            for (long k = first; k < last; k++) into[k] += weight * from[k];
+        }
+    }
+    return 0;
+}
+
+#undef LANES
+#undef VEC
+#undef INTS
+
+#endif

@@ -1,0 +1,39 @@
+"""Rows of a table by compiled C: native/rows.c chains the positions of an example that have the same index.
+
+It reads each gradient once and needs no memory beside a row and a few numbers a position.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ghostclip.native import library
+from ghostclip.native.calls import run_examples
+
+__all__ = ["add_rows", "chained_squared_norms", "chains_are_there"]
+
+
+def chains_are_there(indices: Tensor, gradients: Tensor) -> bool:
+    """Whether these can be given to the functions below."""
+    known = indices.dtype == torch.int64 and gradients.dtype in (torch.float32, torch.float64)
+    return known and gradients.device.type == "cpu" and library("rows") is not None
+
+
+def chained_squared_norms(indices: Tensor, gradients: Tensor) -> Tensor:
+    """As `ghostclip.norms.rows.runs_squared_norms`, for indices [B, T] and gradients [B, T, d] on the CPU."""
+    batch, positions, width = gradients.shape
+    gradients = gradients if gradients.stride(2) == 1 else gradients.contiguous()
+    squared = gradients.new_empty(batch)
+    arguments = (indices, *indices.stride(), gradients, *gradients.stride()[:2], squared, positions, width)
+    run_examples("rows", "rows_squared", gradients.dtype, batch, gradients.numel(), arguments)
+    return squared
+
+
+def add_rows(table: Tensor, indices: Tensor, gradients: Tensor, weights: Tensor) -> None:
+    """``table[indices[b, t]] += weights[b] * gradients[b, t]``, for a contiguous table [rows, d] and weights [B]."""
+    batch, positions, width = gradients.shape
+    gradients = gradients if gradients.stride(2) == 1 else gradients.contiguous()
+    sides = (indices, *indices.stride(), gradients, *gradients.stride()[:2], weights.contiguous(), table)
+    # Threads share the columns: no two of them write to the same number.
+    run_examples("rows", "rows_added", gradients.dtype, width, gradients.numel(), (*sides, batch, positions, width))
