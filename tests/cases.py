@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from case_attention import ATTENTION
 from case_layers import LAYER_CASES
 from case_models import (
     Wired,
@@ -27,6 +28,7 @@ from case_models import (
     tied_linears,
     transformer,
 )
+from case_recurrent import RECURRENT
 from case_types import Case, indices, normal
 
 __all__ = ["CASES", "case"]
@@ -267,6 +269,7 @@ def _models() -> Iterator[Case]:
 
 
 CASES = [*_linear(), *_conv(), *_embedding(), *_normalization(), *_recurrent(), *_attention(), *_models(), *LAYER_CASES]
+CASES += [*RECURRENT, *ATTENTION]
 
 
 def case(name: str) -> Case:

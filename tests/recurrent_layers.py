@@ -27,6 +27,7 @@ __all__ = [
 T, B, I, H = 5, 3, 4, 6
 KINDS = {
     "lstm": (recurrent.LSTM, {}),
+    "projected lstm": (recurrent.LSTM, {"proj_size": 2}),
     "gru": (recurrent.GRU, {}),
     "rnn tanh": (recurrent.RNN, {"nonlinearity": "tanh"}),
     "rnn relu": (recurrent.RNN, {"nonlinearity": "relu"}),
@@ -58,9 +59,9 @@ def sequences(layer, steps=T, batch=B):
 
 def initial(layer, batch=B):
     """Initial states that need gradients, as a list."""
-    shape = (layer.num_layers * (1 + layer.bidirectional), batch, layer.hidden_size)
-    dtype = layer.weight_ih_l0.dtype
-    return [torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(1 + (layer.mode == "LSTM"))]
+    rows, dtype = layer.num_layers * (1 + layer.bidirectional), layer.weight_ih_l0.dtype
+    widths = [layer.proj_size or layer.hidden_size, layer.hidden_size][: 1 + (layer.mode == "LSTM")]
+    return [torch.randn(rows, batch, width, dtype=dtype, requires_grad=True) for width in widths]
 
 
 def run(layer, x, states=()):

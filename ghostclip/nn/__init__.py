@@ -5,6 +5,7 @@ from torch.nn import *
 
 from .base import Call, GhostLayer
 from .bilinear import Bilinear
+from .cells import GRUCell, LSTMCell, RNNCell
 from .conv import Conv1d, Conv2d, Conv3d
 from .conv_transpose import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from .embedding import Embedding
@@ -15,6 +16,13 @@ from .multihead import MultiheadAttention
 from .normalization import BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, LayerNorm, RMSNorm, SyncBatchNorm
 from .prelu import PReLU
 from .recurrent import GRU, LSTM, RNN
+from .transformer import (
+    Transformer,
+    TransformerDecoder,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
 
 
 def __getattr__(name: str) -> object:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Trace", "gru_factors", "lstm_factors", "rnn_relu_factors", "rnn_tanh_factors"]
+__all__ = ["LSTMFactors", "Trace", "gru_factors", "lstm_factors", "rnn_relu_factors", "rnn_tanh_factors"]
 
 # Time steps are taken together while their gates need about this many bytes.
 SPAN_BYTES = 1 << 20
@@ -26,10 +27,11 @@ class Trace:
 
     Attributes:
         x: [T, B, I], contiguous.
-        states: [T + 1, B, H], the initial hidden state and the one after each step.
+        states: [T + 1, B, P], the initial hidden state and the one after each step; P is H but for projections.
         c0: [B, H], the initial cell state of an LSTM.
-        weight_ih, weight_hh: [gates * H, I] and [gates * H, H].
+        weight_ih, weight_hh: [gates * H, I] and [gates * H, P].
         bias_ih, bias_hh: [gates * H], or None.
+        weight_hr: [P, H], what an LSTM projects its hidden states with, or None.
     """
 
     x: Tensor
@@ -39,6 +41,12 @@ class Trace:
     weight_hh: Tensor
     bias_ih: Tensor | None
     bias_hh: Tensor | None
+    weight_hr: Tensor | None = None
+
+    @property
+    def hidden(self) -> int:
+        """H."""
+        return (self.weight_hh if self.weight_hr is None else self.weight_hr).shape[1]
 
     def span(self) -> int:
         """How many time steps to take together, at least one."""
@@ -64,14 +72,27 @@ def _affine(inputs: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
         torch.addmm(bias, inputs.flatten(0, 1), weight.mT, out=out.flatten(0, 1))
 
 
-def lstm_factors(trace: Trace) -> Tensor:
-    """[6, T, B, H]: f; what dc is multiplied with for the gates i, f, g; what dh is for the gate o, and to reach dc.
+class LSTMFactors(NamedTuple):
+    """What an LSTM keeps for its way back.
 
-    With c_t = f c_{t-1} + i g and h_t = o tanh(c_t) these are g i(1-i), c_{t-1} f(1-f), i(1-g^2); tanh(c) o(1-o),
-    o(1-tanh(c)^2).
+    Attributes:
+        planes: [6, T, B, H]: f; what dc is multiplied with for the gates i, f, g; what dh is for the gate o, and to
+            reach dc. With c_t = f c_{t-1} + i g and h_t = o tanh(c_t) these are g i(1-i), c_{t-1} f(1-f), i(1-g^2);
+            tanh(c) o(1-o), o(1-tanh(c)^2).
+        last_cell: [B, H], c_T.
+        unprojected: [T, B, H], o tanh(c_t), where a projection follows; else None.
     """
+
+    planes: Tensor
+    last_cell: Tensor
+    unprojected: Tensor | None
+
+
+def lstm_factors(trace: Trace) -> LSTMFactors:
+    """The factors of an LSTM, projected (Sak et al. 2014) or not."""
     steps, batch, _ = trace.x.shape
-    hidden = trace.weight_hh.shape[1]
+    hidden = trace.hidden
+    unprojected = None if trace.weight_hr is None else trace.x.new_empty(steps, batch, hidden)
     planes = trace.x.new_empty(6, steps, batch, hidden)
     gates, product, squashed = trace.workspace(4 * hidden), trace.workspace(hidden), trace.workspace(hidden)
     cells = trace.x.new_empty(trace.span() + 1, batch, hidden)
@@ -83,13 +104,14 @@ def lstm_factors(trace: Trace) -> Tensor:
         z = gates[:count]
         _affine(trace.x[start:stop], trace.weight_ih, bias, z)
         z.flatten(0, 1).addmm_(trace.states[start:stop].flatten(0, 1), trace.weight_hh.mT)
-        _lstm_span(z, cells[: count + 1], product[:count], squashed[:count], planes[:, start:stop])
+        made = product[:count] if unprojected is None else unprojected[start:stop]
+        _lstm_span(z, cells[: count + 1], product[:count], squashed[:count], made, planes[:, start:stop])
         cells[0] = cells[count]
-    return planes
+    return LSTMFactors(planes, cells[0], unprojected)
 
 
-def _lstm_span(gates: Tensor, cells: Tensor, product: Tensor, squashed: Tensor, planes: Tensor) -> None:
-    """Fills ``planes`` [6, n, B, H] and the cell states after ``cells[0]`` from pre-activations [n, B, 4H]."""
+def _lstm_span(gates: Tensor, cells: Tensor, product: Tensor, squashed: Tensor, made: Tensor, planes: Tensor) -> None:
+    """Fills ``planes`` [6, n, B, H], the cell states after ``cells[0]`` and what these make, from gates [n, B, 4H]."""
     i, f_raw, g, o = gates.unflatten(2, (4, -1)).unbind(2)
     f, to_i, to_f, to_g, to_o, to_c = planes.unbind(0)
     i.sigmoid_()
@@ -104,9 +126,9 @@ def _lstm_span(gates: Tensor, cells: Tensor, product: Tensor, squashed: Tensor, 
     torch.mul(cells[:-1], f, out=product)
     torch.addcmul(product, product, f, value=-1, out=to_f)
     torch.tanh(cells[1:], out=squashed)
-    torch.mul(squashed, o, out=product)
-    torch.addcmul(product, product, o, value=-1, out=to_o)
-    torch.addcmul(o, product, squashed, value=-1, out=to_c)
+    torch.mul(squashed, o, out=made)
+    torch.addcmul(made, made, o, value=-1, out=to_o)
+    torch.addcmul(o, made, squashed, value=-1, out=to_c)
 
 
 def gru_factors(trace: Trace) -> Tensor:

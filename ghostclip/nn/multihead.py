@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.modules import linear as torch_linear
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.norms.outer import Outer
@@ -20,16 +20,21 @@ from ghostclip.norms.term import Term
 
 from .base import Call, GhostLayer, is_capturing
 from .linear import Linear, examples_first, summed_positions
+from .parts import built_of_wrappers
 
 __all__ = ["MultiheadAttention"]
 
 
-class _OutProjection(Linear, NonDynamicallyQuantizableLinear, wraps=NonDynamicallyQuantizableLinear):
+class NonDynamicallyQuantizableLinear(
+    Linear, torch_linear.NonDynamicallyQuantizableLinear, wraps=torch_linear.NonDynamicallyQuantizableLinear
+):
     """The output projection of an attention layer: a linear layer under torch's own name for it."""
 
 
 class MultiheadAttention(GhostLayer, torch.nn.MultiheadAttention, wraps=torch.nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` that can be clipped: masks, kdim, vdim, added biases, weights returned or not."""
+
+    __init__ = built_of_wrappers(torch.nn.MultiheadAttention)
 
     def forward(
         self,
@@ -43,15 +48,18 @@ class MultiheadAttention(GhostLayer, torch.nn.MultiheadAttention, wraps=torch.nn
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As torch's; raises UnsupportedModelError for inputs without a batch dimension while recording gradients."""
-        trained = any(parameter.requires_grad for parameter in self.parameters())
-        if not (is_capturing() and trained):
-            return super().forward(
-                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-            )
-        if query.dim() != 3:
+        trained = is_capturing() and any(parameter.requires_grad for parameter in self.parameters())
+        if trained and query.dim() == 2:
             raise UnsupportedModelError(
                 f"MultiheadAttention got a query of shape {list(query.shape)}; give it a batch dimension: [B, T, E] "
                 "with batch_first=True, else [T, B, E]"
+            )
+        hint = is_causal and key_padding_mask is None and not need_weights
+        # Where inputs and masks don't fit together, torch says what is wrong.
+        fit = attn_mask is not None or not is_causal
+        if not (trained and fit and self._fit(query, key, value, key_padding_mask, None if hint else attn_mask)):
+            return super().forward(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
         key_padding_mask, attn_mask, is_causal = _masks(query, key_padding_mask, attn_mask, is_causal, need_weights)
         if self.batch_first:
@@ -68,6 +76,19 @@ class MultiheadAttention(GhostLayer, torch.nn.MultiheadAttention, wraps=torch.nn
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
         return (output.transpose(1, 0) if self.batch_first else output), weights
+
+    def _fit(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
+    ) -> bool:
+        """Whether inputs and masks have sizes that torch takes."""
+        if query.is_nested or (query.dim(), key.dim(), value.dim()) != (3, 3, 3) or key.shape[:2] != value.shape[:2]:
+            return False
+        batch, steps = (0, 1) if self.batch_first else (1, 0)
+        examples, target, source = query.shape[batch], query.shape[steps], key.shape[steps]
+        masks = (None, (target, source), (examples * self.num_heads, target, source))
+        padding = (None, (examples, source))
+        shapes = [None if mask is None else tuple(mask.shape) for mask in (attn_mask, key_padding_mask)]
+        return key.shape[batch] == examples and shapes[0] in masks and shapes[1] in padding
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value through their projections, in as few products as torch makes of them."""
@@ -191,8 +212,6 @@ def _masks(
         other_name="attn_mask",
         target_type=query.dtype,
     )
-    if is_causal and attn_mask is None:
-        raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
     if is_causal and key_padding_mask is None and not need_weights:
         return key_padding_mask, None, True
     attn_mask = F._canonical_mask(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .gates import Trace, gru_factors, lstm_factors, rnn_relu_factors, rnn_tanh_factors
+from .gates import LSTMFactors, Trace, gru_factors, lstm_factors, rnn_relu_factors, rnn_tanh_factors
 
 __all__ = ["LOOPS", "GateGradients", "Incoming", "Way"]
 
@@ -22,8 +22,8 @@ class Incoming(NamedTuple):
     """Gradients of the losses at what a recurrence returned; None where nothing came.
 
     Attributes:
-        output: [T, B, H].
-        h_n: [B, H].
+        output: [T, B, P].
+        h_n: [B, P].
         c_n: [B, H].
     """
 
@@ -32,7 +32,7 @@ class Incoming(NamedTuple):
     c_n: Tensor | None
 
     def at_steps(self, like: Tensor) -> list[Tensor]:
-        """What comes to h_t from outside, one [B, H] a step; ``like`` is some [T, B, H]."""
+        """What comes to h_t from outside, one [B, P] a step; ``like`` is some [T, B, P]."""
         if self.output is None:
             found = [like.new_zeros(()).expand(like.shape[1:])] * like.shape[0]
         else:
@@ -48,9 +48,10 @@ class GateGradients(NamedTuple):
     Attributes:
         into_input: [T, B, gates * H], at the pre-activations, as W_ih and b_ih see them.
         into_hidden: the same as W_hh and b_hh see them; another tensor for a GRU only.
-        h0: [B, H], at the initial hidden state.
+        h0: [B, P], at the initial hidden state.
         c0: [B, H], at the initial cell state; None but for an LSTM.
         sums: the first two summed over time, [B, gates * H] each, where that came for nothing.
+        projection: of a projected LSTM, the gradient at each hidden state [T, B, P] and what was projected [T, B, H].
     """
 
     into_input: Tensor
@@ -58,6 +59,7 @@ class GateGradients(NamedTuple):
     h0: Tensor
     c0: Tensor | None
     sums: tuple[Tensor, Tensor] | None = None
+    projection: tuple[Tensor, Tensor] | None = None
 
     def summed(self) -> tuple[Tensor, Tensor]:
         """`into_input` and `into_hidden` summed over time, [B, gates * H] each: the biases' gradients by example."""
@@ -68,32 +70,45 @@ class GateGradients(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How one kind of layer goes back: what it keeps of a `Trace`, and from that and what comes in, gate gradients."""
+    """How one kind of layer goes back: what it keeps of a `Trace`, and from that and what comes in, gate gradients.
+
+    An LSTM's last cell state [B, H] is found in what it keeps.
+    """
 
     keep: Callable[[Trace], Any]
     back: Callable[[Any, Trace, Incoming], GateGradients]
+    last_cell: Callable[[Any, Trace], Tensor] | None = None
 
 
-def _lstm_back(factors: Tensor, trace: Trace, incoming: Incoming) -> GateGradients:
-    """Gate gradients, in the order i, f, g, o, from the factors [6, T, B, H] of `lstm_factors`."""
-    _, steps, batch, hidden = factors.shape
-    grad = factors.new_empty(steps, batch, 4 * hidden)
+def _lstm_back(factors: LSTMFactors, trace: Trace, incoming: Incoming) -> GateGradients:
+    """Gate gradients, in the order i, f, g, o, from the factors of `lstm_factors`."""
+    planes, unprojected = factors.planes, factors.unprojected
+    _, steps, batch, hidden = planes.shape
+    grad = planes.new_empty(steps, batch, 4 * hidden)
     through_c = grad.view(steps, batch, 4, hidden)[:, :, :3].unbind(0)
     through_h = grad[..., 3 * hidden :].unbind(0)
-    f, to_o, to_c = (factors[plane].unbind(0) for plane in (0, 4, 5))
-    to_ifg = factors[1:4].permute(1, 2, 0, 3).unbind(0)
-    outside, at_gates = incoming.at_steps(factors[0]), grad.unbind(0)
-    dh = torch.empty_like(factors[0, 0]).copy_(outside[-1])
-    dc = torch.zeros_like(dh) if incoming.c_n is None else torch.empty_like(dh).copy_(incoming.c_n)
+    f, to_o, to_c = (planes[plane].unbind(0) for plane in (0, 4, 5))
+    to_ifg = planes[1:4].permute(1, 2, 0, 3).unbind(0)
+    outside, at_gates = incoming.at_steps(trace.states[1:]), grad.unbind(0)
+    # The gradient at every hidden state is kept where a projection made them, else only the present one.
+    at_states = None if unprojected is None else torch.empty_like(trace.states[1:])
+    dh = torch.empty_like(trace.states[0]) if at_states is None else at_states[-1]
+    dh.copy_(outside[-1])
+    above = dh if trace.weight_hr is None else torch.mm(dh, trace.weight_hr)
+    dc = torch.zeros_like(above) if incoming.c_n is None else torch.empty_like(above).copy_(incoming.c_n)
     dc_thrice = dc.unsqueeze(1)
     for t in range(steps - 1, -1, -1):
-        dc.addcmul_(dh, to_c[t])
+        dc.addcmul_(above, to_c[t])
         torch.mul(dc_thrice, to_ifg[t], out=through_c[t])
-        torch.mul(dh, to_o[t], out=through_h[t])
+        torch.mul(above, to_o[t], out=through_h[t])
         dc.mul_(f[t])
         if t:
+            dh = dh if at_states is None else at_states[t - 1]
             torch.addmm(outside[t - 1], at_gates[t], trace.weight_hh, out=dh)
-    return GateGradients(grad, grad, grad[0] @ trace.weight_hh, dc)
+            if trace.weight_hr is not None:
+                torch.mm(dh, trace.weight_hr, out=above)
+    projection = None if at_states is None or unprojected is None else (at_states, unprojected)
+    return GateGradients(grad, grad, grad[0] @ trace.weight_hh, dc, None, projection)
 
 
 def _gru_back(factors: Tensor, trace: Trace, incoming: Incoming) -> GateGradients:
@@ -133,7 +148,7 @@ def _rnn_back(factors: Tensor, trace: Trace, incoming: Incoming) -> GateGradient
 
 # By the mode of torch's recurrent layers.
 LOOPS = {
-    "LSTM": Way(lstm_factors, _lstm_back),
+    "LSTM": Way(lstm_factors, _lstm_back, lambda factors, trace: factors.last_cell),
     "GRU": Way(gru_factors, _gru_back),
     "RNN_TANH": Way(rnn_tanh_factors, _rnn_back),
     "RNN_RELU": Way(rnn_relu_factors, _rnn_back),

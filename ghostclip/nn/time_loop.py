@@ -32,8 +32,9 @@ class Gates(NamedTuple):
 
 
 def available(trace: Trace) -> bool:
-    """Whether the compiled way can be gone for this trace: numbers on the CPU, and C that is or can be compiled."""
-    return trace.x.device.type == "cpu" and not is_traced() and library("time_loop") is not None
+    """Whether the compiled way can be gone for this trace: numbers on the CPU, no projection, and compiled C."""
+    plain = trace.x.device.type == "cpu" and trace.weight_hr is None
+    return plain and not is_traced() and library("time_loop") is not None
 
 
 def _dense(tensor: Tensor | None) -> Tensor | None:
@@ -96,6 +97,11 @@ def _lstm_keep(trace: Trace) -> Gates:
     arguments = (x, states, *weights, _padded_bias(bias, 4, padded), gates, cells, *sizes)
     run_examples("time_loop", "lstm_gates", trace.x.dtype, trace.x.shape[1], _forward_work(trace), arguments)
     return Gates(gates, cells)
+
+
+def _last_cell(kept: Gates, trace: Trace) -> Tensor:
+    assert kept.cells is not None
+    return kept.cells[-1, :, : trace.hidden]
 
 
 def _gru_keep(trace: Trace) -> Gates:
@@ -178,7 +184,7 @@ def _rnn_back(relu: bool, kept: None, trace: Trace, incoming: Incoming) -> GateG
 
 # By the mode of torch's recurrent layers.
 COMPILED = {
-    "LSTM": Way(_lstm_keep, _lstm_back),
+    "LSTM": Way(_lstm_keep, _lstm_back, _last_cell),
     "GRU": Way(_gru_keep, _gru_back),
     "RNN_TANH": Way(_rnn_keep, partial(_rnn_back, False)),
     "RNN_RELU": Way(_rnn_keep, partial(_rnn_back, True)),

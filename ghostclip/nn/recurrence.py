@@ -1,0 +1,210 @@
+"""One direction of one recurrent layer as a node of the graph: torch's fused kernel forwards, an own way back.
+
+torch's own backward can't stop at the gates, so this node goes back instead: it recomputes the gates and goes back
+through time (time_loop.py, or gates.py and through_time.py where nothing can be compiled; run by run for packed
+sequences, packed.py), and is its own capture: in a first pass it tells the sink the gate gradients and forms no weight
+gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import _VF, Tensor
+
+from ghostclip.norms.term import wide
+
+from .base import NOTHING, Call
+from .gates import Trace
+from .packed import Order, PackedTrace, forward_runs, way_back
+from .through_time import LOOPS, GateGradients, Incoming, Way
+from .time_loop import COMPILED, available
+
+__all__ = ["Recurrence", "native", "native_packed"]
+
+
+# By the mode of torch's recurrent layers.
+_KERNELS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+    "LSTM": _VF.lstm,
+    "GRU": _VF.gru,
+    "RNN_TANH": _VF.rnn_tanh,
+    "RNN_RELU": _VF.rnn_relu,
+}
+
+
+def native(
+    mode: str, x: Tensor, initial: tuple[Tensor, ...], weights: list[Tensor], bias: bool, training: bool
+) -> tuple[Tensor, ...]:
+    """torch's output and last states of one direction, detached, with the values of a training forward."""
+    # oneDNN's LSTM has one kernel for training and one for inference, told apart by grad mode; they differ in the last
+    # bit. The other kernels are told apart by the weights' requires_grad (matmul folds time into the batch).
+    fused = mode == "LSTM" and x.device.type == "cpu" and x.dtype != torch.float64 and len(weights) in (2, 4)
+    with torch.set_grad_enabled(fused):
+        if fused:
+            x, weights = x.detach(), [weight.detach() for weight in weights]
+            initial = tuple(state.detach() for state in initial)
+        hidden = initial if len(initial) > 1 else initial[0]
+        return _KERNELS[mode](x, hidden, weights, bias, 1, 0.0, training, False, False)
+
+
+def native_packed(
+    mode: str,
+    x: Tensor,
+    batch_sizes: Tensor,
+    initial: tuple[Tensor, ...],
+    weights: list[Tensor],
+    bias: bool,
+    training: bool,
+) -> list[tuple[Tensor, ...]]:
+    """The same of each direction, for the rows [N, I] of a packed sequence; initial states [directions, B, ...]."""
+    directions = initial[0].shape[0]
+    hidden = initial if len(initial) > 1 else initial[0]
+    with torch.no_grad():
+        output, *lasts = _KERNELS[mode](x, batch_sizes, hidden, weights, bias, 1, 0.0, training, directions > 1)
+        if directions == 1:
+            return [(output, *lasts)]
+        outputs = output.chunk(directions, dim=1)
+        return [
+            (outputs[way].contiguous(), *(last[way : way + 1].clone() for last in lasts)) for way in range(directions)
+        ]
+
+
+class Seen(NamedTuple):
+    """Rows of what the weights were multiplied with, [T, B, d], or [N, 1, d] of a packed sequence."""
+
+    x: Tensor
+    before: Tensor
+    order: Order | None
+
+    def laid_out(self, rows: Tensor) -> Tensor:
+        """[T, B, d], as rules want it."""
+        return rows if self.order is None else self.order.padded(rows)
+
+
+class Recurrence(torch.autograd.Function):
+    """A direction's forward, done; its backward tells the sink, while there is one, the gate gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        probe: Tensor,
+        call: Call | None,
+        mode: str,
+        results: tuple[Tensor, ...],
+        order: Order | None,
+        x: Tensor,
+        h0: Tensor,
+        c0: Tensor | None,
+        *weights: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        output = results[0]
+        # A copy, so that the output may be changed in place, as it may behind torch's own GRU and RNN.
+        if order is None:
+            states = output.new_empty(output.shape[0] + 1, *output.shape[1:])
+            states[:1], states[1:] = h0, output
+            ctx.save_for_backward(x, states, c0, *weights)
+        else:
+            ctx.save_for_backward(x, output.clone(), h0, c0, *weights)
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.mode, ctx.order, ctx.kept = call, mode, order, None
+        return results
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, output: Tensor | None, h_n: Tensor | None, c_n: Tensor | None = None) -> tuple:
+        if ctx.call is not None and ctx.call.sink is NOTHING:
+            ctx.kept = None
+            return (None,) * len(ctx.needs_input_grad)
+        last = (None if grad is None else wide(grad[0]) for grad in (h_n, c_n))
+        incoming = Incoming(None if output is None else wide(output), *last)
+        seen, found, weights = (_back if ctx.order is None else _back_packed)(ctx, incoming)
+        needed = ctx.needs_input_grad[5:]
+        call = ctx.call
+        if call is not None and call.sink is not None:
+            call.sink(call, _for_rule(call, seen, found), seen.laid_out(found.into_input))
+            needed = (*needed[:3], *(False,) * 5)
+        return None, None, None, None, None, *_gradients(seen, found, weights, needed)
+
+
+def _stays() -> bool:
+    """Whether another pass may follow over this graph, so that what was recomputed should be kept for it."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def _way(mode: str, trace: Trace) -> Way:
+    """Compiled where that can be had, else by tensor operations."""
+    return (COMPILED if available(trace) else LOOPS)[mode]
+
+
+def _back(ctx: Any, incoming: Incoming) -> tuple[Seen, GateGradients, list[Any]]:
+    """Through padded sequences."""
+    x, states, c0, *saved = ctx.saved_tensors
+    weights: list[Any] = [None if weight is None else wide(weight) for weight in saved]
+    trace = Trace(wide(x).contiguous(), wide(states), None if c0 is None else wide(c0[0]), *weights)
+    way, kept = (_way(ctx.mode, trace), None) if ctx.kept is None else ctx.kept
+    if ctx.kept is None:
+        kept = way.keep(trace)
+    ctx.kept = (way, kept) if _stays() else None
+    found = way.back(kept, trace, incoming)
+    return Seen(trace.x, trace.states[:-1], None), found, weights
+
+
+def _back_packed(ctx: Any, incoming: Incoming) -> tuple[Seen, GateGradients, list[Any]]:
+    """Through a packed sequence."""
+    x, output, h0, c0, *saved = ctx.saved_tensors
+    order = ctx.order
+    weights: list[Any] = [None if weight is None else wide(weight) for weight in saved]
+    x = order.turned(wide(x)).contiguous()
+    runs = ctx.kept
+    if runs is None:
+        first_cell = None if c0 is None else wide(c0[0])
+        packed = PackedTrace(order, x, order.turned(wide(output)), wide(h0[0]), first_cell, tuple(weights))
+        runs = forward_runs(packed, lambda trace: _way(ctx.mode, trace))
+    ctx.kept = runs if _stays() else None
+    came = None if incoming.output is None else order.turned(incoming.output)
+    found = way_back(runs, Incoming(came, incoming.h_n, incoming.c_n))
+    before = torch.cat([run.trace.states[:-1].flatten(0, 1) for run in runs])
+    return Seen(x.unsqueeze(1), before.unsqueeze(1), order), found, weights
+
+
+def _gradients(
+    seen: Seen, found: GateGradients, weights: list[Any], needed: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, h0, c0, W_ih, W_hh, b_ih, b_hh and W_hr where needed, by one product over all time steps each."""
+    into_input, into_hidden = found.into_input.flatten(0, 1), found.into_hidden.flatten(0, 1)
+    return (
+        _into_x(seen, into_input, weights[0]) if needed[0] else None,
+        found.h0.unsqueeze(0) if needed[1] else None,
+        found.c0.unsqueeze(0) if needed[2] and found.c0 is not None else None,
+        _product(into_input, seen.x) if needed[3] else None,
+        _product(into_hidden, seen.before) if needed[4] else None,
+        found.summed()[0].sum(0) if needed[5] else None,
+        found.summed()[1].sum(0) if needed[6] else None,
+        _product(found.projection[0].flatten(0, 1), found.projection[1]) if needed[7] and found.projection else None,
+    )
+
+
+def _into_x(seen: Seen, into_input: Tensor, weight_ih: Tensor) -> Tensor:
+    found = into_input @ weight_ih
+    return found.view_as(seen.x) if seen.order is None else seen.order.turned(found, back=True)
+
+
+def _product(grad: Tensor, factor: Tensor) -> Tensor:
+    """sum_{t,b} grad (x) factor, with the narrower one on the left of the product, where BLAS is a fifth faster."""
+    return (factor.flatten(0, 1).mT @ grad).mT.contiguous()
+
+
+def _for_rule(call: Call, seen: Seen, found: GateGradients) -> tuple[Tensor, ...]:
+    """What the rule needs beside dG: x, h_{t-1}, dG for W_hh; both dG summed over time; and both sides of W_hr."""
+    into_hidden = seen.laid_out(found.into_hidden)
+    parts = [seen.laid_out(seen.x), seen.laid_out(seen.before), into_hidden]
+    if any(name.startswith("bias") for name in call.parameters):
+        if seen.order is None:
+            parts += found.summed()
+        else:
+            parts += (seen.laid_out(found.into_input).sum(0), into_hidden.sum(0))
+    if found.projection is not None:
+        parts += map(seen.laid_out, found.projection)
+    return tuple(parts)

@@ -1,0 +1,186 @@
+"""torch's Transformer layers built of wrappers, and attention: what a row of the table can't show."""
+
+import inspect
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from case_types import project
+from comparing import exact_or_refused
+from torch import nn as torch_nn
+from torch.nn import functional
+
+import ghostclip
+from ghostclip import UnsupportedModelError, nn
+from ghostclip.nn import GhostLayer
+
+SMALL = {"d_model": 8, "nhead": 2, "dim_feedforward": 6}
+
+
+def encoder(namespace, layers=2, **options):
+    torch.random.default_generator.manual_seed(1)
+    one = namespace.TransformerEncoderLayer(**SMALL | {"batch_first": True, "dropout": 0.0} | options)
+    return namespace.TransformerEncoder(one, layers, norm=namespace.LayerNorm(8)).double()
+
+
+def decoder(namespace):
+    torch.random.default_generator.manual_seed(1)
+    one = namespace.TransformerDecoderLayer(**SMALL, batch_first=True)
+    return namespace.TransformerDecoder(one, 2, norm=namespace.LayerNorm(8)).double()
+
+
+def whole(namespace):
+    torch.random.default_generator.manual_seed(1)
+    sizes = {"num_encoder_layers": 1, "num_decoder_layers": 1, "batch_first": True}
+    return namespace.Transformer(**SMALL | sizes).double()
+
+
+BUILDS = {
+    "TransformerEncoderLayer": lambda namespace: encoder(namespace).layers[0],
+    "TransformerEncoder": encoder,
+    "TransformerDecoderLayer": lambda namespace: decoder(namespace).layers[1],
+    "TransformerDecoder": decoder,
+    "Transformer": whole,
+    "MultiheadAttention": lambda namespace: encoder(namespace).layers[0].self_attn,
+}
+every_kind = pytest.mark.parametrize("name", BUILDS)
+
+
+def kinds(model):
+    return {path: type(module) for path, module in model.named_modules()}
+
+
+@every_kind
+def test_built_from_ghostclip_nn_every_part_is_a_wrapper(name):
+    ours, theirs = BUILDS[name](nn), BUILDS[name](torch_nn)
+    assert type(ours) is getattr(nn, name)
+    assert isinstance(ours, getattr(torch_nn, name))
+    assert inspect.signature(getattr(nn, name)) == inspect.signature(getattr(torch_nn, name))
+    assert all(torch.equal(value, theirs.state_dict()[key]) for key, value in ours.state_dict().items())
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    owners = [ours.get_submodule(parameter.rpartition(".")[0]) for parameter, _ in ours.named_parameters()]
+    assert all(isinstance(owner, GhostLayer) for owner in owners)
+    assert repr(ours) == repr(theirs)
+
+
+@every_kind
+def test_wrapping_torchs_own_gives_the_same_and_unwrapping_torchs_own_again(name):
+    ours, theirs = BUILDS[name](nn), BUILDS[name](torch_nn)
+    plain = kinds(theirs)
+    assert kinds(ghostclip.wrap(theirs)) == kinds(ours)
+    assert kinds(ghostclip.unwrap(ours)) == plain
+    assert not any("ghost_batch_dim" in vars(module) for module in ours.modules())
+
+
+def test_layers_of_an_encoder_are_copies():
+    model = encoder(nn)
+    first, second = model.layers
+    assert isinstance(second.linear1, nn.Linear)
+    assert first.linear1.weight is not second.linear1.weight
+    assert not torch.equal(model.norm.weight, first.norm1.weight) or model.norm is not first.norm1
+
+
+@pytest.mark.parametrize("norm_first", [True, False], ids=["norm first", "norm last"])
+@pytest.mark.parametrize("padded", [True, False], ids=["padded", "not padded"])
+def test_inference_is_torchs_and_leaves_nothing_behind(norm_first, padded):
+    with warnings.catch_warnings():  # what torch says of nested tensors
+        warnings.simplefilter("ignore")
+        ours, theirs = (encoder(namespace, norm_first=norm_first).eval() for namespace in (nn, torch_nn))
+        x = torch.randn(3, 5, 8, dtype=torch.float64)
+        padding = torch.arange(5) >= torch.tensor([[5], [3], [2]]) if padded else None
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                found = ours(x, src_key_padding_mask=padding)
+                assert torch.equal(found, theirs(x, src_key_padding_mask=padding))
+                assert not found.requires_grad
+    assert exact_or_refused(ours, (x,)) is None  # in eval mode, but with gradients
+    ours.zero_grad()
+    assert exact_or_refused(ours.train(), (x,)) is None
+
+
+def test_dropout_draws_what_torch_draws_and_is_the_same_in_both_passes():
+    ours, theirs = (encoder(namespace, dropout=0.3) for namespace in (nn, torch_nn))
+    x, outputs = torch.randn(4, 5, 8, dtype=torch.float64), []
+    for model in (ours, theirs):
+        torch.random.default_generator.manual_seed(2)
+        outputs.append(model(x))
+    assert torch.equal(*outputs)
+    losses, expected = project(outputs[0]), project(outputs[1])
+    parameters = list(theirs.parameters())
+    each = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in expected]
+    norms = torch.stack([torch.cat([grad.flatten() for grad in grads]).norm() for grads in each])
+    result = ghostclip.GhostClipper(ours, clipping=0.5).backward(losses)
+    torch.testing.assert_close(result.norms, norms, rtol=1e-10, atol=0.0)
+    for parameter, grads in zip(ours.parameters(), zip(*each, strict=True), strict=True):
+        clipped = sum(grad * min(1.0, 0.5 / float(norm)) for grad, norm in zip(grads, norms, strict=True))
+        torch.testing.assert_close(parameter.grad, clipped, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("build", [encoder, whole], ids=["encoder", "whole"])
+def test_the_fast_attention_kernel_is_used_and_no_other(build, monkeypatch):
+    fast, calls = functional.scaled_dot_product_attention, []
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or fast(*a, **k))
+    monkeypatch.setattr(torch, "bmm", lambda *a, **k: pytest.fail("attention weights were formed"))
+    model, x = build(nn), torch.randn(2, 5, 8, dtype=torch.float64)
+    assert (model(x) if build is encoder else model(x, x)).requires_grad
+    assert len(calls) == (2 if build is encoder else 3)
+
+
+class Gated(nn.TransformerEncoderLayer):
+    """A user's own layer with one more part and a forward around torch's."""
+
+    def __init__(self, width):
+        super().__init__(width, 2, 6, dropout=0.0, batch_first=True)
+        self.gate = nn.Linear(width, width)
+
+    def forward(self, src, src_mask=None, src_key_padding_mask=None, is_causal=False):
+        return torch.sigmoid(self.gate(src)) * super().forward(src, src_mask, src_key_padding_mask, is_causal)
+
+
+def test_a_users_layer_made_of_one_is_exact():
+    assert inspect.signature(Gated) == inspect.signature(Gated.__init__, follow_wrapped=False).replace(
+        parameters=[inspect.Parameter("width", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    )
+    model = torch_nn.Sequential(Gated(8), nn.TransformerEncoder(Gated(8), 1, enable_nested_tensor=False)).double()
+    assert exact_or_refused(model, (torch.randn(3, 4, 8, dtype=torch.float64),)) is None
+
+
+@pytest.mark.parametrize("namespace", [nn, torch_nn], ids=["ours", "torchs"])
+def test_without_batch_first_the_parts_learn_where_examples_are(namespace):
+    model = namespace.TransformerEncoderLayer(**SMALL, dropout=0.0).double()
+    x = torch.randn(5, 5, 8, dtype=torch.float64)  # as many steps as examples
+    assert exact_or_refused(model, (x,), [1], partial(project, batch_dim=1)) is None
+
+
+def test_what_the_user_says_of_examples_stands():
+    model = ghostclip.wrap(torch_nn.TransformerEncoderLayer(**SMALL), batch_dim={"linear1": 0})
+    model(torch.randn(4, 3, 8))
+    assert model.linear1.ghost_batch_dim == 0
+    assert model.linear2.ghost_batch_dim == 1
+
+
+@pytest.mark.parametrize("name", ["TransformerEncoderLayer", "MultiheadAttention"])
+def test_an_input_without_a_batch_dimension_is_refused(name):
+    layer, x = BUILDS[name](nn), torch.randn(5, 8, dtype=torch.float64)
+    with pytest.raises(UnsupportedModelError, match=r"give it a batch dimension: \[B, T, E\]"):
+        layer(*[x] * (3 if name == "MultiheadAttention" else 1))
+
+
+def test_torch_says_what_is_wrong_with_sizes():
+    ours, theirs = (namespace.MultiheadAttention(8, 2, batch_first=True) for namespace in (nn, torch_nn))
+    x, short = torch.randn(3, 5, 8), torch.randn(3, 4, 8)
+    wrong = (
+        ((x, x, x), {"attn_mask": torch.zeros(1, 5)}),
+        ((x, x, x), {"attn_mask": torch.zeros(3, 5, 5)}),
+        ((x, x, x), {"key_padding_mask": torch.zeros(3, 4)}),
+        ((x, x, x), {"is_causal": True}),
+        ((x, short, x), {}),
+        ((x, x[:1], x[:1]), {}),
+    )
+    for inputs, options in wrong:
+        with pytest.raises((RuntimeError, AssertionError)) as expected:
+            theirs(*inputs, **options)
+        with pytest.raises(type(expected.value)) as found:
+            ours(*inputs, **options)
+        assert str(found.value).splitlines()[0] == str(expected.value).splitlines()[0]
