@@ -124,7 +124,7 @@ def _obstacles(module: torch_nn.Module) -> Iterator[tuple[str, str]]:
         if trained or wrapper.checked_when_frozen:
             for problem, remedy in wrapper.obstacles(module):
                 yield f"{kind.__name__}: {problem}", remedy
-        yield from _strangers(module, wrapper)
+        yield from _complex(module)
         return
     if isinstance(module, (torch_nn.modules.batchnorm._BatchNorm,)) and module.training:
         yield f"{kind.__name__} mixes the examples of a batch", INSTEAD_OF_BATCHNORM
@@ -135,27 +135,11 @@ def _obstacles(module: torch_nn.Module) -> Iterator[tuple[str, str]]:
         and module.training
     ):
         yield f"{kind.__name__} updates running statistics from private data", "set track_running_stats=False"
-    names = [name for name, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]
-    if names:
-        yield (
-            f"{kind.__name__} trains parameters of its own ({', '.join(names)}) and has no gradient rule",
-            "build it of layers from ghostclip.nn, write a rule (class MyLayer(GhostLayer, wraps=...)), or freeze it "
-            "(requires_grad_(False))",
-        )
+    yield from _complex(module)
 
 
-def _strangers(module: torch_nn.Module, wrapper: type[GhostLayer]) -> Iterator[tuple[str, str]]:
-    """Trained parameters that the wrapped class doesn't have: its rule knows nothing of them."""
-    known = wrapper.parameter_names(module)
-    own = [name for name, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]
-    extra = [name for name in own if name not in known]
-    if extra:
-        yield (
-            f"{type(module).__name__} has parameters its gradient rule doesn't cover ({', '.join(extra)}), as weight "
-            "normalisation makes them",
-            "remove the parametrization, move them to a module of their own, or freeze them",
-        )
-    if any(parameter.is_complex() for parameter in module.parameters(recurse=False)):
+def _complex(module: torch_nn.Module) -> Iterator[tuple[str, str]]:
+    if any(parameter.is_complex() and parameter.requires_grad for parameter in module.parameters(recurse=False)):
         yield (
             f"{type(module).__name__} has complex parameters",
             "use real ones: norms and noise are defined for those",

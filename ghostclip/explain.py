@@ -77,7 +77,8 @@ def plan_of(model: nn.Module, choices: Mapping[int, Choice] | None) -> Plan:
             continue
         layer, _, own = name.rpartition(".")
         module = model.get_submodule(layer)
-        rule = module.rule if isinstance(module, GhostLayer) else type(module).__name__
+        ruled = isinstance(module, GhostLayer) and own in module.parameter_names(module)
+        rule = str(module.rule) if ruled else f"fallback ({type(module).__name__})"
         choice = chosen.get(id(parameter))
         if choice is None:
             strategy, kept, why, costs = ("at the first batch" if choices is None else "unused"), False, "", {}

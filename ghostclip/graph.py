@@ -2,7 +2,7 @@
 
 What a layer remembers lives in the graph only, so the graph is where a clipper finds it. The walk goes from the losses
 down, jumps over the inside of each captured layer, and so meets a trained parameter only where one is used outside
-of every rule: such a use has a gradient that no norm would count.
+of every rule: `ghostclip.search` then looks where its gradient can be had example by example.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.index import ModelIndex
 from ghostclip.nn.base import NOTHING, PROBE, Call
+from ghostclip.nn.fallback import Outside
+from ghostclip.seams import Edge
 
-__all__ = ["Uses", "captured_calls", "first_pass", "let_go"]
+__all__ = ["Uses", "captured_calls", "first_pass", "gradients_at", "let_go"]
 
 ACCUMULATE = type(torch.zeros((), requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
@@ -36,10 +39,12 @@ class Uses:
 
     Attributes:
         calls: every use of a wrapper layer that the losses depend on.
+        leaves: nodes at which trained parameters enter outside of every layer.
         reorders: whether something between the layers may order the examples differently from batch to batch.
     """
 
     calls: list[Call]
+    leaves: list[Any]
     reorders: bool
 
 
@@ -51,9 +56,10 @@ def captured_calls(losses: Tensor, index: ModelIndex) -> Uses:
         index: of the model.
 
     Raises:
-        UnsupportedModelError: a trained parameter is used outside of its layer, or by reentrant checkpointing.
+        UnsupportedModelError: reentrant checkpointing hides what is behind them.
     """
     calls: list[Call] = []
+    leaves: list[Any] = []
     reorders = False
     seen: set[Any] = set()
     stack: list[Any] = [losses.grad_fn]
@@ -64,9 +70,10 @@ def captured_calls(losses: Tensor, index: ModelIndex) -> Uses:
         seen.add(node)
         kind = type(node)
         if kind is ACCUMULATE:
-            _refuse_foreign_use(node.variable, index)
+            if index.name_of(node.variable) is not None:
+                leaves.append(node)
         elif isinstance(node, Tensor):
-            _refuse_foreign_use(node, index)
+            stack.append(get_gradient_edge(node).node)
         elif isinstance(call := getattr(node, "call", None), Call):
             if not index.knows(call):
                 index.refresh()
@@ -81,31 +88,24 @@ def captured_calls(losses: Tensor, index: ModelIndex) -> Uses:
                     "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
                 )
             stack += [edge[0] for edge in node.next_functions]
-    return Uses(calls, reorders)
+    return Uses(calls, leaves, reorders)
 
 
 def _moves_first_dimension(node: Any) -> bool:
     """Whether a node of a REORDERING kind may move entries along dimension 0; where it doesn't say, it may."""
+    if type(node.next_functions[0][0]) is ACCUMULATE:
+        return False  # a lookup in a table
     for saved in ("_saved_dim", "_saved_dims"):
         if hasattr(node, saved):
             dims = getattr(node, saved)
             return 0 in (dims if isinstance(dims, (tuple, list)) else (dims,))
-    first: Any = (getattr(node, "_saved_indices", None) or (False,))[0]
+    indices = getattr(node, "_saved_indices", False)
+    first: Any = indices[0] if isinstance(indices, tuple) else False
     if first is None:
         return False
     # h[torch.arange(B), lengths] is how a model picks one position of each example; the examples stay in place.
     in_place = isinstance(first, Tensor) and first.dim() == 1 and first.dtype == torch.int64
     return not (in_place and torch.equal(first, torch.arange(len(first), device=first.device)))
-
-
-def _refuse_foreign_use(leaf: Tensor, index: ModelIndex) -> None:
-    name = index.name_of(leaf)
-    if name is not None:
-        raise UnsupportedModelError(
-            f"parameter {name!r} is used outside of its layer (a bare Parameter, F.linear(h, layer.weight), a layer "
-            "that ran before the model was wrapped, or a compiled submodule), where no per-example gradient can be "
-            "had; call the layer itself, run the forward again after wrapping, or freeze the parameter"
-        )
 
 
 def first_pass(
@@ -124,10 +124,34 @@ def first_pass(
         call.sink = sink
     try:
         seed = torch.ones_like(losses) if seed is None else seed
-        torch.autograd.grad(losses, PROBE, seed, retain_graph=retain_graph, allow_unused=True)
+        if calls and isinstance(calls[-1], Outside):
+            _pass_with_region(losses, calls, sink, seed, retain_graph)
+        else:
+            torch.autograd.grad(losses, PROBE, seed, retain_graph=retain_graph, allow_unused=True)
     finally:
         for call in calls:
             call.sink = None
+
+
+def _pass_with_region(losses: Tensor, calls: Sequence[Call], sink: Any, seed: Tensor, retain_graph: bool) -> None:
+    """A first pass where parameters are used outside of layers, too; such uses come last among ``calls``."""
+    region = calls[-1].region  # type: ignore[attr-defined]
+    if sink is not NOTHING:
+        grads = gradients_at([seam.edge for seam in region.seams], losses, seed)
+        for call in calls:
+            call.sink = None
+        region.hand_over(grads, losses, seed, sink)
+    if not retain_graph:
+        for call in calls:
+            call.sink = NOTHING
+        inputs = [PROBE, *region.leaves.values()]
+        torch.autograd.grad(_NoGradient.apply(losses), inputs, seed, allow_unused=True)
+
+
+def gradients_at(edges: Sequence[Edge], losses: Tensor, seed: Tensor) -> list[Any]:
+    """A first pass that also returns the gradients at tensors of the graph; keeps the graph."""
+    wanted: Any = [PROBE, *(GradientEdge(*edge) for edge in edges)]
+    return list(torch.autograd.grad(losses, wanted, seed, retain_graph=True, allow_unused=True))[1:]
 
 
 class _NoGradient(torch.autograd.Function):

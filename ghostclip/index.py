@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from ghostclip.nn.base import Call
@@ -50,3 +51,10 @@ class ModelIndex:
         if isinstance(leaf, nn.Parameter) and id(leaf) not in self.names:
             self.refresh()
         return self.names.get(id(leaf))
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a buffer or parameter of the model is equal to ``tensor``; compares values."""
+        mine = (*self._model.parameters(), *self._model.buffers())
+        return any(
+            own.shape == tensor.shape and own.device == tensor.device and torch.equal(own, tensor) for own in mine
+        )

@@ -1,35 +1,27 @@
-"""Whose row is whose: a first-batch proof that examples do not mix, and where a layer sees them.
+"""Whose row is whose: what was proved of a model's layers on meeting them, and where a layer sees the examples.
 
-The gradient of one example's loss at a layer's pre-activation is zero on every row that belongs to another example, and
-so a row's gradient grows with the factor its own example's loss is given, and with no other. A few backwards from
-losses given factors that tell the examples apart show, layer by layer, that the batch dimension is where it is said to
-be and in the order of the losses; that rows folded into the batch (positions, windows, heads) are grouped by example or
-by row; or that examples mix.
+By the proof of `ghostclip.proof` a layer's batch dimension is where it is said to be and in the order of the losses;
+rows folded into the batch (positions, windows, heads) are grouped by example or by row. Layers that saw no examples,
+and parameters used outside of layers, are followed to where they meet the examples (`ghostclip.search`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ghostclip.errors import LossShapeError, UnsupportedModelError
-from ghostclip.graph import first_pass
+from ghostclip.graph import Uses
 from ghostclip.index import ModelIndex
 from ghostclip.nn.base import Call
+from ghostclip.positions import are_positions
+from ghostclip.proof import decide, majors_of
+from ghostclip.seams import Edge
+from ghostclip.search import Candidate, Decision, NotShared, Places, Search, settle
+from ghostclip.shared import Region, from_below
 
 __all__ = ["Grouping", "row_count"]
-
-# How far a row's factor may be from its example's, relative, and what share of its gradient may follow another factor,
-# before the row counts as another's. Factors are powers of two, which scale every rounding error along with the
-# gradient in any floating point format, so that only sums in a varying order leave a difference.
-FACTOR_TOLERANCE = REST_TOLERANCE = 1e-3
-# Factors 1, 2, 4 and 8 tell four examples apart.
-BASE = 4
-# Rows this much smaller than the largest of all layers are rounding where there should be nothing: they show nothing.
-NOISE = {torch.float64: 1e-10, torch.float32: 1e-3}
 
 
 def row_count(call: Call, examples: int, name: str) -> int:
@@ -37,17 +29,28 @@ def row_count(call: Call, examples: int, name: str) -> int:
     rows = call.shape[call.batch_dim]
     if examples == 0:
         return 1
+    if rows % examples or rows == 0:
+        raise not_a_batch(call, examples, name)
+    return rows // examples
+
+
+def not_a_batch(call: Call, examples: int, name: str) -> Exception:
+    """The error for a layer whose batch dimension can't be the batch's."""
+    rows = call.shape[call.batch_dim]
     if 1 < rows < examples and examples % rows == 0:
-        raise LossShapeError(
+        return LossShapeError(
             f"losses must have shape exactly [B]; got [{examples}], but {name} saw {rows} (its output has shape "
             f"{list(call.shape)}). Reshape losses of several tokens or positions to [B, T] and average them by .mean(1)"
         )
-    if rows % examples or rows == 0:
-        raise UnsupportedModelError(
-            f"{name}: its output has shape {list(call.shape)} with {rows} rows in dimension {call.batch_dim}, for "
-            f"{examples} losses; {_remedy(call)}"
-        )
-    return rows // examples
+    return UnsupportedModelError(
+        f"{name}: its output has shape {list(call.shape)} with {rows} rows in dimension {call.batch_dim}, for "
+        f"{examples} losses; {_remedy(call)}"
+    )
+
+
+def _is_odd(call: Call, examples: int) -> bool:
+    rows = call.shape[call.batch_dim]
+    return bool(rows % examples if examples else rows)
 
 
 def _remedy(call: Call) -> str:
@@ -63,32 +66,92 @@ class Grouping:
     def __init__(self) -> None:
         self._proved: dict[tuple, str] = {}
         self._seen: dict[tuple, int] = {}
+        self._positions: set[tuple] = set()
+        self._places = Places()
 
-    def prove(self, losses: Tensor, calls: Sequence[Call], index: ModelIndex, *, again: bool = False) -> dict[int, str]:
-        """How each call's rows are grouped ("example" or "row" major), by id(call).
+    def prove(self, losses: Tensor, uses: Uses, index: ModelIndex) -> tuple[list[Call], dict[int, str]]:
+        """Every use of a parameter, and how each call's rows are grouped ("example" or "row" major), by id(call).
 
-        Runs extra backwards on first meeting a layer with so many rows an example, and none afterwards.
+        Runs extra backwards on first meeting a layer with so many rows an example, and none afterwards, but for a graph
+        that may order its examples differently every time.
 
         Args:
             losses: [B].
-            calls: every use of a layer behind them.
+            uses: what is behind them.
             index: of the model.
-            again: prove what was proved before anew, for a graph that may order its examples differently every time.
 
         Raises:
             UnsupportedModelError: rows of other examples move with one example's loss, or the grouping can't be told.
         """
         examples = losses.shape[0]
+        calls, region = uses.calls, None
+        odd = [call for call in calls if _is_odd(call, examples)]
+        if self._positions:
+            odd += [call for call in calls if call not in odd and self._is_table(call, examples)]
+        if odd or uses.leaves:
+            region = self._region(losses, uses, odd, index)
+            shared = {id(call) for call in region.calls.values()}
+            calls = [call for call in calls if id(call) not in shared]
         keys = {id(call): self._key(call, examples, index) for call in calls}
-        if examples > 1 and (again or not all(key in self._proved for key in keys.values())):
-            pending = [call for call in calls if again or self._is_open(keys[id(call)])]
-            if pending:
-                for call, major in _majors(losses, calls, pending, index).items():
-                    if major:
-                        self._proved[keys[id(call)]] = major
-            for key in set(keys.values()):
-                self._seen[key] = self._seen.get(key, 0) + 1
-        return {id(call): self._major(call, keys[id(call)], examples, index) for call in calls}
+        if examples > 1 and (uses.reorders or not all(key in self._proved for key in keys.values())):
+            pending = [call for call in calls if uses.reorders or self._is_open(keys[id(call)])]
+            if mixing := self._prove_calls(losses, calls, pending, keys):
+                self._take_as_positions(losses, mixing, keys, index)
+                return self.prove(losses, uses, index)
+        majors = {id(call): self._major(call, keys[id(call)], examples, index) for call in calls}
+        return (calls if region is None else [*calls, *region.uses]), majors
+
+    def _prove_calls(
+        self, losses: Tensor, calls: Sequence[Call], pending: Sequence[Call], keys: dict[int, tuple]
+    ) -> list[Call]:
+        """Proves what is pending; returns the calls where examples mix."""
+        found = majors_of(losses, calls, pending) if pending else {}
+        for call, major in found.items():
+            if major:
+                self._proved[keys[id(call)]] = major
+        for key in set(keys.values()):
+            self._seen[key] = self._seen.get(key, 0) + 1
+        return [call for call, major in found.items() if major is None]
+
+    def _take_as_positions(self, losses: Tensor, mixing: list[Call], keys: dict[int, tuple], index: ModelIndex) -> None:
+        """From now on, the calls are tables of positions as long as a batch; raises where examples mix in truth."""
+        if not are_positions(losses, mixing):
+            call = next((call for call in mixing if call.sources), mixing[0])
+            raise UnsupportedModelError(
+                f"{index.layer(call)}: the loss of one example depends on rows of its output (shape "
+                f"{list(call.shape)}, dimension {call.batch_dim}) that belong to others, so examples mix before or "
+                f"after it, change their order, or are not where they are said to be; {_remedy(call)}"
+            )
+        self._positions |= {keys[id(call)] for call in mixing}
+
+    def _is_table(self, call: Call, examples: int) -> bool:
+        """Whether the call was found to be a table of positions, of as many rows an example as now."""
+        count = call.shape[call.batch_dim] // examples if examples else 0
+        return (id(call.layer), call.parameters, call.batch_dim, len(call.shape), count) in self._positions
+
+    def _region(self, losses: Tensor, uses: Uses, odd: list[Call], index: ModelIndex) -> Region:
+        """What all examples share, and where they meet it; of one example, or none, all is its own."""
+        leaves = {node: node.variable for node in uses.leaves}
+        examples = losses.shape[0]
+        if examples <= 1:
+            alone = {id(call) for call in odd}
+            nodes = from_below(losses) if odd else []
+            calls = {node: node.call for node in nodes if id(getattr(node, "call", None)) in alone}
+            return Region(examples, [], leaves, calls)
+        places = Places() if uses.reorders else self._places
+        search = Search(losses, odd, leaves, index, places)
+
+        alone = {id(call) for call in odd}
+        whole = [call for call in uses.calls if id(call) not in alone]
+
+        def prove(candidates: list[Candidate]) -> dict[Edge, Decision]:
+            return decide(losses, whole, candidates, index, places)
+
+        try:
+            return settle(search, prove)
+        except NotShared as refused:
+            call = refused.call
+            raise not_a_batch(call, examples, index.layer(call)) from None
 
     def _key(self, call: Call, examples: int, index: ModelIndex) -> tuple:
         count = row_count(call, examples, index.layer(call))
@@ -108,81 +171,3 @@ class Grouping:
                 f"doesn't show how; give it inputs [B, positions, features] instead"
             )
         return self._proved[key]
-
-
-def _majors(losses: Tensor, calls: Sequence[Call], pending: Sequence[Call], index: ModelIndex) -> dict[Call, str]:
-    """How rows of the pending calls are grouped, "" where both ways fit; calls no gradient reached are left out."""
-    examples = losses.shape[0]
-    base = _sketches(losses, calls, torch.ones_like(losses))
-    sizes = {call: torch.where(torch.isfinite(rows).all(1), rows.norm(dim=1), 0.0) for call, rows in base.items()}
-    largest = max((float(size.max()) for size in sizes.values() if len(size)), default=0.0)
-    readable = {call: size > NOISE[size.dtype] * largest for call, size in sizes.items()}
-    fits = {call: {"example", "row"} for call in pending if call in readable and bool(readable[call].any())}
-    for factors in _telling_factors(losses):
-        seen = _sketches(losses, pending, factors)
-        for call, ways in fits.items():
-            for way in list(ways):
-                owners = _owners(call.shape[call.batch_dim], examples, way, losses.device)
-                if not _follow(base[call], seen[call], readable[call], factors[owners]):
-                    ways.discard(way)
-    for call, ways in fits.items():
-        if not ways:
-            raise UnsupportedModelError(
-                f"{index.layer(call)}: the loss of one example depends on rows of its output (shape "
-                f"{list(call.shape)}, dimension {call.batch_dim}) that belong to others, so examples mix before or "
-                f"after it, change their order, or are not where they are said to be; {_remedy(call)}"
-            )
-    single = {call for call in calls if call.shape[call.batch_dim] == examples}
-    return {
-        call: "example" if call in single else "".join(ways) if len(ways) == 1 else "" for call, ways in fits.items()
-    }
-
-
-def _sketches(losses: Tensor, calls: Sequence[Call], factors: Tensor) -> dict[Call, Tensor]:
-    """Four fixed random projections of every row of each pre-activation's gradient, [rows, 4], for weighted losses."""
-    found: dict[Call, Tensor] = {}
-
-    def look(call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
-        rows = grad.movedim(call.batch_dim, 0).flatten(1)
-        rows = rows if rows.dtype == torch.float64 else rows.float()
-        generator = torch.Generator().manual_seed(rows.shape[1])
-        directions = torch.randn(rows.shape[1], 4, generator=generator, dtype=rows.dtype).to(rows.device)
-        found[call] = rows @ directions
-
-    first_pass(losses, calls, look, factors, retain_graph=True)
-    return found
-
-
-def _telling_factors(losses: Tensor) -> Iterator[Tensor]:
-    """Factors for the losses: together they differ for any two examples.
-
-    Powers of two by the digits of an example's number; and the last example alone, which shows even the slightest
-    mixing with it.
-    """
-    examples = losses.shape[0]
-    numbers = torch.arange(examples, device=losses.device)
-    while examples > 1:
-        yield torch.exp2((numbers % BASE).to(losses.dtype))
-        numbers, examples = numbers // BASE, math.ceil(examples / BASE)
-    alone = torch.zeros_like(losses)
-    alone[-1] = 1.0
-    yield alone
-
-
-def _owners(rows: int, examples: int, way: str, device: torch.device) -> Tensor:
-    """The example each of ``rows`` rows belongs to, were they grouped this way."""
-    numbers = torch.arange(rows, device=device)
-    return numbers // (rows // examples) if way == "example" else numbers % examples
-
-
-def _follow(base: Tensor, seen: Tensor, readable: Tensor, factors: Tensor) -> bool:
-    """Whether readable rows of ``seen`` are those of ``base`` times their factors; zeros must be exact."""
-    rows = readable & torch.isfinite(seen).all(1)
-    base, seen, factors = base[rows], seen[rows], factors[rows].to(base.dtype)
-    if bool((seen[factors == 0] != 0).any()):
-        return False
-    size = base.square().sum(1)
-    found = (seen * base).sum(1) / size
-    rest = (seen - found[:, None] * base).square().sum(1)
-    near = (found - factors).abs() <= FACTOR_TOLERANCE * factors
-    return bool((near & (rest <= (REST_TOLERANCE * factors) ** 2 * size)).all())

@@ -181,8 +181,7 @@ class TwoPasses:
         _check_losses(losses)
         with _in_our_words():
             uses = captured_calls(losses, self.index)
-            calls = uses.calls
-            majors = self._grouping.prove(losses, calls, self.index, again=uses.reorders)
+            calls, majors = self._grouping.prove(losses, uses, self.index)
             budget = None if ignore_budget or materialise else self._memory_budget
             collector = Collector(
                 losses, calls, majors, self._planner, self.index,

@@ -18,7 +18,7 @@ LEVELS: list[tuple[str, ...] | set[str]] = [
     ("norms",),
     ("nn",),
     ("planner", "convert"),
-    ("index", "graph", "regroup"),
+    ("index", "seams", "shared", "graph", "search", "proof", "positions", "regroup"),
     ("clipping",),
     ("gradients", "groupwise", "passes", "two_passes", "explain", "verify", "compiled"),
     ("clipper",),

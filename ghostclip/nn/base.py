@@ -173,7 +173,7 @@ class GhostLayer(torch.nn.Module):
             extra: anything else the rule needs; must not hold tensors of the graph.
 
         Raises:
-            UnsupportedModelError: a parameter was replaced by a computed tensor (weight normalisation and the like).
+            UnsupportedModelError: the output has no dimension for the examples.
         """
         if not preactivation.requires_grad or not is_capturing():
             return preactivation
@@ -193,13 +193,13 @@ class GhostLayer(torch.nn.Module):
         batch_dim: int | None = None,
         extra: Any = None,
     ) -> Call | None:
-        """The `Call` of this use, or None when none of the parameters is trained."""
+        """The `Call` of this use; None when none of the parameters is trained, or one is computed from others."""
         own = self._parameters
         trained = tuple([name for name in parameters if (p := own.get(name)) is not None and p.requires_grad])
         if len(trained) < len(parameters):
-            for name in parameters:
-                if own.get(name) is None:
-                    _refuse_computed(self, name)
+            # A weight made from other parameters is no leaf: what made it is in the graph, and dealt with there.
+            if any(name not in own and _is_computed(self, name) for name in parameters):
+                return None
         if not trained:
             return None
         dim = self.ghost_batch_dim if batch_dim is None else batch_dim
@@ -225,10 +225,9 @@ def _whole_base(tensor: Tensor) -> Tensor:
     return base if same and base._base is None else tensor.clone()
 
 
-def _refuse_computed(layer: torch.nn.Module, name: str) -> None:
-    value = getattr(layer, name, None)
-    if isinstance(value, Tensor) and value.requires_grad:
-        raise UnsupportedModelError(
-            f"{type(layer).__name__}.{name} is computed from other parameters (weight normalisation or another "
-            f"parametrization), which has no exact rule; remove it, or freeze those parameters"
-        )
+def _is_computed(layer: torch.nn.Module, name: str) -> bool:
+    """Whether a parametrization or a hook makes what stands under the name of a parameter, to be trained through it."""
+    if name in getattr(layer, "parametrizations", ()):
+        return True
+    value = vars(layer).get(name)
+    return isinstance(value, Tensor) and value.requires_grad

@@ -67,7 +67,7 @@ class Dense(Term):
         gradients = wide(self.gradients)
         if gradients.dim() == 2:
             return torch.mv(gradients.t(), weights.to(gradients.dtype))
-        return (weights.to(gradients.dtype) @ gradients.flatten(1)).view(self.shape)
+        return (weights.to(gradients.dtype) @ gradients.unsqueeze(-1).flatten(1)).view(self.shape)
 
     def head(self, count: int) -> Dense:
         return Dense(self.gradients[:count])

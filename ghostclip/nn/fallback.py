@@ -1,0 +1,137 @@
+"""What stands in for a layer where there is none: parameters used outside of every rule, layers that saw no examples.
+
+A bare Parameter (class token, position embedding, layer scale), a weight made by a parametrization, a module nobody
+wrote a rule for, position ids of shape [1, T]: each is a tensor all examples share until an operation brings it
+together with them. `ghostclip.search` finds these operations in the graph; here such uses become calls like any
+layer's, which the rest of a pass need not tell from those.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip.norms.dense import Dense
+from ghostclip.norms.outer import Outer
+from ghostclip.norms.term import Term, split_examples
+
+from .base import Call
+
+__all__ = ["Outside", "bare", "product", "spread"]
+
+# Layers whose rule takes inputs and gradients row by row along the batch dimension, whatever a row is.
+ROW_BY_ROW = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
+
+Answer = Callable[[str, tuple[Tensor, ...], Tensor], Term]
+
+
+class _Owner:
+    """The part of a module that a pass looks at: its parameters, and no rule for all of them at once."""
+
+    def __init__(self, parameters: dict[str, Any]) -> None:
+        self._parameters = parameters
+
+    def joint(self, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
+        """Nothing is answered jointly."""
+
+
+class Outside(Call):
+    """A use of parameters that no layer captured with its examples.
+
+    Attributes:
+        region: the `ghostclip.shared.Region` that gives it its gradients during a first pass.
+        answer: (parameter name, inputs, gradient) -> term.
+    """
+
+    __slots__ = ("answer", "region")
+
+    def __init__(
+        self, parameters: dict[str, Any], trained: tuple[str, ...], shape: tuple[int, ...], like: Tensor, answer: Answer
+    ) -> None:
+        self.layer: Any = _Owner(parameters)
+        self.parameters, self.rows, self.batch_dim, self.shape = trained, {}, 0, torch.Size(shape)
+        self.dtype, self.device, self.sources, self.extra = like.dtype, like.device, [], None
+        self.sink, self.answer = None, answer
+        self.region: Any = None
+
+    def term(self, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+        return self.answer(name, inputs, grad)
+
+
+def bare(parameter: Tensor, examples: int) -> Outside:
+    """The use of a parameter whose gradient comes as [B, *shape]."""
+    shape = (examples, *parameter.shape)
+    return Outside({"": parameter}, ("",), shape, parameter, lambda name, inputs, grad: Dense(grad))
+
+
+def product(parameter: Tensor, examples: int, count: int, major: str, transposed: bool) -> Outside:
+    """The use of a parameter as the right side of a product ``x @ P`` (or ``x @ P.T``).
+
+    Args:
+        parameter: [d, p], or [p, d] if ``transposed``.
+        examples: B.
+        count: rows of x for each example.
+        major: whether rows of one example lie together.
+        transposed: what was multiplied with is the parameter's transpose.
+
+    Returns:
+        A use whose input is x [B * count, d] and whose gradient is the product's [B * count, p].
+    """
+
+    def answer(name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+        left, right = split_examples(inputs[0], count, major), split_examples(grad, count, major)
+        return Outer(right, left, parameter.shape) if transposed else Outer(left, right, parameter.shape)
+
+    width = parameter.shape[0 if transposed else 1]
+    return Outside({"": parameter}, ("",), (examples, count, width), parameter, answer)
+
+
+def spread(call: Call, examples: int) -> Outside:
+    """The use of a layer that saw no examples, as if every example had had its own copy of what the layer saw.
+
+    Its inputs are the call's own, its gradient is [B, *shape of the pre-activation].
+    """
+    own = call.layer._parameters
+    parameters = {name: own[name] for name in call.parameters}
+    like = torch.empty(0, dtype=call.dtype, device=call.device)
+
+    def answer(name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+        return (_repeated if _is_row_by_row(call, inputs) else _one_by_one)(call, name, inputs, grad)
+
+    use = Outside(parameters, call.parameters, (examples, *call.shape), like, answer)
+    use.rows = call.rows
+    return use
+
+
+def _is_row_by_row(call: Call, inputs: tuple[Tensor, ...]) -> bool:
+    return isinstance(call.layer, ROW_BY_ROW) and not call.rows and len(inputs) == 1
+
+
+def _repeated(call: Call, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+    """The layer's rule on inputs repeated for every example."""
+    examples, dim, rows = grad.shape[0], call.batch_dim, call.shape[call.batch_dim]
+    many = copy.copy(call)
+    many.shape = torch.Size((*call.shape[:dim], examples * rows, *call.shape[dim + 1 :]))
+    grad = grad.movedim(0, dim).reshape(many.shape)
+    (once,) = inputs
+    sizes = [-1] * (once.dim() + 1)
+    sizes[dim] = examples
+    repeated = once.unsqueeze(dim).expand(sizes).flatten(dim, dim + 1)
+    term = many.term(name, (repeated,), grad)
+    return term if rows == 1 else term.regroup(rows, "example")
+
+
+def _one_by_one(call: Call, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+    """The layer's rule once for every example; it knows best which dimension of its inputs is which."""
+    rows = call.shape[call.batch_dim]
+    found = []
+    for each in grad:
+        term = call.term(name, inputs, each)
+        found.append((term if rows == 1 else term.regroup(rows, "example")).per_example())
+    parameter: Any = call.layer._parameters[name]
+    part = parameter[slice(*call.rows.get(name, (None, None)))]
+    return Dense(torch.cat(found) if found else grad.new_zeros(0, *part.shape))

@@ -1,0 +1,79 @@
+"""Position tables that are as long as a batch, or a multiple of one, by chance.
+
+A layer that reads position ids [T] gives [T, d]. Where T is a multiple of B it looks like a layer that saw the batch,
+and then like one that mixes examples. What tells them apart is how its output is used: it is added to something that
+has examples *and* those T entries, in a dimension each, and that came from elsewhere. Were the T entries examples, that
+something would hold every pair of examples, and would itself have failed its proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ghostclip.nn.base import Call
+from ghostclip.seams import ELEMENTWISE, broadcasts, shape_of
+from ghostclip.shared import from_below, inputs_of
+
+__all__ = ["are_positions"]
+
+# What leaves every entry what it is: another order of dimensions, another layout, some entries left out or set to zero.
+RELAYING = {
+    f"{name}Backward0"
+    for name in ("Alias", "Clone", "NativeDropout", "Permute", "ReshapeAlias", "Slice", "Squeeze", "T", "ToCopy",
+                 "Transpose", "UnsafeView", "Unsqueeze", "View")
+} | {f"SqueezeBackward{variant}" for variant in (1, 2)} | {"TransposeBackward1"}  # fmt: skip
+
+
+def are_positions(losses: Tensor, calls: Sequence[Call]) -> bool:
+    """Whether each of ``calls``, whose rows are no examples' own, is used as a table of positions is.
+
+    Args:
+        losses: [B].
+        calls: of layers that read nothing autograd knows of.
+    """
+    if any(call.sources for call in calls):
+        return False
+    nodes, wanted = from_below(losses), {id(call) for call in calls}
+    consumers: dict[Any, list[Any]] = {}
+    tainted: set[Any] = set()
+    starts = []
+    for node in nodes:
+        below = [edge[0] for edge in inputs_of(node) if edge[0] is not None]
+        for each in below:
+            consumers.setdefault(each, []).append(node)
+        if id(getattr(node, "call", None)) in wanted:
+            starts.append(node)
+            tainted.add(node)
+        elif any(each in tainted for each in below):
+            tainted.add(node)
+    return all(_meets_a_batch(start, consumers, tainted, losses.shape[0]) for start in starts)
+
+
+def _meets_a_batch(start: Any, consumers: dict[Any, list[Any]], tainted: set[Any], examples: int) -> bool:
+    """Whether what ``start`` gives is added to something of a batch and its own size, from elsewhere."""
+    stack, seen = [(start, False)], set()
+    while stack:
+        below, broadcast = stack.pop()
+        for node in consumers.get(below, ()):
+            if node in seen or isinstance(getattr(node, "call", None), Call):
+                continue
+            seen.add(node)
+            if node.name() in RELAYING:
+                stack.append((node, broadcast))
+            elif node.name() in ELEMENTWISE:
+                whole = shape_of((node, 0))
+                own = [shape_of(edge) for edge in node.next_functions if edge[0] is below]
+                now = broadcast or any(_spread_over(shape, whole, examples) for shape in own)
+                others = [edge for edge in node.next_functions if edge[0] is not None and edge[0] not in tainted]
+                if now and any(shape_of(edge) == whole for edge in others):
+                    return True
+                stack.append((node, now))
+    return False
+
+
+def _spread_over(shape: Any, whole: Any, examples: int) -> bool:
+    """Whether a tensor was broadcast along a dimension of the size of a batch, or a multiple."""
+    return any(size % examples == 0 and broadcasts(shape, whole, dim) for dim, size in enumerate(whole))

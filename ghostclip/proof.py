@@ -1,0 +1,202 @@
+"""The proof by factors that examples do not mix, layer by layer.
+
+The gradient of one example's loss at a tensor is zero on every row that belongs to another example, and so a row's
+gradient grows with the factor its own example's loss is given, and with no other. A few backwards from losses given
+factors that tell the examples apart show where the examples are, or that they mix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ghostclip.graph import first_pass, gradients_at
+from ghostclip.index import ModelIndex
+from ghostclip.nn.base import Call
+from ghostclip.seams import Edge
+from ghostclip.search import OTHER, Candidate, Decision, Places, refusal
+
+__all__ = ["decide", "majors_of"]
+
+# How far a row's factor may be from its example's, relative, and what share of its gradient may follow another factor,
+# before the row counts as another's. Factors are powers of two, which scale every rounding error along with the
+# gradient in any floating point format, so that only sums in a varying order leave a difference.
+FACTOR_TOLERANCE = REST_TOLERANCE = 1e-3
+# Factors 1, 2, 4 and 8 tell four examples apart.
+BASE = 4
+# Rows this much smaller than the largest of all layers are rounding where there should be nothing: they show nothing.
+NOISE = {torch.float64: 1e-10, torch.float32: 1e-3}
+
+
+def majors_of(losses: Tensor, calls: Sequence[Call], pending: Sequence[Call]) -> dict[Call, str | None]:
+    """How rows of the pending calls are grouped; calls no gradient reached are left out.
+
+    Args:
+        losses: [B].
+        calls: of layers whose batch dimension is a multiple of B.
+        pending: those of them to be proved.
+
+    Returns:
+        "example" or "row" (see `ghostclip.regroup`), "" where both fit, None where rows of several examples mix.
+    """
+    examples = losses.shape[0]
+    base = _sketches(losses, calls, torch.ones_like(losses))
+    readable = _readable(base)
+    fits = {call: {"example", "row"} for call in pending if call in readable and bool(readable[call].any())}
+    for factors in _telling_factors(losses):
+        seen = _sketches(losses, pending, factors)
+        for call, ways in fits.items():
+            _keep_what_follows(ways, base[call], seen[call], readable[call], factors)
+    found: dict[Call, str | None] = {}
+    for call, ways in fits.items():
+        single = call.shape[call.batch_dim] == examples
+        found[call] = None if not ways else "example" if single else "".join(ways) if len(ways) == 1 else ""
+    return found
+
+
+def decide(
+    losses: Tensor, calls: Sequence[Call], candidates: Sequence[Candidate], index: ModelIndex, places: Places
+) -> dict[Edge, Decision]:
+    """Which dimension of each candidate holds the examples, or none; what is sure is remembered in ``places``.
+
+    Args:
+        losses: [B].
+        calls: of layers whose batch dimension is a multiple of B.
+        candidates: to be decided.
+        index: of the model.
+        places: remembers.
+
+    Raises:
+        UnsupportedModelError: examples mix, or this batch doesn't show it.
+    """
+    base = _sketches(losses, calls, torch.ones_like(losses))
+    base |= _edge_sketches(losses, candidates, torch.ones_like(losses))
+    readable = _readable(base)
+    fits = {(c.edge, dim): {"example", "row"} for c in candidates for dim in c.dims}
+    unseen = {key for key in fits if key not in base or not bool(readable[key].any())}
+    for factors in _telling_factors(losses):
+        seen = _edge_sketches(losses, candidates, factors)
+        for key, ways in fits.items():
+            if key not in unseen:
+                _keep_what_follows(ways, base[key], seen[key], readable[key], factors)
+    found: dict[Edge, Decision] = {}
+    for candidate in candidates:
+        open_ways = [
+            Decision(dim, candidate.multiples[dim], way)
+            for dim in candidate.dims
+            for way in (("example",) if candidate.multiples[dim] == 1 else ("example", "row"))
+            if way in fits[candidate.edge, dim]
+        ]
+        dark = all((candidate.edge, dim) in unseen for dim in candidate.dims)
+        nothing = not any((base[key] != 0).any() for dim in candidate.dims if (key := (candidate.edge, dim)) in base)
+        found[candidate.edge] = _choice(candidate, open_ways, dark and not nothing, index)
+        if not dark and len(open_ways) <= 1:
+            places.decisions[candidate.key] = found[candidate.edge]
+    return found
+
+
+def _choice(candidate: Candidate, ways: list[Decision], dark: bool, index: ModelIndex) -> Decision:
+    """One of the ways, or a shared tensor; raises where neither can be."""
+    single = [way for way in ways if way.count == 1]
+    if dark and len(single) != 1:
+        raise refusal(candidate, "this batch's gradients are too small to tell which dimension holds the examples")
+    if ways:
+        return (single or ways)[0]
+    if OTHER not in candidate.inputs and (min(candidate.inputs) >= 0 or _constants_only(candidate, index)):
+        return Decision(None, multiples=candidate.multiples)
+    raise refusal(
+        candidate, "the loss of one example depends on what belongs to others, so examples mix before or after it"
+    )
+
+
+def _constants_only(candidate: Candidate, index: ModelIndex) -> bool:
+    """Whether all that the operation kept of its inputs, as large as a batch, is a buffer or parameter of the model."""
+    node = candidate.edge[0]
+    kept = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+    kept = [tensor for tensor in kept if isinstance(tensor, Tensor)]
+    return bool(kept) and all(index.holds(tensor) for tensor in kept)
+
+
+def _readable(sketches: dict[Any, Tensor]) -> dict[Any, Tensor]:
+    """[rows] bool for each: the ones that are more than the rounding of the largest of all."""
+    sizes = {key: torch.where(torch.isfinite(rows).all(1), rows.norm(dim=1), 0.0) for key, rows in sketches.items()}
+    largest = max((float(size.max()) for size in sizes.values() if len(size)), default=0.0)
+    return {key: size > NOISE[size.dtype] * largest for key, size in sizes.items()}
+
+
+def _keep_what_follows(ways: set[str], base: Tensor, seen: Tensor, readable: Tensor, factors: Tensor) -> None:
+    """Strikes out the ways to group rows that a change of the losses' factors contradicts."""
+    for way in list(ways):
+        owners = _owners(len(base), len(factors), way, factors.device)
+        if not _follow(base, seen, readable, factors[owners]):
+            ways.discard(way)
+
+
+def _sketch(grad: Tensor, dim: int) -> Tensor:
+    """Four fixed random projections of every row along ``dim``, [rows, 4]."""
+    rows = grad.movedim(dim, 0).flatten(1) if grad.dim() > 1 else grad.unsqueeze(1)
+    rows = rows if rows.dtype == torch.float64 else rows.float()
+    generator = torch.Generator().manual_seed(rows.shape[1])
+    directions = torch.randn(rows.shape[1], 4, generator=generator, dtype=rows.dtype).to(rows.device)
+    return rows @ directions
+
+
+def _sketches(losses: Tensor, calls: Sequence[Call], factors: Tensor) -> dict[Any, Tensor]:
+    """The sketch of each pre-activation's gradient, for weighted losses."""
+    found: dict[Any, Tensor] = {}
+
+    def look(call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
+        found[call] = _sketch(grad, call.batch_dim)
+
+    first_pass(losses, calls, look, factors, retain_graph=True)
+    return found
+
+
+def _edge_sketches(losses: Tensor, candidates: Sequence[Candidate], factors: Tensor) -> dict[Any, Tensor]:
+    """The same for each candidate and each of its dimensions, by (edge, dimension)."""
+    grads = gradients_at([candidate.edge for candidate in candidates], losses, factors)
+    return {
+        (candidate.edge, dim): _sketch(grad, dim)
+        for candidate, grad in zip(candidates, grads, strict=True)
+        if grad is not None
+        for dim in candidate.dims
+    }
+
+
+def _telling_factors(losses: Tensor) -> Iterator[Tensor]:
+    """Factors for the losses: together they differ for any two examples.
+
+    Powers of two by the digits of an example's number; and the last example alone, which shows even the slightest
+    mixing with it.
+    """
+    examples = losses.shape[0]
+    numbers = torch.arange(examples, device=losses.device)
+    while examples > 1:
+        yield torch.exp2((numbers % BASE).to(losses.dtype))
+        numbers, examples = numbers // BASE, math.ceil(examples / BASE)
+    alone = torch.zeros_like(losses)
+    alone[-1] = 1.0
+    yield alone
+
+
+def _owners(rows: int, examples: int, way: str, device: torch.device) -> Tensor:
+    """The example each of ``rows`` rows belongs to, were they grouped this way."""
+    numbers = torch.arange(rows, device=device)
+    return numbers // (rows // examples) if way == "example" else numbers % examples
+
+
+def _follow(base: Tensor, seen: Tensor, readable: Tensor, factors: Tensor) -> bool:
+    """Whether readable rows of ``seen`` are those of ``base`` times their factors; zeros must be exact."""
+    rows = readable & torch.isfinite(seen).all(1)
+    base, seen, factors = base[rows], seen[rows], factors[rows].to(base.dtype)
+    if bool((seen[factors == 0] != 0).any()):
+        return False
+    size = base.square().sum(1)
+    found = (seen * base).sum(1) / size
+    rest = (seen - found[:, None] * base).square().sum(1)
+    near = (found - factors).abs() <= FACTOR_TOLERANCE * factors
+    return bool((near & (rest <= (REST_TOLERANCE * factors) ** 2 * size)).all())

@@ -1,0 +1,259 @@
+"""The search for the shared part of a graph: a walk from what is shared towards the losses.
+
+Which dimension of an operation's output holds the examples is not guessed but proved, by the test that layers pass too
+(`ghostclip.regroup`). An operation where none does is one of shared tensors still, or it mixed examples: it counts as
+shared where nothing else entered but constants, and is refused otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ghostclip.errors import UnsupportedModelError
+from ghostclip.index import ModelIndex
+from ghostclip.nn.base import Call
+from ghostclip.seams import ELEMENTWISE, EXPAND, Edge, Seam, broadcasts, shape_of
+from ghostclip.shared import Region, from_below, inputs_of
+
+__all__ = ["OTHER", "Candidate", "Decision", "NotShared", "Places", "Search", "refusal", "settle"]
+
+# Operations on shared tensors alone whose result may have examples nevertheless: by its size, or by indices.
+CREATORS = {
+    f"{name}Backward0"
+    for name in ("Cat", "Embedding", "Expand", "Index", "IndexSelect", "Repeat", "Stack", "Take")
+}  # fmt: skip
+BROADCASTING = ELEMENTWISE | {EXPAND}
+# What a node's input is where it is no shared tensor: nothing autograd knows of, something that is no parameter's
+# alone, or something that waits for a proof.
+NOTHING, OTHER, OPEN = -1, -2, -3
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What an output that shared tensors went into was found to be: a seam, or (``dim`` None) a shared tensor.
+
+    Attributes:
+        dim, count, major: as in `Seam`.
+        multiples: how many times the batch went into each dimension.
+    """
+
+    dim: int | None
+    count: int = 0
+    major: str = "example"
+    multiples: tuple[int, ...] = ()
+
+    def stands_for(self, shape: torch.Size, multiples: tuple[int, ...]) -> bool:
+        """Whether it holds for another batch's output of that shape."""
+        if self.dim is None:
+            return multiples == self.multiples
+        return self.dim < len(shape) and multiples[self.dim] == self.count
+
+
+@dataclass(eq=False)
+class Candidate:
+    """An output that may be a seam, until it is known.
+
+    Attributes:
+        edge: of the graph.
+        key: what the same output has in every batch's graph.
+        multiples: how many times the batch goes into each dimension, 0 where it doesn't.
+        dims: dimensions that may hold examples.
+        inputs: what went in: numbers of shared tensors' places, NOTHING or OTHER.
+        names: of the parameters it comes from.
+    """
+
+    edge: Edge
+    key: tuple
+    multiples: tuple[int, ...]
+    dims: list[int]
+    inputs: tuple[int, ...]
+    names: str
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the output."""
+        return shape_of(self.edge)
+
+
+@dataclass
+class Places:
+    """What was found out in earlier batches, by places in the graph, which are numbered by how they are made."""
+
+    decisions: dict[tuple, Decision] = field(default_factory=dict)
+    _numbers: dict[tuple, int] = field(default_factory=dict)
+
+    def number(self, *made_of: Any) -> int:
+        """The number of a place, the same in every batch."""
+        return self._numbers.setdefault(made_of, len(self._numbers))
+
+
+class Search:
+    """One batch's walk. Candidates that nothing is known of stop it; once decided, it is done again.
+
+    Args:
+        losses: [B].
+        odd: uses of layers whose batch dimension is no multiple of the batch.
+        leaves: {accumulating node: parameter used outside of layers}.
+        index: of the model.
+        places: what is known from other batches.
+    """
+
+    def __init__(
+        self, losses: Tensor, odd: Sequence[Call], leaves: dict[Any, Tensor], index: ModelIndex, places: Places
+    ) -> None:
+        self._losses, self._index, self._places, self._leaves = losses, index, places, leaves
+        self._odd = {id(call) for call in odd}
+        self._examples = losses.shape[0]
+        self._nodes = from_below(losses)
+        self._outputs = self._used_outputs()
+        self.decided: dict[Edge, Decision] = {}
+
+    def _used_outputs(self) -> dict[Any, set[int]]:
+        used: dict[Any, set[int]] = {self._losses.grad_fn: {self._losses.output_nr}}
+        for node in self._nodes:
+            for below, number in inputs_of(node):
+                used.setdefault(below, set()).add(number)
+        return used
+
+    def walk(self) -> list[Candidate]:
+        """Goes as far as what is known reaches; returns what has to be decided before it can go on."""
+        self.status: dict[Any, int] = {}
+        self.names: dict[Any, str] = {}
+        self.calls: dict[Any, Call] = {}
+        self.seams: list[Seam] = []
+        self._by_layers: set[Any] = set()
+        self._batched = False
+        candidates: list[Candidate] = []
+        for node in self._nodes:
+            if node in self._leaves:
+                parameter = self._leaves[node]
+                self.status[node] = self._places.number("parameter", id(parameter))
+                self.names[node] = self._index.name_of(parameter) or ""
+                continue
+            edges = inputs_of(node)
+            inputs = tuple(NOTHING if below is None else self.status[below] for below, _ in edges)
+            if isinstance(call := getattr(node, "call", None), Call):
+                self.status[node] = self._status_of_call(node, call, inputs)
+            elif OPEN in inputs:
+                self.status[node] = OPEN
+            elif not inputs or max(inputs) < 0:
+                self.status[node] = OTHER
+            else:
+                found = list(dict.fromkeys(self.names[e[0]] for e, i in zip(edges, inputs, strict=True) if i >= 0))
+                self.names[node] = found[0] if len(found) == 1 else ", ".join(found)[:200]
+                candidates += self._enter(node, inputs)
+        return candidates
+
+    def _status_of_call(self, node: Any, call: Call, inputs: tuple[int, ...]) -> int:
+        """Of a layer's output: shared if all it read is, or if it read nothing autograd knows of and no batch."""
+        if OPEN in inputs:
+            return OPEN
+        shared = [number >= 0 for number in inputs]
+        if id(call) not in self._odd and not any(shared):
+            self._batched = True
+            return OTHER
+        name = self._index.layer(call)
+        if not all(shared):
+            raise NotShared(call)
+        self.names[node] = name
+        self._by_layers.add(node)
+        if self._index.own_parameters(call):
+            self.calls[node] = call
+        return self._places.number("layer", id(call.layer), call.parameters, len(call.shape), *inputs)
+
+    def _enter(self, node: Any, inputs: tuple[int, ...]) -> list[Candidate]:
+        """Takes in an operation that shared tensors go into; returns what is not known of it."""
+        name = node.name()
+        place = self._places.number(name, *inputs)
+        self.status[node] = place
+        shared = [(slot, node.next_functions[slot]) for slot, status in enumerate(inputs) if status >= 0]
+        if any(tensor[0] in self._by_layers for _, tensor in shared):
+            self._by_layers.add(node)
+        if min(inputs) >= 0 and name not in CREATORS:
+            return []
+        decisions, unknown = {}, []
+        for number in sorted(self._outputs[node]):
+            candidate = self._candidate((node, number), place, inputs, shared)
+            if not candidate.dims:
+                decisions[number] = Decision(None)
+            elif (known := self._known(candidate)) is not None:
+                decisions[number] = known
+            else:
+                unknown.append(candidate)
+        if unknown:
+            self.status[node] = OPEN
+        elif any(decision.dim is not None for decision in decisions.values()):
+            self.status[node] = OTHER
+            for number, decision in decisions.items():
+                if decision.dim is None:
+                    raise refusal(candidate, "only some of its results are the examples'")
+                self.seams.append(Seam(node, number, decision.dim, decision.count, decision.major, shared))
+        return unknown
+
+    def _candidate(self, edge: Edge, place: int, inputs: tuple[int, ...], shared: list[tuple[int, Edge]]) -> Candidate:
+        shape = shape_of(edge)
+        multiples = tuple([0 if size % self._examples else size // self._examples for size in shape])
+        dims = [dim for dim, count in enumerate(multiples) if count]
+        if edge[0].name() in BROADCASTING:
+            dims = [d for d in dims if all(broadcasts(shape_of(tensor), shape, d) for _, tensor in shared)]
+        return Candidate(edge, (place, edge[1], len(shape)), multiples, dims, inputs, self.names[edge[0]])
+
+    def _known(self, candidate: Candidate) -> Decision | None:
+        if (now := self.decided.get(candidate.edge)) is not None:
+            return now
+        earlier = self._places.decisions.get(candidate.key)
+        if earlier is None or not earlier.stands_for(candidate.shape, candidate.multiples):
+            return None
+        return earlier if earlier.dim is None or earlier.dim in candidate.dims else None
+
+    def region(self) -> Region:
+        """The shared part, once nothing is left to decide.
+
+        Raises:
+            NotShared: layers that read no examples are all there are, and nothing but the shape of the losses says so.
+            UnsupportedModelError: no example enters at all.
+        """
+        if self.calls and not self._batched:
+            broadcast = all(s.node.name() in BROADCASTING for s in self.seams if s.node in self._by_layers)
+            if not broadcast or self.status[self._losses.grad_fn] >= 0:
+                raise NotShared(next(iter(self.calls.values())))
+        if self.status[self._losses.grad_fn] >= 0:
+            raise UnsupportedModelError(
+                f"the losses come from {self.names[self._losses.grad_fn]} without any example entering, as far as the "
+                "graph tells; losses must have shape exactly [B], one per example"
+            )
+        return Region(self._examples, self.seams, self._leaves, self.calls)
+
+
+class NotShared(Exception):
+    """A layer that was given both examples and what all of them share has no batch dimension where it is said to be."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.call = call
+
+
+def refusal(candidate: Candidate, why: str) -> UnsupportedModelError:
+    """The error for an output that is neither a seam nor shared."""
+    operation = candidate.edge[0].name().removesuffix("Backward0")
+    return UnsupportedModelError(
+        f"{candidate.names} is used outside of a layer with a gradient rule, in an operation ({operation}, result of "
+        f"shape {list(candidate.shape)}) where {why}. Give each example its own copy first (parameter.expand(B, ...)), "
+        "register what is constant there as a buffer, write a rule (class MyLayer(GhostLayer, wraps=...)), or freeze "
+        "the parameter"
+    )
+
+
+Prove = Callable[[list[Candidate]], dict[Edge, Decision]]
+
+
+def settle(search: Search, prove: Prove) -> Region:
+    """The region, after as many proofs as it takes."""
+    while candidates := search.walk():
+        search.decided.update(prove(candidates))
+    return search.region()

@@ -1,0 +1,176 @@
+"""What all examples share: from parameters used outside of layers, and layers that saw no examples, to where they meet.
+
+A tensor is shared when it was made of parameters, constants and other shared tensors alone. Where the graph brings it
+together with the examples is found by `ghostclip.search`; the gradient of each example there, by `ghostclip.seams`.
+From there it goes back down through the shared part here, once per example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ghostclip.nn.base import PROBE, Call
+from ghostclip.nn.fallback import Outside, bare, product, spread
+from ghostclip.seams import Edge, Seam, shape_of
+
+__all__ = ["Region", "from_below", "inputs_of"]
+
+Sink = Callable[[Call, tuple[Tensor, ...], Tensor], None]
+
+
+@dataclass
+class Region:
+    """The shared part of one batch's graph.
+
+    Attributes:
+        examples: B.
+        seams: where it meets the examples.
+        leaves: the parameters it starts from outside of layers: {accumulating node: parameter}.
+        calls: {capturing node: call} of layers that saw no examples.
+        uses: what stands for both in a pass, with their gradients by example.
+    """
+
+    examples: int
+    seams: list[Seam]
+    leaves: dict[Any, Tensor]
+    calls: dict[Any, Call]
+    uses: list[Outside] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._products: list[tuple[int, int, Outside]] = []
+        self._dense: list[list[tuple[int, Edge]]] = []
+        for number, seam in enumerate(self.seams):
+            places = []
+            for place, edge in seam.shared:
+                if (found := self._factor_of(edge)) is not None and seam.is_product(place):
+                    use = product(found[0], self.examples, seam.count, seam.major, found[1])
+                    self._products.append((number, place, use))
+                else:
+                    places.append((place, edge))
+            self._dense.append(places)
+        starts = self._below([edge[0] for places in self._dense for _, edge in places])
+        if not self.seams:
+            starts = {*self.leaves, *self.calls}
+        self._bare = {node: bare(p, self.examples) for node, p in self.leaves.items() if node in starts}
+        self._spread = {node: spread(call, self.examples) for node, call in self.calls.items()}
+        self.uses = [use for _, _, use in self._products] + [*self._bare.values(), *self._spread.values()]
+        for use in self.uses:
+            use.region = self
+
+    def _factor_of(self, edge: Edge) -> tuple[Tensor, bool] | None:
+        """(parameter, whether transposed) of a tensor that is one of the parameters, or its transpose."""
+        node = edge[0]
+        if node in self.leaves:
+            return self.leaves[node], False
+        if node.name() == "TBackward0" and node.next_functions[0][0] in self.leaves:
+            return self.leaves[node.next_functions[0][0]], True
+        return None
+
+    def _below(self, nodes: list[Any]) -> set[Any]:
+        """The nodes reached from ``nodes`` downwards, over the inside of layers."""
+        seen, stack = set(), list(nodes)
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            stack += [below for below, _ in inputs_of(node)]
+        return seen
+
+    @torch.no_grad()
+    def hand_over(self, grads: list[Any], losses: Tensor, seed: Tensor, sink: Sink) -> None:
+        """Tells the sink of every use, given the gradients at the seams; the graph must be there still.
+
+        Args:
+            grads: one for each of ``seams``; None where none arrived.
+            losses: [B].
+            seed: their gradient, [B].
+            sink: as in a first pass.
+        """
+        for number, place, use in self._products:
+            grad, seam = grads[number], self.seams[number]
+            factor = seam.factor(place)
+            assert factor is not None
+            sink(use, (factor,), factor.new_zeros(shape_of(seam.edge)) if grad is None else grad)
+        shares: dict[Edge, Tensor] = {}
+        if not self.seams and self.examples:
+            # All there is belongs to the one example.
+            shares = {(losses.grad_fn, losses.output_nr): torch.diag(seed)}
+        for seam, grad, places in zip(self.seams, grads, self._dense, strict=True):
+            for edge, share in seam.per_example(grad, places) if grad is not None else ():
+                shares[edge] = shares[edge] + share if edge in shares else share
+        grads.clear()
+        self._answer(shares, sink)
+
+    def _answer(self, shares: dict[Edge, Tensor], sink: Sink) -> None:
+        """Tells the sink of what the region starts from, given [B, *shape] gradients at tensors of it."""
+        found = {node: shares.pop((node, 0)) for node in self._bare if (node, 0) in shares}
+        found |= {
+            node: shares.pop((node, 0)) for node, call in self.calls.items() if (node, 0) in shares and not call.sources
+        }
+        for node, gathered in self._down(shares).items():
+            found[node] = found[node] + gathered if node in found else gathered
+        for node, use in self._bare.items():
+            grad = found.pop(node, None)
+            sink(use, (), torch.zeros(use.shape, dtype=use.dtype, device=use.device) if grad is None else grad)
+        for node, use in self._spread.items():
+            grad = found.pop(node, None)
+            grad = torch.zeros(use.shape, dtype=use.dtype, device=use.device) if grad is None else grad
+            sink(use, node.saved_tensors, grad.reshape(use.shape))
+
+    def _down(self, shares: dict[Edge, Tensor]) -> dict[Any, Tensor]:
+        """Each example's gradients at the region's start, [B, *shape] by node, by one backward for each example."""
+        if not shares:
+            return {}
+        outputs, grads = [GradientEdge(*edge) for edge in shares], list(shares.values())
+        dtypes = [edge[0]._input_metadata[edge[1]].dtype for edge in shares]
+        gathered: dict[Any, list[Tensor]] = {node: [] for node in (*self._bare, *self.calls)}
+        node_of = {id(call): node for node, call in self.calls.items()}
+
+        def collect(call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
+            gathered[node_of[id(call)]].append(grad)
+
+        inputs = [PROBE, *(self.leaves[node] for node in self._bare)]
+        for call in self.calls.values():
+            call.sink = collect
+        try:
+            for example in range(self.examples):
+                seeds = [grad[example].to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)]
+                _, *parts = torch.autograd.grad(outputs, inputs, seeds, retain_graph=True, allow_unused=True)
+                for node, part in zip(self._bare, parts, strict=True):
+                    if part is not None:
+                        gathered[node].append(part)
+        finally:
+            for call in self.calls.values():
+                call.sink = None
+        return {node: torch.stack(each) for node, each in gathered.items() if each}
+
+
+def inputs_of(node: Any) -> list[Edge]:
+    """What a node was given, over the inside of layers; for a layer, without the numbers of outputs."""
+    call = getattr(node, "call", None)
+    if isinstance(call, Call):
+        return [(get_gradient_edge(s).node if isinstance(s, Tensor) else s, 0) for s in call.sources]
+    return node.next_functions
+
+
+def from_below(losses: Tensor) -> list[Any]:
+    """Every node behind ``losses``, each after all of its inputs."""
+    ordered: list[Any] = []
+    seen: set[Any] = set()
+    stack: list[tuple[Any, bool]] = [(losses.grad_fn, False)]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            ordered.append(node)
+        elif node is not None and node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(below, False) for below, _ in inputs_of(node)]
+    return ordered
