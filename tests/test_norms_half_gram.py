@@ -16,14 +16,25 @@ def compiled():
         pytest.skip("no C compiler here")
 
 
+# Batch, positions, outputs, inputs: around the sizes of blocks, panels and the depth that C takes at a time.
+SIZES = [(1, 1, 1, 1), (3, 5, 6, 4), (2, 28, 64, 17), (9, 70, 33, 16), (0, 3, 2, 2), (2, 4, 600, 40), (3, 33, 130, 7)]
+SIZES += [
+    (2, 129, 257, 40),
+    (2, 8, 128, 129),
+    (2, 15, 5, 5),
+    (2, 16, 5, 5),
+    (2, 17, 5, 5),
+    (2, 47, 1, 300),
+    (1, 300, 20, 3),
+]
+
+
 def sides(batch, positions, outputs, inputs, dtype=torch.float64):
     return (torch.randn(batch, positions, width, dtype=dtype) for width in (outputs, inputs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize(
-    "sizes", [(1, 1, 1, 1), (3, 5, 6, 4), (2, 28, 64, 17), (9, 70, 33, 16), (0, 3, 2, 2), (2, 4, 600, 40)], ids=str
-)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_the_same_as_batched_products(sizes, dtype):
     left, right = sides(*sizes, dtype)
     for found, expected in zip(half_gram(left, right), gram(left, right), strict=True):
