@@ -35,38 +35,38 @@ def _bags() -> Iterator[Case]:
     """EmbeddingBag: all modes, repeated indices, offsets, weights, padding; Embedding with other index types."""
     for name, options in BAGS.items():
         bag = lambda nn, rows=4, o=options: nn.EmbeddingBag(rows, 3, **o)  # noqa: E731
-        yield Case(f"bag {name}", bag, (indices(4, 6),))
-        yield Case(f"bag {name} large", partial(bag, rows=500), (indices(500, 5),))
-        yield Case(f"bag {name} one index", bag, (indices(4, 1),))
-        yield Case(f"bag {name} int32", bag, (indices(4, 6, lay_out=Tensor.int),))
+        yield Case(f"bag_{name}", bag, (indices(4, 6),))
+        yield Case(f"bag_{name} large", partial(bag, rows=500), (indices(500, 5),))
+        yield Case(f"bag_{name} one index", bag, (indices(4, 1),))
+        yield Case(f"bag_{name} int32", bag, (indices(4, 6, lay_out=Tensor.int),))
         for last in (False, True):
             for empty in (False, True):
                 yield Case(
-                    f"bag {name} offsets{' last' * last}{' empty' * empty}",
+                    f"bag_{name} offsets{' last' * last}{' empty' * empty}",
                     partial(_bag_of_offsets, last=last, empty=empty, **options),
                     (indices(4, 6),),
                 )
         twice = partial(_wired_bag, lambda m, x: m.bag(x[:, :4]) * m.bag(x[:, 2:]), **options)
-        yield Case(f"bag {name} twice", twice, (indices(4, 6),))
+        yield Case(f"bag_{name} twice", twice, (indices(4, 6),))
         folded = partial(_wired_bag, lambda m, x: m.bag(x.flatten(0, 1)).unflatten(0, x.shape[:2]), **options)
-        yield Case(f"bag {name} folded", folded, (indices(4, 3, 5),))
+        yield Case(f"bag_{name} folded", folded, (indices(4, 3, 5),))
     tokens, weights = indices(4, 6), normal(6)
     weighted = lambda m, x, w: m.bag(x, per_sample_weights=w)  # noqa: E731
     for name in ("sum", "sum padding_idx"):
         build = partial(_wired_bag, weighted, **BAGS[name])
-        yield Case(f"bag {name} weights", build, (tokens, weights))
-        yield Case(f"bag {name} weights leaf", build, (tokens, normal(6, requires_grad=True)))
+        yield Case(f"bag_{name} weights", build, (tokens, weights))
+        yield Case(f"bag_{name} weights leaf", build, (tokens, normal(6, requires_grad=True)))
         attended = partial(_wired_bag, lambda m, x, w: weighted(m, x, m.score(w)), score=("Linear", 6, 6), **BAGS[name])
-        yield Case(f"bag {name} weights learned", attended, (tokens, weights))
-        yield Case(f"bag {name} weights offsets", partial(_bag_of_offsets, **BAGS[name]), (tokens, weights))
-    yield Case("bag sum strided", lambda nn: nn.EmbeddingBag(4, 3, mode="sum"), (indices(4, 8, lay_out=_every_other),))
+        yield Case(f"bag_{name} weights learned", attended, (tokens, weights))
+        yield Case(f"bag_{name} weights offsets", partial(_bag_of_offsets, **BAGS[name]), (tokens, weights))
+    yield Case("bag_sum strided", lambda nn: nn.EmbeddingBag(4, 3, mode="sum"), (indices(4, 8, lay_out=_every_other),))
     yield Case("bag in place", lambda nn: nn.Sequential(nn.EmbeddingBag(4, 3), nn.ReLU(inplace=True)), (tokens,))
     frozen = lambda nn: nn.Sequential(freeze(nn.EmbeddingBag(4, 3, mode="max"), "weight"), nn.Linear(3, 2))  # noqa: E731
     yield Case("bag frozen", frozen, (tokens,))
     classifier = lambda nn: nn.Sequential(nn.EmbeddingBag(9, 5), nn.Linear(5, 4), nn.ReLU(True), nn.Linear(4, 2))  # noqa: E731
     yield Case("bag classifier", classifier, (indices(9, 7),))
     for mode in ("sum", "max"):
-        yield Case(f"bag {mode} tied with embedding and head", partial(_tied_bag, mode), (indices(5, 4),))
+        yield Case(f"bag_{mode} tied with embedding and head", partial(_tied_bag, mode), (indices(5, 4),))
     yield Case("embedding int32", lambda nn: nn.Embedding(4, 3, padding_idx=2), (indices(4, 6, lay_out=Tensor.int),))
     yield Case(
         "embedding time first",

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from case_layers import LAYER_CASES
 from cases import CASES
 from comparing import TOLERANCE, assert_close, assert_dicts_close, gradients, truth, typical_norm
 
@@ -50,6 +51,8 @@ def batch_of(size, seed=0):
 
 # Why a row may run eagerly.
 REFUSED = ("time steps would be compiled", "may order examples differently")
+# Why one with bags of lengths that its tokens decide may.
+RAGGED = "the forward or the loss looks at values"
 
 
 def smooth(out):
@@ -64,11 +67,20 @@ def in_dimension_0(row):
     return not apart and all(dim == 0 for dim in row.batch_dims or ())
 
 
+def rows():
+    """Of the many rows of one kind of layer, the first is enough where minutes count."""
+    kinds = set()
+    for row in filter(in_dimension_0, CASES):
+        kind = row.name.partition(" ")[0] if row in LAYER_CASES else row.name
+        yield pytest.param(row, id=row.name, marks=pytest.mark.slow if kind in kinds else ())
+        kinds.add(kind)
+
+
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     "policy", ["cached", *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("reweight", "per layer"))]
 )
-@pytest.mark.parametrize("row", [row for row in CASES if in_dimension_0(row)], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", list(rows()))
 def test_every_case_as_a_graph(row, policy):
     max_norm = typical_norm(truth(row))
     clipping = PerLayer(max_norm) if policy == "per layer" else max_norm
@@ -87,7 +99,8 @@ def test_every_case_as_a_graph(row, policy):
     wanted = expected.norms if isinstance(expected.norms, dict) else {"": expected.norms}
     assert_dicts_close(found, wanted, TOLERANCE[torch.float64])
     compiled = clipper.compiled
-    if any(reason in str(compiled.refusals) for reason in REFUSED):
+    reasons = (*REFUSED, RAGGED) if "offsets" in row.name else REFUSED
+    if any(reason in str(compiled.refusals) for reason in reasons):
         assert compiled.graphs == 0
     else:
         assert compiled.refusals == []

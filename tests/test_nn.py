@@ -15,9 +15,19 @@ WRAPPERS = {
     "Conv1d": (2, 4, 3),
     "Conv2d": (2, 4, 3),
     "Conv3d": (2, 4, 3),
+    "Bilinear": (3, 4, 2),
+    "ConvTranspose1d": (2, 4, 3),
+    "ConvTranspose2d": (2, 4, 3),
+    "ConvTranspose3d": (2, 4, 3),
     "Embedding": (5, 4),
+    "EmbeddingBag": (5, 4),
     "LayerNorm": (4,),
+    "RMSNorm": (4,),
     "GroupNorm": (2, 4),
+    "InstanceNorm1d": (4,),
+    "InstanceNorm2d": (4,),
+    "InstanceNorm3d": (4,),
+    "PReLU": (4,),
     "RNN": (3, 4),
     "LSTM": (3, 4),
     "GRU": (3, 4),
@@ -124,6 +134,8 @@ def test_unbatched_inputs_work_outside_of_training():
     with torch.no_grad():
         assert nn.Linear(3, 4)(torch.randn(3)).shape == (4,)
         assert nn.Conv2d(2, 4, 3)(torch.randn(2, 5, 5)).shape == (4, 3, 3)
+        assert nn.ConvTranspose2d(2, 4, 3)(torch.randn(2, 5, 5)).shape == (4, 7, 7)
+        assert nn.InstanceNorm1d(2, affine=True)(torch.randn(2, 5)).shape == (2, 5)
         assert nn.LSTM(3, 4)(torch.randn(6, 3))[0].shape == (6, 4)
         assert nn.MultiheadAttention(4, 2)(*[torch.randn(5, 4)] * 3)[0].shape == (5, 4)
 

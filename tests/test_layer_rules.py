@@ -1,0 +1,178 @@
+"""What single layers refuse and in which words, and what they do with narrow numbers."""
+
+import pytest
+import torch
+from comparing import assert_close
+
+import ghostclip
+from ghostclip import UnsupportedModelError, nn
+
+TRACKING = "updates its running statistics"
+TABLES = [nn.Embedding, nn.EmbeddingBag]
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize(
+    ("options", "problem", "remedy"),
+    [
+        ({"max_norm": 1.0}, "max_norm rescales rows by what the batch looked up", "set max_norm=None"),
+        ({"scale_grad_by_freq": True}, "counts over the whole batch, which mixes examples", "scale_grad_by_freq=False"),
+        ({"sparse": True}, "sparse gradients, which can't hold noise", "set sparse=False"),
+    ],
+)
+def test_tables_are_refused_with_a_remedy_that_helps(table, options, problem, remedy):
+    model = nn.Sequential(table(6, 3, **options), nn.Linear(3, 2))
+    (finding,) = ghostclip.check(model)
+    assert (finding.path, problem in finding.problem, remedy in finding.remedy) == ("0", True, True)
+    with pytest.raises(UnsupportedModelError, match="0: .*" + problem):
+        ghostclip.wrap(model)
+    (option,) = options
+    setattr(model[0], option, None if option == "max_norm" else False)
+    assert ghostclip.check(model) == []
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_frozen_table_may_do_what_it_likes_but_change(table):
+    model = nn.Sequential(table(6, 3, sparse=True, scale_grad_by_freq=True), nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    assert ghostclip.check(model) == []
+    model[0].max_norm = 1.0
+    assert "set max_norm=None" in ghostclip.check(model)[0].remedy
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("affine", [True, False])
+def test_instance_norms_that_track_statistics_are_refused_in_train_mode_only(dims, affine):
+    norm = getattr(nn, f"InstanceNorm{dims}d")(3, affine=affine, track_running_stats=True)
+    model = nn.Sequential(norm, nn.Flatten(), nn.Linear(3 * 2**dims, 2))
+    (finding,) = ghostclip.check(model)
+    assert finding.path == "0"
+    assert TRACKING in finding.problem
+    assert "track_running_stats=False" in finding.remedy
+    x = torch.randn(4, 3, *[2] * dims)
+    before = norm.running_mean.clone()
+    assert ghostclip.check(model.eval()) == []
+    model(x)
+    for training, tracking in ((True, True), (True, False), (False, False)):
+        model.train(training)
+        norm.track_running_stats = tracking  # which without statistics is what was asked for, and with them isn't
+        with pytest.raises(UnsupportedModelError, match=f"InstanceNorm{dims}d {TRACKING}"):
+            model(x)
+    assert torch.equal(norm.running_mean, before)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.ConvTranspose1d(3, 2, 2), (3, 5)),
+        (nn.ConvTranspose2d(3, 2, 2), (3, 5, 5)),
+        (nn.ConvTranspose3d(3, 2, 2), (3, 4, 4, 4)),
+        (nn.InstanceNorm1d(3, affine=True), (3, 5)),
+        (nn.InstanceNorm2d(3, affine=True), (3, 5, 5)),
+        (nn.InstanceNorm3d(3, affine=True), (3, 4, 4, 4)),
+        (nn.PReLU(), (3,)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_inputs_without_a_batch_dimension_are_refused(layer, shape):
+    with pytest.raises(UnsupportedModelError, match=f"{type(layer).__name__} got an input.*without a batch dimension"):
+        layer(torch.randn(shape))
+
+
+def test_nested_indices_are_refused_with_what_to_give_instead():
+    ragged = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])], layout=torch.jagged)
+    with pytest.raises(UnsupportedModelError, match="include_last_offset=True"):
+        nn.EmbeddingBag(5, 3, mode="sum")(ragged)
+    bag = nn.EmbeddingBag(5, 3, mode="sum", include_last_offset=True)
+    assert bag(ragged.values(), ragged.offsets()).shape == (2, 3)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_wrong_calls_of_a_bag_fail_in_torchs_words(mode):
+    bag = nn.EmbeddingBag(5, 3, mode=mode)
+    with pytest.raises(ValueError, match="offsets has to be a 1D Tensor but got None"):
+        bag(torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match="if input is 2D, then offsets has to be None"):
+        bag(torch.tensor([[1, 2]]), torch.tensor([0]))
+    with pytest.raises(ValueError, match="1D or 2D Tensor"):
+        bag(torch.ones(2, 2, 2, dtype=torch.long))
+
+
+def test_bags_that_are_not_one_an_example_are_refused():
+    torch.manual_seed(0)
+    bag = torch.nn.EmbeddingBag(5, 3, mode="sum").double()
+    # Bags of neighbours overlap: one example's rows are in the bags of others.
+    wiring = lambda m, x: m(torch.cat([x, x.roll(1, 0)], 1)) + m(x).roll(1, 0)  # noqa: E731
+    model = _Calls(bag, wiring)
+    clipper = ghostclip.GhostClipper(model)
+    losses = model(torch.randint(5, (4, 3))).square().sum(1)
+    with pytest.raises(UnsupportedModelError, match="belong to others"):
+        clipper.norms(losses)
+
+
+class _Calls(torch.nn.Module):
+    def __init__(self, layer, wiring):
+        super().__init__()
+        self.layer, self.wiring = layer, wiring
+
+    def forward(self, *inputs):
+        return self.wiring(self.layer, *inputs)
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        torch.nn.PReLU(4),
+        torch.nn.InstanceNorm1d(4, affine=True),
+        torch.nn.GroupNorm(4, 4),
+        torch.nn.ConvTranspose1d(4, 4, 1),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_examples_where_a_layer_of_channels_has_channels_or_positions_are_refused(layer, dim):
+    # With as many of each, nothing about the shapes is wrong.
+    torch.manual_seed(0)
+    model = ghostclip.wrap(_Calls(layer, lambda m, x: m(x.movedim(0, dim)).movedim(dim, 0)), batch_dim=dim)
+    losses = model(torch.randn(4, 4, 4)).flatten(1).cos().sum(1)
+    with pytest.raises(UnsupportedModelError, match="not where they are said to be"):
+        ghostclip.GhostClipper(model).norms(losses)
+
+
+NARROW = {
+    "conv_transpose": (lambda: torch.nn.ConvTranspose2d(3, 4, 3, stride=2, padding=1), (3, 5, 4)),
+    "bilinear": (lambda: torch.nn.Bilinear(3, 3, 4), (6, 3)),
+    "bilinear one out": (lambda: torch.nn.Bilinear(3, 3, 1), (6, 3)),
+    "rmsnorm": (lambda: torch.nn.RMSNorm(16), (6, 16)),
+    "instancenorm": (lambda: torch.nn.InstanceNorm2d(3, affine=True), (3, 5, 4)),
+    "groupnorm": (lambda: torch.nn.GroupNorm(2, 4), (4, 5, 4)),
+    "prelu": (lambda: torch.nn.PReLU(), (3, 5)),
+    "prelu of channels": (lambda: torch.nn.PReLU(3), (3, 5)),
+    "bag sum": (lambda: torch.nn.EmbeddingBag(5, 3, mode="sum"), (6,)),
+    "bag mean": (lambda: torch.nn.EmbeddingBag(5, 3, mode="mean"), (6,)),
+    "bag max": (lambda: torch.nn.EmbeddingBag(5, 3, mode="max"), (6,)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", NARROW)
+def test_norms_of_narrow_numbers_are_taken_in_float32(name, dtype):
+    # What the losses add up is linear in the output, so that narrow gradients are the same numbers as wide ones.
+    build, shape = NARROW[name]
+    torch.manual_seed(0)
+    model = build().to(dtype)
+    x = torch.randint(5, (4, *shape)) if "bag" in name else torch.randn(4, *shape).to(dtype)
+    inputs = (x, x) if "bilinear" in name else (x,)
+    wide = build().double()
+    wide.load_state_dict(model.state_dict())
+    factors = 300 * torch.randn(model(*inputs).shape).to(dtype)  # whose squares float16 can't hold
+    expected = []
+    for i in range(4):
+        one = [each[i : i + 1].double() if each.is_floating_point() else each[i : i + 1] for each in inputs]
+        grads = torch.autograd.grad((wide(*one) * factors[i].double()).sum(), list(wide.parameters()))
+        expected.append(torch.cat([grad.flatten() for grad in grads]).norm())
+    clipper = ghostclip.GhostClipper(model)
+    losses = (model(*inputs).float() * factors.float()).flatten(1).sum(1)
+    norms = clipper.norms(losses)
+    assert norms.dtype == torch.float32
+    assert_close(norms, torch.stack(expected), 1e-5)
