@@ -94,7 +94,7 @@ class Collector:
         self._left = Counter(self._part(call, name) for call in calls for name in index.own_parameters(call))
         self._waiting: dict[Part, list[Term]] = {}
         produced = sum(preactivation_bytes(call) for call in calls)
-        self._room = int(SPARE * produced)
+        self._room = 0 if groups is not None else int(SPARE * produced)
         if aside:
             self._prepare_aside(produced, index.trained())
         self._groups = groups
