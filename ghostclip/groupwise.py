@@ -13,20 +13,21 @@ import torch
 from torch import Tensor
 
 from ghostclip.nn.base import Call
-from ghostclip.norms.affine import Affine
+from ghostclip.norms.affine import Affine, weighted_sums_of
 from ghostclip.norms.term import Term
+from ghostclip.norms.whole import group_norms
 
-__all__ = ["GroupSums", "Part", "root"]
+__all__ = ["POSTPONED_BYTES", "GroupSums", "Part"]
 
+# Parts of a group, their squared norms ([B], or [parts, B] for several), and what their sums are made of.
+Taken = tuple[list["Part"], Tensor, Term | Affine]
 # A trained parameter, or the (start, stop) of its first axis: what one term is about.
 Part = tuple[int, tuple[int, int] | None]
 
 
-def root(squared: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Norms [B] in ``dtype`` from the squared norms [B] of at least one part."""
-    if any(part.dtype != dtype for part in squared):
-        squared = [part.to(dtype) for part in squared]
-    return torch.stack(list(squared)).sum(0).sqrt_()
+# Groups that are complete wait for each other until their terms take so many bytes: small operations cost what it
+# takes to call them, and one serves all.
+POSTPONED_BYTES = 1 << 20
 
 
 class GroupSums:
@@ -34,7 +35,7 @@ class GroupSums:
 
     Args:
         group_of: {id of a trained parameter: its group}.
-        weigh: (group, norms [B]) -> weights [B].
+        weigh: (groups, their norms [groups, B]) -> weights [groups, B].
         finite: [B] bool, False for examples that are left out; None when nobody is.
         dtype: of the norms.
 
@@ -47,7 +48,7 @@ class GroupSums:
     def __init__(
         self,
         group_of: Mapping[int, str],
-        weigh: Callable[[str, Tensor], Tensor],
+        weigh: Callable[[list[str], Tensor], Tensor],
         finite: Tensor | None,
         dtype: torch.dtype,
     ) -> None:
@@ -57,7 +58,9 @@ class GroupSums:
         self.calls: list[Call] = []
         self._group_of, self._weigh, self._finite, self._dtype = group_of, weigh, finite, dtype
         self._left: Counter[str] = Counter()
-        self._open: dict[str, list[tuple[list[Part], list[Tensor], Term | Affine]]] = {}
+        self._open: dict[str, list[Taken]] = {}
+        self._complete: list[str] = []
+        self._complete_bytes = 0
 
     def expect(self, parts: Iterable[Part]) -> None:
         """Says which parts will be answered for, so that it is known when a group is complete."""
@@ -67,13 +70,16 @@ class GroupSums:
         """Whether the parts can be answered for together."""
         return len({self._group_of[owner] for owner, _ in parts}) == 1
 
-    def take(self, parts: list[Part], squared: list[Tensor], held: Term | Affine) -> None:
-        """Squared norms [B] of parts of one group, and what their sums are made of, in the same order."""
+    def take(self, parts: list[Part], squared: Tensor, held: Term | Affine) -> None:
+        """Squared norms of parts of one group, [B] or [parts, B], and what their sums are made of, in one order."""
         group = self._group_of[parts[0][0]]
         self._open.setdefault(group, []).append((parts, squared, held))
         self._left[group] -= len(parts)
         if self._left[group] == 0:
-            self._close(group)
+            self._complete.append(group)
+            self._complete_bytes += sum(term.nbytes for _, _, term in self._open[group])
+            if self._complete_bytes > POSTPONED_BYTES:
+                self.close()
 
     def taken(self) -> Iterator[tuple[Part, Tensor]]:
         """The clipped sums, which are let go of one after another."""
@@ -81,16 +87,33 @@ class GroupSums:
             yield self.sums.pop()
 
     @torch.no_grad()
-    def _close(self, group: str) -> None:
-        taken = self._open.pop(group)
-        norms = root([part for _, squared, _ in taken for part in squared], self._dtype)
-        weights = self._weigh(group, norms)
+    def close(self) -> None:
+        """Turns the groups that are complete into their clipped sums; to be called once more when all terms came."""
+        if not self._complete:
+            return
+        groups, self._complete, self._complete_bytes = self._complete, [], 0
+        taken = [self._open.pop(group) for group in groups]
+        norms = group_norms([[squared for _, squared, _ in parts] for parts in taken], self._dtype)
+        weights = self._weigh(groups, norms)
         if self._finite is not None:
             weights = torch.where(self._finite, weights, torch.zeros_like(weights))
-        self.norms[group], self.weights[group] = norms, weights
-        while taken:
-            parts, _, held = taken.pop()
-            if self._finite is not None:
-                held = held.keep_only(self._finite)
-            amounts = held.weighted_sums(weights).values() if isinstance(held, Affine) else [held.weighted_sum(weights)]
-            self.sums += zip(parts, amounts, strict=True)
+        self.norms.update(zip(groups, norms.unbind(), strict=True))
+        self.weights.update(zip(groups, weights.unbind(), strict=True))
+        self._add_up(groups, taken)
+
+    def _add_up(self, groups: list[str], taken: list[list[Taken]]) -> None:
+        """The clipped sums of the groups' parts; those of linear layers all at once."""
+        together: list[tuple[list[Part], Affine, Tensor]] = []
+        for group, terms in zip(groups, taken, strict=True):
+            while terms:
+                parts, _, held = terms.pop()
+                if self._finite is not None:
+                    held = held.keep_only(self._finite)
+                if isinstance(held, Affine):
+                    together.append((parts, held, self.weights[group]))
+                else:
+                    self.sums.append((parts[0], held.weighted_sum(self.weights[group])))
+        if together:
+            amounts = weighted_sums_of([affine for _, affine, _ in together], [weights for *_, weights in together])
+            for (parts, *_), each in zip(together, amounts, strict=True):
+                self.sums += zip(parts, each, strict=True)

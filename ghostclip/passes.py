@@ -10,13 +10,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from ghostclip.groupwise import GroupSums, Part, root
+from ghostclip.groupwise import POSTPONED_BYTES, GroupSums, Part
 from ghostclip.index import ModelIndex
 from ghostclip.nn.base import Call
-from ghostclip.norms.affine import Affine
+from ghostclip.norms.affine import Affine, squared_norms_of, weighted_sums_of
 from ghostclip.norms.combine import combine
 from ghostclip.norms.dense import Dense
 from ghostclip.norms.term import Term, wide
+from ghostclip.norms.whole import norms
 from ghostclip.planner import SOLE, Choice, Planner, kept_bytes
 from ghostclip.regroup import row_count
 
@@ -83,7 +84,7 @@ class Collector:
         groups: GroupSums | None = None,
     ) -> None:
         self.examples, self.device = losses.shape[0], losses.device
-        self.squared: dict[int, list[Tensor]] = {}
+        self.squared: list[tuple[list[int], Tensor]] = []
         self.terms: dict[Part, Term] = {}
         self.affines: list[tuple[list[int], Affine]] = []
         self.choices: dict[int, Choice] = {}
@@ -93,6 +94,8 @@ class Collector:
         self._padded = overlapping_parts(calls)
         self._left = Counter(self._part(call, name) for call in calls for name in index.own_parameters(call))
         self._waiting: dict[Part, list[Term]] = {}
+        self._unanswered: list[tuple[list[Part], Affine]] = []
+        self._unanswered_bytes = 0
         produced = sum(preactivation_bytes(call) for call in calls)
         self._room = 0 if groups is not None else int(SPARE * produced)
         if aside:
@@ -144,16 +147,27 @@ class Collector:
         affine = call.layer.joint(call, inputs, grad)
         if affine is None:
             return False
-        found = list(affine.squared_norms().values())
-        for (owner, _), squared in zip(parts, found, strict=True):
-            self.squared.setdefault(owner, []).append(squared)
-            self.choices[owner] = SOLE
-        if self._groups is not None:
-            self._groups.take(parts, found, affine)
-        elif self._keep and not self.over_budget:
-            self.affines.append(([owner for owner, _ in parts], affine))
-            self._count(affine.nbytes)
+        for part in parts:
+            self._left[part] = 0
+        self._unanswered.append((parts, affine))
+        self._unanswered_bytes += affine.nbytes
+        if self._unanswered_bytes > POSTPONED_BYTES:
+            self.finish()
         return True
+
+    def finish(self) -> None:
+        """Answers for what waited for company; to be called when the gradients of all calls have come."""
+        waited, self._unanswered, self._unanswered_bytes = self._unanswered, [], 0
+        found = squared_norms_of([affine for _, affine in waited]) if waited else []
+        for (parts, affine), squared in zip(waited, found, strict=True):
+            owners = [owner for owner, _ in parts]
+            self.squared.append((owners, squared))
+            self.choices.update(dict.fromkeys(owners, SOLE))
+            if self._groups is not None:
+                self._groups.take(parts, squared, affine)
+            elif self._keep and not self.over_budget:
+                self.affines.append((owners, affine))
+                self._count(affine.nbytes)
 
     def _term(self, call: Call, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
         term = call.term(name, inputs, grad)
@@ -176,14 +190,14 @@ class Collector:
             return
         keep = self._groups is not None or (self._keep and not self.over_budget)
         answer, choice = self._planner.answer(term, keep, term.nbytes + self._room)
-        self.squared.setdefault(part[0], []).append(answer.squared_norms)
+        self.squared.append(([part[0]], answer.squared_norms))
         self.choices[part[0]] = choice
         if answer.kept is not None:
             if self._groups is None:
                 self._room -= max(0, answer.kept.nbytes - term.nbytes)
             term = Dense(answer.kept)
         if self._groups is not None:
-            self._groups.take([part], [answer.squared_norms], term)
+            self._groups.take([part], answer.squared_norms, term)
         elif keep:
             self.terms[part] = term
             self._count(term.nbytes)
@@ -240,15 +254,24 @@ class FirstPass:
     def _root(self, squared: Sequence[Tensor]) -> Tensor:
         if not squared:
             return torch.zeros(self._found.examples, dtype=self._dtype, device=self._found.device)
-        return root(squared, self._dtype)
+        return norms(squared, self._dtype)
+
+    def _of_parameters(self) -> dict[int, list[Tensor]]:
+        """Squared norms [B] by the id of the parameter."""
+        found: dict[int, list[Tensor]] = {}
+        for owners, squared in self._found.squared:
+            for owner, row in zip(owners, squared if squared.dim() == 2 else [squared], strict=True):
+                found.setdefault(owner, []).append(row)
+        return found
 
     def norms(self) -> Tensor:
         """||g_i||, [B]."""
-        return self._root([part for parts in self._found.squared.values() for part in parts])
+        return self._root([squared for _, squared in self._found.squared])
 
     def norms_by_parameter(self) -> dict[str, Tensor]:
         """{parameter name: [B]}, zeros for parameters that took no part."""
-        return {name: self._root(self._found.squared.get(id(parameter), [])) for name, parameter in self._trained}
+        squared = self._of_parameters()
+        return {name: self._root(squared.get(id(parameter), [])) for name, parameter in self._trained}
 
     def norms_by_layer(self) -> dict[str, Tensor]:
         """{name of the module that owns the parameters: [B]}."""
@@ -257,8 +280,9 @@ class FirstPass:
     def norms_by_group(self, partition: Mapping[str, str]) -> dict[str, Tensor]:
         """{group: [B]} for {parameter name: group}."""
         groups: dict[str, list[Tensor]] = {}
+        found = self._of_parameters()
         for name, parameter in self._trained:
-            groups.setdefault(partition[name], []).extend(self._found.squared.get(id(parameter), []))
+            groups.setdefault(partition[name], []).extend(found.get(id(parameter), []))
         return {group: self._root(squared) for group, squared in groups.items()}
 
     @torch.no_grad()
@@ -289,10 +313,18 @@ class FirstPass:
             term = terms.pop(part)
             yield part, (term if finite is None else term.keep_only(finite)).weighted_sum(weights)
         while self._found.affines:
-            owners, affine = self._found.affines.pop()
-            if finite is not None:
-                affine = affine.keep_only(finite)
-            for owner, amount in zip(owners, affine.weighted_sums(weights).values(), strict=True):
+            yield from self._of_several(weights, finite)
+
+    def _of_several(self, weights: Tensor, finite: Tensor | None) -> Iterator[tuple[Part, Tensor]]:
+        """The sums of the last linear layers that are held, of so many that they are small together."""
+        taken: list[tuple[list[int], Affine]] = []
+        left = POSTPONED_BYTES
+        while self._found.affines and (left > 0 or not taken):
+            taken.append(self._found.affines.pop())
+            left -= taken[-1][1].nbytes
+        affines = [affine if finite is None else affine.keep_only(finite) for _, affine in taken]
+        for (owners, _), amounts in zip(taken, weighted_sums_of(affines, [weights] * len(affines)), strict=True):
+            for owner, amount in zip(owners, amounts, strict=True):
                 yield (owner, None), amount
 
 

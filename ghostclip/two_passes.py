@@ -5,7 +5,6 @@ The only place that runs autograd for clipping.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ghostclip.clipping import Groupwise, Policy, Thresholds, flat_weights
+from ghostclip.clipping import Groupwise, Policy, Thresholds
 from ghostclip.errors import LossShapeError, StaleInputError
 from ghostclip.graph import captured_calls, first_pass, let_go
 from ghostclip.groupwise import GroupSums, Part
 from ghostclip.index import ModelIndex
 from ghostclip.nn.base import Call
+from ghostclip.norms.whole import all_finite, bounded_weights
 from ghostclip.passes import Collector, FirstPass, add_to_gradient, norm_dtype
 from ghostclip.planner import Choice, Planner
 from ghostclip.regroup import Grouping
@@ -72,15 +72,13 @@ class TwoPasses:
             retain_graph=retain_graph or not cached or self._memory_budget is not None,
         )
         norms = run.norms()
-        # Sums are finite only where all that goes into them is: one look at one number for the whole batch.
-        both = norms + losses.detach()
+        fine = all_finite(norms, losses.detach())
         finite = None
-        all_finite = math.isfinite(both.sum().item())
         weights = policy.weights(norms)
-        if not all_finite:
-            finite = torch.isfinite(both)
+        if not fine:
+            finite = torch.isfinite(norms + losses.detach())
             weights = torch.where(finite, weights, torch.zeros_like(weights))
-        if not all_finite and not run.holds_terms:
+        if not fine and not run.holds_terms:
             run = self.first_pass(losses, keep=True, retain_graph=retain_graph, ignore_budget=True)
         if run.holds_terms:
             self._add(run.weighted_sums(weights, finite))
@@ -119,16 +117,16 @@ class TwoPasses:
         else:
             norms = self.first_pass(losses, keep=False, retain_graph=True).norms_by_group(partition)
             given = policy.weights(norms)
-        both = torch.stack([losses.detach().to(norm_dtype(self.index.trained())), *norms.values()])
-        finite = None if math.isfinite(both.sum().item()) else torch.isfinite(both).all(0)
+        found = [losses.detach().to(norm_dtype(self.index.trained())), *norms.values()]
+        finite = None if all_finite(*found) else torch.isfinite(torch.stack(found)).all(0)
         if finite is not None or given is not None:
             sums = self.group_pass(losses, policy, given, finite)
         if not retain_graph:
             with _in_our_words():
                 let_go(losses, sums.calls)
         self._add(sums.taken())
-        norms = {group: norms.get(group, torch.zeros_like(both[0])) for group in partition.values()}
-        unused = torch.ones_like(both[0]) if finite is None else finite.to(both.dtype)
+        norms = {group: norms.get(group, torch.zeros_like(found[0])) for group in partition.values()}
+        unused = torch.ones_like(found[0]) if finite is None else finite.to(found[0].dtype)
         return norms, {group: sums.weights.get(group, unused) for group in norms}
 
     def _add(self, sums: Iterator[tuple[Part, Tensor]]) -> None:
@@ -150,8 +148,10 @@ class TwoPasses:
         trained, partition = self.index.trained(), self.partition()
         thresholds = policy.thresholds_of(dict.fromkeys(partition.values())) if isinstance(policy, Thresholds) else {}
 
-        def weigh(group: str, norms: Tensor) -> Tensor:
-            return given[group] if given is not None else flat_weights(norms, thresholds[group])
+        def weigh(groups: list[str], norms: Tensor) -> Tensor:
+            if given is not None:
+                return torch.stack([given[group] for group in groups])
+            return bounded_weights(norms, [thresholds[group] for group in groups])
 
         sums = GroupSums({id(p): partition[name] for name, p in trained}, weigh, finite, norm_dtype(trained))
         self.first_pass(losses, keep=True, retain_graph=True, ignore_budget=True, groups=sums)
@@ -190,6 +190,9 @@ class TwoPasses:
             if groups is not None:
                 groups.calls = calls
             first_pass(losses, calls, collector.receive, retain_graph=retain_graph)
+            collector.finish()
+            if groups is not None:
+                groups.close()
         run = FirstPass(collector, self.index.trained(), calls)
         self.choices = run.choices
         return run

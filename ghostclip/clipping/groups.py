@@ -14,7 +14,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from ghostclip.clipping.policies import flat_weights, margin
+from ghostclip.clipping.policies import flat_weights
+from ghostclip.norms.whole import margin
 from ghostclip.validate import nonnegative, positive
 
 __all__ = ["CustomGroups", "Grouped", "Groupwise", "PerLayer", "Thresholds"]
@@ -171,7 +172,7 @@ class CustomGroups(Groupwise):
         parts = torch.stack([found[group].double() * norm.double() for group, norm in norms.items()])
         whole = torch.linalg.vector_norm(parts, dim=0).clamp_min(torch.finfo(torch.float64).tiny)
         some = next(iter(found.values()))
-        factor = ((self.sensitivity * margin(some)) / whole).clamp(max=1.0).to(some.dtype)
+        factor = ((self.sensitivity * margin(some.dtype)) / whole).clamp(max=1.0).to(some.dtype)
         return {group: weights * factor for group, weights in found.items()}
 
 

@@ -9,9 +9,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ghostclip.norms.whole import bounded_weights, margin
 from ghostclip.validate import nonnegative, positive
 
-__all__ = ["Automatic", "Custom", "Flat", "Policy", "flat_weights", "margin"]
+__all__ = ["Automatic", "Custom", "Flat", "Policy", "flat_weights"]
 
 
 @runtime_checkable
@@ -26,14 +27,9 @@ class Policy(Protocol):
         """The factor [B] each example's gradient is multiplied with."""
 
 
-def margin(norms: Tensor) -> float:
-    """A factor just below 1 that rounding in a product of ``norms``' precision can't undo."""
-    return 1.0 - 8.0 * torch.finfo(norms.dtype).eps
-
-
 def flat_weights(norms: Tensor, max_norm: float) -> Tensor:
     """``min(1, max_norm / norms)``, [B], a few units in the last place low; 1 for a norm of zero."""
-    return ((max_norm * margin(norms)) / norms).clamp_(max=1.0)
+    return bounded_weights(norms, [max_norm])
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ class Automatic:
 
     def weights(self, norms: Tensor) -> Tensor:
         """``max_norm / (norms + gamma)``, [B]."""
-        return (self.max_norm * margin(norms)) / (norms + self.gamma)
+        return (self.max_norm * margin(norms.dtype)) / (norms + self.gamma)
 
 
 @dataclass(frozen=True)
@@ -104,5 +100,5 @@ class Custom:
             shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ValueError(f"function must return weights of shape {list(norms.shape)}, one per example; got {shape}")
         found = torch.nan_to_num(found.to(norms.dtype), nan=0.0)
-        bound = (self.sensitivity * margin(norms)) / norms.clamp_min(torch.finfo(norms.dtype).tiny)
+        bound = (self.sensitivity * margin(norms.dtype)) / norms.clamp_min(torch.finfo(norms.dtype).tiny)
         return torch.minimum(torch.maximum(found, -bound), bound)

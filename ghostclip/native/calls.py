@@ -14,12 +14,13 @@ from torch import Tensor
 
 from ghostclip.native.build import library
 
-__all__ = ["run", "run_examples"]
+__all__ = ["function", "run", "run_examples"]
 
 # A thread of its own is worth it from about this many multiplications on.
 SHARE = 4_000_000
 # Shares of the batch are multiples of this: the most examples that C takes together.
 ROWS = 8
+NAMES = {torch.float32: "float", torch.float64: "double"}
 
 
 @functools.cache
@@ -27,8 +28,18 @@ def _function(source: str, name: str, dtype: torch.dtype) -> Callable[..., int]:
     """The C function of that name in ``source``.c for numbers of that type."""
     loaded = library(source)
     assert loaded is not None
-    found = getattr(loaded, f"{name}_{'float' if dtype == torch.float32 else 'double'}")
+    found = getattr(loaded, f"{name}_{NAMES[dtype]}")
     found.restype = ctypes.c_long
+    return found
+
+
+@functools.cache
+def function(source: str, name: str, dtype: torch.dtype, arguments: int) -> Callable[..., int] | None:
+    """The same for so many whole numbers and addresses, which it takes as Python's ints; None where there is none."""
+    if dtype not in NAMES or library(source) is None:
+        return None
+    found = _function(source, name, dtype)
+    found.argtypes = [ctypes.c_ssize_t] * arguments  # type: ignore[attr-defined]
     return found
 
 

@@ -1,23 +1,33 @@
 """Weight and bias of a linear layer that saw one position an example: both answers from one read of the gradient.
 
 With dz [B, p] and x [B, d], dL_i/dW = dz[i] (x) x[i] and dL_i/db = dz[i], so that ||dL_i/dW|| = ||dz[i]|| ||x[i]||
-(Goodfellow 2015), and clipped sums of both are made of the same scaled dz.
+(Goodfellow 2015), and clipped sums of both are made of the same scaled dz. Small layers cost what it takes to call an
+operation, so several are answered for together, by one call of native/affine.c.
 """
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ghostclip.native.calls import function
+
 from .dense import squared_norms
-from .term import wide, zero_examples
+from .term import is_traced, wide, zero_examples
 
-__all__ = ["Affine"]
+__all__ = ["Affine", "squared_norms_of", "weighted_sums_of"]
+
+# Beyond so many bytes torch's operations, which share the work among threads, are as good.
+MOST_BYTES = 8 << 20
+# Names as native/affine.c has them.
+NAMES = {("weight",): 1, ("bias",): 2, ("weight", "bias"): 3}
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Affine:
     """The per-example gradients of a linear layer's parameters, not multiplied out.
 
@@ -36,19 +46,75 @@ class Affine:
         """Bytes of the two tensors."""
         return self.left.nbytes + self.right.nbytes
 
-    def squared_norms(self) -> dict[str, Tensor]:
-        """{name: [B]}, in float32 or wider."""
+    def squared_norms(self) -> Tensor:
+        """[names, B], in float32 or wider."""
         left = squared_norms(self.left)
-        return {name: left if name == "bias" else left * squared_norms(self.right) for name in self.names}
+        return torch.stack([left if name == "bias" else left * squared_norms(self.right) for name in self.names])
 
-    def weighted_sums(self, weights: Tensor) -> dict[str, Tensor]:
-        """{name: sum_i weights[i] * gradient[i]} for weights [B]."""
+    def weighted_sums(self, weights: Tensor) -> list[Tensor]:
+        """``sum_i weights[i] * gradient[i]`` for each name, for weights [B]."""
         scaled = wide(self.left) * weights.to(wide(self.left).dtype).unsqueeze(1)
-        return {
-            name: torch.sum(scaled, 0) if name == "bias" else torch.mm(scaled.t(), wide(self.right))
-            for name in self.names
-        }
+        return [
+            torch.sum(scaled, 0) if name == "bias" else torch.mm(scaled.t(), wide(self.right)) for name in self.names
+        ]
 
     def keep_only(self, keep: Tensor) -> Affine:
         """The same with zeros for examples where ``keep`` [B] is False."""
         return Affine(zero_examples(self.left, keep), zero_examples(self.right, keep), self.names)
+
+    def fits(self, dtype: torch.dtype) -> bool:
+        """Whether C can read it: plain tensors on the CPU, each row's numbers side by side."""
+        return self.names in NAMES and all(
+            type(side) is Tensor and side.is_cpu and side.dtype == dtype and side.stride(1) == 1
+            for side in (self.left, self.right)
+        )
+
+
+def squared_norms_of(affines: Sequence[Affine]) -> list[Tensor]:
+    """[names, B] of each, which is at least one, for the same B examples."""
+    squares = _in_c("squared_norms", 4, affines)
+    if squares is None:
+        return [affine.squared_norms() for affine in affines]
+    batch = affines[0].left.shape[0]
+    rows = [len(affine.names) for affine in affines]
+    found = affines[0].left.new_empty(sum(rows), batch)
+    layers = array("q")
+    for affine in affines:
+        layers.extend((*_layer(affine), 0, 0, 0))
+    squares(layers.buffer_info()[0], len(affines), batch, found.data_ptr())
+    return [found] if len(rows) == 1 else list(found.split(rows))
+
+
+def weighted_sums_of(affines: Sequence[Affine], weights: Sequence[Tensor]) -> list[list[Tensor]]:
+    """``sum_i weights[i] * gradient[i]`` for each name of each, for as many weights [B]."""
+    scale = _in_c("scale", 3, affines)
+    if scale is None or any(w.dtype != affines[0].left.dtype or not w.is_contiguous() for w in weights):
+        return [affine.weighted_sums(each) for affine, each in zip(affines, weights, strict=True)]
+    layers = array("q")
+    scaled = [affine.left.new_empty(affine.left.shape) for affine in affines]
+    sums = [affine.left.new_empty(affine.left.shape[1]) for affine in affines]
+    for affine, each, left, bias in zip(affines, weights, scaled, sums, strict=True):
+        layers.extend((*_layer(affine), each.data_ptr(), left.data_ptr(), bias.data_ptr()))
+    scale(layers.buffer_info()[0], len(affines), affines[0].left.shape[0])
+    return [
+        [bias if name == "bias" else torch.mm(left.t(), affine.right) for name in affine.names]
+        for affine, left, bias in zip(affines, scaled, sums, strict=True)
+    ]
+
+
+def _layer(affine: Affine) -> tuple[int, ...]:
+    """What native/affine.c wants to know of a layer."""
+    left, right = affine.left, affine.right
+    return (
+        left.data_ptr(), left.stride(0), left.shape[1], right.data_ptr(), right.stride(0), right.shape[1],
+        NAMES[affine.names],
+    )  # fmt: skip
+
+
+def _in_c(name: str, arguments: int, affines: Sequence[Affine]) -> Callable[..., int] | None:
+    """The C function of that name, where it can and should be used for all of ``affines``."""
+    dtype = affines[0].left.dtype
+    found = function("affine", name, dtype, arguments)
+    if found is None or is_traced() or not all(affine.fits(dtype) for affine in affines):
+        return None
+    return found if sum(affine.nbytes for affine in affines) <= MOST_BYTES else None

@@ -1,0 +1,170 @@
+/* Linear layers on one position an example, all layers of a batch in one call: squared norms of both factors, weighted
+ * gradients with their column sums; and for any layers the norms of groups and the weights that clip them.
+ *
+ * A layer is LAYER numbers: left [batch, outputs], its row stride, outputs, right [batch, inputs], its row stride,
+ * inputs, NAMES, and for `scale` weights [batch], scaled [batch, outputs] or 0, column sums [outputs] or 0.
+ *
+ * This file reads itself twice, with REAL float and double; NAME(x) is x_float or x_double.
+ */
+
+#ifndef REAL
+
+#include <math.h>
+
+#include "vectors.h"
+
+#define LAYER 10
+#define BLOCK 3
+#define WEIGHT 1
+#define BIAS 2
+/* Numbers of a row after which their sum goes on in double precision. */
+#define PART 8192
+/* Columns whose sums stay in the first-level cache, and rows after which a sum is put by, for precision. */
+#define COLUMNS 512
+#define STRETCH 128
+#define LESSER(a, b) ((a) < (b) ? (a) : (b))
+
+#define REAL float
+#define INTEGER int32_t
+#define NAME(x) x##_float
+#include "affine.c"
+
+#undef REAL
+#undef INTEGER
+#undef NAME
+
+#define REAL double
+#define INTEGER int64_t
+#define NAME(x) x##_double
+#include "affine.c"
+
+#else
+
+#include "vectors.h"
+
+/* Squares of the numbers of a row, added up lane by lane. */
+INLINE VEC NAME(squares)(const REAL *row, long count) {
+    VEC sums[4] = {0}, last = {0};
+    const long rest = count % LANES;
+    long k = 0;
+    for (; k + 4 * LANES <= count; k += 4 * LANES)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            const VEC some = *(const VEC *)(row + k + i * LANES);
+            sums[i] += some * some;
+        }
+    for (; k + LANES <= count; k += LANES) {
+        const VEC some = *(const VEC *)(row + k);
+        sums[0] += some * some;
+    }
+    if (count >= LANES) {
+        /* The last full vector, without what was added already. */
+        const INTS fresh = *(const INTS *)NAME(numbers) >= (INTEGER)(LANES - rest);
+        last = (VEC)(*(const INTS *)(row + count - LANES) & fresh);
+    } else
+        memcpy(&last, row + k, rest * sizeof(REAL));
+    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + last * last;
+}
+
+/* Sums of the squares of up to SUMS rows. */
+static void NAME(row_squares)(const REAL *rows, long stride, long count, long width, double *found) {
+    for (long row = 0; row < SUMS; row++) found[row] = 0;
+    for (long start = 0; start < width; start += PART) {
+        VEC sums[SUMS] = {0};
+        REAL folded[SUMS];
+        for (long row = 0; row < count; row++)
+            sums[row] = NAME(squares)(rows + row * stride + start, LESSER(PART, width - start));
+        NAME(fold)(sums, folded);
+        for (long row = 0; row < SUMS; row++) found[row] += folded[row];
+    }
+}
+
+/* squared: a row [batch] for each name of each layer, that of the weight before that of the bias. */
+void NAME(squared_norms)(const int64_t *layers, long count, long batch, REAL *squared) {
+    for (const int64_t *layer = layers; layer < layers + count * LAYER; layer += LAYER) {
+        const REAL *left = (const REAL *)(intptr_t)layer[0], *right = (const REAL *)(intptr_t)layer[3];
+        REAL *of_weight = layer[6] & WEIGHT ? squared : 0, *of_bias = 0;
+        if (of_weight) squared += batch;
+        if (layer[6] & BIAS) of_bias = squared, squared += batch;
+        for (long first = 0; first < batch; first += SUMS) {
+            const long some = LESSER(SUMS, batch - first);
+            double lefts[SUMS], rights[SUMS];
+            NAME(row_squares)(left + first * layer[1], layer[1], some, layer[2], lefts);
+            if (of_weight) NAME(row_squares)(right + first * layer[4], layer[4], some, layer[5], rights);
+            for (long row = 0; row < some; row++) {
+                if (of_weight) of_weight[first + row] = lefts[row] * rights[row];
+                if (of_bias) of_bias[first + row] = lefts[row];
+            }
+        }
+    }
+}
+
+/* Each left times its weights, and the sums of the columns. */
+void NAME(scale)(const int64_t *layers, long count, long batch) {
+    for (const int64_t *layer = layers; layer < layers + count * LAYER; layer += LAYER) {
+        const REAL *left = (const REAL *)(intptr_t)layer[0], *weights = (const REAL *)(intptr_t)layer[7];
+        REAL *scaled = (REAL *)(intptr_t)layer[8], *sums = (REAL *)(intptr_t)layer[9];
+        for (long column = 0; column < layer[2]; column += COLUMNS) {
+            const long some = LESSER(COLUMNS, layer[2] - column);
+            REAL total[COLUMNS] = {0};
+            for (long first = 0; first < batch; first += STRETCH) {
+                REAL part[COLUMNS] = {0};
+                for (long row = first; row < batch && row < first + STRETCH; row++) {
+                    const REAL *from = left + row * layer[1] + column, weight = weights[row];
+                    if (scaled) {
+                        REAL *to = scaled + row * layer[2] + column;
+                        for (long k = 0; k < some; k++) part[k] += to[k] = weight * from[k];
+                    } else {
+                        for (long k = 0; k < some; k++) part[k] += weight * from[k];
+                    }
+                }
+                for (long k = 0; k < some; k++) total[k] += part[k];
+            }
+            if (sums) memcpy(sums + column, total, some * sizeof(REAL));
+        }
+    }
+}
+
+/* norms [groups, batch] from squared norms: each of count blocks is a pointer to [rows, batch], the number of its rows,
+ * and whether it is the last one of its group. */
+void NAME(norms)(const int64_t *blocks, long count, long batch, REAL *norms) {
+    const int64_t *behind = blocks + count * BLOCK;
+    for (const int64_t *group = blocks, *next; group < behind; group = next, norms += batch) {
+        for (next = group; !next[2]; next += BLOCK) {}
+        next += BLOCK;
+        for (long first = 0; first < batch; first += COLUMNS) {
+            const long some = LESSER(COLUMNS, batch - first);
+            double total[COLUMNS] = {0};
+            for (const int64_t *block = group; block < next; block += BLOCK) {
+                const REAL *squared = (const REAL *)(intptr_t)block[0] + first;
+                for (long row = 0; row < block[1]; row++, squared += batch)
+                    for (long k = 0; k < some; k++) total[k] += squared[k];
+            }
+            for (long k = 0; k < some; k++) norms[first + k] = sqrt(total[k]);
+        }
+    }
+}
+
+/* Whether all numbers are finite. */
+long NAME(finite)(const REAL *numbers, long count) {
+    long fine = 1;
+    for (long k = 0; k < count; k++) fine &= numbers[k] - numbers[k] == 0;
+    return fine;
+}
+
+/* min(1, bound / norm) for norms [groups, batch], with a bound for each group; 1 for a norm of zero, NaN for NaN. */
+void NAME(weights)(const REAL *norms, const double *bounds, long groups, long batch, REAL *weights) {
+    for (long group = 0; group < groups; group++, norms += batch, weights += batch) {
+        const REAL most = bounds[group];
+        for (long k = 0; k < batch; k++) {
+            const REAL weight = most / norms[k];
+            weights[k] = weight > 1 ? 1 : weight;
+        }
+    }
+}
+
+#undef LANES
+#undef VEC
+#undef INTS
+
+#endif
