@@ -15,7 +15,7 @@ from torch import Tensor
 from ghostclip.nn.base import Call
 from ghostclip.norms.affine import Affine, weighted_sums_of
 from ghostclip.norms.term import Term
-from ghostclip.norms.whole import group_norms
+from ghostclip.norms.whole import all_finite, group_norms
 
 __all__ = ["POSTPONED_BYTES", "GroupSums", "Part"]
 
@@ -36,13 +36,18 @@ class GroupSums:
     Args:
         group_of: {id of a trained parameter: its group}.
         weigh: (groups, their norms [groups, B]) -> weights [groups, B].
-        finite: [B] bool, False for examples that are left out; None when nobody is.
+        finite: [B] bool, False for examples that are left out; None when nobody is known to be.
         dtype: of the norms.
+        losses: [B].
 
     Attributes:
         norms, weights: {group: [B]} of the groups that took part.
         sums: the clipped sums of their parts.
         calls: the uses of layers behind the losses.
+        finite: [B] bool, or None, as given or as found while all groups waited.
+        waits: no group is closed before the last one is complete, and so all norms are known; to be set beforehand,
+            for terms that are small together.
+        nbytes: of all terms that were taken.
     """
 
     def __init__(
@@ -51,12 +56,14 @@ class GroupSums:
         weigh: Callable[[list[str], Tensor], Tensor],
         finite: Tensor | None,
         dtype: torch.dtype,
+        losses: Tensor,
     ) -> None:
         self.norms: dict[str, Tensor] = {}
         self.weights: dict[str, Tensor] = {}
         self.sums: list[tuple[Part, Tensor]] = []
         self.calls: list[Call] = []
-        self._group_of, self._weigh, self._finite, self._dtype = group_of, weigh, finite, dtype
+        self.finite, self.waits, self.nbytes = finite, False, 0
+        self._group_of, self._weigh, self._dtype, self._losses = group_of, weigh, dtype, losses.detach()
         self._left: Counter[str] = Counter()
         self._open: dict[str, list[Taken]] = {}
         self._complete: list[str] = []
@@ -77,8 +84,10 @@ class GroupSums:
         self._left[group] -= len(parts)
         if self._left[group] == 0:
             self._complete.append(group)
-            self._complete_bytes += sum(term.nbytes for _, _, term in self._open[group])
-            if self._complete_bytes > POSTPONED_BYTES:
+            nbytes = sum([term.nbytes for _, _, term in self._open[group]])
+            self._complete_bytes += nbytes
+            self.nbytes += nbytes
+            if self._complete_bytes > POSTPONED_BYTES and not self.waits:
                 self.close()
 
     def taken(self) -> Iterator[tuple[Part, Tensor]]:
@@ -95,8 +104,10 @@ class GroupSums:
         taken = [self._open.pop(group) for group in groups]
         norms = group_norms([[squared for _, squared, _ in parts] for parts in taken], self._dtype)
         weights = self._weigh(groups, norms)
-        if self._finite is not None:
-            weights = torch.where(self._finite, weights, torch.zeros_like(weights))
+        if self.waits and self.finite is None and not all_finite(norms, self._losses):
+            self.finite = torch.isfinite(norms).all(0) & torch.isfinite(self._losses)
+        if self.finite is not None:
+            weights = torch.where(self.finite, weights, torch.zeros_like(weights))
         self.norms.update(zip(groups, norms.unbind(), strict=True))
         self.weights.update(zip(groups, weights.unbind(), strict=True))
         self._add_up(groups, taken)
@@ -107,8 +118,8 @@ class GroupSums:
         for group, terms in zip(groups, taken, strict=True):
             while terms:
                 parts, _, held = terms.pop()
-                if self._finite is not None:
-                    held = held.keep_only(self._finite)
+                if self.finite is not None:
+                    held = held.keep_only(self.finite)
                 if isinstance(held, Affine):
                     together.append((parts, held, self.weights[group]))
                 else:

@@ -207,7 +207,7 @@ class Collector:
         bytes_ = kept_bytes(term)
         fits = part[1] is None and part[0] not in self._hooked and bytes_ <= min(self._room, ASIDE_EACH * preactivation)
         answer, choice = self._planner.answer(term, fits, bytes_)
-        self.squared.setdefault(part[0], []).append(answer.squared_norms)
+        self.squared.append(([part[0]], answer.squared_norms))
         self.choices[part[0]] = choice
         if fits and (answer.kept is not None or isinstance(term, Dense)):
             self.terms[part] = term if answer.kept is None else Dense(answer.kept)

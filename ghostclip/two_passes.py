@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ghostclip.clipping import Groupwise, Policy, Thresholds
 from ghostclip.errors import LossShapeError, StaleInputError
 from ghostclip.graph import captured_calls, first_pass, let_go
-from ghostclip.groupwise import GroupSums, Part
+from ghostclip.groupwise import POSTPONED_BYTES, GroupSums, Part
 from ghostclip.index import ModelIndex
 from ghostclip.nn.base import Call
 from ghostclip.norms.whole import all_finite, bounded_weights
@@ -24,6 +24,9 @@ from ghostclip.planner import Choice, Planner
 from ghostclip.regroup import Grouping
 
 __all__ = ["TwoPasses"]
+
+# Batches of so many shapes are remembered.
+MOST_SHAPES = 1000
 
 
 class TwoPasses:
@@ -54,6 +57,8 @@ class TwoPasses:
         self.index = ModelIndex(model)
         self.choices: Mapping[int, Choice] | None = None
         self._grouping = Grouping()
+        # Shapes of pre-activations whose terms are small in all.
+        self._small: set[tuple[torch.Size, ...]] = set()
         self.partition()
 
     def clip(self, losses: Tensor, *, retain_graph: bool) -> tuple[Any, Any]:
@@ -107,12 +112,15 @@ class TwoPasses:
         """The same group by group; returns {group: norms [B]} and {group: weights [B]} of all groups.
 
         What a group adds is not taken back, so the graph is kept until all norms are known: an example that turns out
-        not to be finite in the last group is left out of all of them by going once more.
+        not to be finite in the last group is left out of all of them by going once more. Groups that are known to be
+        small wait for each other instead, and need no graph any more then.
         """
         partition = self.partition()
         given: dict[str, Tensor] | None = None
         if isinstance(policy, Thresholds):
-            sums = self.group_pass(losses, policy, None, None)
+            sums = self.group_pass(losses, policy, None, None, retain_graph=retain_graph)
+            if sums.waits:
+                return self._groups_added(losses, sums)
             norms = sums.norms
         else:
             norms = self.first_pass(losses, keep=False, retain_graph=True).norms_by_group(partition)
@@ -124,10 +132,18 @@ class TwoPasses:
         if not retain_graph:
             with _in_our_words():
                 let_go(losses, sums.calls)
+        return self._groups_added(losses, sums)
+
+    def _groups_added(self, losses: Tensor, sums: GroupSums) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Adds the sums to the p.grads; returns norms and weights of all groups, those that took no part included."""
         self._add(sums.taken())
-        norms = {group: norms.get(group, torch.zeros_like(found[0])) for group in partition.values()}
-        unused = torch.ones_like(found[0]) if finite is None else finite.to(found[0].dtype)
-        return norms, {group: sums.weights.get(group, unused) for group in norms}
+        groups = dict.fromkeys(self.partition().values())
+        if len(sums.norms) == len(groups):
+            return {group: sums.norms[group] for group in groups}, {group: sums.weights[group] for group in groups}
+        none = losses.new_zeros(losses.shape, dtype=norm_dtype(self.index.trained()))
+        unused = none + 1 if sums.finite is None else sums.finite.to(none.dtype)
+        norms, weights = sums.norms, sums.weights
+        return {g: norms.get(g, none) for g in groups}, {g: weights.get(g, unused) for g in groups}
 
     def _add(self, sums: Iterator[tuple[Part, Tensor]]) -> None:
         """Adds the clipped sums of parts to the p.grads."""
@@ -142,9 +158,18 @@ class TwoPasses:
         return self.clipping.partition([name for name, _ in self.index.trained()])
 
     def group_pass(
-        self, losses: Tensor, policy: Groupwise, given: dict[str, Tensor] | None, finite: Tensor | None
+        self,
+        losses: Tensor,
+        policy: Groupwise,
+        given: dict[str, Tensor] | None,
+        finite: Tensor | None,
+        *,
+        retain_graph: bool = True,
     ) -> GroupSums:
-        """A first pass that clips on the way: by ``given`` weights, or by the policy's as norms come."""
+        """A first pass that clips on the way: by ``given`` weights, or by the policy's as norms come.
+
+        The graph is kept where ``retain_graph`` says so, and where the pass may have to be repeated.
+        """
         trained, partition = self.index.trained(), self.partition()
         thresholds = policy.thresholds_of(dict.fromkeys(partition.values())) if isinstance(policy, Thresholds) else {}
 
@@ -153,8 +178,8 @@ class TwoPasses:
                 return torch.stack([given[group] for group in groups])
             return bounded_weights(norms, [thresholds[group] for group in groups])
 
-        sums = GroupSums({id(p): partition[name] for name, p in trained}, weigh, finite, norm_dtype(trained))
-        self.first_pass(losses, keep=True, retain_graph=True, ignore_budget=True, groups=sums)
+        sums = GroupSums({id(p): partition[name] for name, p in trained}, weigh, finite, norm_dtype(trained), losses)
+        self.first_pass(losses, keep=True, retain_graph=retain_graph, ignore_budget=True, groups=sums)
         return sums
 
     def first_pass(
@@ -188,14 +213,24 @@ class TwoPasses:
                 keep=keep, materialise=materialise, aside=aside, budget=budget, groups=groups,
             )  # fmt: skip
             if groups is not None:
-                groups.calls = calls
+                shapes = tuple([call.shape for call in calls])
+                groups.calls, groups.waits = calls, not retain_graph and shapes in self._small
+                retain_graph = not groups.waits
             first_pass(losses, calls, collector.receive, retain_graph=retain_graph)
             collector.finish()
             if groups is not None:
                 groups.close()
+                self._note_size(shapes, groups.nbytes)
         run = FirstPass(collector, self.index.trained(), calls)
         self.choices = run.choices
         return run
+
+    def _note_size(self, shapes: tuple[torch.Size, ...], nbytes: int) -> None:
+        """Remembers which graphs have little to hold."""
+        if nbytes > POSTPONED_BYTES:
+            self._small.discard(shapes)
+        elif len(self._small) < MOST_SHAPES:
+            self._small.add(shapes)
 
 
 def _owners(call: Call) -> list[int]:

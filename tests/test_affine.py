@@ -1,0 +1,129 @@
+"""Linear layers answered for together: compiled C and tensor operations alike, any sizes and strides, and who waits."""
+
+import pytest
+import torch
+from comparing import assert_dicts_close, gradients
+
+import ghostclip
+from ghostclip.clipping import PerLayer
+from ghostclip.native import library
+from ghostclip.norms import affine as affines
+from ghostclip.norms import whole
+from ghostclip.norms.affine import Affine, squared_norms_of, weighted_sums_of
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+SIZES = [(1, 1), (3, 17), (64, 65), (128, 63), (515, 16), (2, 8193)]
+NAMES = [("weight", "bias"), ("weight",), ("bias",)]
+
+
+@pytest.fixture(params=["C", "tensor operations"])
+def way(request, monkeypatch):
+    if request.param == "tensor operations":
+        for module in (affines, whole):
+            monkeypatch.setattr(module, "function", lambda *arguments: None)
+    elif library("affine") is None:
+        pytest.skip("no C compiler here")
+    return request.param
+
+
+def layers(batch, dtype, names):
+    generator = torch.Generator().manual_seed(batch)
+    made = [[torch.randn(batch, size, generator=generator, dtype=dtype) for size in sizes] for sizes in SIZES]
+    return [Affine(left, right, names) for left, right in made]
+
+
+def per_example(layer):
+    both = {"weight": torch.einsum("bp,bd->bpd", layer.left, layer.right), "bias": layer.left}
+    return [both[name].double() for name in layer.names]
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("names", NAMES)
+@pytest.mark.parametrize("batch", [1, 16, 37, 300])
+def test_norms_and_sums_of_many_layers(batch, names, dtype):
+    some = layers(batch, dtype, names)
+    weights = [torch.rand(batch, dtype=dtype) for _ in some]
+    found = zip(some, squared_norms_of(some), weighted_sums_of(some, weights), weights, strict=True)
+    for layer, squared, sums, each in found:
+        for gradient, norm, total in zip(per_example(layer), squared, sums, strict=True):
+            expected = gradient.flatten(1).square().sum(1).to(dtype)
+            torch.testing.assert_close(norm, expected, rtol=TOLERANCE[dtype], atol=0)
+            expected = torch.tensordot(each.double(), gradient, 1).to(dtype)
+            torch.testing.assert_close(total, expected, rtol=TOLERANCE[dtype], atol=10 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_c_and_tensor_operations_agree_on_strided_tensors(names, monkeypatch):
+    wide = torch.randn(19, 64)
+    rows = Affine(wide[:, 3:40], torch.randn(38, 21)[::2], names)
+    columns = Affine(wide.clone().t()[:19], torch.randn(1, 21).expand(19, 21), names)
+    weights = [torch.rand(38)[::2], torch.rand(19)]
+    found = [squared_norms_of([rows, columns]), weighted_sums_of([rows, columns], weights)]
+    found += [squared_norms_of([rows]), weighted_sums_of([rows], [torch.ones(19)])]
+    monkeypatch.setattr(affines, "function", lambda *arguments: None)
+    expected = [squared_norms_of([rows, columns]), weighted_sums_of([rows, columns], weights)]
+    expected += [squared_norms_of([rows]), weighted_sums_of([rows], [torch.ones(19)])]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_norms_and_weights_of_groups(dtype):
+    rows = torch.rand(3, 700, dtype=dtype)
+    found = whole.group_norms([[rows, rows[0]], [rows[1]]], dtype)
+    expected = torch.stack([(rows.sum(0) + rows[0]).sqrt(), rows[1].sqrt()])
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(whole.norms([rows[2], rows], dtype), (rows.sum(0) + rows[2]).sqrt())
+    weights = whole.bounded_weights(found, [0.5, 2.0])
+    bounds = torch.tensor([[0.5], [2.0]], dtype=dtype)
+    torch.testing.assert_close(weights, (bounds / expected).clamp(max=1.0))
+    assert (weights * found <= bounds).all()
+    odd = whole.bounded_weights(torch.tensor([0.0, torch.inf, torch.nan, 4.0], dtype=dtype), [2.0])
+    torch.testing.assert_close(odd, torch.tensor([1.0, 0.0, torch.nan, 0.5], dtype=dtype), equal_nan=True)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("spoil", [torch.nan, torch.inf, -torch.inf])
+def test_one_number_that_is_not_finite_is_seen(spoil):
+    for size in (1, 33):
+        fine, spoilt = torch.rand(size), torch.rand(size)
+        spoilt[-1] = spoil
+        assert whole.all_finite(fine, fine.half(), fine.double())
+        assert not whole.all_finite(fine, spoilt)
+        assert not whole.all_finite(spoilt.double(), fine)
+
+
+def classifier():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).double()
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("spoil", [None, torch.nan, torch.inf])
+def test_groups_that_wait_for_each_other_do_what_the_others_do(spoil):
+    x, y = torch.randn(9, 6).double(), torch.arange(9) % 3
+    if spoil is not None:
+        x[4] = spoil
+    found = []
+    clipper = ghostclip.GhostClipper(classifier(), PerLayer(0.3))
+    for _ in range(2):  # that groups are small is known from the second time on
+        clipper.model.zero_grad()
+        losses = torch.nn.functional.cross_entropy(clipper.model(x), y, reduction="none")
+        found.append((clipper.backward(losses), gradients(clipper.model)))
+        with pytest.raises(ghostclip.StaleInputError, match="freed"):
+            clipper.backward(losses)
+    assert len(clipper._passes._small) == 1
+    assert_dicts_close(found[0][1], found[1][1], 1e-12)
+    for of in ("norms", "weights"):
+        torch.testing.assert_close(*(getattr(result, of) for result, _ in found), equal_nan=True)
+    assert spoil is None or not any(bool(weights[4]) for weights in found[1][0].weights.values())
+
+
+def test_groups_wait_only_where_all_of_them_are_small(monkeypatch):
+    clipper = ghostclip.GhostClipper(classifier(), PerLayer(0.3))
+    monkeypatch.setattr("ghostclip.two_passes.POSTPONED_BYTES", 8 * 9 * (6 + 8 + 8 + 3) - 1)
+    losses = torch.nn.functional.cross_entropy(clipper.model(torch.randn(9, 6).double()), torch.arange(9) % 3,
+                                               reduction="none")  # fmt: skip
+    clipper.backward(losses)
+    assert not clipper._passes._small
