@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from case_models import Wired
 from case_types import project
 from comparing import exact_or_refused
 from torch import nn as torch_nn
@@ -115,6 +116,22 @@ def test_dropout_draws_what_torch_draws_and_is_the_same_in_both_passes():
     for parameter, grads in zip(ours.parameters(), zip(*each, strict=True), strict=True):
         clipped = sum(grad * min(1.0, 0.5 / float(norm)) for grad, norm in zip(grads, norms, strict=True))
         torch.testing.assert_close(parameter.grad, clipped, rtol=1e-8, atol=1e-12)
+
+
+def test_added_positions_that_a_causal_hint_hides():
+    attention = torch_nn.MultiheadAttention(8, 2, add_bias_kv=True, add_zero_attn=True, batch_first=True)
+    mask = torch_nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+    hints = {"attn_mask": mask, "is_causal": True, "need_weights": False}
+    model = Wired(lambda m, x: m.attention(x, x, x, **hints)[0], attention=attention).double()
+    assert exact_or_refused(model, (torch.randn(3, 5, 8, dtype=torch.float64),)) is None
+
+
+def test_masks_that_torch_finds_to_be_causal():
+    mask = torch_nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+    inputs = torch.randn(2, 3, 5, 8, dtype=torch.float64).unbind()
+    for model in (encoder(torch_nn), decoder(nn).eval(), whole(nn).eval()):
+        masked = Wired(lambda m, *x: m.model(*x, mask), model=model)
+        assert exact_or_refused(masked, inputs[: 1 if isinstance(model, torch_nn.TransformerEncoder) else 2]) is None
 
 
 @pytest.mark.parametrize("build", [encoder, whole], ids=["encoder", "whole"])

@@ -2,8 +2,8 @@
 
 A user's own loop over time calls one module once a step, so each use tells its step and the steps are concatenated,
 cross terms and all (Lee & Kifer 2020, sections 5.3 and 5.4). torch's one operation for a cell hides the pre-activations
-of the gates; the forwards here take its steps with its kernels in its order, so that the CPU gives the same bits. On
-other devices biases are added by the matrix product instead of the fused kernel after it.
+of the gates; the forwards here take the steps it takes on the CPU, with the same kernels in the same order, and so give
+the same bits there. Elsewhere torch fuses what comes after the products.
 """
 
 from __future__ import annotations
@@ -53,12 +53,6 @@ class _Cell(GhostLayer):
         """Both products, [B, gates * H] each."""
         return F.linear(input, self.weight_ih, self.bias_ih), F.linear(hidden, self.weight_hh, self.bias_hh)
 
-    def _captured_sides(self, input: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Both products, each captured by itself, where the gates don't add them up before anything else."""
-        from_input, from_hidden = self._sides(input, hidden)
-        from_input = self.capture(from_input, input, parameters=INPUT, batch_dim=0)
-        return from_input, self.capture(from_hidden, hidden, parameters=HIDDEN, batch_dim=0)
-
     def _captured_sum(self, input: Tensor, hidden: Tensor) -> Tensor:
         """The pre-activations, [B, gates * H], captured once: both sides have the same gradient."""
         from_input, from_hidden = self._sides(input, hidden)
@@ -94,8 +88,6 @@ class LSTMCell(_Cell, torch.nn.LSTMCell, wraps=torch.nn.LSTMCell):
         if self._is_torchs(input, *(hx or ())):
             return super().forward(input, hx)
         hidden, cell = hx or (self._zeros(input),) * 2
-        if input.device.type != "cpu":
-            return torch.ops.aten._thnn_fused_lstm_cell(*self._captured_sides(input, hidden), cell)[:2]
         i, f, g, o = self._captured_sum(input, hidden).unsafe_chunk(4, 1)
         i, f, g, o = i.sigmoid_(), f.sigmoid_(), g.tanh_(), o.sigmoid_()
         after = (f * cell).add_(i * g)
@@ -110,9 +102,9 @@ class GRUCell(_Cell, torch.nn.GRUCell, wraps=torch.nn.GRUCell):
         if self._is_torchs(input, *([] if hx is None else [hx])):
             return super().forward(input, hx)
         hidden = self._zeros(input) if hx is None else hx
-        from_input, from_hidden = self._captured_sides(input, hidden)
-        if input.device.type != "cpu":
-            return torch.ops.aten._thnn_fused_gru_cell(from_input, from_hidden, hidden)[0]
+        from_input, from_hidden = self._sides(input, hidden)
+        from_input = self.capture(from_input, input, parameters=INPUT, batch_dim=0)
+        from_hidden = self.capture(from_hidden, hidden, parameters=HIDDEN, batch_dim=0)
         r_input, z_input, n_input = from_input.unsafe_chunk(3, 1)
         r_hidden, z_hidden, n_hidden = from_hidden.unsafe_chunk(3, 1)
         r, z = r_hidden.add_(r_input).sigmoid_(), z_hidden.add_(z_input).sigmoid_()

@@ -6,6 +6,7 @@ one call for all, bit for bit.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,19 @@ __all__ = ["GRU", "LSTM", "RNN"]
 
 # In the order of torch's own lists of weights.
 KINDS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
+
+
+@functools.cache
+def _names(layer: int, reverse: int, bias: bool, projected: bool) -> tuple[str, ...]:
+    """The names of a direction's parameters, in the order of KINDS; "" for what the layer does without."""
+    there = (True, True, bias, bias, projected)
+    return tuple(
+        f"{kind}_l{layer}{'_reverse' * reverse}" if has else "" for kind, has in zip(KINDS, there, strict=True)
+    )
+
+
+def _there(weights: list[Tensor | None]) -> list[Tensor]:
+    return [weight for weight in weights if weight is not None]
 
 
 class _Recurrent(GhostLayer):
@@ -98,12 +112,12 @@ class _Recurrent(GhostLayer):
         """Output [T, B, P] and last states [1, B, ...] of each direction."""
         found = []
         for reverse in range(1 + self.bidirectional):
-            names = self._names(layer, reverse)
-            weights = [getattr(self, own) for own in names if own]
-            states = tuple(state[reverse : reverse + 1] for state in initial)
+            names = _names(layer, reverse, self.bias, bool(self.proj_size))
+            weights = [getattr(self, own) if own else None for own in names]
+            states = tuple([state[reverse : reverse + 1] for state in initial])
             turned = x.flip(0) if reverse else x
-            results = native(self.mode, turned, states, weights, self.bias, self.training)
-            output, *last = self._node(results, turned, states, names, results[0], None)
+            results = native(self.mode, turned, states, _there(weights), self.bias, self.training)
+            output, *last = self._node(results, turned, states, names, weights, results[0], None)
             found.append((output.flip(0) if reverse else output, *last))
         return found
 
@@ -111,36 +125,32 @@ class _Recurrent(GhostLayer):
         self, x: Tensor, initial: tuple[Tensor, ...], layer: int, packed: PackedSequence
     ) -> list[tuple[Tensor, ...]]:
         """Output [N, P] and last states [1, B, ...] of each direction."""
-        ways = range(1 + self.bidirectional)
-        weights = [getattr(self, own) for reverse in ways for own in self._names(layer, reverse) if own]
-        results = native_packed(self.mode, x, packed.batch_sizes, initial, weights, self.bias, self.training)
+        names = [_names(layer, reverse, self.bias, bool(self.proj_size)) for reverse in range(1 + self.bidirectional)]
+        weights = [[getattr(self, own) if own else None for own in each] for each in names]
+        every = [weight for each in weights for weight in _there(each)]
+        results = native_packed(self.mode, x, packed.batch_sizes, initial, every, self.bias, self.training)
         sizes, found = tuple(packed.batch_sizes.tolist()), []
-        for reverse in ways:
+        for reverse, own in enumerate(names):
             states = tuple(state[reverse : reverse + 1] for state in initial)
             order = Order(sizes, bool(reverse), packed.unsorted_indices)
             # As told, examples are in a dimension of their own.
             told = x.new_empty(()).expand(len(sizes), sizes[0], results[reverse][0].shape[1])
-            found.append(self._node(results[reverse], x, states, self._names(layer, reverse), told, order))
+            found.append(self._node(results[reverse], x, states, own, weights[reverse], told, order))
         return found
-
-    def _names(self, layer: int, reverse: int) -> list[str]:
-        """The names of a direction's parameters, in the order of KINDS; "" for what this layer does without."""
-        there = (True, True, self.bias, self.bias, bool(self.proj_size))
-        return [f"{kind}_l{layer}{'_reverse' * reverse}" if has else "" for kind, has in zip(KINDS, there, strict=True)]
 
     def _node(
         self,
         results: tuple[Tensor, ...],
         x: Tensor,
         initial: tuple[Tensor, ...],
-        names: list[str],
+        names: tuple[str, ...],
+        weights: list[Tensor | None],
         told: Tensor,
         order: Order | None,
     ) -> tuple[Tensor, ...]:
         """The results, attached to the graph; ``told`` has the shape of what a first pass is told."""
-        call = self.new_call(told, (x, *initial), tuple(name for name in names if name), batch_dim=1)
+        call = self.new_call(told, (x, *initial), tuple([name for name in names if name]), batch_dim=1)
         h0, c0 = initial if len(initial) > 1 else (initial[0], None)
-        weights = [getattr(self, name) if name else None for name in names]
         return Recurrence.apply(PROBE, call, self.mode, results, order, x, h0, c0, *weights)
 
     def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
