@@ -54,7 +54,8 @@ class GhostClipper:
         second_pass: "reweight": a second ordinary backward of the reweighted losses (Lee & Kifer 2020), leanest in
             memory; "cached": the clipped sum is built from what the first pass kept (book-keeping, Bu et al. 2023).
         norm_strategy: "auto" by measured cost, or "gram" or "direct". Neither option changes a result beyond rounding.
-        memory_budget: bytes "cached" may keep; where that is not enough, the batch falls back to "reweight".
+        memory_budget: bytes "cached" may keep; where that is not enough, the batch falls back to "reweight". Of what
+            "reweight" sets aside for small layers it is the most, too.
         compile: let `clip` run as one compiled graph where the model allows it and where that is measured to be
             faster; `backward` is as it was.
 
