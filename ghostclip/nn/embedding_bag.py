@@ -59,19 +59,21 @@ class EmbeddingBag(GhostLayer, torch.nn.EmbeddingBag, wraps=torch.nn.EmbeddingBa
             return _rows_of_maxima(inputs[0], inputs[1], grad, self.weight.shape)
         indices, *rest = inputs
         weights = rest.pop() if len(rest) > call.extra else None
+        present = None
         if call.extra:
             positions, present = _positions(rest[0], len(indices), self.include_last_offset)
             indices = indices[positions]
             weights = None if weights is None else weights[positions]
-        else:
-            present = torch.ones_like(indices, dtype=torch.bool)
         if self.padding_idx is not None:
-            present = present & (indices != self.padding_idx)
-        factors = present.to(wide(grad).dtype)
+            counting = indices != self.padding_idx
+            present = counting if present is None else present & counting
+        grad = wide(grad)
         if self.mode == "mean":
-            factors = factors / factors.sum(1, keepdim=True).clamp(min=1)
-        if weights is not None:
-            factors = torch.where(present, wide(weights), factors)
+            count = indices.shape[1] if present is None else present.sum(1, keepdim=True).clamp(min=1)
+            grad = grad / count
+        factors = None if weights is None else wide(weights)
+        if present is not None:
+            factors = present.to(grad.dtype) if factors is None else torch.where(present, factors, 0.0)
         return Bags(grad, indices.long(), factors, self.weight.shape)
 
     @classmethod

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .chained_rows import chained_squared_norms, chains_are_there
 from .dense import squared_norms
 from .outer import chunks
 from .rows import Rows, runs_squared_norms
-from .term import Answer, Term, size_class, wide, zero_examples
+from .term import Answer, Term, is_traced, size_class, wide, zero_examples
 
 __all__ = ["Bags"]
 
@@ -26,13 +27,13 @@ class Bags(Term):
     Attributes:
         gradients: [B, d], at the sums.
         indices: [B, T], the rows each example looked up.
-        factors: [B, T], what they were multiplied with; zero where a position does not count.
+        factors: [B, T], what they were multiplied with, zero where a position does not count; None for ones.
         shape: of the table, [rows, d].
     """
 
     gradients: Tensor
     indices: Tensor
-    factors: Tensor
+    factors: Tensor | None
     shape: torch.Size
 
     @property
@@ -42,34 +43,40 @@ class Bags(Term):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return (self.gradients, self.indices, self.factors)
+        return (self.gradients, self.indices, *([] if self.factors is None else [self.factors]))
 
-    def rows(self) -> Rows:
-        """The same with a gradient for every position."""
-        return Rows(self.indices, self.factors.unsqueeze(2) * wide(self.gradients).unsqueeze(1), self.shape)
+    def rows(self, part: slice = slice(None)) -> Rows:
+        """Those of some examples with a gradient for every position."""
+        indices, gradients = self.indices[part], wide(self.gradients[part]).unsqueeze(1)
+        if self.factors is None:
+            return Rows(indices, gradients.expand(-1, indices.shape[1], -1), self.shape)
+        return Rows(indices, self.factors[part].unsqueeze(2) * gradients, self.shape)
 
     def sole_answer(self, keep: bool) -> Answer:
-        counts = runs_squared_norms(self.indices, self.factors.unsqueeze(2))
-        return Answer(counts * squared_norms(self.gradients))
+        gradients, factors = wide(self.gradients), self.factors
+        if factors is None:
+            factors = gradients.new_ones(()).expand(self.indices.shape)
+        each = factors.unsqueeze(2)
+        compiled = chains_are_there(self.indices, each) and not is_traced()
+        counts = (chained_squared_norms if compiled else runs_squared_norms)(self.indices, each)
+        return Answer(counts * squared_norms(gradients))
 
     def head(self, count: int) -> Bags:
-        return Bags(self.gradients[:count], self.indices[:count], self.factors[:count], self.shape)
+        factors = None if self.factors is None else self.factors[:count]
+        return Bags(self.gradients[:count], self.indices[:count], factors, self.shape)
 
     def per_example(self) -> Tensor:
         return self.rows().per_example()
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        gradients = wide(self.gradients)
-        gradients = gradients * weights.to(gradients.dtype).unsqueeze(1)
-        total = gradients.new_zeros(self.shape)
-        for part in chunks(len(gradients), gradients[:1].nbytes * self.indices.shape[1]):
-            spread = self.factors[part].unsqueeze(2) * gradients[part].unsqueeze(1)
-            total.index_add_(0, self.indices[part].flatten(), spread.flatten(0, 1))
+        total = wide(self.gradients).new_zeros(self.shape)
+        for part in chunks(self.examples, total[:1].nbytes * self.indices.shape[1]):
+            self.rows(part).add_weighted(total, weights[part])
         return total
 
     def keep_only(self, keep: Tensor) -> Bags:
-        gradients, factors = (zero_examples(tensor, keep) for tensor in (self.gradients, self.factors))
-        return Bags(gradients, self.indices, factors, self.shape)
+        factors = None if self.factors is None else zero_examples(self.factors, keep)
+        return Bags(zero_examples(self.gradients, keep), self.indices, factors, self.shape)
 
     def regroup(self, count: int, major: str) -> Rows:
         return self.rows().regroup(count, major)

@@ -143,15 +143,19 @@ class Rows(Term):
         return table
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
+        table = wide(self.gradients[:0]).new_zeros(self.shape)
+        self.add_weighted(table, weights)
+        return table
+
+    def add_weighted(self, table: Tensor, weights: Tensor) -> None:
+        """Adds `weighted_sum` to a contiguous table [*shape]."""
         gradients = wide(self.gradients)
         weights = weights.to(gradients.dtype)
-        table = gradients.new_zeros(self.shape)
         if chains_are_there(self.indices, gradients) and not is_traced():
             add_rows(table, self.indices, gradients, weights)
-            return table
+            return
         gradients = gradients * weights.view(-1, 1, 1)
         table.view(-1, self.width).index_add_(0, self.indices.flatten(), gradients.flatten(0, 1))
-        return table
 
     def keep_only(self, keep: Tensor) -> Rows:
         return Rows(self.indices, zero_examples(self.gradients, keep), self.shape)
