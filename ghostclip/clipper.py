@@ -102,7 +102,8 @@ class GhostClipper:
         The policy's own, and a little more for parameters narrower than float32, whose gradients are rounded after
         their weights were computed: by four units in the last place of the narrowest.
         """
-        narrowest = max((torch.finfo(p.dtype).eps for _, p in self._passes.index.trained()), default=0.0)
+        dtypes = {parameter.dtype for _, parameter in self._passes.index.trained()}
+        narrowest = max([torch.finfo(dtype).eps for dtype in dtypes], default=0.0)
         return self.clipping.sensitivity * (1.0 + 4.0 * narrowest if narrowest > WIDE_EPS else 1.0)
 
     def norms(self, losses: Tensor, *, per: str | None = None, retain_graph: bool = False) -> Any:

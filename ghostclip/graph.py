@@ -7,6 +7,7 @@ of every rule: `ghostclip.search` then looks where its gradient can be had examp
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,8 +69,10 @@ def captured_calls(losses: Tensor, index: ModelIndex) -> Uses:
         if node in seen or node is None:
             continue
         seen.add(node)
-        kind = type(node)
-        if kind is ACCUMULATE:
+        kind: Any = type(node)
+        if _is_plain(kind):
+            stack += [edge[0] for edge in node.next_functions]
+        elif kind is ACCUMULATE:
             if index.name_of(node.variable) is not None:
                 leaves.append(node)
         elif isinstance(node, Tensor):
@@ -89,6 +92,12 @@ def captured_calls(losses: Tensor, index: ModelIndex) -> Uses:
                 )
             stack += [edge[0] for edge in node.next_functions]
     return Uses(calls, leaves, reorders)
+
+
+@functools.cache
+def _is_plain(kind: type) -> bool:
+    """Whether nodes of this type are torch's own, and nothing has to be known of them but where they lead."""
+    return kind.__module__ == "builtins" and kind is not ACCUMULATE and kind.__name__ not in REORDERING
 
 
 def _moves_first_dimension(node: Any) -> bool:

@@ -33,6 +33,9 @@ ASIDE_EACH, ASIDE_ACTIVATIONS, ASIDE_PARAMETERS = 0.5, 0.15, 0.25
 
 def overlapping_parts(calls: Iterable[Call]) -> set[int]:
     """Ids of parameters that were used by parts which overlap without being the same."""
+    owners = [id(call.layer._parameters[name]) for call in calls for name in call.parameters]
+    if len(set(owners)) == len(owners):
+        return set()
     used: dict[int, set[tuple[int, int]]] = {}
     for call in calls:
         for name in call.parameters:
@@ -92,11 +95,11 @@ class Collector:
         self._keep, self._materialise, self._aside, self._budget = keep, materialise, aside, budget
         self._majors, self._planner, self._index = majors, planner, index
         self._padded = overlapping_parts(calls)
-        self._left = Counter(self._part(call, name) for call in calls for name in index.own_parameters(call))
+        self._left = Counter([self._part(call, name) for call in calls for name in index.own_parameters(call)])
         self._waiting: dict[Part, list[Term]] = {}
         self._unanswered: list[tuple[list[Part], Affine]] = []
         self._unanswered_bytes = 0
-        produced = sum(preactivation_bytes(call) for call in calls)
+        produced = sum([preactivation_bytes(call) for call in calls])
         self._room = 0 if groups is not None else int(SPARE * produced)
         if aside:
             self._prepare_aside(produced, index.trained())
@@ -158,15 +161,19 @@ class Collector:
     def finish(self) -> None:
         """Answers for what waited for company; to be called when the gradients of all calls have come."""
         waited, self._unanswered, self._unanswered_bytes = self._unanswered, [], 0
-        found = squared_norms_of([affine for _, affine in waited]) if waited else []
-        for (parts, affine), squared in zip(waited, found, strict=True):
-            owners = [owner for owner, _ in parts]
-            self.squared.append((owners, squared))
-            self.choices.update(dict.fromkeys(owners, SOLE))
-            if self._groups is not None:
+        if not waited:
+            return
+        together = squared_norms_of([affine for _, affine in waited])
+        owners = [owner for parts, _ in waited for owner, _ in parts]
+        self.squared.append((owners, together))
+        self.choices.update(dict.fromkeys(owners, SOLE))
+        if self._groups is not None:
+            rows = together.split([len(parts) for parts, _ in waited])
+            for (parts, affine), squared in zip(waited, rows, strict=True):
                 self._groups.take(parts, squared, affine)
-            elif self._keep and not self.over_budget:
-                self.affines.append((owners, affine))
+        elif self._keep and not self.over_budget:
+            for parts, affine in waited:
+                self.affines.append(([owner for owner, _ in parts], affine))
                 self._count(affine.nbytes)
 
     def _term(self, call: Call, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
@@ -300,7 +307,6 @@ class FirstPass:
             found[name] = full
         return found
 
-    @torch.no_grad()
     def weighted_sums(self, weights: Tensor, finite: Tensor | None) -> Iterator[tuple[Part, Tensor]]:
         """``sum_i weights[i] g_i`` of each part, letting go of the terms one after another.
 
@@ -311,11 +317,14 @@ class FirstPass:
         terms = self._found.terms
         for part in list(terms):
             term = terms.pop(part)
-            yield part, (term if finite is None else term.keep_only(finite)).weighted_sum(weights)
+            with torch.no_grad():
+                amount = (term if finite is None else term.keep_only(finite)).weighted_sum(weights)
+            yield part, amount
         while self._found.affines:
             yield from self._of_several(weights, finite)
 
-    def _of_several(self, weights: Tensor, finite: Tensor | None) -> Iterator[tuple[Part, Tensor]]:
+    @torch.no_grad()
+    def _of_several(self, weights: Tensor, finite: Tensor | None) -> list[tuple[Part, Tensor]]:
         """The sums of the last linear layers that are held, of so many that they are small together."""
         taken: list[tuple[list[int], Affine]] = []
         left = POSTPONED_BYTES
@@ -323,9 +332,10 @@ class FirstPass:
             taken.append(self._found.affines.pop())
             left -= taken[-1][1].nbytes
         affines = [affine if finite is None else affine.keep_only(finite) for _, affine in taken]
+        found: list[tuple[Part, Tensor]] = []
         for (owners, _), amounts in zip(taken, weighted_sums_of(affines, [weights] * len(affines)), strict=True):
-            for owner, amount in zip(owners, amounts, strict=True):
-                yield (owner, None), amount
+            found += [((owner, None), amount) for owner, amount in zip(owners, amounts, strict=True)]
+        return found
 
 
 def add_to_gradient(parameter: nn.Parameter, rows: tuple[int, int] | None, amount: Tensor) -> None:

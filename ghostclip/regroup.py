@@ -23,6 +23,9 @@ from ghostclip.shared import Region, from_below
 
 __all__ = ["Grouping", "row_count"]
 
+# So many graphs are remembered as a whole.
+MOST_GRAPHS = 1000
+
 
 def row_count(call: Call, examples: int, name: str) -> int:
     """Rows of each of ``examples`` examples in the batch dimension of ``call``; raises where that isn't whole."""
@@ -67,6 +70,8 @@ class Grouping:
         self._proved: dict[tuple, str] = {}
         self._seen: dict[tuple, int] = {}
         self._positions: set[tuple] = set()
+        # How the calls' rows are grouped for a batch size and a graph in which all is proved.
+        self._settled: dict[tuple, list[str]] = {}
         self._places = Places()
 
     def prove(self, losses: Tensor, uses: Uses, index: ModelIndex) -> tuple[list[Call], dict[int, str]]:
@@ -85,6 +90,10 @@ class Grouping:
         """
         examples = losses.shape[0]
         calls, region = uses.calls, None
+        graph = tuple([(id(call.layer), call.parameters, call.batch_dim, call.shape) for call in calls])
+        known = self._settled.get((examples, graph))
+        if known is not None and not (uses.reorders or uses.leaves or self._positions):
+            return calls, {id(call): major for call, major in zip(calls, known, strict=True)}
         odd = [call for call in calls if _is_odd(call, examples)]
         if self._positions:
             odd += [call for call in calls if call not in odd and self._is_table(call, examples)]
@@ -99,6 +108,9 @@ class Grouping:
                 self._take_as_positions(losses, mixing, keys, index)
                 return self.prove(losses, uses, index)
         majors = {id(call): self._major(call, keys[id(call)], examples, index) for call in calls}
+        settled = region is None and all(key in self._proved for key in keys.values())
+        if settled and len(self._settled) < MOST_GRAPHS:
+            self._settled[examples, graph] = list(majors.values())
         return (calls if region is None else [*calls, *region.uses]), majors
 
     def _prove_calls(

@@ -59,6 +59,8 @@ class TwoPasses:
         self._grouping = Grouping()
         # Shapes of pre-activations whose terms are small in all.
         self._small: set[tuple[torch.Size, ...]] = set()
+        self._names: list[str] | None = None
+        self._groups: dict[str, str] = {}
         self.partition()
 
     def clip(self, losses: Tensor, *, retain_graph: bool) -> tuple[Any, Any]:
@@ -155,7 +157,10 @@ class TwoPasses:
         """{name of a trained parameter: group} under a group-wise policy; {} under another."""
         if not isinstance(self.clipping, Groupwise):
             return {}
-        return self.clipping.partition([name for name, _ in self.index.trained()])
+        names = [name for name, _ in self.index.trained()]
+        if names != self._names:
+            self._groups, self._names = self.clipping.partition(names), names
+        return self._groups
 
     def group_pass(
         self,

@@ -44,7 +44,8 @@ def per_example(layer):
 def test_norms_and_sums_of_many_layers(batch, names, dtype):
     some = layers(batch, dtype, names)
     weights = [torch.rand(batch, dtype=dtype) for _ in some]
-    found = zip(some, squared_norms_of(some), weighted_sums_of(some, weights), weights, strict=True)
+    squares = squared_norms_of(some).split(len(names))
+    found = zip(some, squares, weighted_sums_of(some, weights), weights, strict=True)
     for layer, squared, sums, each in found:
         for gradient, norm, total in zip(per_example(layer), squared, sums, strict=True):
             expected = gradient.flatten(1).square().sum(1).to(dtype)

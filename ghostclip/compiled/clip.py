@@ -182,13 +182,14 @@ class CompiledClip:
         if not math.isfinite(fine.item()):
             return None
         present, *groups = plan.structure
-        values = iter(rest)
-        norms, weights = (
-            next(values)[:examples] if names is None else {name: next(values)[:examples] for name in names}
-            for names in groups
-        )
-        sums = [next(values) if there else None for there in present]
-        return Clipped(losses[:examples], norms, weights, sums)
+        count = sum(present)
+        vectors, values = [losses, *rest[: len(rest) - count]], iter(rest[len(rest) - count :])
+        if examples < len(losses):
+            vectors = [vector[:examples] for vector in vectors]
+        losses, *rest = vectors
+        parts = iter(rest)
+        norms, weights = (next(parts) if names is None else {name: next(parts) for name in names} for names in groups)
+        return Clipped(losses, norms, weights, [next(values) if there else None for there in present])
 
     def _try(self, plan: _Plan, loss_fn: Any, batch: Any, padded: list[Tensor], examples: int) -> Clipped:
         """Both ways on one batch from the same random numbers: compares their results, and their times."""

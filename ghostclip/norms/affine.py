@@ -64,25 +64,26 @@ class Affine:
 
     def fits(self, dtype: torch.dtype) -> bool:
         """Whether C can read it: plain tensors on the CPU, each row's numbers side by side."""
-        return self.names in NAMES and all(
-            type(side) is Tensor and side.is_cpu and side.dtype == dtype and side.stride(1) == 1
-            for side in (self.left, self.right)
-        )
+        left, right = self.left, self.right
+        plain = type(left) is Tensor and type(right) is Tensor and left.is_cpu and right.is_cpu
+        same = left.dtype is dtype and right.dtype is dtype
+        return plain and same and left.stride(1) == 1 and right.stride(1) == 1 and self.names in NAMES
 
 
-def squared_norms_of(affines: Sequence[Affine]) -> list[Tensor]:
-    """[names, B] of each, which is at least one, for the same B examples."""
+def squared_norms_of(affines: Sequence[Affine]) -> Tensor:
+    """Squared norms for each name of each layer in turn, of which there is at least one: [names, B], for the same B."""
     squares = _in_c("squared_norms", 4, affines)
     if squares is None:
-        return [affine.squared_norms() for affine in affines]
-    batch = affines[0].left.shape[0]
-    rows = [len(affine.names) for affine in affines]
-    found = affines[0].left.new_empty(sum(rows), batch)
+        return torch.cat([affine.squared_norms() for affine in affines])
+    first = affines[0].left
     layers = array("q")
+    rows = 0
     for affine in affines:
         layers.extend((*_layer(affine), 0, 0, 0))
-    squares(layers.buffer_info()[0], len(affines), batch, found.data_ptr())
-    return [found] if len(rows) == 1 else list(found.split(rows))
+        rows += len(affine.names)
+    found = first.new_empty(rows, len(first))
+    squares(layers.buffer_info()[0], len(affines), len(first), found.data_ptr())
+    return found
 
 
 def weighted_sums_of(affines: Sequence[Affine], weights: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -19,7 +19,8 @@ __all__ = ["all_finite", "bounded_weights", "group_norms", "margin", "norms"]
 
 def norms(squared: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Norms [B] in ``dtype`` from the squared norms of at least one part, [B] or [parts, B]."""
-    return group_norms([squared], dtype)[0]
+    found = group_norms([squared], dtype)
+    return found.view(found.shape[1])
 
 
 def group_norms(squared: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> Tensor:
