@@ -168,7 +168,7 @@ class Collector:
         self.squared.append((owners, together))
         self.choices.update(dict.fromkeys(owners, SOLE))
         if self._groups is not None:
-            rows = together.split([len(parts) for parts, _ in waited])
+            rows = torch.split_with_sizes(together, [len(parts) for parts, _ in waited])
             for (parts, affine), squared in zip(waited, rows, strict=True):
                 self._groups.take(parts, squared, affine)
         elif self._keep and not self.over_budget:
@@ -340,7 +340,8 @@ class FirstPass:
 
 def add_to_gradient(parameter: nn.Parameter, rows: tuple[int, int] | None, amount: Tensor) -> None:
     """``amount`` added to p.grad, or to the given rows of it, in the parameter's dtype."""
-    amount = amount.to(parameter.dtype)
+    if amount.dtype != parameter.dtype:
+        amount = amount.to(parameter.dtype)
     if rows is None:
         if parameter.grad is None:
             parameter.grad = amount if amount.is_contiguous() else amount.contiguous()
