@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ghostclip.errors import UnsupportedModelError
 from ghostclip.nn.base import PROBE, Call
 from ghostclip.nn.fallback import Outside, bare, product, spread
 from ghostclip.seams import Edge, Seam, shape_of
@@ -125,7 +127,11 @@ class Region:
             sink(use, node.saved_tensors, grad.reshape(use.shape))
 
     def _down(self, shares: dict[Edge, Tensor]) -> dict[Any, Tensor]:
-        """Each example's gradients at the region's start, [B, *shape] by node, by one backward for each example."""
+        """Each example's gradients at the region's start, [B, *shape] by node, by one backward for each example.
+
+        A parameter that layers on the way multiplied with has more of a gradient than its uses outside of them; only
+        what the operations outside hand down to it is taken.
+        """
         if not shares:
             return {}
         outputs, grads = [GradientEdge(*edge) for edge in shares], list(shares.values())
@@ -137,19 +143,72 @@ class Region:
             gathered[node_of[id(call)]].append(grad)
 
         inputs = [PROBE, *(self.leaves[node] for node in self._bare)]
+        handed_down: dict[Any, list[Tensor]] = {node: [] for node in self._bare}
+        listening = self._listen([edge[0] for edge in shares], handed_down)
         for call in self.calls.values():
             call.sink = collect
         try:
             for example in range(self.examples):
                 seeds = [grad[example].to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)]
-                _, *parts = torch.autograd.grad(outputs, inputs, seeds, retain_graph=True, allow_unused=True)
-                for node, part in zip(self._bare, parts, strict=True):
-                    if part is not None:
-                        gathered[node].append(part)
+                torch.autograd.grad(outputs, inputs, seeds, retain_graph=True, allow_unused=True)
+                for node, parts in handed_down.items():
+                    gathered[node] += [sum(parts[1:], parts[0])] if parts else []
+                    parts.clear()
         finally:
             for call in self.calls.values():
                 call.sink = None
+            for stop in listening:
+                stop()
         return {node: torch.stack(each) for node, each in gathered.items() if each}
+
+    def _listen(self, starts: list[Any], handed_down: dict[Any, list[Tensor]]) -> list[Callable[[], None]]:
+        """Notes what operations below ``starts`` give to the bare parameters; returns what ends that.
+
+        Of the operations inside a layer, those count that give to a parameter the layer read as its input.
+        """
+        ends = []
+        for node in self._below(starts):
+            call = getattr(node, "call", None)
+            if isinstance(call, Call):
+                heard = {below for below in handed_down if any(self.leaves[below] is s for s in call.sources)}
+                _refuse_own_weight(call, [self.leaves[below] for below in heard])
+                operations = _inside(node, call) if heard else []
+            else:
+                heard, operations = set(handed_down), [node]
+            for operation in operations:
+                slots = [(slot, below) for slot, (below, _) in enumerate(operation.next_functions) if below in heard]
+                if slots:
+                    ends.append(operation.register_hook(partial(_note, slots, handed_down)).remove)
+        return ends
+
+
+def _inside(node: Any, call: Call) -> list[Any]:
+    """The operations between a layer's node and what the layer read."""
+    found: list[Any] = []
+    stack = [below for below, _ in node.next_functions]
+    while stack:
+        below = stack.pop()
+        if below is None or below in found or any(below is source for source in call.sources):
+            continue
+        found.append(below)
+        stack += [further for further, _ in below.next_functions]
+    return found
+
+
+def _refuse_own_weight(call: Call, read: list[Tensor]) -> None:
+    own = [p for p in call.layer._parameters.values() if p is not None]
+    if any(p is tensor for p in own for tensor in read):
+        raise UnsupportedModelError(
+            f"a {type(call.layer).__name__} read one of its own parameters as an input, where the two uses can't be "
+            "told apart; give it a copy of the parameter (parameter.clone())"
+        )
+
+
+def _note(slots: list[tuple[int, Any]], handed_down: dict[Any, list[Tensor]], given: Any, received: Any) -> None:
+    """Keeps what an operation gave to some of its inputs."""
+    for slot, below in slots:
+        if given[slot] is not None:
+            handed_down[below].append(given[slot].detach())
 
 
 def inputs_of(node: Any) -> list[Edge]:

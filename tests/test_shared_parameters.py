@@ -1,0 +1,63 @@
+"""Parameters that a layer multiplies with and something outside of it uses too, or that are used outside twice."""
+
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from case_models import Wired
+from case_types import project
+from comparing import assert_close, assert_dicts_close, gradients
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ghostclip
+
+Wiring = Callable[[Any, Tensor], Tensor]
+
+# name: (wiring of a Linear from 5 to 5 called ``layer``, shape of the bare Parameter ``p``)
+SHARED: dict[str, tuple[Wiring, tuple[int, ...]]] = {
+    "layer_norm twice": (
+        lambda m, x: F.layer_norm(m.layer(F.layer_norm(x, (5,), m.p, m.p)), (5,), m.p, m.p).sin(), (5,)),
+    "conv1d twice": (lambda m, x: F.conv1d(torch.tanh(F.conv1d(m.layer(x), m.p, padding=1)), m.p), (6, 6, 3)),
+    "einsum twice": (
+        lambda m, x: torch.einsum("btd,dp->btp", torch.einsum("btd,dp->btp", m.layer(x), m.p).sin(), m.p), (5, 5)),
+    "scale twice": (lambda m, x: m.layer(x * m.p) * m.p, (5,)),
+    "weight in F.linear": (lambda m, x: F.linear(torch.tanh(m.layer(x)), m.layer.weight), (1,)),
+    "weight in F.linear on both sides": (
+        lambda m, x: F.linear(torch.tanh(m.layer(F.linear(x, m.layer.weight))), m.layer.weight), (1,)),
+    "weight from the left": (lambda m, x: m.layer.weight @ torch.tanh(m.layer(x))[:, :5], (1,)),
+    "weight over its norm": (
+        lambda m, x: F.linear(torch.tanh(m.layer(x)), m.layer.weight / m.layer.weight.norm()), (1,)),
+    "weight read by its layer, cloned": (lambda m, x: m.layer(x) + m.layer(m.layer.weight.clone()).sum(0), (1,)),
+    "read by a layer": (lambda m, x: m.layer(x) + m.layer(m.p) * m.layer.bias, (1, 5)),
+    "read by a layer twice": (lambda m, x: m.layer(x) + m.layer(torch.tanh(m.layer(m.p))) * m.p, (1, 5)),
+}  # fmt: skip
+
+
+def model_of(wiring: Wiring, shape: tuple[int, ...]) -> nn.Module:
+    model = Wired(wiring, layer=nn.Linear(5, 5))
+    model.p = nn.Parameter(torch.randn(shape))
+    return model.double()
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("batch", [1, 3, 4])
+@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+def test_every_use_counts_once(name, batch, second_pass):
+    model, x = model_of(*SHARED[name]), torch.randn(batch, 6, 5, dtype=torch.float64)
+    expected = oracle.per_example_grads(model, project, (x,))
+    clipper = ghostclip.GhostClipper(model, 0.5, second_pass=second_pass)
+    assert_close(clipper.norms(project(model(x))), oracle.norms(expected), 1e-10)
+    assert_dicts_close(clipper.per_example_grads(project(model(x))), expected, 1e-10)
+    clipper.backward(project(model(x)))
+    assert_dicts_close(gradients(model), oracle.clipped_sum(expected, 0.5), 1e-10)
+
+
+def test_a_layer_that_reads_its_own_weight_is_refused():
+    model = model_of(lambda m, x: m.layer(x) + m.layer(m.layer.weight).sum(0), (1,))
+    clipper = ghostclip.GhostClipper(model)
+    losses = project(model(torch.randn(4, 6, 5, dtype=torch.float64)))
+    with pytest.raises(ghostclip.UnsupportedModelError, match=r"Linear read one of its own parameters.*clone"):
+        clipper.norms(losses)
