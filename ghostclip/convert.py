@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,9 +14,13 @@ from torch import nn as torch_nn
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.nn.base import LAYERS, GhostLayer
 from ghostclip.nn.normalization import INSTEAD_OF_BATCHNORM
+from ghostclip.nn.scaling import scaling_of
+from ghostclip.nn.subclass import leaves_parameters_to_parent
 
 __all__ = ["Finding", "check", "unwrap", "wrap"]
 
+# Libraries with layers of their own: the module that has rules for them, imported on meeting one.
+ELSEWHERE = {"transformers": "ghostclip.integrations.huggingface"}
 BATCHNORM = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
 
 
@@ -69,7 +74,7 @@ def wrap(
         parent, _, child = path.rpartition(".")
         setattr(model.get_submodule(parent), child, new)
     for path, module in model.named_modules():
-        if (wrapper := _wrapper_of(type(module))) is not None:
+        if (wrapper := _wrapper_for(module)) is not None:
             module.__class__ = wrapper
         if isinstance(module, GhostLayer) and path in dims:
             module.ghost_batch_dim = dims[path]
@@ -93,10 +98,19 @@ def check(model: torch_nn.Module) -> list[Finding]:
     return findings
 
 
-def _wrapper_of(found: type) -> type | None:
-    """The wrapper for a torch class, or one made for a subclass that keeps its forward; None when there is none."""
+def _wrapper_for(module: torch_nn.Module) -> type | None:
+    """The wrapper for a module: of its class, or of what it proves to do; None when there is none."""
+    found = type(module)
     if issubclass(found, GhostLayer):
         return None
+    library = found.__module__.partition(".")[0]
+    if library in ELSEWHERE and found not in LAYERS:
+        importlib.import_module(ELSEWHERE[library]).register(found)
+    return _wrapper_of(found) or scaling_of(module)
+
+
+def _wrapper_of(found: type[torch_nn.Module]) -> type | None:
+    """The wrapper for a torch class, or one made for a subclass that keeps or calls its forward; else None."""
     if found in LAYERS:
         return LAYERS[found]
     for base in found.__mro__[1:]:
@@ -105,9 +119,12 @@ def _wrapper_of(found: type) -> type | None:
                 getattr(found, name) is getattr(base, name) for name in ("forward", "__call__") if hasattr(base, name)
             )
             inner = getattr(found, "_conv_forward", None) is getattr(base, "_conv_forward", None)
-            if not (same and inner):
-                return None
-            return type(found.__name__, (LAYERS[base], found), {"wrapped": found, "__module__": found.__module__})
+            content = {"wrapped": found, "__module__": found.__module__}
+            if same and inner:
+                return type(found.__name__, (LAYERS[base], found), content)
+            if inner and leaves_parameters_to_parent(found.forward, ("weight", "bias")):
+                return type(found.__name__, (found, LAYERS[base]), content)
+            return None
     return None
 
 
@@ -117,7 +134,7 @@ def _obstacles(module: torch_nn.Module) -> Iterator[tuple[str, str]]:
     if isinstance(module, torch_nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
         yield f"{kind.__name__} has no sizes yet", "run one batch through the model before wrapping it"
         return
-    wrapper = kind if issubclass(kind, GhostLayer) else _wrapper_of(kind)
+    wrapper = kind if issubclass(kind, GhostLayer) else _wrapper_for(module)
     if wrapper is not None:
         assert issubclass(wrapper, GhostLayer)
         trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))

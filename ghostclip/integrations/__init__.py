@@ -1,0 +1,1 @@
+"""One file for each outside system, imported only where that system is in use."""
