@@ -99,19 +99,19 @@ class Collector:
         self._waiting: dict[Part, list[Term]] = {}
         self._unanswered: list[tuple[list[Part], Affine]] = []
         self._unanswered_bytes = 0
-        produced = sum([preactivation_bytes(call) for call in calls])
-        self._room = 0 if groups is not None else int(SPARE * produced)
-        if aside:
-            self._prepare_aside(produced, index.trained())
+        self._produced = sum([preactivation_bytes(call) for call in calls])
+        self._room = 0 if groups is not None else int(SPARE * self._produced)
+        self._hooked: set[int] | None = None
         self._groups = groups
         if groups is not None:
             groups.expect(self._left)
 
-    def _prepare_aside(self, produced: int, trained: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """How much may be set aside; nothing of parameters with hooks, which wait for an ordinary backward."""
-        room = int(ASIDE_ACTIVATIONS * produced + ASIDE_PARAMETERS * sum(p.nbytes for _, p in trained))
+    def _prepare_aside(self) -> set[int]:
+        """Sets how much may be set aside; ids of parameters with hooks, which wait for an ordinary backward."""
+        trained = self._index.trained()
+        room = int(ASIDE_ACTIVATIONS * self._produced + ASIDE_PARAMETERS * sum(p.nbytes for _, p in trained))
         self._room = room if self._budget is None else min(room, self._budget)
-        self._hooked = {id(p) for _, p in trained if p._backward_hooks or p._post_accumulate_grad_hooks}
+        return {id(p) for _, p in trained if p._backward_hooks or p._post_accumulate_grad_hooks}
 
     def _part(self, call: Call, name: str) -> Part:
         owner = id(call.layer._parameters[name])
@@ -211,6 +211,8 @@ class Collector:
 
     def _answer_aside(self, part: Part, term: Term, preactivation: int) -> None:
         """The same where a second backward follows: a parameter whose gradients fit in is left out of that."""
+        if self._hooked is None:
+            self._hooked = self._prepare_aside()
         bytes_ = kept_bytes(term)
         fits = part[1] is None and part[0] not in self._hooked and bytes_ <= min(self._room, ASIDE_EACH * preactivation)
         answer, choice = self._planner.answer(term, fits, bytes_)

@@ -98,7 +98,7 @@ class TwoPasses:
         aside = run.aside
         left = [parameter for _, parameter in self.index.trained() if id(parameter) not in aside]
         sums = list(run.weighted_sums(weights, None))
-        strays = any(_is_lowest(call) and aside.issuperset(_owners(call)) for call in run.calls)
+        strays = bool(aside) and any(_is_lowest(call) and aside.issuperset(_owners(call)) for call in run.calls)
         with _in_our_words():
             if left:
                 seed = weights.to(losses.dtype)
@@ -106,7 +106,8 @@ class TwoPasses:
                 torch.autograd.backward(losses, seed, retain_graph=retain_graph or strays, inputs=left)
             if strays and not retain_graph:
                 let_go(losses, run.calls)
-        self._add(iter(sums))
+        if sums:
+            self._add(iter(sums))
 
     def _clip_groups(
         self, losses: Tensor, policy: Groupwise, retain_graph: bool
