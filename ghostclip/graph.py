@@ -33,6 +33,11 @@ REORDERING = {
                  "Scatter", "ScatterAdd", "Sort", "Take")
 }  # fmt: skip
 
+# Functions that normalize by the statistics of a batch, whatever module calls them.
+BATCH_STATISTICS = {f"{name}BatchNormBackward0" for name in ("Native", "Cudnn", "Miopen")}
+# Nodes of torch's own that more has to be known of than where they lead.
+TOLD = REORDERING | BATCH_STATISTICS
+
 
 @dataclass(frozen=True)
 class Uses:
@@ -57,7 +62,7 @@ def captured_calls(losses: Tensor, index: ModelIndex) -> Uses:
         index: of the model.
 
     Raises:
-        UnsupportedModelError: reentrant checkpointing hides what is behind them.
+        UnsupportedModelError: reentrant checkpointing hides what is behind them, or a function mixes examples.
     """
     calls: list[Call] = []
     leaves: list[Any] = []
@@ -90,6 +95,8 @@ def captured_calls(losses: Tensor, index: ModelIndex) -> Uses:
                     "reentrant activation checkpointing hides the layers inside it; "
                     "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
                 )
+            if kind.__name__ in BATCH_STATISTICS:
+                _refuse_statistics(node)
             stack += [edge[0] for edge in node.next_functions]
     return Uses(calls, leaves, reorders)
 
@@ -97,7 +104,7 @@ def captured_calls(losses: Tensor, index: ModelIndex) -> Uses:
 @functools.cache
 def _is_plain(kind: type) -> bool:
     """Whether nodes of this type are torch's own, and nothing has to be known of them but where they lead."""
-    return kind.__module__ == "builtins" and kind is not ACCUMULATE and kind.__name__ not in REORDERING
+    return kind.__module__ == "builtins" and kind is not ACCUMULATE and kind.__name__ not in TOLD
 
 
 def _moves_first_dimension(node: Any) -> bool:
@@ -115,6 +122,15 @@ def _moves_first_dimension(node: Any) -> bool:
     # h[torch.arange(B), lengths] is how a model picks one position of each example; the examples stay in place.
     in_place = isinstance(first, Tensor) and first.dim() == 1 and first.dtype == torch.int64
     return not (in_place and torch.equal(first, torch.arange(len(first), device=first.device)))
+
+
+def _refuse_statistics(node: Any) -> None:
+    """Raises for F.batch_norm in training; as part of F.instance_norm it sees a batch of one."""
+    if node._saved_training and node._saved_input.shape[0] > 1:
+        raise UnsupportedModelError(
+            f"a batch of shape {list(node._saved_input.shape)} is normalized by its own mean and variance "
+            "(F.batch_norm with training=True), which mixes examples; use F.group_norm, F.layer_norm or F.instance_norm"
+        )
 
 
 def first_pass(

@@ -19,10 +19,10 @@ from ghostclip.shared import from_below, inputs_of
 
 __all__ = ["are_positions"]
 
-# What leaves every entry what it is: another order of dimensions, another layout, some entries left out or set to zero.
+# What leaves every entry what and where it is, but for the order of dimensions and ones among them.
 RELAYING = {
     f"{name}Backward0"
-    for name in ("Alias", "Clone", "NativeDropout", "Permute", "ReshapeAlias", "Slice", "Squeeze", "T", "ToCopy",
+    for name in ("Alias", "Clone", "NativeDropout", "Permute", "ReshapeAlias", "Squeeze", "T", "ToCopy",
                  "Transpose", "UnsafeView", "Unsqueeze", "View")
 } | {f"SqueezeBackward{variant}" for variant in (1, 2)} | {"TransposeBackward1"}  # fmt: skip
 
@@ -54,6 +54,7 @@ def are_positions(losses: Tensor, calls: Sequence[Call]) -> bool:
 
 def _meets_a_batch(start: Any, consumers: dict[Any, list[Any]], tainted: set[Any], examples: int) -> bool:
     """Whether what ``start`` gives is added to something of a batch and its own size, from elsewhere."""
+    table = _long_dimensions(shape_of((start, 0)))
     stack, seen = [(start, False)], set()
     while stack:
         below, broadcast = stack.pop()
@@ -66,12 +67,19 @@ def _meets_a_batch(start: Any, consumers: dict[Any, list[Any]], tainted: set[Any
             elif node.name() in ELEMENTWISE:
                 whole = shape_of((node, 0))
                 own = [shape_of(edge) for edge in node.next_functions if edge[0] is below]
+                if not broadcast and any(_long_dimensions(shape) != table for shape in own):
+                    continue
                 now = broadcast or any(_spread_over(shape, whole, examples) for shape in own)
                 others = [edge for edge in node.next_functions if edge[0] is not None and edge[0] not in tainted]
                 if now and any(shape_of(edge) == whole for edge in others):
                     return True
                 stack.append((node, now))
     return False
+
+
+def _long_dimensions(shape: Any) -> list[int]:
+    """The sizes of dimensions in any order, without those of one."""
+    return sorted(size for size in shape if size != 1)
 
 
 def _spread_over(shape: Any, whole: Any, examples: int) -> bool:

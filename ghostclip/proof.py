@@ -45,7 +45,8 @@ def majors_of(losses: Tensor, calls: Sequence[Call], pending: Sequence[Call]) ->
     """
     examples = losses.shape[0]
     base = _sketches(losses, calls, torch.ones_like(losses))
-    readable = _readable(base)
+    largest = _largest(list(base.values()))
+    readable = {call: _readable(rows, largest) for call, rows in base.items()}
     fits = {call: {"example", "row"} for call in pending if call in readable and bool(readable[call].any())}
     for factors in _telling_factors(losses):
         seen = _sketches(losses, pending, factors)
@@ -73,39 +74,39 @@ def decide(
     Raises:
         UnsupportedModelError: examples mix, or this batch doesn't show it.
     """
-    base = _sketches(losses, calls, torch.ones_like(losses))
-    base |= _edge_sketches(losses, candidates, torch.ones_like(losses))
-    readable = _readable(base)
-    fits = {(c.edge, dim): {"example", "row"} for c in candidates for dim in c.dims}
-    unseen = {key for key in fits if key not in base or not bool(readable[key].any())}
+    ones = torch.ones_like(losses)
+    base = _edge_sketches(losses, candidates, ones)
+    largest = _largest([*_sketches(losses, calls, ones).values(), *base.values()])
+    readable = {key: _readable(rows, _largest([rows])) for key, rows in base.items()}
+    fits: dict[Any, set[str]] = {(c.edge, dim): {"example", "row"} for c in candidates for dim in c.dims}
     for factors in _telling_factors(losses):
         seen = _edge_sketches(losses, candidates, factors)
         for key, ways in fits.items():
-            if key not in unseen:
+            if key in base:
                 _keep_what_follows(ways, base[key], seen[key], readable[key], factors)
     found: dict[Edge, Decision] = {}
     for candidate in candidates:
-        open_ways = [
+        possible = [
             Decision(dim, candidate.multiples[dim], way)
             for dim in candidate.dims
             for way in (("example",) if candidate.multiples[dim] == 1 else ("example", "row"))
-            if way in fits[candidate.edge, dim]
         ]
-        dark = all((candidate.edge, dim) in unseen for dim in candidate.dims)
-        nothing = not any((base[key] != 0).any() for dim in candidate.dims if (key := (candidate.edge, dim)) in base)
-        found[candidate.edge] = _choice(candidate, open_ways, dark and not nothing, index)
-        if not dark and len(open_ways) <= 1:
-            places.decisions[candidate.key] = found[candidate.edge]
+        left = [way for way in possible if way.major in fits[candidate.edge, way.dim]]
+        size = max((_largest([base[c, d]]) for c, d in base if c == candidate.edge), default=0.0)
+        faint = size <= NOISE[torch.float64 if losses.dtype == torch.float64 else torch.float32] * largest
+        decision = _choice(candidate, left, possible if faint else [], index)
+        found[candidate.edge] = decision
+        if size > 0 and len(left) <= 1 and (left or not faint):
+            places.decisions[candidate.key] = decision
     return found
 
 
-def _choice(candidate: Candidate, ways: list[Decision], dark: bool, index: ModelIndex) -> Decision:
-    """One of the ways, or a shared tensor; raises where neither can be."""
-    single = [way for way in ways if way.count == 1]
-    if dark and len(single) != 1:
-        raise refusal(candidate, "this batch's gradients are too small to tell which dimension holds the examples")
+def _choice(candidate: Candidate, ways: list[Decision], possible: list[Decision], index: ModelIndex) -> Decision:
+    """One of the ways that were proved, else of the ``possible``, else a shared tensor; raises where nothing can be."""
     if ways:
-        return (single or ways)[0]
+        return next((way for way in ways if way.count == 1), ways[0])
+    if single := [way for way in possible if way.count == 1]:
+        return single[0]
     if OTHER not in candidate.inputs and (min(candidate.inputs) >= 0 or _constants_only(candidate, index)):
         return Decision(None, multiples=candidate.multiples)
     raise refusal(
@@ -121,11 +122,19 @@ def _constants_only(candidate: Candidate, index: ModelIndex) -> bool:
     return bool(kept) and all(index.holds(tensor) for tensor in kept)
 
 
-def _readable(sketches: dict[Any, Tensor]) -> dict[Any, Tensor]:
-    """[rows] bool for each: the ones that are more than the rounding of the largest of all."""
-    sizes = {key: torch.where(torch.isfinite(rows).all(1), rows.norm(dim=1), 0.0) for key, rows in sketches.items()}
-    largest = max((float(size.max()) for size in sizes.values() if len(size)), default=0.0)
-    return {key: size > NOISE[size.dtype] * largest for key, size in sizes.items()}
+def _largest(sketches: Sequence[Tensor]) -> float:
+    """The largest finite norm of a row in any of them."""
+    return max((float(_sizes(rows).max()) for rows in sketches if len(rows)), default=0.0)
+
+
+def _sizes(rows: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(rows).all(1), rows.norm(dim=1), 0.0)
+
+
+def _readable(rows: Tensor, largest: float) -> Tensor:
+    """[rows] bool: the ones that are more than the rounding of the largest."""
+    sizes = _sizes(rows)
+    return sizes > NOISE[sizes.dtype] * largest
 
 
 def _keep_what_follows(ways: set[str], base: Tensor, seen: Tensor, readable: Tensor, factors: Tensor) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from ghostclip.norms.term import split_examples, wide
 
@@ -100,14 +99,35 @@ class Seam:
                 x, dz = (split_examples(rows, self.count, self.major) for rows in (wide(factor), wide(grad)))
                 yield edge, torch.bmm(x.mT, dz)
             elif name in ELEMENTWISE or (name == "AddmmBackward0" and place == 0):
-                unsummed = self.node(grad) if unsummed is None else unsummed
+                unsummed = self._inputs_gradients(grad) if unsummed is None else unsummed
                 each = unsummed[place]
                 if each is not None:
                     yield edge, self._summed(each.expand(grad.shape), shape)
+            elif name == "ConvolutionBackward0" and place > 0 and self.dim == 0:
+                yield edge, self._of_convolution(grad, place)
             else:
-                left.append(edge)
+                left.append((place, edge))
         if left:
             yield from self._one_by_one(grad, left)
+
+    def _inputs_gradients(self, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """What the operation's own backward gives to each of its inputs, for a gradient of the output alone."""
+        grads: list[Tensor | None] = [None] * len(self.node._input_metadata)
+        grads[self.number] = grad
+        backward = getattr(getattr(self.node, "_forward_cls", None), "backward", None)
+        if backward is None:
+            found = self.node(*grads)
+            return found if isinstance(found, tuple) else (found,)
+        # A Function written in Python answers for all its arguments, the graph knows of those that need gradients.
+        whole = [self._zeros(number) if each is None else each for number, each in enumerate(grads)]
+        answers = backward(self.node, *whole)
+        answers = answers if isinstance(answers, tuple) else (answers,)
+        needed = iter([each for each, needs in zip(answers, self.node.needs_input_grad, strict=True) if needs])
+        return tuple(None if below is None else next(needed) for below, _ in self.node.next_functions)
+
+    def _zeros(self, number: int) -> Tensor:
+        told = self.node._input_metadata[number]
+        return torch.zeros(tuple(told.shape), dtype=told.dtype, device=told.device)
 
     def _examples_first(self, tensor: Tensor) -> Tensor:
         """[B, count, *the other dimensions] of a tensor of the output's shape."""
@@ -121,17 +141,30 @@ class Seam:
         repeated = [1 + dim for dim, size in enumerate(padded) if size == 1 and grad.shape[1 + dim] != 1]
         return (grad.sum(repeated, keepdim=True) if repeated else grad).reshape(grad.shape[0], *shape)
 
-    def _one_by_one(self, grad: Tensor, edges: list[Edge]) -> Iterator[tuple[Edge, Tensor]]:
-        rows = self._examples_first(grad)
-        inputs = [GradientEdge(*edge) for edge in edges]
-        found: list[list[Tensor]] = [[] for _ in edges]
-        for example in range(rows.shape[0]):
-            alone = torch.zeros_like(grad)
-            self._examples_first(alone)[example] = rows[example]
-            parts = torch.autograd.grad(
-                [GradientEdge(*self.edge)], inputs, [alone], retain_graph=True, allow_unused=True
+    def _of_convolution(self, grad: Tensor, place: int) -> Tensor:
+        """Gradients of a filter (place 1) or a bias (2), by torch's own kernel on one example after another."""
+        node = self.node
+        if place == 2:
+            return self._examples_first(wide(grad)).sum(1).flatten(2).sum(2)
+        input, found = self._examples_first(node._saved_input), []
+        geometry = [node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed]
+        geometry += [node._saved_output_padding, node._saved_groups]
+        for x, dz in zip(input, self._examples_first(grad), strict=True):
+            parts = torch.ops.aten.convolution_backward(
+                dz, x, node._saved_weight, None, *geometry, [False, True, False]
             )
-            for gathered, part, edge in zip(found, parts, edges, strict=True):
-                gathered.append(grad.new_zeros(shape_of(edge)) if part is None else part.detach())
-        for edge, gathered in zip(edges, found, strict=True):
+            found.append(parts[1])
+        return torch.stack(found)
+
+    def _one_by_one(self, grad: Tensor, places: list[tuple[int, Edge]]) -> Iterator[tuple[Edge, Tensor]]:
+        rows = self._examples_first(grad)
+        found: list[list[Tensor]] = [[] for _ in places]
+        for example in range(rows.shape[0]):
+            alone = torch.zeros_like(grad, memory_format=torch.contiguous_format)
+            self._examples_first(alone)[example] = rows[example]
+            parts = self._inputs_gradients(alone)
+            for gathered, (place, edge) in zip(found, places, strict=True):
+                part, shape = parts[place], shape_of(edge)
+                gathered.append(grad.new_zeros(shape) if part is None else part.sum_to_size(shape))
+        for (_, edge), gathered in zip(places, found, strict=True):
             yield edge, torch.stack(gathered)

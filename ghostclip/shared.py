@@ -18,10 +18,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.nn.base import PROBE, Call
-from ghostclip.nn.fallback import Outside, bare, product, spread
+from ghostclip.nn.fallback import Outside, bare, one_example, product, spread, spread_one_by_one
 from ghostclip.seams import Edge, Seam, shape_of
 
 __all__ = ["Region", "from_below", "inputs_of"]
+
+# What `GhostLayer.capture` makes; recurrent layers have a node of their own, which tells of gates instead.
+CAPTURE = "_CaptureBackward"
 
 Sink = Callable[[Call, tuple[Tensor, ...], Tensor], None]
 
@@ -60,19 +63,21 @@ class Region:
         if not self.seams:
             starts = {*self.leaves, *self.calls}
         self._bare = {node: bare(p, self.examples) for node, p in self.leaves.items() if node in starts}
-        self._spread = {node: spread(call, self.examples) for node, call in self.calls.items()}
+        self._spread = {
+            node: (spread if node.name() == CAPTURE else spread_one_by_one)(call, self.examples)
+            for node, call in self.calls.items()
+        }
         self.uses = [use for _, _, use in self._products] + [*self._bare.values(), *self._spread.values()]
         for use in self.uses:
             use.region = self
 
     def _factor_of(self, edge: Edge) -> tuple[Tensor, bool] | None:
         """(parameter, whether transposed) of a tensor that is one of the parameters, or its transpose."""
-        node = edge[0]
-        if node in self.leaves:
-            return self.leaves[node], False
-        if node.name() == "TBackward0" and node.next_functions[0][0] in self.leaves:
-            return self.leaves[node.next_functions[0][0]], True
-        return None
+        node, transposed = edge[0], False
+        while node.name() in ("TBackward0", "ToCopyBackward0"):
+            transposed ^= node.name() == "TBackward0"
+            node = node.next_functions[0][0]
+        return (self.leaves[node], transposed) if node in self.leaves else None
 
     def _below(self, nodes: list[Any]) -> set[Any]:
         """The nodes reached from ``nodes`` downwards, over the inside of layers."""
@@ -114,7 +119,9 @@ class Region:
         """Tells the sink of what the region starts from, given [B, *shape] gradients at tensors of it."""
         found = {node: shares.pop((node, 0)) for node in self._bare if (node, 0) in shares}
         found |= {
-            node: shares.pop((node, 0)) for node, call in self.calls.items() if (node, 0) in shares and not call.sources
+            node: shares.pop((node, 0))
+            for node, call in self.calls.items()
+            if (node, 0) in shares and not call.sources and node.name() == CAPTURE
         }
         for node, gathered in self._down(shares).items():
             found[node] = found[node] + gathered if node in found else gathered
@@ -122,6 +129,9 @@ class Region:
             grad = found.pop(node, None)
             sink(use, (), torch.zeros(use.shape, dtype=use.dtype, device=use.device) if grad is None else grad)
         for node, use in self._spread.items():
+            if node.name() != CAPTURE:
+                sink(use, (), torch.zeros((), dtype=use.dtype, device=use.device))
+                continue
             grad = found.pop(node, None)
             grad = torch.zeros(use.shape, dtype=use.dtype, device=use.device) if grad is None else grad
             sink(use, node.saved_tensors, grad.reshape(use.shape))
@@ -140,7 +150,12 @@ class Region:
         node_of = {id(call): node for node, call in self.calls.items()}
 
         def collect(call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
-            gathered[node_of[id(call)]].append(grad)
+            node = node_of[id(call)]
+            if node.name() == CAPTURE:
+                gathered[node].append(grad)
+            else:
+                for name in call.parameters:
+                    self._spread[node].gathered[name].append(one_example(call, name, inputs, grad))
 
         inputs = [PROBE, *(self.leaves[node] for node in self._bare)]
         handed_down: dict[Any, list[Tensor]] = {node: [] for node in self._bare}

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from case_attention import ATTENTION
+from case_fallback import fallback_cases
 from case_layers import LAYER_CASES
 from case_models import (
     Wired,
@@ -269,7 +270,7 @@ def _models() -> Iterator[Case]:
 
 
 CASES = [*_linear(), *_conv(), *_embedding(), *_normalization(), *_recurrent(), *_attention(), *_models(), *LAYER_CASES]
-CASES += [*RECURRENT, *ATTENTION]
+CASES += [*RECURRENT, *ATTENTION, *fallback_cases()]
 
 
 def case(name: str) -> Case:

@@ -155,7 +155,7 @@ def test_sizes_that_are_worked_off_in_pieces(case, dtype):
 def test_every_way_to_the_norms_gives_the_same(case, monkeypatch):
     def answer(planner, term, keep, room):
         each = term.per_example()
-        squared = each.flatten(1).square().sum(1)
+        squared = each.unsqueeze(-1).flatten(1).square().sum(1)
         for name, way in term.candidates().items() if term.sole_answer(keep) is None else ():
             for found in (way.run(False), way.run(True)):
                 assert_close(found.squared_norms, squared, 1e-10, 1e-6 * squared.max(), name)

@@ -21,7 +21,7 @@ from ghostclip.norms.term import Term, split_examples
 
 from .base import Call
 
-__all__ = ["Outside", "bare", "product", "spread"]
+__all__ = ["Outside", "bare", "one_example", "product", "spread", "spread_one_by_one"]
 
 # Layers whose rule takes inputs and gradients row by row along the batch dimension, whatever a row is.
 ROW_BY_ROW = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
@@ -45,9 +45,11 @@ class Outside(Call):
     Attributes:
         region: the `ghostclip.shared.Region` that gives it its gradients during a first pass.
         answer: (parameter name, inputs, gradient) -> term.
+        gathered: {parameter name: gradients [1, *shape] of one example after the other}, for a layer that has to be
+            asked once for every example.
     """
 
-    __slots__ = ("answer", "region")
+    __slots__ = ("answer", "gathered", "region")
 
     def __init__(
         self, parameters: dict[str, Any], trained: tuple[str, ...], shape: tuple[int, ...], like: Tensor, answer: Answer
@@ -57,6 +59,7 @@ class Outside(Call):
         self.dtype, self.device, self.sources, self.extra = like.dtype, like.device, [], None
         self.sink, self.answer = None, answer
         self.region: Any = None
+        self.gathered: dict[str, list[Tensor]] = {name: [] for name in trained}
 
     def term(self, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
         return self.answer(name, inputs, grad)
@@ -107,6 +110,20 @@ def spread(call: Call, examples: int) -> Outside:
     return use
 
 
+def spread_one_by_one(call: Call, examples: int) -> Outside:
+    """The same for a layer whose rule needs more than the gradient: its answers are in ``gathered`` by then."""
+    use = spread(call, examples)
+
+    def answer(name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+        parameter = use.layer._parameters[name]
+        part = parameter[slice(*call.rows.get(name, (None, None)))]
+        parts, use.gathered[name] = use.gathered[name], []
+        return Dense(torch.cat(parts) if parts else part.detach().new_zeros(examples, *part.shape))
+
+    use.answer = answer
+    return use
+
+
 def _is_row_by_row(call: Call, inputs: tuple[Tensor, ...]) -> bool:
     return isinstance(call.layer, ROW_BY_ROW) and not call.rows and len(inputs) == 1
 
@@ -125,13 +142,15 @@ def _repeated(call: Call, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -
     return term if rows == 1 else term.regroup(rows, "example")
 
 
+def one_example(call: Call, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+    """The layer's rule for one example's gradient, all rows being that example's; [1, *shape of the parameter]."""
+    term, rows = call.term(name, inputs, grad), call.shape[call.batch_dim]
+    return (term if rows == 1 else term.regroup(rows, "example")).per_example()
+
+
 def _one_by_one(call: Call, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
     """The layer's rule once for every example; it knows best which dimension of its inputs is which."""
-    rows = call.shape[call.batch_dim]
-    found = []
-    for each in grad:
-        term = call.term(name, inputs, each)
-        found.append((term if rows == 1 else term.regroup(rows, "example")).per_example())
+    found = [one_example(call, name, inputs, each) for each in grad]
     parameter: Any = call.layer._parameters[name]
     part = parameter[slice(*call.rows.get(name, (None, None)))]
     return Dense(torch.cat(found) if found else grad.new_zeros(0, *part.shape))
