@@ -3,8 +3,12 @@
 import pytest
 import torch
 
+from ghostclip.native import library
 from ghostclip.norms.convolution import Geometry, Patches, weight_gradient
+from ghostclip.norms.half_windows import half_windows
 from ghostclip.norms.windows import windowed_gram
+
+needs_compiler = pytest.mark.skipif(library("windows") is None, reason="no C compiler here")
 
 SHAPES = {
     "no padding": ((9, 7), (3, 2), (0, 0), (1, 1)),
@@ -13,13 +17,18 @@ SHAPES = {
     "dilation": ((9, 8), (3, 2), (1, 0), (2, 3)),
     "whole input": ((3, 3), (3, 3), (0, 0), (1, 1)),
     "one dimension": ((11,), (4,), (2,), (1,)),
+    "longer than a vector": ((3, 21), (2, 5), (1, 2), (1, 1)),
+    "longer than a panel": ((6, 37), (3, 3), (0, 1), (2, 2)),
     "three dimensions": ((4, 3, 5), (2, 3, 1), (1, 1, 0), (1, 1, 2)),
 }
+COMPILED = [name for name, sizes in SHAPES.items() if len(sizes[0]) < 3]
+WAYS = [pytest.param(windowed_gram, name, id=name) for name in SHAPES]
+WAYS += [pytest.param(half_windows, name, id=f"half, {name}", marks=needs_compiler) for name in COMPILED]
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("way", "name"), WAYS)
 @pytest.mark.parametrize("batch", [0, 1, 3])
-def test_windows_equal_gradients_formed_one_by_one(name, batch):
+def test_windows_equal_gradients_formed_one_by_one(way, name, batch):
     sizes, kernel, padding, dilation = SHAPES[name]
     torch.manual_seed(0)
     outputs = [
@@ -28,7 +37,7 @@ def test_windows_equal_gradients_formed_one_by_one(name, batch):
     ]
     images = torch.randn(batch, 3, *sizes, dtype=torch.float64)
     grads = torch.randn(batch, 4, *outputs, dtype=torch.float64)
-    squared, _ = windowed_gram(images, grads, kernel, padding, dilation)
+    squared, _ = way(images, grads, kernel, padding, dilation)
     geometry = Geometry((1,) * len(sizes), padding, dilation, 1)
     for each in range(batch):
         part = slice(each, each + 1)
@@ -36,7 +45,26 @@ def test_windows_equal_gradients_formed_one_by_one(name, batch):
         torch.testing.assert_close(squared[each], gradient.square().sum(), rtol=1e-11, atol=0)
 
 
-@pytest.mark.parametrize("name", ["gram", "windows"])
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_windows_equal_those_of_tensors(name, dtype):
+    sizes, kernel, padding, dilation = SHAPES[name]
+    outputs = [
+        size + 2 * pad - step * (width - 1)
+        for size, width, pad, step in zip(sizes, kernel, padding, dilation, strict=True)
+    ]
+    # A bad example in between, and images that are not next to each other.
+    images = torch.randn(2, *sizes, 5, dtype=dtype).movedim(-1, 0)
+    grads = torch.randn(5, 19, *outputs, dtype=dtype)
+    images[2] = torch.nan
+    found, expected = (way(images, grads, kernel, padding, dilation) for way in (half_windows, windowed_gram))
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0, equal_nan=True)
+        assert mine.isfinite().tolist() == [True, True, False, True, True]
+
+
+@pytest.mark.parametrize("name", ["gram", "windows", pytest.param("half windows", marks=needs_compiler)])
 def test_cancellation_between_positions_is_noticed(name):
     torch.manual_seed(0)
     images = 1 + 1e-3 * torch.randn(2, 3, 8, 8)
@@ -55,3 +83,4 @@ def test_windows_are_offered_for_stride_one_and_a_kernel_of_several():
         shape = torch.Size((4, 3, kernel, kernel))
         term = Patches(images, torch.randn(2, 4, *outputs), shape, Geometry(stride, (0, 0), (1, 1), 1))
         assert ("windows" in term.candidates()) == offered
+        assert ("half windows" in term.candidates()) == (offered and library("windows") is not None)

@@ -1,6 +1,6 @@
 /* Gradients that fall on a few rows of a table (embeddings): squared norms of each example's sums of rows, and the
- * weighted sum of all of them. Positions of one example with the same index are chained; a row that stands alone is read
- * where it is, and no sum takes more memory than one row.
+ * weighted sum of all of them. Positions of one example with the same index are chained; a row that stands alone is
+ * read where it is, and no sum takes more memory than one row.
  *
  * This file reads itself twice, with REAL float and double; NAME(x) is x_float or x_double.
  */

@@ -5,7 +5,7 @@ A convolution is a linear layer over patches (im2col), so its gradient is the su
 
     patches   im2col and bmm, a chunk of examples at a time
     gram      im2col and Gram matrices
-    windows   Gram matrices of the raw images, summed over shifted windows (stride 1)
+    windows   Gram matrices of the raw images, summed over shifted windows (stride 1); compiled, the half of them
     grouped   the native weight gradient, the batch folded into groups
     native    the native weight gradient, one call an example
 """
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .dense import Dense, squared_norms
+from .half_windows import half_windows, half_windows_are_there
 from .memory import FRESH, Memory
 from .outer import Outer, chunks, reliable
 from .term import Answer, Candidate, Term, size_class, wide, zero_examples
@@ -129,6 +130,9 @@ class Patches(Term):
             pixels = 2.0 * batch * math.prod(self.images.shape[2:]) ** 2
             sums = pixels * (self.images.shape[1] + 50 * sum(self.shape[2:]) * self.geometry.groups)
             found["windows"] = Candidate("gram", lambda keep: self._windows(lent), squares * outputs + sums)
+            if half_windows_are_there(self.images):
+                half = (squares * outputs + pixels * self.images.shape[1]) / 2 + sums / 10
+                found["half windows"] = Candidate("gram", lambda keep: self._half_windows(), half, traces=False)
         return found
 
     def head(self, count: int) -> Patches:
@@ -160,8 +164,17 @@ class Patches(Term):
     def _windows(self, memory: Memory) -> Answer:
         images, grads = self._folded(wide(self.images)), self._folded(wide(self.grads))
         geometry = self.geometry
-        squared, scale = windowed_gram(images, grads, self.shape[2:], geometry.padding, geometry.dilation, memory)
-        squared, scale = (each.view(-1, geometry.groups).sum(1) for each in (squared, scale))
+        return self._by_windows(
+            windowed_gram(images, grads, self.shape[2:], geometry.padding, geometry.dilation, memory), memory
+        )
+
+    def _half_windows(self) -> Answer:
+        images, grads = self._folded(wide(self.images)), self._folded(wide(self.grads))
+        geometry = self.geometry
+        return self._by_windows(half_windows(images, grads, self.shape[2:], geometry.padding, geometry.dilation), FRESH)
+
+    def _by_windows(self, found: tuple[Tensor, Tensor], memory: Memory) -> Answer:
+        squared, scale = (each.view(-1, self.geometry.groups).sum(1) for each in found)
         return Answer(reliable(squared, scale, lambda: self._by_patches(memory, False).squared_norms))
 
     def _grouped(self, memory: Memory, keep: bool) -> Answer:

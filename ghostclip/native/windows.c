@@ -1,0 +1,139 @@
+/* Squared norms of a convolution's weight gradients, stride 1, by Gram matrices of pixels: inner products of patches
+ * are sums of those of pixels over the kernel's windows (norms/windows.py), half of which are computed, rows first.
+ *
+ * This file reads itself twice, with REAL float and double; NAME(x) is x_float or x_double.
+ */
+
+#ifndef REAL
+
+#include "vectors.h"
+#include "panels.h"
+
+#define REAL float
+#define INTEGER int32_t
+#define NAME(x) x##_float
+#include "windows.c"
+
+#undef REAL
+#undef INTEGER
+#undef NAME
+
+#define REAL double
+#define INTEGER int64_t
+#define NAME(x) x##_double
+#include "windows.c"
+
+#else
+
+#include "vectors.h"
+#include "panels.h"
+
+/* pairs [positions, positions]: inner products of positions s <= t of from [channels, positions]; others are not set.
+ * turned is room for [positions, channels]. */
+static void NAME(pairs)(REAL *pairs, REAL *strip, REAL *packed, REAL *turned, const REAL *from, long channels,
+                        long positions) {
+    for (long c = 0; c < channels; c++)
+        for (long s = 0; s < positions; s++) turned[s * channels + c] = from[c * positions + s];
+    for (long start = 0; start < positions; start += COLUMNS) {
+        const long count = positions - start < COLUMNS ? positions - start : COLUMNS;
+        NAME(fill)(strip, packed, turned, channels, channels, start, count);
+        for (long s = 0; s < start + count; s++)
+            memcpy(pairs + s * positions + start, strip + s * COLUMNS, count * sizeof(REAL));
+    }
+}
+
+/* What a convolution of stride 1 does along one axis: size positions out of length, taps shifted by step - pad. */
+struct NAME(axis) {
+    long length, size, taps, pad, step;
+};
+
+/* The lanes of the v-th vector of a row that lie in [low, high). */
+INLINE INTS NAME(between)(long v, long low, long high) {
+    const INTS numbers = *(const INTS *)NAME(numbers) + (INTEGER)(v * LANES);
+    return (numbers >= (INTEGER)low) & (numbers < (INTEGER)high);
+}
+
+/* across [size, padded]: the pairs of two rows of pixels, [.., length] each, summed over taps along the row; what is
+ * behind a row's end or, where the two rows are the same one, before the diagonal may be anything. */
+INLINE void NAME(sum_across)(REAL *restrict across, long padded, const REAL *restrict pairs, long stride,
+                             struct NAME(axis) axis) {
+    memset(across, 0, axis.size * padded * sizeof(REAL));
+    for (long tap = 0; tap < axis.taps; tap++) {
+        const long shift = tap * axis.step - axis.pad, low = shift < 0 ? -shift : 0;
+        const long high = axis.length - shift < axis.size ? axis.length - shift : axis.size;
+        for (long v = 0; v * LANES < axis.size; v++) {
+            const INTS mine = NAME(between)(v, low, high);
+            for (long s = low; s < high; s++) {
+                const VEC from = *(const VEC *)(pairs + (s + shift) * stride + shift + v * LANES);
+                *(VEC *)(across + s * padded + v * LANES) += (VEC)((INTS)from & mine);
+            }
+        }
+    }
+}
+
+/* squared [batch] and scale [batch] as gram.c's, for a convolution of stride 1 over images [batch, inputs, height,
+ * width] with gradients [batch, outputs, rows, columns], of examples [first, last). Returns 0, or 1 where there is no
+ * memory. */
+int NAME(windows)(const REAL *images, const REAL *gradients, REAL *squared, REAL *scale, long inputs, long outputs,
+                  long height, long width, long rows, long columns, long row_taps, long column_taps, long row_pad,
+                  long column_pad, long row_step, long column_step, long first, long last) {
+    const struct NAME(axis) down = {height, rows, row_taps, row_pad, row_step};
+    const struct NAME(axis) along = {width, columns, column_taps, column_pad, column_step};
+    const long pixels = height * width, places = rows * columns, most = pixels > places ? pixels : places;
+    const long channels = inputs > outputs ? inputs : outputs, strip = (most + BLOCK) * COLUMNS;
+    const long padded = ROUND_UP(columns, LANES), block = columns * padded, slack = column_pad + LANES;
+    const long tables = pixels * pixels + places * places + (height * height + 1) * block;
+    REAL *packed = aligned_alloc(BYTES, (DEPTH * COLUMNS + strip) * sizeof(REAL));
+    REAL *room = malloc((most * channels + tables + 3 * slack) * sizeof(REAL));
+    if (!packed || !room) {
+        free(packed);
+        free(room);
+        return 1;
+    }
+    /* Whole vectors are read, whose ends may lie outside of what they are read for. */
+    REAL *strips = packed + DEPTH * COLUMNS, *turned = room, *of_pixels = turned + most * channels + slack;
+    REAL *of_places = of_pixels + pixels * pixels + slack, *across = of_places + places * places + slack;
+    REAL *sums = across + height * height * block;
+    for (long example = first; example < last; example++) {
+        double twice = 0, diagonal = 0;
+        NAME(pairs)(of_pixels, strips, packed, turned, images + example * inputs * pixels, inputs, pixels);
+        NAME(pairs)(of_places, strips, packed, turned, gradients + example * outputs * places, outputs, places);
+        for (long y = 0; y < height; y++)
+            for (long z = y; z < height; z++)
+                NAME(sum_across)(across + (y * height + z) * block, padded, of_pixels + y * width * pixels + z * width,
+                                 pixels, along);
+        for (long y = 0; y < rows; y++)
+            for (long z = y; z < rows; z++) {
+                memset(sums, 0, block * sizeof(REAL));
+                for (long tap = 0; tap < down.taps; tap++) {
+                    const long shift = tap * down.step - down.pad;
+                    if (y + shift < 0 || z + shift >= height) continue;
+                    const REAL *from = across + ((y + shift) * height + z + shift) * block;
+                    for (long k = 0; k < block; k += LANES) *(VEC *)(sums + k) += *(const VEC *)(from + k);
+                }
+                const REAL *with = of_places + y * columns * places + z * columns;
+                VEC found = {0};
+                for (long v = 0; v * LANES < columns; v++)
+                    for (long s = 0; s < columns; s++) {
+                        const VEC one = *(const VEC *)(sums + s * padded + v * LANES);
+                        const VEC other = *(const VEC *)(with + s * places + v * LANES);
+                        found += (VEC)((INTS)(one * other) & NAME(between)(v, y == z ? s + 1 : 0, columns));
+                    }
+                for (long lane = 0; lane < LANES; lane++) twice += found[lane];
+                for (long s = 0; y == z && s < columns; s++)
+                    diagonal += (double)sums[s * padded + s] * with[s * places + s];
+            }
+        squared[example] = 2 * twice + diagonal;
+        scale[example] = diagonal;
+    }
+    free(packed);
+    free(room);
+    return 0;
+}
+
+#undef COLUMNS
+#undef LANES
+#undef VEC
+#undef INTS
+
+#endif

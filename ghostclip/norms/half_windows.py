@@ -1,0 +1,35 @@
+"""Gram matrices of pixels summed over windows, by compiled C: native/windows.c forms about the half that is needed.
+
+It does what `ghostclip.norms.windows` does in a third to two thirds of the time, an example at a time in the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ghostclip.native import library
+from ghostclip.native.calls import run_examples
+
+__all__ = ["half_windows", "half_windows_are_there"]
+
+
+def half_windows_are_there(images: Tensor) -> bool:
+    """Whether `half_windows` can be used for images of that kind: in one or two dimensions, on the CPU."""
+    return images.device.type == "cpu" and images.dim() in (3, 4) and library("windows") is not None
+
+
+def half_windows(
+    images: Tensor, grads: Tensor, kernel: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """As `ghostclip.norms.windows.windowed_gram`, for float32 or float64 images [B, C, *S] and grads [B, P, *O]."""
+    images, grads = images.contiguous(), grads.contiguous()
+    line = images.dim() == 3  # a picture of one row
+    axes = [((1, *sizes) if line else sizes) for sizes in (images.shape[2:], grads.shape[2:], kernel)]
+    shifts = [((first, *sizes) if line else sizes) for first, sizes in ((0, padding), (1, dilation))]
+    squared, scale = grads.new_empty(len(grads)), grads.new_empty(len(grads))
+    sizes = (images.shape[1], grads.shape[1], *(size for axis in axes for size in axis), *shifts[0], *shifts[1])
+    positions = [torch.Size(axis).numel() ** 2 for axis in axes[:2]]
+    work = len(grads) * (positions[0] * images.shape[1] + positions[1] * grads.shape[1]) // 2
+    run_examples("windows", "windows", grads.dtype, len(grads), work, (images, grads, squared, scale, *sizes))
+    return squared, scale
