@@ -1,0 +1,90 @@
+"""A rule of one's own, in one class; without it the same module goes by the fallback, to the same numbers."""
+
+import oracle
+import pytest
+import torch
+from case_types import project
+from comparing import assert_close, assert_dicts_close, gradients
+from torch import nn
+
+import ghostclip
+from ghostclip.nn import Call, GhostLayer
+from ghostclip.nn.base import LAYERS
+from ghostclip.norms.outer import Outer
+
+
+class LowRank(nn.Module):
+    """x @ U @ V, as adapters have it: inputs [B, ..., features]."""
+
+    def __init__(self, features: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(features, rank))
+        self.up = nn.Parameter(torch.randn(rank, features))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input @ self.down @ self.up
+
+
+class RuledLowRank(GhostLayer, LowRank):
+    """`LowRank` with a rule: each parameter's gradient is a sum of outer products over positions."""
+
+    rule = "low rank"
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        inner = self.capture(input @ self.down, input, parameters=("down",))
+        return self.capture(inner @ self.up, inner, parameters=("up",))
+
+    @classmethod
+    def parameter_names(cls, module: nn.Module) -> tuple[str, ...]:
+        return ("down", "up")
+
+    def per_example(self, name: str, call: Call, inputs: tuple[torch.Tensor, ...], grad: torch.Tensor) -> Outer:
+        left, right = (x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2) for x in (inputs[0], grad))
+        return Outer(left, right, getattr(self, name).shape)
+
+
+@pytest.fixture
+def with_rule(monkeypatch):
+    """What ``class RuledLowRank(GhostLayer, LowRank, wraps=LowRank)`` says once and for all."""
+    monkeypatch.setitem(LAYERS, LowRank, RuledLowRank)
+    monkeypatch.setattr(RuledLowRank, "wrapped", LowRank, raising=False)
+
+
+def model_of(shape):
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(5, 6), LowRank(6, 2), nn.Tanh(), nn.Linear(6, 3)).double()
+    return model, torch.randn(4, *shape, 5, dtype=torch.float64)
+
+
+def clipped(model, x, **options):
+    clipper = ghostclip.GhostClipper(model, clipping=0.5, **options)
+    result = clipper.backward(project(model(x)))
+    return result.norms, gradients(model), {row.rule for row in clipper.explain() if row.layer == "1"}
+
+
+@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+def test_the_rule_is_the_loop(with_rule, shape, second_pass):
+    model, x = model_of(shape)
+    expected = oracle.per_example_grads(model, project, (x,))
+    norms, sums, rules = clipped(model, x, second_pass=second_pass)
+    assert isinstance(model[1], RuledLowRank)
+    assert rules == {"low rank"}
+    assert_close(norms, oracle.norms(expected), 1e-10)
+    assert_dicts_close(sums, oracle.clipped_sum(expected, 0.5), 1e-10)
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_so_is_the_fallback_without_it(shape):
+    model, x = model_of(shape)
+    expected = oracle.per_example_grads(model, project, (x,))
+    norms, sums, rules = clipped(model, x)
+    assert type(model[1]) is LowRank
+    assert rules == {"fallback (LowRank)"}
+    assert_close(norms, oracle.norms(expected), 1e-10)
+    assert_dicts_close(sums, oracle.clipped_sum(expected, 0.5), 1e-10)
+
+
+def test_unwrapping_gives_the_plain_class_back(with_rule):
+    model, _ = model_of(())
+    assert type(ghostclip.unwrap(ghostclip.wrap(model))[1]) is LowRank
