@@ -1,0 +1,157 @@
+"""Image classifiers of transformers, timm and torchvision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .language import from_config
+from .subject import CLASSES, Batch, Subject, class_losses, images
+
+__all__ = ["SUBJECTS"]
+
+GROUPNORM = {"replace": {"BatchNorm2d": "GroupNorm"}}
+REPLACED = "BatchNorm replaced by GroupNorm"
+VIT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "image_size": 16,
+       "patch_size": 4, "num_labels": CLASSES}  # fmt: skip
+SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4,
+        "num_labels": CLASSES, "drop_path_rate": 0.0}  # fmt: skip
+STAGES = {"num_labels": CLASSES, "hidden_sizes": [8, 12, 16, 20], "depths": [1, 1, 1, 1]}
+STILL = {"drop_path_rate": 0.0}
+# name: (what is particular, model, config, its options, side of the images, options of wrap)
+Row = tuple[str, str, str, dict[str, Any], int, dict[str, Any]]
+TRANSFORMERS: dict[str, Row] = {
+    "ViT": ("class token, position embeddings", "ViTForImageClassification", "ViTConfig", VIT, 16, {}),
+    "DeiT": ("class and distillation tokens", "DeiTForImageClassification", "DeiTConfig", VIT, 16, {}),
+    "BEiT": ("relative position bias, layer scale", "BeitForImageClassification", "BeitConfig",
+             VIT | {"use_relative_position_bias": True} | STILL, 16, {}),
+    "DINOv2": ("layer scale", "Dinov2ForImageClassification", "Dinov2Config", VIT | STILL, 16, {}),
+    "Swin": ("windows folded into the batch, relative position bias", "SwinForImageClassification", "SwinConfig",
+             SWIN, 32, {}),
+    "ConvNeXt": ("depthwise, layer scale", "ConvNextForImageClassification", "ConvNextConfig", STAGES | STILL, 32, {}),
+    "ConvNeXt V2": ("global response normalisation", "ConvNextV2ForImageClassification", "ConvNextV2Config",
+                    STAGES | STILL, 32, {}),
+    "ResNet": (REPLACED, "ResNetForImageClassification", "ResNetConfig",
+               STAGES | {"embedding_size": 8, "layer_type": "basic"}, 64, GROUPNORM),
+    "MobileNetV2": (f"depthwise, {REPLACED}", "MobileNetV2ForImageClassification", "MobileNetV2Config",
+                    {"num_labels": CLASSES, "depth_multiplier": 0.1, "min_depth": 4, "depth_divisible_by": 4},
+                    64, GROUPNORM),
+    "SegFormer": ("overlapping patches", "SegformerForImageClassification", "SegformerConfig",
+                  {"num_labels": CLASSES, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1],
+                   "num_attention_heads": [1, 2, 2, 2]} | STILL, 32, {}),
+}  # fmt: skip
+
+
+def of_timm(name: str, norm: str = "", **options: Any) -> nn.Module:
+    """A model of timm with random weights, its BatchNorms built as ``norm``."""
+    import timm
+
+    if norm:
+        options["norm_layer"] = getattr(timm.layers, norm)
+    return timm.create_model(name, pretrained=False, num_classes=CLASSES, **options)
+
+
+def vgg() -> nn.Module:
+    """timm's VGG with narrow stages."""
+    from timm.models.vgg import VGG
+
+    return VGG(cfg=[8, "M", 8, 8, "M"], num_classes=CLASSES, mlp_ratio=0.01)
+
+
+def mixer() -> nn.Module:
+    """timm's MLP-Mixer of two blocks."""
+    from timm.models.mlp_mixer import MlpMixer
+
+    return MlpMixer(num_classes=CLASSES, img_size=32, patch_size=8, num_blocks=2, embed_dim=16)
+
+
+def of_torchvision(name: str, **options: Any) -> nn.Module:
+    """A model of torchvision with random weights."""
+    from torchvision import models
+
+    return getattr(models, name)(num_classes=CLASSES, **options)
+
+
+def resnet() -> nn.Module:
+    """torchvision's ResNet of one block a stage."""
+    from torchvision.models.resnet import BasicBlock, ResNet
+
+    return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=CLASSES)
+
+
+def convnext() -> nn.Module:
+    """torchvision's ConvNeXt of two stages."""
+    from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+
+    return ConvNeXt([CNBlockConfig(8, 12, 1), CNBlockConfig(12, None, 1)], num_classes=CLASSES)
+
+
+def swin() -> nn.Module:
+    """torchvision's Swin of two stages."""
+    from torchvision.models import SwinTransformer
+
+    options: dict[str, Any] = {"embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4], "window_size": [4, 4]}
+    return SwinTransformer([2, 2], **options, num_classes=CLASSES, stochastic_depth_prob=0.0)
+
+
+VIT_OF_TIMM = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
+SWIN_OF_TIMM = {"img_size": 32, "patch_size": 2, "embed_dim": 8, "depths": (2, 2), "num_heads": (2, 4),
+                "window_size": 4} | STILL  # fmt: skip
+VIT_OF_TORCHVISION = {"image_size": 16, "patch_size": 4, "num_layers": 2, "num_heads": 2, "hidden_dim": 16,
+                      "mlp_dim": 24}  # fmt: skip
+SMALL_RESNET = {"layers": (1, 1, 1, 1), "channels": (32, 32, 64, 64)}
+TINY_RESNET = {"layers": (1, 1), "channels": (32, 64), "stem_chs": 32}
+# name: (library, what is particular, what builds it, side of the images, options of wrap)
+PIXELS: dict[str, tuple[str, str, Callable[[], nn.Module], int, dict[str, Any]]] = {
+    "ViT (timm)": ("timm", "class token", partial(of_timm, "vit_tiny_patch16_224", **VIT_OF_TIMM), 16, {}),
+    "EVA-02 (timm)": ("timm", "rotary, SwiGLU",
+                      partial(of_timm, "eva02_tiny_patch14_224", **VIT_OF_TIMM), 16, {}),
+    "CaiT (timm)": ("timm", "class attention, talking heads, layer scale",
+                    partial(of_timm, "cait_xxs24_224", **VIT_OF_TIMM), 16, {}),
+    "Swin (timm)": ("timm", "shifted windows",
+                    partial(of_timm, "swin_tiny_patch4_window7_224", **SWIN_OF_TIMM), 32, {}),
+    "ConvNeXt (timm)": ("timm", "depthwise, layer scale",
+                        partial(of_timm, "convnext_atto", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)), 32, {}),
+    "MLP-Mixer (timm)": ("timm", "layers across positions", mixer, 32, {}),
+    "VGG (timm)": ("timm", "", vgg, 32, {}),
+    "ResNet (timm)": ("timm", "built with GroupNorm",
+                      partial(of_timm, "resnet18", "GroupNorm", **SMALL_RESNET), 64, {}),
+    "ResNetV2 (timm)": ("timm", "weight standardisation, GroupNorm",
+                        partial(of_timm, "resnetv2_50d_gn", **TINY_RESNET), 32, {}),
+    "MobileNetV3 (timm)": ("timm", "squeeze and excite, built with GroupNorm",
+                           partial(of_timm, "mobilenetv3_small_050", "GroupNorm1"), 32, {}),
+    "EfficientNet-B0 (timm)": ("timm", "squeeze and excite, built with GroupNorm",
+                               partial(of_timm, "efficientnet_b0", "GroupNorm1"), 32, {}),
+    "ResNet (torchvision)": ("torchvision", REPLACED, resnet, 32, GROUPNORM),
+    "MobileNetV2 (torchvision)": ("torchvision", f"depthwise, {REPLACED}",
+                                  partial(of_torchvision, "mobilenet_v2", width_mult=0.25), 64, GROUPNORM),
+    "ConvNeXt (torchvision)": ("torchvision", "depthwise, layer scale", convnext, 32, {}),
+    "Swin (torchvision)": ("torchvision", "shifted windows", swin, 32, {}),
+    "ViT (torchvision)": ("torchvision", "class token, torch's MultiheadAttention",
+                          partial(of_torchvision, "VisionTransformer", **VIT_OF_TORCHVISION), 16, {}),
+    "ResNet-18 (timm), BatchNorm kept": ("timm", "BatchNorm in train mode",
+                                  partial(of_timm, "resnet18"), 64, {}),
+}  # fmt: skip
+
+
+def pixel_losses(model: nn.Module, batch: Batch) -> Tensor:
+    """Cross entropy of a model that takes pixels and returns logits."""
+    return F.cross_entropy(model(batch["pixel_values"]), batch["target"], reduction="none")
+
+
+def _subjects() -> Iterator[Subject]:
+    for name, (about, model, config, options, side, wrap) in TRANSFORMERS.items():
+        build = from_config(model, config, **options)
+        yield Subject(name, "transformers", about, build, partial(images, side=side), class_losses, wrap)
+    for name, (library, about, build, side, wrap) in PIXELS.items():
+        refused = "GroupNorm" if "kept" in name else ""
+        yield Subject(
+            name, library, about, build, partial(images, side=side), pixel_losses, wrap, bool(refused), refused
+        )
+
+
+SUBJECTS = tuple(_subjects())

@@ -1,0 +1,212 @@
+"""Published networks: their mechanisms in small, and the libraries' own code where the libraries are installed.
+
+The latter is ``pip install "ghostclip[models]"``; without it those tests are skipped, and the former cover the same.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+from case_types import project
+from comparing import assert_close, assert_dicts_close, gradients
+from real_models import MODELS, Conv1D, LayerNorm2d, LearnedPositions, OffsetRMSNorm, RMSNorm, ScaledEmbedding
+from torch import Tensor, nn
+
+import ghostclip
+from ghostclip.nn import GhostLayer
+from ghostclip.nn.scaling import Scaling, scaling_of
+from ghostclip.nn.subclass import leaves_parameters_to_parent
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "experiments"))
+
+from zoo import SUBJECTS
+from zoo.measuring import STEPS, measure
+
+every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+
+
+def ready(name: str) -> tuple[nn.Module, Tensor]:
+    """A model in float64, norms and biases random too, and four examples."""
+    build, inputs = MODELS[name]
+    torch.manual_seed(2)
+    model = build().double()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model, inputs(4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@every_pass
+def test_networks_as_they_are_published(name, second_pass):
+    model, inputs = ready(name)
+    expected = oracle.per_example_grads(model, project, (inputs,))
+    max_norm = float(oracle.norms(expected).median())
+    clipper = ghostclip.GhostClipper(model, max_norm, second_pass=second_pass)
+    found = clipper.norms(project(model(inputs)), per="parameter")
+    for key, norms in oracle.norms_per_parameter(expected).items():
+        assert_close(found[key], norms, 1e-10, scale=1e-3 * oracle.norms(expected), what=key)
+    for _ in range(2):  # what was proved on the first batch serves the second
+        model.zero_grad()
+        clipper.backward(project(model(inputs)))
+        assert_dicts_close(gradients(model), oracle.clipped_sum(expected, max_norm), 1e-10)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_networks_clipped_layer_by_layer(name):
+    model, inputs = ready(name)
+    expected = oracle.per_example_grads(model, project, (inputs,))
+    policy = ghostclip.clipping.PerLayer(0.5)
+    clipper = ghostclip.GhostClipper(model, policy)
+    result = clipper.backward(project(model(inputs)))
+    groups = policy.partition(list(expected))
+    for group in dict.fromkeys(groups.values()):
+        own = {key: grad for key, grad in expected.items() if groups[key] == group}
+        threshold = 0.5 / len(set(groups.values())) ** 0.5
+        assert_close(result.norms[group], oracle.norms(own), 1e-10, scale=1e-6)
+        assert_dicts_close({key: gradients(model)[key] for key in own}, oracle.clipped_sum(own, threshold), 1e-10)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_networks_in_batches_of_other_sizes(name):
+    model, _ = ready(name)
+    inputs = MODELS[name][1](7)
+    expected = oracle.per_example_grads(model, project, (inputs,))
+    clipper = ghostclip.GhostClipper(model, 0.5, second_pass="cached")
+    for part in (slice(0, 4), slice(4, 7), slice(0, 1), slice(1, 3)):
+        model.zero_grad()
+        clipper.backward(project(model(inputs[part])))
+        own = {key: grad[part] for key, grad in expected.items()}
+        assert_dicts_close(gradients(model), oracle.clipped_sum(own, 0.5), 1e-10)
+
+
+def test_frozen_bases_cost_nothing():
+    model, inputs = ready("GPT with LoRA")
+    ghostclip.wrap(model)
+    losses = project(model(inputs))
+    found = ghostclip.GhostClipper(model).norms(losses, per="parameter")
+    assert list(found) == ["attention.a.default.weight", "attention.b.default.weight"]
+    ghostclip.GhostClipper(model).backward(project(model(inputs)))
+    assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+
+
+NORMS = {
+    "RMSNorm": (lambda: RMSNorm(5), -1, True),
+    "RMSNorm of 1 + weight": (lambda: OffsetRMSNorm(5), -1, False),
+    "LayerNorm over channels": (lambda: LayerNorm2d(5), 1, True),
+    "LayerNorm over channels, no bias": (lambda: LayerNorm2d(5, bias=False), 1, True),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_are_known_by_what_they_do(name):
+    build, dim, starts_at_zero = NORMS[name]
+    module = build()
+    before = torch.random.get_rng_state()
+    assert (scaling_of(module).form.dim, scaling_of(module).form.starts_at_zero) == (dim, starts_at_zero)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    model = nn.Sequential(nn.Conv2d(2, 5, 1) if dim == 1 else nn.Linear(5, 5), ghostclip.wrap(module)).double()
+    assert isinstance(model[1], Scaling)
+    for parameter in model.parameters():
+        parameter.data += torch.randn_like(parameter)
+    x = torch.randn(4, 2, 3, 3, dtype=torch.float64) if dim == 1 else torch.randn(4, 3, 2, 5, dtype=torch.float64)
+    expected = oracle.per_example_grads(model, project, (x,))
+    clipper = ghostclip.GhostClipper(model, 0.3)
+    assert_dicts_close(clipper.per_example_grads(project(model(x))), expected, 1e-10)
+    clipper.backward(project(model(x)))
+    assert_dicts_close(gradients(model), oracle.clipped_sum(expected, 0.3), 1e-10)
+    assert type(ghostclip.unwrap(module)) is type(build())
+
+
+class SquaredNorm(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.weight
+
+
+class GatedNorm(RMSNorm):
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        return super().forward(x if gate is None else x * gate)
+
+
+class NoisyNorm(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.randn_like(x))
+
+
+class MixingNorm(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0))
+
+
+class PairNorm(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + super().forward(x).roll(1, -1)
+
+
+@pytest.mark.parametrize("kind", [SquaredNorm, GatedNorm, NoisyNorm, MixingNorm, PairNorm])
+def test_norms_that_do_something_else_get_no_rule(kind):
+    assert scaling_of(kind(5)) is None
+
+
+@pytest.mark.parametrize("kind", [ScaledEmbedding, LearnedPositions])
+def test_a_subclass_that_leaves_its_parameters_to_its_parent_keeps_the_rule(kind):
+    module = ghostclip.wrap(kind(7, 4))
+    assert isinstance(module, GhostLayer)
+    assert isinstance(module, kind)
+    assert type(ghostclip.unwrap(module)) is kind
+
+
+class OwnUse(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.weight.sum()
+
+
+class NoUse(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+def test_a_subclass_that_uses_its_parameters_gets_no_rule():
+    assert leaves_parameters_to_parent(ScaledEmbedding.forward, ("weight", "bias"))
+    assert not leaves_parameters_to_parent(OwnUse.forward, ("weight", "bias"))
+    assert not leaves_parameters_to_parent(NoUse.forward, ("weight", "bias"))
+    assert not leaves_parameters_to_parent(len, ("weight",))
+
+
+@pytest.mark.parametrize("kind", [OwnUse, NoUse])
+def test_a_subclass_without_a_rule_is_exact_nevertheless(kind):
+    model, x = nn.Sequential(nn.Linear(3, 3), kind(3, 2)).double(), torch.randn(4, 3, dtype=torch.float64)
+    expected = oracle.per_example_grads(model, project, (x,))
+    clipper = ghostclip.GhostClipper(model, 0.3)
+    clipper.backward(project(model(x)))
+    assert_dicts_close(gradients(model), oracle.clipped_sum(expected, 0.3), 1e-10)
+
+
+def test_transformers_conv1d_has_a_rule():
+    pytest.importorskip("transformers")
+    from transformers.pytorch_utils import Conv1D as Theirs
+
+    module = ghostclip.wrap(Theirs(6, 4)).double()
+    assert type(module).__module__ == "ghostclip.integrations.huggingface"
+    ours = Conv1D(6, 4).double()
+    ours.load_state_dict(module.state_dict())
+    x = torch.randn(3, 5, 4, dtype=torch.float64)
+    expected = oracle.per_example_grads(ours, project, (x,))
+    assert_dicts_close(ghostclip.GhostClipper(module).per_example_grads(project(module(x))), expected, 1e-10)
+    assert type(ghostclip.unwrap(module)) is Theirs
+
+
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name.replace(" ", "_"))
+@pytest.mark.filterwarnings("default")  # other libraries' own
+def test_models_of_other_libraries(subject):
+    if importlib.util.find_spec(subject.library) is None:
+        pytest.skip(f"{subject.library} is not installed")
+    if subject.refused:
+        with pytest.raises(ghostclip.UnsupportedModelError, match=subject.refused):
+            measure(subject)
+        return
+    figures = measure(subject)
+    assert figures.worst <= 1e-8
+    assert figures.steps == STEPS
