@@ -121,9 +121,9 @@ PIXELS: dict[str, tuple[str, str, Callable[[], nn.Module], int, dict[str, Any]]]
     "ResNet (timm)": ("timm", "built with GroupNorm",
                       partial(of_timm, "resnet18", "GroupNorm", **SMALL_RESNET), 64, {}),
     "ResNetV2 (timm)": ("timm", "weight standardisation, GroupNorm",
-                        partial(of_timm, "resnetv2_50d_gn", **TINY_RESNET), 32, {}),
-    "MobileNetV3 (timm)": ("timm", "squeeze and excite, built with GroupNorm",
-                           partial(of_timm, "mobilenetv3_small_050", "GroupNorm1"), 32, {}),
+                        partial(of_timm, "resnetv2_50", "GroupNorm1", **TINY_RESNET), 32, {}),
+    "MobileNetV2 (timm)": ("timm", "depthwise, built with GroupNorm",
+                           partial(of_timm, "mobilenetv2_035", "GroupNorm1"), 32, {}),
     "EfficientNet-B0 (timm)": ("timm", "squeeze and excite, built with GroupNorm",
                                partial(of_timm, "efficientnet_b0", "GroupNorm1"), 32, {}),
     "ResNet (torchvision)": ("torchvision", REPLACED, resnet, 32, GROUPNORM),
@@ -138,6 +138,10 @@ PIXELS: dict[str, tuple[str, str, Callable[[], nn.Module], int, dict[str, Any]]]
 }  # fmt: skip
 
 
+# Part of a name: words of its refusal.
+REFUSED = {"kept": "GroupNorm", "EVA-02": "q_bias"}
+
+
 def pixel_losses(model: nn.Module, batch: Batch) -> Tensor:
     """Cross entropy of a model that takes pixels and returns logits."""
     return F.cross_entropy(model(batch["pixel_values"]), batch["target"], reduction="none")
@@ -148,9 +152,9 @@ def _subjects() -> Iterator[Subject]:
         build = from_config(model, config, **options)
         yield Subject(name, "transformers", about, build, partial(images, side=side), class_losses, wrap)
     for name, (library, about, build, side, wrap) in PIXELS.items():
-        refused = "GroupNorm" if "kept" in name else ""
+        refused = next((words for part, words in REFUSED.items() if part in name), "")
         yield Subject(
-            name, library, about, build, partial(images, side=side), pixel_losses, wrap, bool(refused), refused
+            name, library, about, build, partial(images, side=side), pixel_losses, wrap, "kept" in name, refused
         )
 
 
