@@ -196,10 +196,9 @@ class GhostLayer(torch.nn.Module):
         """The `Call` of this use; None when none of the parameters is trained, or one is computed from others."""
         own = self._parameters
         trained = tuple([name for name in parameters if (p := own.get(name)) is not None and p.requires_grad])
-        if len(trained) < len(parameters):
-            # A weight made from other parameters is no leaf: what made it is in the graph, and dealt with there.
-            if any(name not in own and _is_computed(self, name) for name in parameters):
-                return None
+        # A weight made from other parameters is no leaf: what made it is in the graph, and dealt with there.
+        if len(trained) < len(parameters) and any(name not in own and _is_computed(self, name) for name in parameters):
+            return None
         if not trained:
             return None
         dim = self.ghost_batch_dim if batch_dim is None else batch_dim
