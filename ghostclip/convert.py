@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch import nn as torch_nn
 
 from ghostclip.errors import UnsupportedModelError
@@ -16,6 +18,7 @@ from ghostclip.nn.base import LAYERS, GhostLayer
 from ghostclip.nn.normalization import INSTEAD_OF_BATCHNORM
 from ghostclip.nn.scaling import scaling_of
 from ghostclip.nn.subclass import leaves_parameters_to_parent
+from ghostclip.separation import mixed_examples
 
 __all__ = ["Finding", "check", "unwrap", "wrap"]
 
@@ -90,11 +93,30 @@ def unwrap(model: torch_nn.Module) -> torch_nn.Module:
     return model
 
 
-def check(model: torch_nn.Module) -> list[Finding]:
-    """What keeps ``model`` from being trained privately, all of it at once; [] when nothing does. Changes nothing."""
+def check(
+    model: torch_nn.Module,
+    loss_fn: Callable[[torch_nn.Module, Any], Tensor] | None = None,
+    batch: Any = None,
+) -> list[Finding]:
+    """What keeps ``model`` from being trained privately, all of it at once; [] when nothing does. Changes nothing.
+
+    Args:
+        model: any torch module.
+        loss_fn: (model, batch) -> losses [B]; with it, ``batch`` is tried, too: an example's data is exchanged, and
+            another example's loss that moves is a finding that names the first module in which they meet.
+        batch: at least two examples, in dimension 0 of its tensors.
+
+    Raises:
+        ValueError: only one of ``loss_fn`` and ``batch`` is given, or the batch has fewer than two examples.
+    """
     findings = []
     for path, module in model.named_modules():
         findings += [Finding(path, problem, remedy) for problem, remedy in _obstacles(module)]
+    if (loss_fn is None) != (batch is None):
+        raise ValueError("check takes loss_fn and batch together, to try whether examples mix, or neither of them")
+    if loss_fn is not None:
+        known = {finding.path for finding in findings}
+        findings += [Finding(*found) for found in mixed_examples(model, loss_fn, batch) if found[0] not in known]
     return findings
 
 

@@ -17,7 +17,7 @@ LEVELS: list[tuple[str, ...] | set[str]] = [
     ("errors", "validate", "native"),
     ("norms",),
     ("nn",),
-    ("planner", "convert"),
+    ("planner", "separation", "convert"),
     ("index", "seams", "shared", "graph", "search", "proof", "positions", "regroup"),
     ("clipping",),
     ("gradients", "groupwise", "passes", "two_passes", "explain", "verify", "compiled"),
