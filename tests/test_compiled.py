@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from case_layers import LAYER_CASES
 from cases import CASES
 from comparing import TOLERANCE, assert_close, assert_dicts_close, gradients, truth, typical_norm
 
@@ -71,7 +70,7 @@ def rows():
     """Of the many rows of one kind of layer, the first is enough where minutes count."""
     kinds = set()
     for row in filter(in_dimension_0, CASES):
-        kind = row.name.partition(" ")[0] if row in LAYER_CASES else row.name
+        kind = row.name.partition(" ")[0]
         yield pytest.param(row, id=row.name, marks=pytest.mark.slow if kind in kinds else ())
         kinds.add(kind)
 
