@@ -19,21 +19,13 @@ from recurrent_layers import (
 from torch import nn as torch_nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
-from ghostclip.nn import recurrence
 from ghostclip.nn.packed import Order
-from ghostclip.nn.time_loop import library
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 LENGTHS = {"sorted": (6, 6, 4, 2, 1), "not sorted": (4, 6, 1, 6, 2), "all the same": (3, 3, 3), "one": (4,)}
 
 
-@pytest.fixture(autouse=True, params=["compiled", "tensor operations"])
-def way(request, monkeypatch):
-    """Everything here holds for both ways back through time."""
-    if request.param == "tensor operations":
-        monkeypatch.setattr(recurrence, "available", lambda trace: False)
-    elif library("time_loop") is None:
-        pytest.skip("no C compiler here")
+pytestmark = pytest.mark.usefixtures("both_ways")
 
 
 def sequences(lengths, dtype=torch.float64):

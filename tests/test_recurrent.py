@@ -28,20 +28,12 @@ from torch.utils.checkpoint import checkpoint
 
 from ghostclip import UnsupportedModelError
 from ghostclip.nn import gates, recurrence, recurrent
-from ghostclip.nn.time_loop import library
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_option = pytest.mark.parametrize("option", OPTIONS)
 
 
-@pytest.fixture(autouse=True, params=["compiled", "tensor operations"])
-def way(request, monkeypatch):
-    """Everything here holds for the compiled time loop and, where there is no compiler, for what stands in for it."""
-    if request.param == "tensor operations":
-        monkeypatch.setattr(recurrence, "available", lambda trace: False)
-    elif library("time_loop") is None:
-        pytest.skip("no C compiler here")
-    return request.param
+pytestmark = pytest.mark.usefixtures("both_ways")
 
 
 @every_kind

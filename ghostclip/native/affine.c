@@ -4,7 +4,7 @@
  * A layer is LAYER numbers: left [batch, outputs], its row stride, outputs, right [batch, inputs], its row stride,
  * inputs, NAMES, and for `scale` weights [batch], scaled [batch, outputs] or 0, column sums [outputs] or 0.
  *
- * This file reads itself twice, with REAL float and double; NAME(x) is x_float or x_double.
+ * It is read twice, with REAL float and double (twice.h); NAME(x) is x_float or x_double.
  */
 
 #ifndef REAL
@@ -24,23 +24,10 @@
 #define STRETCH 128
 #define LESSER(a, b) ((a) < (b) ? (a) : (b))
 
-#define REAL float
-#define INTEGER int32_t
-#define NAME(x) x##_float
-#include "affine.c"
-
-#undef REAL
-#undef INTEGER
-#undef NAME
-
-#define REAL double
-#define INTEGER int64_t
-#define NAME(x) x##_double
-#include "affine.c"
+#define THIS "affine.c"
+#include "twice.h"
 
 #else
-
-#include "vectors.h"
 
 /* Squares of the numbers of a row, added up lane by lane. */
 INLINE VEC NAME(squares)(const REAL *row, long count) {
@@ -162,9 +149,5 @@ void NAME(weights)(const REAL *norms, const double *bounds, long groups, long ba
         }
     }
 }
-
-#undef LANES
-#undef VEC
-#undef INTS
 
 #endif

@@ -1,7 +1,7 @@
 /* Squared norms of sums of outer products by Gram matrices (Lee & Kifer 2020, section 5): for left [B, T, p] and right
  * [B, T, d], sum_{s,t} (left_s . left_t) (right_s . right_t) for each example. Only about the half s <= t is computed.
  *
- * This file reads itself twice, with REAL float and double; NAME(x) is x_float or x_double.
+ * It is read twice, with REAL float and double (twice.h); NAME(x) is x_float or x_double.
  */
 
 #ifndef REAL
@@ -9,23 +9,11 @@
 #include "vectors.h"
 #include "panels.h"
 
-#define REAL float
-#define INTEGER int32_t
-#define NAME(x) x##_float
-#include "gram.c"
-
-#undef REAL
-#undef INTEGER
-#undef NAME
-
-#define REAL double
-#define INTEGER int64_t
-#define NAME(x) x##_double
-#include "gram.c"
+#define THIS "gram.c"
+#include "twice.h"
 
 #else
 
-#include "vectors.h"
 #include "panels.h"
 
 /* squared [batch], and scale [batch]: sum_t |left_t|^2 |right_t|^2, for examples [first, last). Strides are those of
@@ -69,8 +57,5 @@ int NAME(gram)(const REAL *left, long left_example, long left_position, const RE
 }
 
 #undef COLUMNS
-#undef LANES
-#undef VEC
-#undef INTS
 
 #endif

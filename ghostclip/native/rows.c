@@ -2,7 +2,7 @@
  * weighted sum of all of them. Positions of one example with the same index are chained; a row that stands alone is
  * read where it is, and no sum takes more memory than one row.
  *
- * This file reads itself twice, with REAL float and double; NAME(x) is x_float or x_double.
+ * It is read twice, with REAL float and double (twice.h); NAME(x) is x_float or x_double.
  */
 
 #ifndef REAL
@@ -16,23 +16,10 @@ INLINE long place_of(long index, long mask) {
     return (long)(((uint64_t)index * UINT64_C(0x9E3779B97F4A7C15)) >> 20) & mask;
 }
 
-#define REAL float
-#define INTEGER int32_t
-#define NAME(x) x##_float
-#include "rows.c"
-
-#undef REAL
-#undef INTEGER
-#undef NAME
-
-#define REAL double
-#define INTEGER int64_t
-#define NAME(x) x##_double
-#include "rows.c"
+#define THIS "rows.c"
+#include "twice.h"
 
 #else
-
-#include "vectors.h"
 
 INLINE double NAME(square)(const REAL *row, long width) {
     VEC sums = {0};
@@ -112,9 +99,5 @@ int NAME(rows_added)(const int64_t *indices, long index_example, long index_posi
     }
     return 0;
 }
-
-#undef LANES
-#undef VEC
-#undef INTS
 
 #endif

@@ -1,7 +1,7 @@
 /* Squared norms of a convolution's weight gradients, stride 1, by Gram matrices of pixels: inner products of patches
  * are sums of those of pixels over the kernel's windows (norms/windows.py), half of which are computed, rows first.
  *
- * This file reads itself twice, with REAL float and double; NAME(x) is x_float or x_double.
+ * It is read twice, with REAL float and double (twice.h); NAME(x) is x_float or x_double.
  */
 
 #ifndef REAL
@@ -9,23 +9,11 @@
 #include "vectors.h"
 #include "panels.h"
 
-#define REAL float
-#define INTEGER int32_t
-#define NAME(x) x##_float
-#include "windows.c"
-
-#undef REAL
-#undef INTEGER
-#undef NAME
-
-#define REAL double
-#define INTEGER int64_t
-#define NAME(x) x##_double
-#include "windows.c"
+#define THIS "windows.c"
+#include "twice.h"
 
 #else
 
-#include "vectors.h"
 #include "panels.h"
 
 /* pairs [positions, positions]: inner products of positions s <= t of from [channels, positions]; others are not set.
@@ -132,8 +120,5 @@ int NAME(windows)(const REAL *images, const REAL *gradients, REAL *squared, REAL
 }
 
 #undef COLUMNS
-#undef LANES
-#undef VEC
-#undef INTS
 
 #endif

@@ -10,13 +10,41 @@ from ghostclip.norms.term import Term
 
 from .base import Call, GhostLayer
 
-__all__ = ["Embedding", "table_obstacles"]
+__all__ = ["Embedding", "Table"]
 
 
-class Embedding(GhostLayer, torch.nn.Embedding, wraps=torch.nn.Embedding):
-    """`torch.nn.Embedding` that can be clipped; repeated indices add up, ``padding_idx`` gets no gradient."""
+class Table(GhostLayer):
+    """What layers that look up rows of one weight have in common."""
 
     checked_when_frozen = True
+
+    @classmethod
+    def parameter_names(cls, module: torch.nn.Module) -> tuple[str, ...]:
+        return ("weight",)
+
+    @classmethod
+    def obstacles(cls, module: torch.nn.Module) -> list[tuple[str, str]]:
+        assert isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+        found = []
+        if module.max_norm is not None:  # a frozen table is rescaled too
+            found.append(
+                ("max_norm rescales rows by what the batch looked up, outside any gradient", "set max_norm=None")
+            )
+        if not module.weight.requires_grad:
+            return found
+        if module.scale_grad_by_freq:
+            problem = "scale_grad_by_freq divides by counts over the whole batch, which mixes examples"
+            found.append((problem, "set scale_grad_by_freq=False"))
+        if module.sparse:
+            problem = (
+                "sparse=True makes sparse gradients, which can't hold noise: every row gets some, looked up or not"
+            )
+            found.append((problem, "set sparse=False, and use an optimizer for dense gradients"))
+        return found
+
+
+class Embedding(Table, torch.nn.Embedding, wraps=torch.nn.Embedding):
+    """`torch.nn.Embedding` that can be clipped; repeated indices add up, ``padding_idx`` gets no gradient."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self.capture(super().forward(input), input, parameters=("weight",))
@@ -28,28 +56,3 @@ class Embedding(GhostLayer, torch.nn.Embedding, wraps=torch.nn.Embedding):
             grad = torch.where((indices == self.padding_idx).unsqueeze(-1), grad.new_zeros(()), grad)
         positions = indices.unsqueeze(1) if indices.dim() == 1 else indices.flatten(1)
         return Rows(positions, grad.reshape(*positions.shape, grad.shape[-1]), self.weight.shape)
-
-    @classmethod
-    def parameter_names(cls, module: torch.nn.Module) -> tuple[str, ...]:
-        return ("weight",)
-
-    @classmethod
-    def obstacles(cls, module: torch.nn.Module) -> list[tuple[str, str]]:
-        return table_obstacles(module)
-
-
-def table_obstacles(module: torch.nn.Module) -> list[tuple[str, str]]:
-    """What `GhostLayer.obstacles` says of a table of embeddings."""
-    assert isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag))
-    found = []
-    if module.max_norm is not None:  # a frozen table is rescaled too
-        found.append(("max_norm rescales rows by what the batch looked up, outside any gradient", "set max_norm=None"))
-    if not module.weight.requires_grad:
-        return found
-    if module.scale_grad_by_freq:
-        problem = "scale_grad_by_freq divides by counts over the whole batch, which mixes examples"
-        found.append((problem, "set scale_grad_by_freq=False"))
-    if module.sparse:
-        problem = "sparse=True makes sparse gradients, which can't hold noise: every row gets some, looked up or not"
-        found.append((problem, "set sparse=False, and use an optimizer for dense gradients"))
-    return found

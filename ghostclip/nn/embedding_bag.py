@@ -13,16 +13,14 @@ from ghostclip.norms.bags import Bags
 from ghostclip.norms.rows import Rows
 from ghostclip.norms.term import Term, wide
 
-from .base import Call, GhostLayer, is_capturing
-from .embedding import table_obstacles
+from .base import Call, is_capturing
+from .embedding import Table
 
 __all__ = ["EmbeddingBag"]
 
 
-class EmbeddingBag(GhostLayer, torch.nn.EmbeddingBag, wraps=torch.nn.EmbeddingBag):
+class EmbeddingBag(Table, torch.nn.EmbeddingBag, wraps=torch.nn.EmbeddingBag):
     """`torch.nn.EmbeddingBag` that can be clipped; sum, mean and max, indices [B, T] or bags between offsets."""
-
-    checked_when_frozen = True
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         if not is_capturing() or not self.weight.requires_grad:
@@ -33,7 +31,7 @@ class EmbeddingBag(GhostLayer, torch.nn.EmbeddingBag, wraps=torch.nn.EmbeddingBa
                 "give it indices.values() and indices.offsets() with include_last_offset=True"
             )
         well_formed = input.dim() == 2 if offsets is None else input.dim() == offsets.dim() == 1
-        if self.mode == "max" and well_formed and per_sample_weights is None and not table_obstacles(self):
+        if self.mode == "max" and well_formed and per_sample_weights is None and not self.obstacles(self):
             return self._maxima(input, offsets)
         looked_up = (input,) if offsets is None else (input, offsets)
         weighed = () if per_sample_weights is None else (per_sample_weights,)
@@ -75,14 +73,6 @@ class EmbeddingBag(GhostLayer, torch.nn.EmbeddingBag, wraps=torch.nn.EmbeddingBa
         if present is not None:
             factors = present.to(grad.dtype) if factors is None else torch.where(present, factors, 0.0)
         return Bags(grad, indices.long(), factors, self.weight.shape)
-
-    @classmethod
-    def parameter_names(cls, module: torch.nn.Module) -> tuple[str, ...]:
-        return ("weight",)
-
-    @classmethod
-    def obstacles(cls, module: torch.nn.Module) -> list[tuple[str, str]]:
-        return table_obstacles(module)
 
 
 def _positions(offsets: Tensor, total: int, include_last: bool) -> tuple[Tensor, Tensor]:
