@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ghostclip import accounting
 from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.engine.optimizers import check_optimizer
 from ghostclip.engine.plan import plan_for
+from ghostclip.engine.spending import Spending
 from ghostclip.engine.steps import PrivateSteps, refuse_second_engine
-from ghostclip.errors import BudgetExceededError, PrivacyError
+from ghostclip.errors import PrivacyError
 from ghostclip.events import SampledGaussian
 from ghostclip.noise import noise_source
 from ghostclip.sampling import LogicalBatch, PoissonLoader
-from ghostclip.validate import one_of, open_fraction
+from ghostclip.validate import open_fraction
 
 __all__ = ["PrivacyEngine", "StepRecord"]
 
@@ -118,9 +116,9 @@ class PrivacyEngine:
         self.batch_size, self.sample_rate = loader.batch_size, loader.sample_rate
         self._largest = max_physical_batch_size
         # Noise that can be foretold protects no one, so it is charged as none.
-        self._event = loader.event(plan.noise_multiplier if source.private else 0.0)
-        self._spent: Counter[SampledGaussian] = Counter()
-        self._steps = PrivateSteps(clipper, optimizer, source, plan.noise_multiplier, loader.batch_size, self._charge)
+        self._spending = Spending(loader.event(plan.noise_multiplier if source.private else 0.0), plan)
+        charge = self._spending.charge
+        self._steps = PrivateSteps(clipper, optimizer, source, plan.noise_multiplier, loader.batch_size, charge)
         loader.begin, loader.left = self._steps.begin, self._steps.left
         self._loader: PoissonLoader | None = loader
 
@@ -169,7 +167,7 @@ class PrivacyEngine:
             raise PrivacyError(
                 "engine.step() got another logical batch than engine.batches() gave last; use each in its turn"
             )
-        self._check_budget()
+        self._spending.check()
         seen: list[ClippingResult] = []
         try:
             for examples in batch.physical():
@@ -203,21 +201,17 @@ class PrivacyEngine:
         Raises:
             ValueError, TypeError: an argument is out of range.
         """
-        delta = self.target_delta if delta is None else open_fraction(delta=delta)
-        one_of(accounting.ACCOUNTANTS, accountant=accountant)
-        if self._event.noise_multiplier == 0:
-            return math.inf
-        return accounting.epsilon_of(self.events, delta=delta, accountant=accountant)
+        return self._spending.epsilon(delta, accountant)
 
     @property
     def events(self) -> list[SampledGaussian]:
         """Everything that was charged."""
-        return [replace(event, count=count) for event, count in self._spent.items()]
+        return self._spending.events
 
     @property
     def steps_taken(self) -> int:
         """How many steps were charged."""
-        return sum(self._spent.values())
+        return self._spending.steps
 
     def save(self, path: str) -> None:
         """Not part of this version: raises NotImplementedError."""
@@ -231,17 +225,6 @@ class PrivacyEngine:
         """Takes the engine off the optimizer, whose steps are unprotected from then on; ends the data's workers."""
         self._steps.detach()
         self._loader = None
-
-    def _charge(self) -> None:
-        self._check_budget()
-        self._spent[self._event] += 1
-
-    def _check_budget(self) -> None:
-        if self.planned_steps is not None and self.steps_taken >= self.planned_steps:
-            raise BudgetExceededError(
-                f"all {self.planned_steps} planned steps were taken, which spend epsilon = {self.target_epsilon} at "
-                f"delta = {self.target_delta}; stop here (a new PrivacyEngine would add to what is spent already)"
-            )
 
 
 def _joined(parts: list[Any]) -> Any:
