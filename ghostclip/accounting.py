@@ -14,7 +14,7 @@ from typing import Any
 
 from scipy.optimize import brentq
 
-from ghostclip.events import SampledGaussian, merged
+from ghostclip.events import Event, SampledGaussian, merged
 from ghostclip.validate import fraction, one_of, open_fraction, positive, whole
 
 __all__ = ["ACCOUNTANTS", "epsilon", "epsilon_of", "max_steps", "noise_multiplier"]
@@ -49,7 +49,7 @@ def epsilon(*, noise_multiplier: float, sample_rate: float, steps: int, delta: f
     return epsilon_of([event], delta=delta, accountant=accountant)
 
 
-def epsilon_of(events: Iterable[SampledGaussian], *, delta: float, accountant: str = "pld") -> float:
+def epsilon_of(events: Iterable[Event], *, delta: float, accountant: str = "pld") -> float:
     """Epsilon at ``delta`` of everything in ``events`` together: 0 for no events, inf when one of them had no noise.
 
     Each distinct mechanism is composed once, with its count.
@@ -62,6 +62,8 @@ def epsilon_of(events: Iterable[SampledGaussian], *, delta: float, accountant: s
     happened = merged(events)
     if not happened:
         return 0.0
+    if any(type(event) is not SampledGaussian or event.relation != "add_or_remove_one" for event in happened):
+        raise NotImplementedError(f"only Poisson samples under add_or_remove_one are accounted for; got {happened}")
     if any(event.noise_multiplier == 0 for event in happened):
         return math.inf
     with _without_remarks():
@@ -197,7 +199,7 @@ def _last_within(excess: Callable[[float], float], outside: float, within: float
     return best
 
 
-def _fresh_accountant(accountant: str, events: list[SampledGaussian]) -> Any:
+def _fresh_accountant(accountant: str, events: list[Event]) -> Any:
     from dp_accounting import pld, rdp
 
     if accountant == "rdp":
@@ -207,7 +209,7 @@ def _fresh_accountant(accountant: str, events: list[SampledGaussian]) -> Any:
     return pld.PLDAccountant(value_discretization_interval=PLD_INTERVAL * max(1.0, loss / WIDE_LOSS))
 
 
-def _second_divergence(event: SampledGaussian) -> float:
+def _second_divergence(event: Event) -> float:
     """Rényi divergence of order 2 of one release: log(1 + q^2 (exp(1/sigma^2) - 1)) (Mironov et al. 2019)."""
     exponent = event.noise_multiplier**-2
     if exponent > 500:
@@ -215,7 +217,7 @@ def _second_divergence(event: SampledGaussian) -> float:
     return math.log1p(event.sample_rate**2 * math.expm1(exponent))
 
 
-def _as_dp_event(event: SampledGaussian) -> Any:
+def _as_dp_event(event: Event) -> Any:
     import dp_accounting
 
     return dp_accounting.PoissonSampledDpEvent(event.sample_rate, dp_accounting.GaussianDpEvent(event.noise_multiplier))

@@ -1,26 +1,45 @@
-"""What happened, as plain data: the releases that are charged, read by accountants and ledgers."""
+"""What happened, as plain data: the releases that are charged, read by accountants and ledgers.
+
+Fields are strings and numbers, and a tuple of events in `JointGaussian`; ``EVENTS`` has every kind by its name.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
-from ghostclip.validate import fraction, nonnegative, one_of, whole
+from ghostclip.validate import fraction, nonnegative, one_of, positive_int, whole
 
-__all__ = ["RELATIONS", "SampledGaussian", "merged"]
+__all__ = [
+    "EVENTS",
+    "RELATIONS",
+    "UNITS",
+    "Event",
+    "FixedSizeGaussian",
+    "JointGaussian",
+    "SampledGaussian",
+    "SampledRelease",
+    "TruncatedGaussian",
+    "merged",
+]
 
-RELATIONS = ("add_or_remove_one",)
+RELATIONS = ("add_or_remove_one", "replace_one")
+UNITS = ("example", "user")
 
 
 @dataclass(frozen=True)
-class SampledGaussian:
-    """A sum over a Poisson sample, released with Gaussian noise (Abadi et al. 2016; Mironov et al. 2019).
+class SampledRelease:
+    """A sum over a random sample of the data, released with Gaussian noise; the kinds differ in how it is drawn.
 
     Attributes:
-        sample_rate: the probability with which each example is in the sample, independently of the others; in (0, 1].
-        noise_multiplier: standard deviation of the noise over the L2 sensitivity of the sum; 0 means no protection.
+        sample_rate: the probability with which each unit is in the sample; in (0, 1].
+        noise_multiplier: standard deviation of the noise over the bound on one unit's term; 0 means no protection.
         count: how often it happened.
-        relation: which data sets are neighbours; "add_or_remove_one": they differ by one example's presence.
+        relation: which data sets are neighbours: they differ by one unit's presence ("add_or_remove_one"), or in what
+            one unit's data are ("replace_one", where the sum moves by up to twice the bound).
+        unit: whose presence that is: one "example", or one "user" with all examples of theirs.
 
     Raises:
         ValueError, TypeError: a field is out of range.
@@ -30,18 +49,117 @@ class SampledGaussian:
     noise_multiplier: float
     count: int = 1
     relation: str = "add_or_remove_one"
+    unit: str = "example"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sample_rate", fraction(sample_rate=self.sample_rate))
-        object.__setattr__(self, "noise_multiplier", nonnegative(noise_multiplier=self.noise_multiplier))
-        object.__setattr__(self, "count", whole(count=self.count))
+        _set(self, sample_rate=fraction(sample_rate=self.sample_rate))
+        _set(self, noise_multiplier=nonnegative(noise_multiplier=self.noise_multiplier))
+        _set(self, count=whole(count=self.count))
         one_of(RELATIONS, relation=self.relation)
+        one_of(UNITS, unit=self.unit)
 
 
-def merged(events: Iterable[SampledGaussian]) -> list[SampledGaussian]:
+@dataclass(frozen=True)
+class SampledGaussian(SampledRelease):
+    """A sum over a Poisson sample: every unit is in it independently of the others (Abadi et al. 2016)."""
+
+
+@dataclass(frozen=True)
+class FixedSizeGaussian(SampledRelease):
+    """A sum over a sample of fixed size, drawn uniformly and without replacement, anew each time.
+
+    ``sample_rate`` is the size of the sample over that of the data set (the larger one of two neighbours).
+    """
+
+
+@dataclass(frozen=True)
+class TruncatedGaussian(SampledRelease):
+    """A sum over a Poisson sample that is cut down, uniformly at random, to ``max_batch_size`` where it is larger.
+
+    Attributes:
+        dataset_size: the most units that the data set (the larger one of two neighbours) has.
+        max_batch_size: the most units in a sample.
+    """
+
+    dataset_size: int = field(kw_only=True)
+    max_batch_size: int = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _set(self, dataset_size=positive_int(dataset_size=self.dataset_size))
+        _set(self, max_batch_size=positive_int(max_batch_size=self.max_batch_size))
+
+
+@dataclass(frozen=True)
+class JointGaussian:
+    """Several sums over ONE sample, each with noise of its own, as adaptive clipping releases them.
+
+    Seen together they are one Gaussian release, of noise multiplier (sum of z_k^-2)^-1/2 (McMahan et al. 2018, "A
+    general approach to adding differential privacy to iterative training procedures", section 3).
+
+    Attributes:
+        events: of one kind, alike in all but their noise multipliers, each with a count of 1.
+        count: how often all of them happened.
+
+    Raises:
+        ValueError, TypeError: the events are not alike, or a count is out of range.
+    """
+
+    events: tuple[SampledRelease, ...]
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        _set(self, events=tuple(self.events), count=whole(count=self.count))
+        if len({replace(event, noise_multiplier=1.0) for event in self.events}) != 1 or self.events[0].count != 1:
+            raise ValueError(
+                "events must be one or more releases over the same sample, alike in all but noise_multiplier, each "
+                f"with count 1; got {self.events!r}"
+            )
+
+    @property
+    def together(self) -> SampledRelease:
+        """The one release that tells as much, with this one's count."""
+        return replace(self.events[0], noise_multiplier=self.noise_multiplier, count=self.count)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Of the releases together; 0 as soon as one has no noise."""
+        if any(event.noise_multiplier == 0 for event in self.events):
+            return 0.0
+        return 1.0 / math.hypot(*(1.0 / event.noise_multiplier for event in self.events))
+
+    @property
+    def sample_rate(self) -> float:
+        """Of the one sample."""
+        return self.events[0].sample_rate
+
+    @property
+    def relation(self) -> str:
+        """Which data sets are neighbours."""
+        return self.events[0].relation
+
+    @property
+    def unit(self) -> str:
+        """Whose presence that is about."""
+        return self.events[0].unit
+
+
+Event: TypeAlias = SampledGaussian | FixedSizeGaussian | TruncatedGaussian | JointGaussian
+EVENTS: dict[str, type[Event]] = {
+    kind.__name__: kind for kind in (SampledGaussian, FixedSizeGaussian, TruncatedGaussian, JointGaussian)
+}
+
+
+def merged(events: Iterable[Event]) -> list[Event]:
     """The same releases, one event for each distinct mechanism, counts added up; counts of zero are left out."""
-    counts: dict[SampledGaussian, int] = {}
+    counts: dict[Event, int] = {}
     for event in events:
         once = replace(event, count=1)
         counts[once] = counts.get(once, 0) + event.count
     return [replace(once, count=count) for once, count in counts.items() if count]
+
+
+def _set(event: Any, **values: Any) -> None:
+    """Stores what a check made of a frozen field."""
+    for name, value in values.items():
+        object.__setattr__(event, name, value)

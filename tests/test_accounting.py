@@ -143,7 +143,7 @@ def test_zero_noise_other_accountants_and_positional_arguments_are_refused() -> 
 
 
 def test_events_are_checked() -> None:
-    for wrong in ({"sample_rate": 0.0}, {"noise_multiplier": math.nan}, {"count": -1}, {"relation": "replace_one"}):
+    for wrong in ({"sample_rate": 0.0}, {"noise_multiplier": math.nan}, {"count": -1}, {"relation": "replace"}, {"unit": "row"}):
         with pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be "):
             SampledGaussian(**{"sample_rate": 0.1, "noise_multiplier": 1.0, **wrong})  # type: ignore[arg-type]
 
