@@ -105,7 +105,10 @@ class PoissonLoader:
         self.begin, self.left = begin, left
         self._seeded = None if seed is None else np.random.default_rng(seed)
         self._chunks = _Chunks()
-        self._loader = loader_of(dataset, given, self._chunks)
+        self._open = partial(loader_of, dataset, given, self._chunks)
+        self._loader = self._open()
+        self._draws: _Draws | None = None
+        self._epoch = self._taken = self._skip = 0
         if given is not None:
             say_sampler_is_replaced(given, self.sample_rate)
 
@@ -124,8 +127,46 @@ class PoissonLoader:
 
     def __iter__(self) -> Iterator[LogicalBatch]:
         generator = np.random.default_rng() if self._seeded is None else self._seeded
-        self._chunks.draws = _Draws(generator, self.dataset_size, self.sample_rate, self.limit, len(self))
-        return _Epoch(self._chunks.draws, iter(self._loader), self)
+        if self._draws is not None:
+            self._epoch += 1
+        self._taken, self._skip = self._skip, 0
+        draws = _Draws(generator, self.dataset_size, self.sample_rate, self.limit, len(self) - self._taken)
+        self._draws = self._chunks.draws = draws
+        return _Epoch(draws, iter(self._loader), self)
+
+    def position(self, again: bool = False) -> tuple[int, int, dict[str, Any] | None]:
+        """Where sampling stands: epochs that are over, batches taken in this one, the state of a seeded generator.
+
+        Args:
+            again: the batch handed out last counts as not taken.
+        """
+        taken = self._taken - (again and self._taken > 0)
+        epoch, taken = (self._epoch + 1, 0) if taken == len(self) else (self._epoch, taken)
+        if self._seeded is None:
+            return epoch, taken, None
+        return epoch, taken, self._seeded.bit_generator.state if self._draws is None else self._draws.state(again)
+
+    def resume(self, epoch: int, taken: int, state: dict[str, Any] | None) -> None:
+        """Goes on from a `position`: the next loop gives what is left of its epoch. Loops before it are over."""
+        self._draws, self._epoch, self._taken, self._skip = None, epoch, taken, taken
+        if self._seeded is not None and state is not None:
+            self._seeded.bit_generator.state = state
+
+    def taken_from(self, draws: _Draws) -> None:
+        """A batch of ``draws`` is handed out; raises PrivacyError when sampling goes on somewhere else since."""
+        if self._draws is None:
+            raise PrivacyError(
+                "engine.restore() was called inside of a loop over engine.batches(), whose batches belong to the "
+                "training before it; start a new loop"
+            )
+        self._taken += draws is self._draws
+
+    def reopened(self, draws: _Draws) -> Iterator[Any]:
+        """A new data loader for the samples that are still to be handed out."""
+        draws.rewind()
+        self._chunks.draws = draws
+        self._loader = self._open()
+        return iter(self._loader)
 
 
 class _Draws:
@@ -133,15 +174,18 @@ class _Draws:
 
     def __init__(self, generator: np.random.Generator, population: int, rate: float, limit: int, steps: int) -> None:
         self._generator, self._population, self._rate = generator, population, rate
-        self._limit, self._steps_left = limit, steps
+        self._limit, self._steps, self._handed = limit, steps, 0
         self._to_load: deque[list[list[int]]] = deque()
         self._to_hand_out: deque[list[int]] = deque()
+        # The generator's state before the sample handed out last, and before each one that is still to be.
+        self._last = generator.bit_generator.state
+        self._before: deque[Any] = deque()
 
     def _draw(self) -> bool:
         """Draws a sample: a binomial number of distinct examples, which is a coin for each; False after the last."""
-        if not self._steps_left:
+        if self._handed + len(self._before) >= self._steps:
             return False
-        self._steps_left -= 1
+        self._before.append(self._generator.bit_generator.state)
         count = self._generator.binomial(self._population, self._rate)
         chosen = np.sort(self._generator.choice(self._population, count, replace=False, shuffle=False)).tolist()
         chunks = [chosen[start : start + self._limit] for start in range(0, count, self._limit)]
@@ -156,7 +200,25 @@ class _Draws:
 
     def next_sizes(self) -> list[int] | None:
         """The sizes of the next logical batch's physical ones, for the training loop; None after the last."""
-        return self._to_hand_out.popleft() if self._to_hand_out or self._draw() else None
+        if not self._to_hand_out and not self._draw():
+            return None
+        sizes = self._to_hand_out.popleft()
+        self._last = self._before.popleft()
+        self._handed += 1
+        return sizes
+
+    def state(self, again: bool) -> dict[str, Any]:
+        """The generator's state before the next sample to hand out, or before the last one ``again``."""
+        if again:
+            return self._last
+        return self._before[0] if self._before else self._generator.bit_generator.state
+
+    def rewind(self) -> None:
+        """Takes back what was drawn ahead; the same samples will be drawn again."""
+        if self._before:
+            self._generator.bit_generator.state = self._before[0]
+        for ahead in (self._before, self._to_load, self._to_hand_out):
+            ahead.clear()
 
 
 class _Chunks:
@@ -178,27 +240,38 @@ class _Epoch:
         self._draws, self._loaded, self._plan = draws, loaded, plan
         self._turn = 0
         self._waiting = 0
+        # False while the loader is moved, and after an exception there (Ctrl-C, a dead worker): nobody knows then which
+        # physical batch comes next, and one of another sample could hold an example twice.
+        self._in_step = True
 
     def __iter__(self) -> _Epoch:
         return self
 
     def __next__(self) -> LogicalBatch:
         self._turn += 1
-        self._drop_waiting()
         self._plan.begin(None)
+        self._catch_up()
+        self._in_step = False
         sizes = self._draws.next_sizes()
+        self._waiting = len(sizes or [])
+        self._in_step = True
         if sizes is None:
             raise StopIteration
-        self._waiting = len(sizes)
         batch = LogicalBatch(sizes, partial(self._load, self._turn), self._plan.left)
+        self._plan.taken_from(self._draws)
         self._plan.begin(batch)
         return batch
 
-    def _drop_waiting(self) -> None:
+    def _catch_up(self) -> None:
         """Takes what is left of a batch from the data loader, so that the next one's examples come next."""
-        while self._waiting:
-            self._waiting -= 1
-            next(self._loaded)
+        reopen, self._in_step = not self._in_step, False
+        if reopen:
+            self._loaded = iter(())
+            self._loaded = self._plan.reopened(self._draws)
+        else:
+            for _ in range(self._waiting):
+                next(self._loaded)
+        self._in_step = True
 
     def _load(self, turn: int) -> Any:
         if turn != self._turn:
@@ -206,6 +279,8 @@ class _Epoch:
                 "this logical batch was left when the next one was taken; use the batches of engine.batches() one at a "
                 "time, as they come (not from a list)"
             )
-        # Counted first: a batch that fails to load is gone from the data loader all the same.
+        self._in_step = False
+        examples = next(self._loaded)
         self._waiting -= 1
-        return next(self._loaded)
+        self._in_step = True
+        return examples
