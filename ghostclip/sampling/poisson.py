@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -134,7 +134,7 @@ class PoissonLoader:
         self._draws = self._chunks.draws = draws
         return _Epoch(draws, iter(self._loader), self)
 
-    def position(self, again: bool = False) -> tuple[int, int, dict[str, Any] | None]:
+    def position(self, again: bool = False) -> tuple[int, int, Mapping[str, Any] | None]:
         """Where sampling stands: epochs that are over, batches taken in this one, the state of a seeded generator.
 
         Args:
@@ -146,7 +146,7 @@ class PoissonLoader:
             return epoch, taken, None
         return epoch, taken, self._seeded.bit_generator.state if self._draws is None else self._draws.state(again)
 
-    def resume(self, epoch: int, taken: int, state: dict[str, Any] | None) -> None:
+    def resume(self, epoch: int, taken: int, state: Mapping[str, Any] | None) -> None:
         """Goes on from a `position`: the next loop gives what is left of its epoch. Loops before it are over."""
         self._draws, self._epoch, self._taken, self._skip = None, epoch, taken, taken
         if self._seeded is not None and state is not None:
@@ -207,7 +207,7 @@ class _Draws:
         self._handed += 1
         return sizes
 
-    def state(self, again: bool) -> dict[str, Any]:
+    def state(self, again: bool) -> Mapping[str, Any]:
         """The generator's state before the next sample to hand out, or before the last one ``again``."""
         if again:
             return self._last
