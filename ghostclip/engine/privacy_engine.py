@@ -62,6 +62,9 @@ class PrivacyEngine:
         noise: "standard"; or "test" with ``seed``, which is repeatable and reports epsilon = inf.
         seed: of noise and sampling, with ``noise="test"`` only.
         ledger: a file of spent privacy; not part of this version.
+        self_check: look at the first batches (see `ghostclip.engine.self_check`): are gradients autograd's own, does an
+            example's data move the losses of others (`step` calls the loss function once more for it), do the
+            parameters move. What is wrong is a VerificationError before the first release, or a warning.
 
     Attributes:
         model, optimizer: as given.
@@ -94,6 +97,7 @@ class PrivacyEngine:
         noise: str = "standard",
         seed: int | None = None,
         ledger: str | None = None,
+        self_check: bool = True,
     ) -> None:
         if ledger is not None:
             raise NotImplementedError("ledger=... (a file of spent privacy) is not there yet; leave it out")
@@ -118,7 +122,9 @@ class PrivacyEngine:
         # Noise that can be foretold protects no one, so it is charged as none.
         self._spending = Spending(loader.event(plan.noise_multiplier if source.private else 0.0), plan)
         charge = self._spending.charge
-        self._steps = PrivateSteps(clipper, optimizer, source, plan.noise_multiplier, loader.batch_size, charge)
+        self._steps = PrivateSteps(
+            clipper, optimizer, source, plan.noise_multiplier, loader.batch_size, charge, self_check
+        )
         loader.begin, loader.left = self._steps.begin, self._steps.left
         self._loader: PoissonLoader | None = loader
 

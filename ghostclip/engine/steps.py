@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.engine.optimizers import held_parameters, refuse_scaling, show_scaling, with_closure
+from ghostclip.engine.self_check import SelfCheck
 from ghostclip.engine.sums import ClippedSums
 from ghostclip.errors import LossShapeError, PrivacyError
 from ghostclip.noise import Noise
@@ -28,6 +29,7 @@ class PrivateSteps:
         noise_multiplier: standard deviation of the noise over the sensitivity.
         batch_size: what the noisy sum is divided by; public.
         charge: called once for each step, after all checks and before anything is released; it may refuse by raising.
+        self_check: whether the first steps are looked at, see `SelfCheck`.
     """
 
     def __init__(
@@ -38,11 +40,13 @@ class PrivateSteps:
         noise_multiplier: float,
         batch_size: int,
         charge: Callable[[], None],
+        self_check: bool = True,
     ) -> None:
         self._clipper, self._optimizer, self._noise = clipper, optimizer, noise
         self._noise_multiplier, self._batch_size, self._charge = noise_multiplier, batch_size, charge
         self._owned = set(clipper.model.parameters())
         self._sums = ClippedSums(clipper.model)
+        self._self_check = SelfCheck(clipper, optimizer, self_check)
         self._batch: LogicalBatch | None = None
         self._sensitivity = 0.0
         self._stepping = False
@@ -87,6 +91,7 @@ class PrivateSteps:
         """Gathers the clipped sum of the physical batch that was handed out last; see `PrivacyEngine.backward`."""
         self._check_turn()
         self._check_count(losses)
+        self._self_check.backward(losses)
         return self._gather(lambda: self._clipper.backward(losses, retain_graph=retain_graph))
 
     def clip(self, loss_fn: Callable[[nn.Module, Any], Tensor], examples: Any) -> ClippingResult:
@@ -94,12 +99,12 @@ class PrivateSteps:
         self._check_turn()
 
         def checked(model: nn.Module, examples: Any) -> Tensor:
-            losses = loss_fn(model, examples)
-            self._check_count(losses)
-            return losses
+            return self._self_check.forward(loss_fn, examples, self._check_count)
 
         # A compiled graph is made for the user's own function, and its batches are padded.
         compiling = self._clipper.compiled is not None
+        if compiling:
+            self._self_check.rehearse(checked, examples)
         return self._gather(lambda: self._clipper.clip(loss_fn if compiling else checked, examples))
 
     def _check_turn(self) -> None:
@@ -141,6 +146,7 @@ class PrivateSteps:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._stepping = False
         self._sums.remember_released()
+        self._self_check.stepped()
 
     def _release(self) -> None:
         """Checks everything, charges, and only then turns the clipped sums into the private gradient."""
@@ -161,6 +167,7 @@ class PrivateSteps:
         self._batch = None
         self._sums.release(held, self._make_private)
         self._stepping = True
+        self._self_check.released(held)
 
     def _make_private(self, sums: list[Tensor]) -> list[Tensor]:
         return self._noise.release(sums, self._noise_multiplier * self._sensitivity, self._batch_size)

@@ -1,0 +1,100 @@
+"""The first steps' self-check: are gradients what autograd says, do examples stay apart, do the parameters move.
+
+It looks at the first batches and never again, for about two steps' time in all. What the proof by factors shows anyway
+(`ghostclip.proof`: rows of each layer follow their own example's loss) is not repeated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ghostclip.clipper import GhostClipper
+from ghostclip.engine.agreement import gradients_agree
+from ghostclip.engine.exchange import Replay, refuse_mixing
+from ghostclip.engine.movement import Movement
+from ghostclip.two_passes import is_distributed
+
+__all__ = ["SelfCheck"]
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+
+
+class SelfCheck:
+    """Watches the first steps of an engine; all that they need and leave stays as it would have been.
+
+    Gradients are compared on the first batch whose gradients are all finite, examples are exchanged in the first one
+    of at least two, and the first update with examples in it is looked at. Under distributed training, whose hooks
+    expect one backward a batch, only the last is done.
+
+    Args:
+        clipper: of the model in training.
+        optimizer: whose first update is watched.
+        wanted: False switches all of it off.
+    """
+
+    def __init__(self, clipper: GhostClipper, optimizer: Optimizer, wanted: bool = True) -> None:
+        self._model, self._passes = clipper.model, clipper._passes
+        self._to_compare = self._to_exchange = wanted and not is_distributed()
+        self._movement = Movement(self._passes.index, optimizer) if wanted else None
+        self._unused: list[str] = []
+
+    def forward(self, loss_fn: LossFunction, examples: Any, check_count: Callable[[Tensor], None]) -> Tensor:
+        """``loss_fn``'s losses with their graph; while there is something to check, it is called once more.
+
+        Args:
+            loss_fn: (model, examples) -> losses [B].
+            examples: a physical batch.
+            check_count: refuses losses that aren't one for each example.
+
+        Raises:
+            VerificationError: the gradients aren't autograd's, or examples mix; layers are named.
+        """
+        replay = Replay(self._model) if self._to_exchange else None
+        losses = loss_fn(self._model, examples)
+        check_count(losses)
+        self.backward(losses)
+        if replay is not None and len(losses) > 1:
+            refuse_mixing(loss_fn, examples, losses, replay)
+            self._to_exchange = False
+        return losses
+
+    def rehearse(self, forward: LossFunction, examples: Any) -> None:
+        """Has a batch checked whose own forward can't be watched, because it will be part of a compiled step.
+
+        Args:
+            forward: a function that calls `forward`.
+            examples: the physical batch.
+        """
+        if self._to_compare or self._to_exchange:
+            with Replay(self._model).again(gradients=True):
+                forward(self._model, examples)
+
+    def backward(self, losses: Tensor) -> None:
+        """Compares a few of the per-example gradients with autograd's and keeps the graph.
+
+        Args:
+            losses: [B].
+
+        Raises:
+            VerificationError: they differ; nothing was gathered.
+            LossShapeError, StaleInputError, UnsupportedModelError: as `GhostClipper.norms`.
+        """
+        if self._movement is not None:
+            self._movement.saw_examples = True
+        if self._to_compare and (unused := gradients_agree(self._passes, losses)) is not None:
+            self._to_compare, self._unused = False, unused
+
+    def released(self, held: Collection[nn.Parameter]) -> None:
+        """To be called when the noisy gradients of the optimizer's parameters ``held`` are in place."""
+        if self._movement is not None:
+            self._movement.note(held)
+
+    def stepped(self) -> None:
+        """To be called after the update; warns once of trained parameters for which training does nothing."""
+        if self._movement is not None and self._movement.noted:
+            movement, self._movement = self._movement, None
+            movement.warn(self._unused)
