@@ -14,7 +14,7 @@ import math
 import os
 from array import array
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ CHUNK = 1 << 17
 
 class Normal(Protocol):
     """A stream of independent normal numbers."""
+
+    # How far the stream has come, as plain data; kept of repeatable streams only.
+    position: Any
 
     def fill(self, out: Tensor, std: float) -> None:
         """Overwrites ``out`` [n], contiguous float32 or float64, with numbers of standard deviation ``std``."""
@@ -62,6 +65,15 @@ class ChaCha:
         self._release = compiled.ghostclip_release
         self._release.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_float, ctypes.c_float, *key_and_block]
         self._normal.restype = self._words.restype = self._release.restype = ctypes.c_uint64
+
+    @property
+    def position(self) -> int:
+        """The number of blocks taken from the key stream."""
+        return self._block
+
+    @position.setter
+    def position(self, block: int) -> None:
+        self._block = block
 
     def fill(self, out: Tensor, std: float) -> None:
         """Overwrites ``out`` [n], contiguous float32 or float64, with numbers of standard deviation ``std``."""
@@ -111,6 +123,15 @@ class Pcg:
         # A pool of eight words takes in all 256 bits; the default of four would keep 128.
         self._bits = np.random.PCG64DXSM(np.random.SeedSequence(entropy, pool_size=ENTROPY_BYTES // 4))
 
+    @property
+    def position(self) -> Any:
+        """numpy's state of the generator, a dict."""
+        return self._bits.state
+
+    @position.setter
+    def position(self, state: Any) -> None:
+        self._bits.state = state
+
     def fill(self, out: Tensor, std: float) -> None:
         """Overwrites ``out`` [n], contiguous float32 or float64, with numbers of standard deviation ``std``."""
         _fill_by_parts(out, std, self.words)
@@ -131,6 +152,15 @@ class DeviceNormal:
     def __init__(self, device: torch.device, seed: int | None = None) -> None:
         self._generator = torch.Generator(device)
         self._generator.manual_seed(int.from_bytes(os.urandom(8), "little", signed=True) if seed is None else seed)
+
+    @property
+    def position(self) -> list[int]:
+        """torch's state of the generator, bytes."""
+        return self._generator.get_state().tolist()
+
+    @position.setter
+    def position(self, state: list[int]) -> None:
+        self._generator.set_state(torch.tensor(state, dtype=torch.uint8))
 
     def fill(self, out: Tensor, std: float) -> None:
         """Overwrites ``out`` [n] with numbers of standard deviation ``std``."""

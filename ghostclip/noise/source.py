@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,6 +121,17 @@ class Noise:
         noise = self.draw(sums, std / divisor)
         torch._foreach_add_(noise, list(sums), alpha=1.0 / divisor)
         return noise
+
+    def positions(self) -> dict[str, Any]:
+        """{device: how far its stream has come}, for a seeded source; {} for a private one, which nobody may repeat."""
+        return {} if self.private else {str(device): stream.position for device, stream in self._streams.items()}
+
+    def resume(self, positions: Mapping[str, Any]) -> None:
+        """Goes on from `positions` of a source with the same seed; a private source starts afresh instead."""
+        if not self.private:
+            self._streams = {}
+            for device, position in positions.items():
+                self._stream(torch.device(device)).position = position
 
     def _stream(self, device: torch.device) -> Normal:
         """The stream of a device; a forked process gets its own, lest it repeat its parent's noise."""
