@@ -1,0 +1,325 @@
+"""The first steps' self-check: what is wrong is refused before a release, what is right isn't changed by a look."""
+
+import collections
+import logging
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import private_runs as runs
+import pytest
+import torch
+from case_models import Wired
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.data import TensorDataset
+
+from ghostclip import PrivacyEngine, VerificationError
+from ghostclip.clipping import Custom, PerLayer
+from ghostclip.engine.exchange import Replay, _exchanged
+from ghostclip.nn import GhostLayer
+from ghostclip.passes import FirstPass
+
+WAYS: dict[str, dict[str, Any]] = {
+    "reweight": {},
+    "cached": {"second_pass": "cached"},
+    "per layer": {"clipping": PerLayer(1.0)},
+    "groups by a function": {
+        "clipping": Custom(lambda norms: {g: 1 / (1 + n) for g, n in norms.items()}, 1.0, groups={"all": ["*"]})
+    },
+}
+every_way = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+
+
+class Scale(nn.Module):
+    """One factor a feature."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Forgetful(GhostLayer, Scale, wraps=Scale):
+    """Its rule forgets the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.capture(super().forward(x), x, parameters=("weight",))
+
+    def per_example(self, name: str, call: Any, inputs: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        return grad
+
+
+def whole_batches(model: nn.Module, dataset: Any = None, **options: Any) -> PrivacyEngine:
+    """An engine whose every batch is the whole data set."""
+    dataset = runs.data(6) if dataset is None else dataset
+    options = {"clipping": 1.0, "noise_multiplier": 1.0, **options}
+    return runs.engine_for(model, options.pop("optimizer", None), dataset, batch_size=len(dataset), **options)
+
+
+def by_step(engine: PrivacyEngine, loss_fn: Callable[..., Tensor] = runs.losses_of) -> None:
+    engine.step(next(iter(engine.batches())), loss_fn)
+
+
+def by_backward(engine: PrivacyEngine, loss_fn: Callable[..., Tensor] = runs.losses_of) -> None:
+    for examples in next(iter(engine.batches())).physical():
+        engine.backward(loss_fn(engine.model, examples))
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+
+
+def assert_refused(engine: PrivacyEngine, message: str, step: Callable[..., None], *loss_fn: Any) -> None:
+    before = runs.weights(engine.model)
+    for _ in range(2):  # trying again is no way around
+        with pytest.raises(VerificationError, match=message):
+            step(engine, *loss_fn)
+    assert torch.equal(runs.weights(engine.model), before)
+    assert all(parameter.grad is None for parameter in engine.model.parameters())
+    assert engine.steps_taken == 0
+
+
+@every_way
+@pytest.mark.parametrize("step", [by_step, by_backward])
+def test_a_wrong_rule_is_refused_by_name(options: dict[str, Any], step: Callable[..., None]) -> None:
+    model = nn.Sequential(nn.Linear(5, 4), Scale(4), nn.Linear(4, 3))
+    assert_refused(whole_batches(model, **options), r"autograd's own.*: 1\.weight \(\d.*debugging", step)
+
+
+def test_a_wrong_rule_is_refused_in_a_step_to_be_compiled() -> None:
+    engine = whole_batches(nn.Sequential(nn.Linear(5, 4), Scale(4), nn.Linear(4, 3)))
+    engine.compile()
+    assert_refused(engine, r"1\.weight", by_step)
+
+
+def test_a_rule_that_was_switched_off_is_not_looked_at() -> None:
+    engine = whole_batches(nn.Sequential(Scale(5), nn.Linear(5, 3)), self_check=False)
+    by_step(engine)
+    assert engine.steps_taken == 1
+
+
+def test_wrong_sums_of_right_norms_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = FirstPass.weighted_sums
+    monkeypatch.setattr(
+        FirstPass, "weighted_sums", lambda self, *given: ((part, 2 * each) for part, each in sums(self, *given))
+    )
+    assert_refused(whole_batches(runs.network(), second_pass="cached"), r"0\.weight \(1\)", by_step)
+
+
+def weighted_by_the_batch(model: nn.Module, examples: list[Tensor]) -> Tensor:
+    x, _ = examples
+    weights = x.square().sum(1)
+    return runs.losses_of(model, examples) * weights / weights.mean()
+
+
+def test_losses_weighted_by_the_batch_are_refused() -> None:
+    assert_refused(whole_batches(runs.network()), "the loss of example 1 depends", by_step, weighted_by_the_batch)
+
+
+class Centred(nn.Module):
+    """Subtracts the batch's mean, and doesn't differentiate it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.detach().mean(0)
+
+
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_a_module_in_which_examples_meet_is_named(size: int) -> None:
+    model = nn.Sequential(nn.Linear(5, 4), Centred(), nn.Dropout(0.2), nn.Linear(4, 3))
+    assert_refused(whole_batches(model, runs.data(size)), r"examples that mix.*: 1: Centred", by_step)
+
+
+def test_a_batch_that_is_not_finite_is_not_compared_but_a_later_one_is() -> None:
+    dataset = runs.data(6)
+    dataset.tensors[0][3] = float("nan")
+    engine = whole_batches(nn.Sequential(nn.Linear(5, 4), Scale(4), nn.Linear(4, 3)), dataset)
+    by_step(engine)
+    dataset.tensors[0][3] = 1.0
+    with pytest.raises(VerificationError, match=r"1\.weight"):
+        by_step(engine)
+    assert engine.steps_taken == 1
+
+
+class Tracking(nn.Module):
+    """A running mean that outputs don't depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += x.detach().mean()
+        return x
+
+
+def shaken(model: nn.Module, examples: list[Tensor]) -> Tensor:
+    """Losses of augmented inputs, by three sources of random numbers."""
+    x = examples[0] * (1 + 0.1 * random.random()) + 0.1 * np.random.randn() + 0.1 * torch.randn(examples[0].shape)
+    return runs.losses_of(model, [x, examples[1]])
+
+
+@every_way
+@pytest.mark.parametrize("step", [by_step, by_backward])
+def test_looking_changes_nothing(options: dict[str, Any], step: Callable[..., None]) -> None:
+    finished = []
+    for look in (True, False):
+        torch.manual_seed(2)
+        np.random.seed(3)
+        random.seed(4)
+        model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), Tracking(), nn.Tanh(), nn.Linear(8, 3))
+        engine = whole_batches(model, noise="test", seed=1, self_check=look, **options)
+        for _ in range(3):
+            step(engine, shaken)
+        finished.append(torch.cat([runs.weights(model), model[2].seen[None], torch.rand(1)]))
+        finished[-1] = torch.cat([finished[-1], torch.tensor([random.random(), np.random.rand()])])
+    assert torch.equal(*finished)
+
+
+def test_the_loss_function_is_called_once_more_and_then_no_more() -> None:
+    calls: list[int] = []
+    engine = whole_batches(runs.network(), max_physical_batch_size=3)
+
+    def counted(model: nn.Module, examples: list[Tensor]) -> Tensor:
+        calls.append(len(examples[0]))
+        return runs.losses_of(model, examples)
+
+    by_step(engine, counted)
+    by_step(engine, counted)
+    assert calls == [3, 3, 3, 3, 3]
+
+
+def test_a_single_example_waits_for_company() -> None:
+    engine = whole_batches(runs.network(), runs.data(5), max_physical_batch_size=1)
+    by_step(engine, weighted_by_the_batch)  # by itself, alone in its batch, an example can't mix with any
+    assert engine._steps._self_check._to_exchange
+    assert not engine._steps._self_check._to_compare
+
+
+def packed(m: Wired, lengths: Tensor, x: Tensor) -> Tensor:
+    whole = pack_padded_sequence(F.dropout(x, 0.5, m.training), lengths, batch_first=True, enforce_sorted=False)
+    rows = whole._replace(data=F.dropout(whole.data, 0.5, m.training))
+    return m.rnn(rows)[1][0]
+
+
+def test_dropout_that_falls_elsewhere_is_no_fault() -> None:
+    model = Wired(packed, rnn=nn.GRU(3, 2, batch_first=True))
+    dataset = TensorDataset(torch.tensor([4, 1, 2, 3]), torch.randn(4, 4, 3))
+    engine = whole_batches(model, dataset)
+    by_step(engine, lambda model, batch: model(*batch).square().sum(1))
+    assert engine.steps_taken == 1
+
+
+def test_a_function_that_does_not_repeat_itself_is_no_fault() -> None:
+    turns = iter(range(1, 100))
+    engine = whole_batches(runs.network())
+    by_step(engine, lambda model, batch: runs.losses_of(model, batch) * next(turns))
+    assert engine.steps_taken == 1
+
+
+class Words(collections.UserDict):
+    """A batch as tokenizers give it, no plain dict."""
+
+
+def test_what_is_exchanged() -> None:
+    rows, square, shared = torch.arange(4.0), torch.eye(4), torch.arange(3.0)
+    batch = Words(x=rows, mask=square, nested=[{"y": rows.long(), "shared": shared}], name="abcd")
+    other = _exchanged(batch, 4)
+    assert type(other) is Words
+    assert other["x"].tolist() == [1, 1, 2, 2]
+    assert other["nested"][0]["y"].tolist() == [1, 1, 2, 2]
+    assert other["mask"] is square
+    assert other["nested"][0]["shared"] is shared
+    assert rows.tolist() == [0, 1, 2, 3]
+    assert _exchanged([torch.arange(2)], 2)[0].tolist() == [1, 1]
+
+
+def test_a_replay_ends_as_it_began_even_by_an_error() -> None:
+    model = nn.Sequential(Tracking(), nn.Dropout()).train()
+    replay, expected = Replay(model), torch.rand(3)
+
+    def interrupted() -> None:
+        with replay.again(training=False):
+            assert not model[1].training
+            assert not torch.is_grad_enabled()
+            assert torch.equal(torch.rand(3), expected)
+            model[0].seen += 1
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert model[1].training
+    assert torch.is_grad_enabled()
+    assert model[0].seen == 0
+    assert replay.drew()
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], str]]:
+    """What was said of parameters that aren't trained: "", or the one message."""
+
+    def message() -> str:
+        assert len(caplog.messages) <= 1
+        return "".join(caplog.messages)
+
+    with caplog.at_level(logging.WARNING, "ghostclip"):
+        yield message
+
+
+def adapted() -> Wired:
+    """A frozen layer and a low-rank adapter, whose second factor starts at zero."""
+    model = Wired(
+        lambda m, x: m.base(x) + m.up(m.down(x)),
+        base=nn.Linear(5, 3),
+        down=nn.Linear(5, 2, bias=False),
+        up=nn.Linear(2, 3, bias=False),
+    )
+    nn.init.zeros_(model.up.weight)
+    model.base.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_nothing_is_said_when_all_is_well(said: Callable[[], str], noise: float) -> None:
+    for _ in range(2):
+        by_step(whole_batches(adapted(), noise_multiplier=noise))
+    assert said() == ""
+
+
+def test_a_parameter_no_loss_depends_on_is_named_once(said: Callable[[], str]) -> None:
+    model = adapted()
+    model.base.requires_grad_(True)
+    model.spare = nn.Linear(2, 2)
+    engine = whole_batches(model)
+    by_step(engine)
+    by_step(engine)
+    assert "no loss of the first batch depends on spare.weight, spare.bias:" in said()
+    assert "the optimizer" not in said().partition("Freeze")[0]
+
+
+def test_a_parameter_the_optimizer_does_not_hold_is_named(said: Callable[[], str]) -> None:
+    model = runs.network()
+    by_backward(whole_batches(model, optimizer=torch.optim.SGD(model[2].parameters(), lr=0.1)))
+    assert "the optimizer doesn't hold 0.weight, 0.bias:" in said()
+
+
+def test_an_update_lost_in_rounding_is_named(said: Callable[[], str]) -> None:
+    model = runs.network(torch.bfloat16)
+    nn.init.ones_(model[0].weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    by_step(whole_batches(model, runs.data(6, torch.bfloat16), optimizer=optimizer, noise_multiplier=0.1))
+    assert "the first update left 0.weight, " in said()
+
+
+def test_a_learning_rate_of_zero_is_waited_for(said: Callable[[], str]) -> None:
+    model = runs.network()
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.0)
+    engine = whole_batches(model, optimizer=optimizer)
+    by_step(engine)
+    assert said() == ""
+    optimizer.param_groups[0]["lr"] = 0.1
+    by_step(engine)
+    assert "doesn't hold 0.weight, 0.bias" in said()
