@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import secrets
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ghostclip import accounting
@@ -25,22 +28,43 @@ class Spending:
 
     def __init__(self, event: SampledGaussian, plan: Plan) -> None:
         self._event, self._plan = event, plan
-        self._spent: Counter[SampledGaussian] = Counter()
+        self._runs: dict[str, Counter[SampledGaussian]] = {}
+        self._start_run()
+
+    def _start_run(self) -> None:
+        """A name that no other engine or process has, under which what is charged from now on is known."""
+        self._process, self._own = os.getpid(), Counter[SampledGaussian]()
+        self._runs[secrets.token_hex(16)] = self._own
+
+    @property
+    def runs(self) -> dict[str, Counter[SampledGaussian]]:
+        """{name of a run: how often each event (of count 1) was charged by it}, of all that led to this model."""
+        return {run: Counter(spent) for run, spent in self._runs.items()}
+
+    def add(self, runs: Mapping[str, Mapping[SampledGaussian, int]]) -> None:
+        """Takes in what other runs were charged, and never less than is known: a run only ever goes on."""
+        for run, spent in runs.items():
+            known = self._runs.setdefault(run, Counter())
+            for event, count in spent.items():
+                known[event] = max(known[event], count)
 
     @property
     def events(self) -> list[SampledGaussian]:
         """Everything that was charged."""
-        return [replace(event, count=count) for event, count in self._spent.items()]
+        total = sum(self._runs.values(), Counter[SampledGaussian]())
+        return [replace(event, count=count) for event, count in total.items()]
 
     @property
     def steps(self) -> int:
         """How many steps were charged."""
-        return sum(self._spent.values())
+        return sum(spent.total() for spent in self._runs.values())
 
     def charge(self) -> None:
         """Charges one step; to be called before it is released. Raises BudgetExceededError when it is one too many."""
         self.check()
-        self._spent[self._event] += 1
+        if self._process != os.getpid():  # After a fork parent and child go on under the same name otherwise.
+            self._start_run()
+        self._own[self._event] += 1
 
     def check(self) -> None:
         """Raises BudgetExceededError when all planned steps were charged."""
