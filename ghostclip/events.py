@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from ghostclip.validate import fraction, nonnegative, one_of, positive_int, whole
 
 __all__ = [
     "EVENTS",
     "RELATIONS",
+    "SAMPLINGS",
     "UNITS",
     "Event",
     "FixedSizeGaussian",
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 RELATIONS = ("add_or_remove_one", "replace_one")
+SAMPLINGS = ("poisson", "without_replacement", "truncated")
 UNITS = ("example", "user")
 
 
@@ -34,6 +36,7 @@ class SampledRelease:
     """A sum over a random sample of the data, released with Gaussian noise; the kinds differ in how it is drawn.
 
     Attributes:
+        sampling: the kind's name among ``SAMPLINGS``.
         sample_rate: the probability with which each unit is in the sample; in (0, 1].
         noise_multiplier: standard deviation of the noise over the bound on one unit's term; 0 means no protection.
         count: how often it happened.
@@ -45,6 +48,7 @@ class SampledRelease:
         ValueError, TypeError: a field is out of range.
     """
 
+    sampling: ClassVar[str]
     sample_rate: float
     noise_multiplier: float
     count: int = 1
@@ -63,6 +67,8 @@ class SampledRelease:
 class SampledGaussian(SampledRelease):
     """A sum over a Poisson sample: every unit is in it independently of the others (Abadi et al. 2016)."""
 
+    sampling: ClassVar[str] = "poisson"
+
 
 @dataclass(frozen=True)
 class FixedSizeGaussian(SampledRelease):
@@ -70,6 +76,8 @@ class FixedSizeGaussian(SampledRelease):
 
     ``sample_rate`` is the size of the sample over that of the data set (the larger one of two neighbours).
     """
+
+    sampling: ClassVar[str] = "without_replacement"
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,7 @@ class TruncatedGaussian(SampledRelease):
         max_batch_size: the most units in a sample.
     """
 
+    sampling: ClassVar[str] = "truncated"
     dataset_size: int = field(kw_only=True)
     max_batch_size: int = field(kw_only=True)
 
@@ -144,15 +153,16 @@ class JointGaussian:
         return self.events[0].unit
 
 
-Event: TypeAlias = SampledGaussian | FixedSizeGaussian | TruncatedGaussian | JointGaussian
+Event: TypeAlias = SampledRelease | JointGaussian
+E = TypeVar("E", bound=Event)
 EVENTS: dict[str, type[Event]] = {
     kind.__name__: kind for kind in (SampledGaussian, FixedSizeGaussian, TruncatedGaussian, JointGaussian)
 }
 
 
-def merged(events: Iterable[Event]) -> list[Event]:
+def merged(events: Iterable[E]) -> list[E]:
     """The same releases, one event for each distinct mechanism, counts added up; counts of zero are left out."""
-    counts: dict[Event, int] = {}
+    counts: dict[E, int] = {}
     for event in events:
         once = replace(event, count=1)
         counts[once] = counts.get(once, 0) + event.count

@@ -143,7 +143,14 @@ def test_zero_noise_other_accountants_and_positional_arguments_are_refused() -> 
 
 
 def test_events_are_checked() -> None:
-    for wrong in ({"sample_rate": 0.0}, {"noise_multiplier": math.nan}, {"count": -1}, {"relation": "replace"}, {"unit": "row"}):
+    wrong_fields = [
+        {"sample_rate": 0.0},
+        {"noise_multiplier": math.nan},
+        {"count": -1},
+        {"relation": "replace"},
+        {"unit": 1},
+    ]
+    for wrong in wrong_fields:
         with pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be "):
             SampledGaussian(**{"sample_rate": 0.1, "noise_multiplier": 1.0, **wrong})  # type: ignore[arg-type]
 

@@ -1,0 +1,25 @@
+"""How much privacy a run spends, by dp-accounting's accountants behind argument checks.
+
+"pld" composes privacy loss distributions numerically (Koskela et al. 2020; Doroshenko et al. 2022), "rdp" adds up
+Rényi divergences (Mironov 2017; Mironov et al. 2019). Both give upper bounds; PLD's is tighter. A central-limit figure
+is no bound, so there is none.
+"""
+
+from ghostclip.accounting.calibration import max_steps, noise_for, noise_multiplier
+from ghostclip.accounting.spent import ACCOUNTANTS, accountants_for, epsilon, epsilon_of, epsilon_over_time, epsilons_of
+from ghostclip.accounting.wording import guarantee, neighbours, samples
+
+__all__ = [
+    "ACCOUNTANTS",
+    "accountants_for",
+    "epsilon",
+    "epsilon_of",
+    "epsilon_over_time",
+    "epsilons_of",
+    "guarantee",
+    "max_steps",
+    "neighbours",
+    "noise_for",
+    "noise_multiplier",
+    "samples",
+]

@@ -1,0 +1,163 @@
+"""The other way round: the noise, or the number of steps, with which a setting stays within a target epsilon."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+from scipy.optimize import brentq
+
+from ghostclip.accounting.setting import Setting
+from ghostclip.accounting.spent import ACCOUNTANTS, epsilon_of
+from ghostclip.events import Event
+from ghostclip.validate import one_of, open_fraction, positive, whole
+
+__all__ = ["max_steps", "noise_for", "noise_multiplier"]
+
+LEAST_NOISE, MOST_NOISE = 1e-2, 1e12
+MOST_STEPS = 10**9
+
+
+def noise_multiplier(
+    *,
+    target_epsilon: float,
+    sample_rate: float,
+    steps: int,
+    delta: float,
+    accountant: str = "pld",
+    sampling: str = "poisson",
+    neighboring: str = "add_or_remove_one",
+    dataset_size: int | None = None,
+    max_batch_size: int | None = None,
+) -> float:
+    """The least noise (to a relative 1e-5) with which ``steps`` releases stay within ``target_epsilon`` at ``delta``.
+
+    Args as in `epsilon`; ``target_epsilon`` is finite and > 0.
+
+    Returns:
+        A noise multiplier for which `epsilon` gives at most ``target_epsilon``, 0.01 where less would do; 0.0 for zero
+        steps, which need none.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range, or no noise reaches the target.
+    """
+    setting = Setting(sample_rate, sampling, neighboring, dataset_size, max_batch_size)
+    return noise_for(setting.event, target_epsilon=target_epsilon, steps=steps, delta=delta, accountant=accountant)
+
+
+def noise_for(
+    event_of: Callable[[float], Event], *, target_epsilon: float, steps: int, delta: float, accountant: str = "pld"
+) -> float:
+    """`noise_multiplier` for steps of any kind.
+
+    Args:
+        event_of: from a noise multiplier to what one step is charged as.
+
+    The other arguments, the result and what is raised, as there.
+    """
+    target_epsilon, steps = positive(target_epsilon=target_epsilon), whole(steps=steps)
+    delta, accountant = open_fraction(delta=delta), one_of(ACCOUNTANTS, accountant=accountant)
+    if steps == 0:
+        return 0.0
+
+    @cache
+    def excess(log_noise: float) -> float:
+        return _excess(replace(event_of(math.exp(log_noise)), count=steps), target_epsilon, delta, accountant)
+
+    mu, rate = _gaussian_mu(target_epsilon, delta), event_of(1.0).sample_rate
+    start = -0.5 * math.log(math.log1p((mu / rate) ** 2 / steps))
+    few, enough = _bracket(excess, start, math.log(LEAST_NOISE), math.log(MOST_NOISE))
+    if enough is None:
+        raise ValueError(
+            f"target_epsilon={target_epsilon!r} can't be reached: {accountant!r} gives more for steps={steps} at "
+            f"sample_rate={rate!r} and delta={delta!r}, however large the noise; raise target_epsilon or delta, or "
+            "take fewer steps"
+        )
+    if few is None:
+        return math.exp(enough)
+    return math.exp(_last_within(excess, few, enough, 1e-5))
+
+
+def max_steps(
+    *,
+    target_epsilon: float,
+    noise_multiplier: float,
+    sample_rate: float,
+    delta: float,
+    accountant: str = "pld",
+    sampling: str = "poisson",
+    neighboring: str = "add_or_remove_one",
+    dataset_size: int | None = None,
+    max_batch_size: int | None = None,
+) -> int:
+    """The most steps that stay within ``target_epsilon`` at ``delta``: one more would exceed it. 0 when one step does.
+
+    Args as in `epsilon`; ``target_epsilon`` is finite and > 0.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range, or more than 10**9 steps would stay within the target.
+    """
+    target_epsilon = positive(target_epsilon=target_epsilon)
+    noise_multiplier = positive(noise_multiplier=noise_multiplier)
+    setting = Setting(sample_rate, sampling, neighboring, dataset_size, max_batch_size)
+    delta, accountant = open_fraction(delta=delta), one_of(ACCOUNTANTS, accountant=accountant)
+
+    @cache
+    def excess_of(steps: int) -> float:
+        return _excess(setting.event(noise_multiplier, steps), target_epsilon, delta, accountant)
+
+    mu = _gaussian_mu(target_epsilon, delta)
+    start = 2 * math.log(mu / sample_rate) - math.log(math.expm1(min(noise_multiplier**-2, 700.0)))
+    many, fits = _bracket(lambda x: excess_of(round(math.exp(-x))), -start, -math.log(MOST_STEPS), 0.0)
+    if fits is None:
+        return 0
+    if many is None:
+        raise ValueError(
+            f"more than {MOST_STEPS} steps stay within target_epsilon={target_epsilon!r} at "
+            f"noise_multiplier={noise_multiplier!r}, sample_rate={sample_rate!r} and delta={delta!r}; lower one of them"
+        )
+    return round(_last_within(lambda x: excess_of(round(x)), math.exp(-many), math.exp(-fits), 0.5))
+
+
+def _excess(event: Event, target: float, delta: float, accountant: str) -> float:
+    """Epsilon above the target, finite so that a root finder can use it."""
+    return min(epsilon_of([event], delta=delta, accountant=accountant) - target, 1e6)
+
+
+def _gaussian_mu(target: float, delta: float) -> float:
+    """Sensitivity over noise of the one Gaussian release that spends the target: a start (Dong et al. 2019)."""
+    from dp_accounting import gaussian_mechanism
+
+    return 1.0 / gaussian_mechanism.get_sigma_gaussian(target, delta)
+
+
+def _bracket(
+    excess: Callable[[float], float], start: float, low: float, high: float
+) -> tuple[float | None, float | None]:
+    """Points around the root of a falling ``excess``: (positive there, not positive there); None beyond a limit."""
+    here, step = min(max(start, low), high), 0.1
+    while True:
+        within = excess(here) <= 0
+        if here == (low if within else high):
+            return (None, here) if within else (here, None)
+        there = max(here - step, low) if within else min(here + step, high)
+        if (excess(there) <= 0) != within:
+            return (there, here) if within else (here, there)
+        here, step = there, 2 * step
+
+
+def _last_within(excess: Callable[[float], float], outside: float, within: float, tolerance: float) -> float:
+    """The point nearest the root of ``excess`` where it was found not positive, at most ``tolerance`` away."""
+    best = within
+
+    def watched(x: float) -> float:
+        nonlocal best
+        value = excess(x)
+        if value <= 0 and abs(x - outside) < abs(best - outside):
+            best = x
+        return value
+
+    brentq(watched, outside, within, xtol=tolerance)
+    return best

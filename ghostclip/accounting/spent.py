@@ -1,0 +1,145 @@
+"""Epsilon: of a setting, of what happened, and over time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from ghostclip.accounting.divergences import epsilon_by_divergences
+from ghostclip.accounting.losses import epsilon_by_losses
+from ghostclip.accounting.setting import Setting
+from ghostclip.events import Event, FixedSizeGaussian, JointGaussian, SampledRelease, merged
+from ghostclip.validate import one_of, open_fraction, positive, positive_int, whole
+
+__all__ = ["ACCOUNTANTS", "accountants_for", "epsilon", "epsilon_of", "epsilon_over_time", "epsilons_of"]
+
+ACCOUNTANTS = ("pld", "rdp")
+
+
+def epsilon(
+    *,
+    noise_multiplier: float,
+    sample_rate: float,
+    steps: int,
+    delta: float,
+    accountant: str = "pld",
+    sampling: str = "poisson",
+    neighboring: str = "add_or_remove_one",
+    dataset_size: int | None = None,
+    max_batch_size: int | None = None,
+) -> float:
+    """Epsilon at ``delta`` of ``steps`` sampled Gaussian releases.
+
+    Args:
+        noise_multiplier: standard deviation of the noise over the bound on one example's term; finite, > 0.
+        sample_rate: the expected size of a batch over that of the data set; in (0, 1].
+        steps: a whole number >= 0; zero steps cost nothing.
+        delta: in (0, 1).
+        accountant: "pld" or "rdp".
+        sampling: how a batch is drawn: "poisson"; "without_replacement": of fixed size; "truncated": Poisson, cut down
+            uniformly at random to ``max_batch_size`` where it is larger.
+        neighboring: which data sets the guarantee is about: "add_or_remove_one": they differ by one example's presence;
+            "replace_one": in what one example is.
+        dataset_size, max_batch_size: with ``sampling="truncated"`` only.
+
+    Returns:
+        An upper bound; inf where the accountant can't bound it (PLD below a delta of about 1e-15).
+
+    Raises:
+        ValueError, TypeError: an argument is out of range, or the accountant has no bound; the message names it.
+    """
+    positive(noise_multiplier=noise_multiplier)
+    setting = Setting(sample_rate, sampling, neighboring, dataset_size, max_batch_size)
+    event = setting.event(noise_multiplier, whole(steps=steps))
+    return epsilon_of([event], delta=delta, accountant=accountant)
+
+
+def epsilon_over_time(
+    *,
+    noise_multiplier: float,
+    sample_rate: float,
+    steps: int,
+    delta: float,
+    accountant: str = "pld",
+    sampling: str = "poisson",
+    neighboring: str = "add_or_remove_one",
+    dataset_size: int | None = None,
+    max_batch_size: int | None = None,
+    points: int = 25,
+) -> tuple[list[int], list[float]]:
+    """How epsilon grows: (numbers of steps, epsilon after each), evenly spaced from 0 to ``steps``.
+
+    Args:
+        points: about how many after 0; each costs what composing a distribution costs, a quarter of a second under PLD.
+
+    The other arguments, and what is raised, as in `epsilon`.
+    """
+    positive(noise_multiplier=noise_multiplier)
+    steps, points = whole(steps=steps), positive_int(points=points)
+    setting = Setting(sample_rate, sampling, neighboring, dataset_size, max_batch_size)
+    marks = sorted({round(steps * part / points) for part in range(points + 1)})
+    return marks, epsilons_of([], setting.event(noise_multiplier), marks, delta=delta, accountant=accountant)
+
+
+def epsilons_of(
+    before: Iterable[Event], event: Event, marks: Sequence[int], *, delta: float, accountant: str = "pld"
+) -> list[float]:
+    """Epsilon of ``before`` together with as many of ``event`` as each mark says.
+
+    Raises:
+        ValueError, TypeError: as `epsilon_of`.
+    """
+    before = list(before)
+    return [
+        epsilon_of([*before, replace(event, count=whole(marks=mark))], delta=delta, accountant=accountant)
+        for mark in marks
+    ]
+
+
+def epsilon_of(events: Iterable[Event], *, delta: float, accountant: str = "pld") -> float:
+    """Epsilon at ``delta`` of everything in ``events`` together: 0 for no events, inf when one of them had no noise.
+
+    Each distinct mechanism is composed once, with its count.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range, the accountant has no bound for an event, or the events are
+            about different neighbours, so that no single guarantee covers them.
+    """
+    open_fraction(delta=delta)
+    one_of(ACCOUNTANTS, accountant=accountant)
+    happened = merged(_as_sampled(event) for event in merged(events))
+    if not happened:
+        return 0.0
+    _check_alike(happened)
+    if any(event.noise_multiplier == 0 for event in happened):
+        return math.inf
+    for event in happened:
+        if accountant not in accountants_for(event):
+            raise ValueError(
+                f"accountant={accountant!r} has no bound for {event.sampling} sampling when neighbours differ by "
+                "replace_one; use accountant='pld', or neighboring='add_or_remove_one'"
+            )
+    return (epsilon_by_losses if accountant == "pld" else epsilon_by_divergences)(happened, delta)
+
+
+def accountants_for(event: Event) -> tuple[str, ...]:
+    """Which accountants bound what ``event`` spends."""
+    sampled = _as_sampled(event)
+    fixed = isinstance(sampled, FixedSizeGaussian)
+    return ACCOUNTANTS if fixed or sampled.relation == "add_or_remove_one" else ("pld",)
+
+
+def _as_sampled(event: Event) -> SampledRelease:
+    return event.together if isinstance(event, JointGaussian) else event
+
+
+def _check_alike(events: Sequence[SampledRelease]) -> None:
+    """Raises ValueError when the events protect different things."""
+    kinds = {(event.relation, event.unit) for event in events}
+    if len(kinds) > 1:
+        listed = ", ".join(f"{relation} of one {unit}" for relation, unit in sorted(kinds))
+        raise ValueError(
+            f"events must be about the same neighbours to add up to one guarantee; got {listed}. Report them "
+            "separately, or charge runs that are to be added up with the same neighboring and unit of privacy"
+        )
