@@ -14,6 +14,7 @@ from ghostclip.compiled import CompiledClip
 from ghostclip.convert import wrap
 from ghostclip.explain import Plan, plan_of
 from ghostclip.gradients import GradientGuard
+from ghostclip.one_by_one import Alone, OneByOne
 from ghostclip.passes import add_to_gradient
 from ghostclip.planner import Planner
 from ghostclip.two_passes import TwoPasses
@@ -80,6 +81,9 @@ class GhostClipper:
         self._planner = Planner(one_of(("auto", "gram", "direct"), norm_strategy=norm_strategy))
         self.model = wrap(model)
         self._passes = TwoPasses(self.model, self.clipping, self.second_pass, self._planner, self.memory_budget)
+        index, partition = self._passes.index, self._passes.partition
+        measured = norm_strategy == "auto"
+        self._alone = OneByOne(self.model, index, self.clipping, partition) if measured else None
         self._guard = GradientGuard()
         self.compiled: CompiledClip | None = None
         if compile:
@@ -157,8 +161,17 @@ class GhostClipper:
         self._guard.remember(trained)
         return ClippingResult(norms, weights, self.sensitivity)
 
-    def clip(self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> ClippingResult:
+    def clip(
+        self,
+        loss_fn: Callable[[nn.Module, Any], Tensor],
+        batch: Any,
+        *,
+        whole: Callable[[nn.Module, Any], Tensor] | None = None,
+    ) -> ClippingResult:
         """Forward and `backward` in one: adds the clipped sum of ``loss_fn(model, batch)`` to each ``p.grad``.
+
+        Where a few examples are a lot of work each, the loop over single examples is tried, and used where it gives the
+        same sums faster; ``loss_fn`` gets batches of one then. ``norm_strategy="gram"`` or ``"direct"`` leaves it out.
 
         With ``compile=True`` all of it becomes one graph, traced at the first batch of a shape, tried beside the eager
         way on the next four, and used from then on if it gives the same sums faster (``compiled.refusals`` says why
@@ -168,13 +181,13 @@ class GhostClipper:
         Args:
             loss_fn: (model, batch) -> losses [B].
             batch: what ``loss_fn`` takes; to be compiled, tensors with examples in dimension 0, nested as you like.
+            whole: ``loss_fn`` with checks of its own, called for the whole batch instead, when not compiled.
 
         Raises:
             What `backward` raises.
         """
         if self.compiled is None:
-            losses = loss_fn(self.model, batch)
-            return replace(self.backward(losses), losses=losses.detach())
+            return self._clip_eagerly(loss_fn, batch, whole or loss_fn)
         trained = self._passes.index.trained()
         self._guard.check(trained)
         found = self.compiled(loss_fn, batch)
@@ -184,12 +197,31 @@ class GhostClipper:
         self._guard.remember(trained)
         return ClippingResult(found.norms, found.weights, self.sensitivity, found.losses)
 
+    def _clip_eagerly(
+        self,
+        loss_fn: Callable[[nn.Module, Any], Tensor],
+        batch: Any,
+        whole: Callable[[nn.Module, Any], Tensor],
+    ) -> ClippingResult:
+        """By the two passes over the ``whole`` batch, or one by one."""
+
+        def passes() -> Alone:
+            losses = whole(self.model, batch)
+            return Alone(losses.detach(), *self._passes.clip(losses, retain_graph=False))
+
+        trained = self._passes.index.trained()
+        self._guard.check(trained)
+        found = passes() if self._alone is None else self._alone.clip(loss_fn, batch, passes)
+        self._guard.remember(trained)
+        return ClippingResult(found.norms, found.weights, self.sensitivity, found.losses)
+
     def explain(self) -> Plan:
         """The plan as a table: each parameter's layer, rule, strategy, why, measured cost; ``str()`` of it prints well.
 
         Strategies are chosen on the first batch; before it they read "at the first batch".
         """
-        return plan_of(self.model, self._passes.choices)
+        plan = plan_of(self.model, self._passes.choices)
+        return plan if self._alone is None else replace(plan, note=self._alone.describe())
 
     def verify(
         self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any, *, tolerance: float | None = None

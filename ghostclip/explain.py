@@ -49,9 +49,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """The rows of a plan; ``str()`` prints them as a table."""
+    """The rows of a plan, and what holds for the batch as a whole; ``str()`` prints them as a table."""
 
     rows: tuple[Row, ...]
+    note: str = ""
 
     def __str__(self) -> str:
         table = [HEADER, *(row.cells() for row in self.rows)]
@@ -59,7 +60,8 @@ class Plan:
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table
         ]
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+        below = ["", f"the last batch: {self.note}"] if self.note else []
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *below])
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from ghostclip.clipping import Groupwise, Policy
 from ghostclip.errors import VerificationError
 
-__all__ = ["compare_with_loop"]
+__all__ = ["compare_with_loop", "without_randomness"]
 
 
 class Clipper(Protocol):
@@ -37,7 +37,7 @@ def compare_with_loop(
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if tolerance is None:
         tolerance = 1e-9 if all(parameter.dtype == torch.float64 for parameter in trained.values()) else 1e-3
-    with _without_randomness(model), _gradients_aside(trained):
+    with without_randomness(model), _gradients_aside(trained):
         losses = loss_fn(model, batch)
         norms = clipper.norms(losses, per="parameter", retain_graph=True)
         result = clipper.backward(losses)
@@ -117,7 +117,7 @@ def _relative(found: Tensor, expected: Tensor, scale: Tensor) -> float:
 
 
 @contextmanager
-def _without_randomness(model: nn.Module) -> Iterator[None]:
+def without_randomness(model: nn.Module) -> Iterator[None]:
     """Eval mode, so that dropout doesn't differ between the batch and the single examples."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

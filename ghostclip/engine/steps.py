@@ -102,10 +102,9 @@ class PrivateSteps:
             return self._self_check.forward(loss_fn, examples, self._check_count)
 
         # A compiled graph is made for the user's own function, and its batches are padded.
-        compiling = self._clipper.compiled is not None
-        if compiling:
+        if self._clipper.compiled is not None:
             self._self_check.rehearse(checked, examples)
-        return self._gather(lambda: self._clipper.clip(loss_fn if compiling else checked, examples))
+        return self._gather(lambda: self._clipper.clip(loss_fn, examples, whole=checked))
 
     def _check_turn(self) -> None:
         batch = self.current("engine.backward()")
