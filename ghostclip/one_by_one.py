@@ -32,7 +32,7 @@ __all__ = ["Alone", "OneByOne", "Trial"]
 MOST_EXAMPLES = 16
 # Seconds the two passes must take before the loop is tried: below, what is called costs more than what is computed.
 LEAST_SECONDS = 0.05
-TRIALS = 2
+TRIALS = 3
 # How much faster it must be: what is measured varies.
 GAIN = 0.95
 # Relative difference of the clipped sums from which on a single example is not treated as it is in its batch.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ghostclip import clipping
+from ghostclip import clipping, one_by_one
 from ghostclip.bench import naive
 from ghostclip.bench.contenders import Batch, Contender, Fill, Prepared, adam, by_filling_gradients
 from ghostclip.bench.losses import Losses
@@ -48,38 +48,28 @@ def _nonprivate_compiled(model: nn.Module, losses: Losses, max_norm: float) -> P
     return Prepared(step, None)
 
 
-def _ghost(policy: Callable[[float], Any], options: dict[str, Any]) -> Fill:
-    """GhostClipper with a policy and options."""
+def _ghost(policy: Callable[[float], Any], options: dict[str, Any], trials: int) -> Fill:
+    """GhostClipper's `clip` with a policy and options; the first call goes on until the way to clip is chosen."""
 
     def fill(model: nn.Module, losses: Losses, max_norm: float) -> Batch:
         clipper = GhostClipper(model, policy(max_norm), **options)
+        untried = True
+
+        def of_batch(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+            inputs, targets = batch
+            return losses(model(inputs), targets)
 
         def add_clipped_sum(inputs: Tensor, targets: Tensor) -> None:
-            clipper.backward(losses(model(inputs), targets))
+            nonlocal untried
+            for _ in range(trials + 1 if untried else 0):
+                clipper.clip(of_batch, (inputs, targets))
+                model.zero_grad()
+            untried = False
+            clipper.clip(of_batch, (inputs, targets))
 
         return add_clipped_sum
 
     return fill
-
-
-def _compiled(model: nn.Module, losses: Losses, max_norm: float) -> Batch:
-    """GhostClipper's `clip` with ``compile=True``; the first call goes on until graph or eager is chosen."""
-    clipper = GhostClipper(model, max_norm, second_pass="cached", compile=True)
-    untried = True
-
-    def of_batch(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-        inputs, targets = batch
-        return losses(model(inputs), targets)
-
-    def add_clipped_sum(inputs: Tensor, targets: Tensor) -> None:
-        nonlocal untried
-        for _ in range(TRIALS + 1 if untried else 0):
-            clipper.clip(of_batch, (inputs, targets))
-            model.zero_grad()
-        untried = False
-        clipper.clip(of_batch, (inputs, targets))
-
-    return add_clipped_sum
 
 
 def _flat(max_norm: float) -> float:
@@ -112,13 +102,13 @@ NONPRIVATE = (
 )
 OURS = (
     Contender("reweight", "GhostClipper, a second backward",
-              by_filling_gradients(_ghost(_flat, {"second_pass": "reweight"}))),
+              by_filling_gradients(_ghost(_flat, {"second_pass": "reweight"}, one_by_one.TRIALS))),
     Contender("cached", "GhostClipper, no second backward",
-              by_filling_gradients(_ghost(_flat, {"second_pass": "cached"}))),
-    Contender("per-layer", "GhostClipper, each layer clipped by itself", by_filling_gradients(_ghost(_per_layer, {})),
-              clips="layer"),
+              by_filling_gradients(_ghost(_flat, {"second_pass": "cached"}, one_by_one.TRIALS))),
+    Contender("per-layer", "GhostClipper, each layer clipped by itself",
+              by_filling_gradients(_ghost(_per_layer, {}, one_by_one.TRIALS)), clips="layer"),
     Contender("compiled", "GhostClipper, forward and passes compiled where that is faster",
-              by_filling_gradients(_compiled), usual=False),
+              by_filling_gradients(_ghost(_flat, {"second_pass": "cached", "compile": True}, TRIALS)), usual=False),
 )  # fmt: skip
 NAIVE = (
     Contender("nxbp", "one forward and backward an example", by_filling_gradients(_slow(naive.nxbp))),
