@@ -22,7 +22,7 @@ from ghostclip.datasets import Data
 from ghostclip.report import NormSnapshot, Record
 from ghostclip.validate import positive_int
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "add_configuration", "load_data", "run", "set_threads"]
 
 MARKS = 6
 SPEED_SECONDS, SPEED_BATCH = 4.0, 128
@@ -40,6 +40,19 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.epilog = EPILOG
+    add_configuration(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument("--report", type=Path, metavar="DIR", help="folder to write a page with plots and JSON to")
+    output.add_argument(
+        "--compare",
+        action=argparse.BooleanOptionalAction,
+        help="also train at epsilon 3 and 1 and without privacy, and time every method (default: for digits)",
+    )
+    add_json(output)
+
+
+def add_configuration(parser: argparse.ArgumentParser) -> None:
+    """Adds what a training is made of, for every command that runs or examines one."""
     what = parser.add_argument_group("what to train")
     what.add_argument("--model", choices=models.NAMES, default="cnn", help="default: cnn")
     what.add_argument("--data", choices=datasets.NAMES, default="digits", help="default: digits, which are embedded")
@@ -71,22 +84,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processor threads torch may use (default: torch's own choice; 1 for digits)",
     )
-    output = parser.add_argument_group("output")
-    output.add_argument("--report", type=Path, metavar="DIR", help="folder to write a page with plots and JSON to")
-    output.add_argument(
-        "--compare",
-        action=argparse.BooleanOptionalAction,
-        help="also train at epsilon 3 and 1 and without privacy, and time every method (default: for digits)",
-    )
-    add_json(output)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains, compares, prints, writes the report."""
     if arguments.report is not None:
         _prepare(arguments.report)
-    _set_threads(arguments)
-    data = _load(arguments)
+    set_threads(arguments)
+    data = load_data(arguments)
     build(
         arguments.model, data, arguments.seed
     )  # a network that does not take such inputs is told before anything runs
@@ -115,7 +120,7 @@ def _prepare(folder: Path) -> None:
         raise UsageError(f"no report can be written to {folder}: {error.strerror or error}") from error
 
 
-def _set_threads(arguments: argparse.Namespace) -> None:
+def set_threads(arguments: argparse.Namespace) -> None:
     """As asked. On the digits one thread is as fast as several, and does not wait for them on a busy machine."""
     if arguments.threads is not None:
         torch.set_num_threads(positive_int(threads=arguments.threads))
@@ -171,7 +176,7 @@ def _warn(arguments: argparse.Namespace, examples: int) -> None:
         )
 
 
-def _load(arguments: argparse.Namespace) -> Data:
+def load_data(arguments: argparse.Namespace) -> Data:
     """The data set the arguments name."""
     if arguments.data != "digits" and arguments.data_dir is None:
         raise UsageError(f"--data {arguments.data} needs --data-dir, the folder that holds its files")
