@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import ghostclip
-from ghostclip.cli import bench, calibrate, check, epsilon, explain, train
+from ghostclip.cli import audit, bench, calibrate, check, epsilon, explain, train
 from ghostclip.cli.arguments import OneLineParser
 from ghostclip.errors import GhostClipError
 
@@ -21,6 +21,7 @@ COMMANDS = {
     "check": check,
     "explain": explain,
     "bench": bench,
+    "audit": audit,
 }
 EXTRAS = {"PIL", "jinja2", "matplotlib", "sklearn", "tqdm"}
 MISTAKE, INTERRUPTED, READER_GONE = 2, 130, 141
@@ -29,8 +30,8 @@ MISTAKE, INTERRUPTED, READER_GONE = 2, 130, 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status.
 
-    0: done. 1: `check` found obstacles, `bench` a wrong contender of ours. 2: a mistake, told in one line on stderr.
-    130: interrupted by Ctrl-C.
+    0: done. 1: `check` found obstacles, `bench` a wrong contender of ours, `audit` more spent than claimed. 2: a
+    mistake, told in one line on stderr. 130: interrupted by Ctrl-C.
 
     Args:
         argv: the arguments; None for the process's own.

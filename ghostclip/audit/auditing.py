@@ -1,0 +1,235 @@
+"""`audit`: an empirical lower bound on epsilon beside the claimed one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ghostclip.audit.bounds import epsilon_from_rates, gaussian_mu, noise_from_rates
+from ghostclip.audit.claim import Claim
+from ghostclip.audit.one_run import OneRun, most_canaries, one_run
+from ghostclip.audit.rate import sampled_share
+from ghostclip.audit.result import Audit, Bound, CurvePoint, WhiteBox
+from ghostclip.audit.training import LossFunction, Training
+from ghostclip.audit.trials import ErrorRates, Trials
+from ghostclip.audit.white_box import Setting, white_box_trials
+from ghostclip.validate import open_fraction, positive_int, whole
+
+__all__ = ["Phase", "audit", "audit_training"]
+
+SAMPLED_BATCHES = 200
+LEAST_RELEASES, LEAST_TRIALS = 100, 20  # below them no bound is worth a point of the curve
+# Three white-box bounds (two of epsilon, one of the rate) and the one-run bound share the failure probability.
+SHARES = 4
+
+# (what is being done, how many of it) -> a context that gives the function to call after each.
+Phase = Callable[[str, int], Any]
+
+
+@contextmanager
+def _unwatched(name: str, count: int) -> Iterator[Callable[[], None]]:
+    yield lambda: None
+
+
+def audit(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    data: Any,
+    *,
+    batch_size: int,
+    noise_multiplier: float,
+    steps: int,
+    target_delta: float = 1e-5,
+    clipping: Any = 1.0,
+    second_pass: str = "reweight",
+    max_physical_batch_size: int | None = None,
+    noise: str = "standard",
+    optimizer: Callable[[Iterator[nn.Parameter]], Optimizer] | None = None,
+    draws: int = 10_000,
+    canaries: int | None = None,
+    sampled: bool = False,
+    steps_per_trial: int = 1,
+    confidence: float = 0.95,
+    phase: Phase = _unwatched,
+) -> Audit:
+    """Attacks a training configuration and says what it must spend at least, beside what it claims to.
+
+    Two attacks, by an adversary who sees every released sum. White box: ``draws`` real releases of the engine with a
+    canary of known gradient among the examples or not. One run: one whole training with many canaries at once. Model,
+    data and torch's random numbers are left as they were.
+
+    The bounds of the whole training are "gaussian" (the largest noise that explains the white-box errors, carried
+    through the accountant over all steps, at a sampling rate counted from the engine's own batches; this assumes that
+    the steps are sampled Gaussian releases of some noise and rate) and "one-run" (which assumes nothing). Those of a
+    single trial are "clopper-pearson" (which assumes nothing) and "gaussian".
+
+    Args:
+        model: any that can be trained privately.
+        loss_fn: (model, batch) -> losses [B].
+        data: a map-style data set, or a DataLoader, whose collate_fn is kept.
+        batch_size, noise_multiplier, target_delta, clipping, second_pass, max_physical_batch_size, noise: as
+            `PrivacyEngine`; there must be noise, since without it nothing is claimed.
+        steps: of the whole training.
+        optimizer: parameters -> the optimizer of the one run; None: plain SGD at rate 0.1.
+        draws: white-box releases; 0 leaves this attack out.
+        canaries: of the one run; None: half of the examples, a thousand at most; 0 leaves this attack out.
+        sampled: let the engine's coins decide, at (nearly) the training's sampling rate, whether a canary in the data
+            is in a release, and don't tell the adversary. It needs far more draws for the same bound.
+        steps_per_trial: releases that a white-box trial sees together.
+        confidence: with which all bounds hold together.
+        phase: told of each part's name and length; a context manager that gives what to call after each unit of it.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range.
+        GhostClipError: the training can't be run.
+    """
+    training = Training(
+        model,
+        loss_fn,
+        data,
+        batch_size,
+        noise_multiplier,
+        steps,
+        target_delta,
+        clipping,
+        second_pass,
+        max_physical_batch_size,
+        noise,
+        **({} if optimizer is None else {"optimizer": optimizer}),
+    )
+    return audit_training(
+        training,
+        draws=draws,
+        canaries=canaries,
+        sampled=sampled,
+        steps_per_trial=steps_per_trial,
+        confidence=confidence,
+        phase=phase,
+    )
+
+
+def audit_training(
+    training: Training,
+    *,
+    draws: int = 10_000,
+    canaries: int | None = None,
+    sampled: bool = False,
+    steps_per_trial: int = 1,
+    confidence: float = 0.95,
+    phase: Phase = _unwatched,
+) -> Audit:
+    """The same of a `Training`; see `audit`."""
+    failure = (1.0 - open_fraction(confidence=confidence)) / SHARES
+    setting = Setting.of(training, sampled, positive_int(steps_per_trial=steps_per_trial))
+    canaries = most_canaries(training) if canaries is None else whole(canaries=canaries)
+    least = max(LEAST_RELEASES, LEAST_TRIALS * setting.steps)
+    if 0 < whole(draws=draws) < least:
+        raise ValueError(
+            f"draws must be at least {least}, for {LEAST_TRIALS} trials and {LEAST_RELEASES} releases (or 0, for no "
+            f"white-box audit); got {draws}"
+        )
+    started = time.perf_counter()
+    with torch.random.fork_rng(devices=[]):
+        white_box = _white_box(training, setting, draws, failure, phase) if draws else None
+        run = _one_run(training, canaries, 1.0 - failure, phase) if canaries else None
+    bounds = []
+    if white_box is not None:
+        bounds += _white_box_bounds(training, setting, white_box)
+    if run is not None:
+        found = run.epsilon(training.target_delta, 1.0 - failure)
+        bounds.append(Bound("one-run", "training", found, training.claim.epsilon))
+    seconds = time.perf_counter() - started
+    return Audit(training.claim.epsilon, training.target_delta, confidence, bounds, white_box, run, seconds)
+
+
+def _one_run(training: Training, canaries: int, confidence: float, phase: Phase) -> OneRun:
+    with phase("one run", training.steps) as watch:
+        return one_run(training, canaries, confidence, watch)
+
+
+def _white_box(training: Training, setting: Setting, draws: int, failure: float, phase: Phase) -> WhiteBox:
+    """Trials, coins, and the bounds over the number of releases; each bound may fail with ``failure``."""
+    count = draws // setting.steps
+    with phase("white box", count) as watch:
+        trials = white_box_trials(training, setting, count, watch)
+    with phase("sampling", SAMPLED_BATCHES) as watch:
+        share = sampled_share(training, SAMPLED_BATCHES, watch)
+    rate = min(share.lower_bound(failure), 1.0)
+    marks = _marks(count, setting.steps)
+    with phase("bounds", len(marks)) as watch:
+        curve = []
+        for mark in marks:
+            curve.append(_point(training, setting, trials.first(mark), failure, rate))
+            watch()
+    direct, gaussian = _rates(training, setting, trials, failure)
+    return WhiteBox(
+        releases=count * setting.steps,
+        trials=count,
+        steps_per_trial=setting.steps,
+        sample_rate=setting.sample_rate,
+        clopper_pearson=direct,
+        gaussian=gaussian,
+        noise_multiplier=_noise(gaussian, setting),
+        sampled=share,
+        sample_rate_bound=rate,
+        curve=curve,
+    )
+
+
+def _white_box_bounds(training: Training, setting: Setting, found: WhiteBox) -> list[Bound]:
+    """The last point of the curve, beside the claims."""
+    trial = _trial_claim(training, setting).epsilon
+    point = found.curve[-1]
+    return [
+        Bound("clopper-pearson", "trial", point.clopper_pearson, trial),
+        Bound("gaussian", "trial", point.gaussian, trial),
+        Bound("gaussian", "training", point.training, training.claim.epsilon),
+    ]
+
+
+def _point(training: Training, setting: Setting, trials: Trials, failure: float, rate: float) -> CurvePoint:
+    """The bounds from these trials."""
+    direct, gaussian = _rates(training, setting, trials, failure)
+    noise = _noise(gaussian, setting)
+    shown = epsilon_from_rates(
+        np.asarray(direct.false_positive_bound), np.asarray(direct.false_negative_bound), training.target_delta
+    )
+    return CurvePoint(
+        releases=len(trials) * setting.steps,
+        clopper_pearson=float(shown),
+        gaussian=_trial_claim(training, setting).with_noise(noise),
+        training=training.claim.with_noise(noise, rate),
+    )
+
+
+def _rates(training: Training, setting: Setting, trials: Trials, failure: float) -> tuple[ErrorRates, ErrorRates]:
+    """Error rates at the best threshold for the direct bound, and for the Gaussian one."""
+    rate = setting.sample_rate if setting.steps == 1 else 1.0
+    return (
+        trials.error_rates(partial(epsilon_from_rates, delta=training.target_delta), failure),
+        trials.error_rates(partial(gaussian_mu, sample_rate=rate), failure),
+    )
+
+
+def _noise(rates: ErrorRates, setting: Setting) -> float:
+    return noise_from_rates(rates.false_positive_bound, rates.false_negative_bound, setting.sample_rate, setting.steps)
+
+
+def _trial_claim(training: Training, setting: Setting) -> Claim:
+    """What a trial's releases claim to spend."""
+    return Claim(training.noise_multiplier, setting.sample_rate, setting.steps, training.target_delta)
+
+
+def _marks(count: int, steps: int) -> list[int]:
+    """Numbers of trials at which the bounds are taken: of 200, 500, 1000, ... releases, and all."""
+    releases = [figure * 10**power for power in range(2, 9) for figure in (1, 2, 5)]
+    marks = {number // steps for number in releases if LEAST_RELEASES < number < count * steps}
+    return [*sorted(mark for mark in marks if LEAST_TRIALS <= mark < count), count]

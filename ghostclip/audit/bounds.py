@@ -1,0 +1,91 @@
+"""From how often an attack errs to what a mechanism must spend: lower bounds that hold with a stated confidence."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from scipy.optimize import brentq
+from scipy.stats import beta, norm
+
+from ghostclip.audit.tradeoff import composed_false_negatives
+
+__all__ = ["epsilon_from_rates", "error_bound", "gaussian_mu", "noise_from_rates"]
+
+LEAST_NOISE, MOST_NOISE = 0.05, 1e4
+
+
+def error_bound(errors: np.ndarray | float, trials: int, failure: float) -> np.ndarray:
+    """The one-sided Clopper-Pearson upper bound on an error rate (Clopper, Pearson 1934).
+
+    Args:
+        errors: how many of the trials erred, any shape; 1 without trials.
+        trials: independent ones.
+        failure: the probability with which the bound may fail, at most.
+    """
+    errors = np.asarray(errors, dtype=float)
+    with np.errstate(invalid="ignore"):
+        bound = beta.ppf(1.0 - failure, errors + 1.0, trials - errors)
+    return np.where(errors >= trials, 1.0, bound)
+
+
+def epsilon_from_rates(false_positives: np.ndarray, false_negatives: np.ndarray, delta: float) -> np.ndarray:
+    """The least epsilon of a mechanism against which a test errs no more than so often; 0 where that shows nothing.
+
+    Any (epsilon, delta)-private mechanism has a + e^epsilon b >= 1 - delta for both orders of the error rates a and b
+    (Kairouz, Oh, Viswanath 2015, theorem 2.1). No assumption is made about the mechanism.
+
+    Args:
+        false_positives: upper bounds on the probability of "in" when the canary is out, any shape.
+        false_negatives: the same of "out" when it is in.
+        delta: of the guarantee.
+    """
+    a, b = np.asarray(false_positives, dtype=float), np.asarray(false_negatives, dtype=float)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        both = np.stack([np.log((1.0 - delta - b) / a), np.log((1.0 - delta - a) / b)])
+    return np.maximum(np.nan_to_num(both, nan=0.0, posinf=np.inf, neginf=0.0).max(0), 0.0)
+
+
+def gaussian_mu(false_positives: np.ndarray, false_negatives: np.ndarray, sample_rate: float = 1.0) -> np.ndarray:
+    """The least distance mu, in standard deviations, of a sampled Gaussian that a test errs against no more than so.
+
+    The canary is in the sum with probability q, so that a test with false positives a has at least
+    (1 - q)(1 - a) + q Phi(Phi^-1(1 - a) - mu) false negatives (Dong, Roth, Su 2019, theorem 4.2; with q = 1 it is
+    their equation 6, mu-Gaussian differential privacy).
+
+    Returns:
+        mu >= 0; inf where no mu explains so few errors at this rate.
+    """
+    a, b = np.asarray(false_positives, dtype=float), np.asarray(false_negatives, dtype=float)
+    missed = (b - (1.0 - sample_rate) * (1.0 - a)) / sample_rate
+    with np.errstate(invalid="ignore"):
+        mu = norm.ppf(1.0 - a) - norm.ppf(np.clip(missed, 0.0, 1.0))
+    return np.maximum(np.nan_to_num(mu, nan=0.0, posinf=np.inf, neginf=0.0), 0.0)
+
+
+def noise_from_rates(false_positives: float, false_negatives: float, sample_rate: float, steps: int) -> float:
+    """The largest noise multiplier of ``steps`` sampled Gaussian releases that allows so few errors; inf: any does.
+
+    Closed forms for one release and for full batches; otherwise the trade-off curve by PLD, which bounds both
+    directions at once and so gives away a little.
+
+    Args:
+        false_positives, false_negatives: upper bounds on the error rates of one test on all ``steps`` releases.
+        sample_rate: of each release.
+        steps: releases that the test saw together.
+    """
+    if steps == 1 or sample_rate == 1.0:
+        mu = float(gaussian_mu(np.asarray(false_positives), np.asarray(false_negatives), sample_rate))
+        return math.inf if mu == 0.0 else math.sqrt(steps) / mu
+
+    def excess(log_noise: float) -> float:
+        least = composed_false_negatives(false_positives, math.exp(log_noise), sample_rate, steps)
+        return least - false_negatives
+
+    low, high = math.log(LEAST_NOISE), math.log(MOST_NOISE)
+    if excess(high) <= 0:
+        return math.inf
+    if excess(low) > 0:
+        return LEAST_NOISE
+    # The end of the bracket that still explains what was seen would understate; the other one is the valid bound.
+    return math.exp(brentq(excess, low, high, xtol=1e-3)) * math.exp(1e-3)

@@ -1,0 +1,172 @@
+"""One-run audit: many canaries, each in the data by a fair coin, and a single training (Steinke et al. 2023).
+
+The training is the user's own: model, data, batch size, noise, clipping, optimizer, steps. Some examples give their
+places to canaries. A canary's loss is a large multiple of a parameter of its own beside the model, so its gradient is
+clipped and orthogonal to all others (a Dirac canary: Nasr et al. 2023; Steinke et al. 2023, section 6), and the user's
+parameters are trained as ever. The adversary sees every released sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ghostclip.audit.one_run_bound import one_run_epsilon
+from ghostclip.audit.scores import log_ratios
+from ghostclip.audit.training import LossFunction, Training, endless
+from ghostclip.clipping import as_policy
+
+__all__ = ["OneRun", "most_canaries", "one_run"]
+
+PULL = 100.0  # how many times the clipping bound a canary's gradient is
+REHEARSALS = 5
+SHARES = np.geomspace(0.01, 1.0, 15)
+
+
+@dataclass(frozen=True)
+class OneRun:
+    """What was guessed about the canaries of one training.
+
+    Attributes:
+        canaries: m.
+        guesses: r, half of them "in" for the largest scores and half "out" for the smallest; the rest are abstained
+            from.
+        correct: v.
+    """
+
+    canaries: int
+    guesses: int
+    correct: int
+
+    def epsilon(self, delta: float, confidence: float) -> float:
+        """The lower bound (Steinke et al. 2023, corollary 5.4)."""
+        return one_run_epsilon(
+            canaries=self.canaries, guesses=self.guesses, correct=self.correct, delta=delta, confidence=confidence
+        )
+
+
+def most_canaries(training: Training) -> int:
+    """How many canaries there are by default: half of the data at most, and a thousand at most."""
+    return min(1000, training.size // 2)
+
+
+def one_run(training: Training, canaries: int, confidence: float, watch: Callable[[], None] = lambda: None) -> OneRun:
+    """Trains once and guesses which canaries took part.
+
+    Args:
+        training: what is audited; its model is copied.
+        canaries: how many, below the number of examples.
+        confidence: with which the bound will be asked for, by which the number of guesses is chosen beforehand.
+        watch: called after each step.
+
+    Raises:
+        ValueError: too few canaries, or no fewer than there are examples.
+        GhostClipError: the training can't be run.
+    """
+    if not 2 <= canaries < training.size:
+        raise ValueError(
+            f"canaries must be at least 2 (or 0, for none) and, since they take the places of examples, fewer than the "
+            f"{training.size} examples; got {canaries}"
+        )
+    guesses = _best_number_of_guesses(training, canaries, confidence)
+    inside = np.random.default_rng().integers(0, 2, canaries).astype(bool)
+    scores = _train(training, inside, watch)
+    return OneRun(canaries, 2 * guesses, _correct(scores, inside, guesses))
+
+
+def _train(training: Training, inside: np.ndarray, watch: Callable[[], None]) -> np.ndarray:
+    """One training with those canaries in it; each canary's score [m]."""
+    count = len(inside)
+    model = _WithCanaries(training.model_copy(), count)
+    optimizer = training.optimizer(model.parameters())
+    own, rows = _places(training.size, inside)
+    data = training.with_columns(list(range(training.size)), (own, rows))
+    engine = training.engine(model, optimizer, data, training.batch_size)
+    bound = as_policy(training.clipping).sensitivity
+    scores = np.zeros(count)
+
+    def look(*_: Any) -> None:
+        gradient = model.canaries.weight.grad
+        assert gradient is not None  # the engine fills in what is missing
+        released = gradient[1:, 0].double().cpu().numpy()
+        scores[:] += log_ratios(released * engine.batch_size / bound, engine.sample_rate, training.noise_multiplier)
+
+    # After the engine's own hook, so what it sees is what was released.
+    optimizer.register_step_pre_hook(look)
+    batches, losses = endless(engine), _losses_with(training.loss_fn, PULL * max(1.0, bound))
+    for _ in range(training.steps):
+        engine.step(next(batches), losses)
+        watch()
+    return scores
+
+
+class _WithCanaries(nn.Module):
+    """The user's model with a number for each canary beside it; row 0 is of examples that are none."""
+
+    def __init__(self, model: nn.Module, count: int) -> None:
+        super().__init__()
+        self.model = model
+        kind = next(model.parameters())
+        self.canaries = nn.Embedding(count + 1, 1, padding_idx=0, device=kind.device, dtype=kind.dtype)
+
+
+def _places(size: int, inside: np.ndarray) -> tuple[Tensor, Tensor]:
+    """(weight of the example's own loss [N], canary's row [N]): the last places are the canaries'.
+
+    A canary that is out leaves an example whose gradient is zero, so that the size of the data set tells nothing.
+    """
+    own = torch.ones(size)
+    own[size - len(inside) :] = 0.0
+    rows = torch.zeros(size, dtype=torch.long)
+    rows[size - len(inside) :] = torch.arange(1, len(inside) + 1) * torch.from_numpy(inside)
+    return own, rows
+
+
+def _losses_with(loss_fn: LossFunction, pull: float) -> LossFunction:
+    """Losses [B]: the example's own, or a canary's, which pulls at its number and at nothing else."""
+
+    def losses(model: Any, batch: Any) -> Tensor:
+        examples, own, rows = batch
+        found = loss_fn(model.model, examples)
+        return found * own.to(found) + pull * model.canaries(rows.to(found.device)).squeeze(1)
+
+    return losses
+
+
+def _best_number_of_guesses(training: Training, canaries: int, confidence: float) -> int:
+    """How many to guess on each side, by rehearsals with simulated scores of the claimed mechanism.
+
+    Chosen before the training is looked at, so the bound needs no correction for the choice.
+    """
+    choices = sorted({max(1, round(canaries / 2 * share)) for share in SHARES})
+    generator = np.random.default_rng()
+    gains = np.zeros(len(choices))
+    for _ in range(REHEARSALS):
+        inside = generator.integers(0, 2, canaries).astype(bool)
+        scores = _simulated(training, inside, generator)
+        for place, guesses in enumerate(choices):
+            rehearsed = OneRun(canaries, 2 * guesses, _correct(scores, inside, guesses))
+            gains[place] += rehearsed.epsilon(training.target_delta, confidence)
+    return choices[int(gains.argmax())]
+
+
+def _simulated(training: Training, inside: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """Scores of the sampled Gaussian mechanism that the training claims to be."""
+    claim = training.claim
+    scores = np.zeros(len(inside))
+    for _ in range(training.steps):
+        taken = inside & (generator.random(len(inside)) < claim.sample_rate)
+        seen = taken + claim.noise_multiplier * generator.standard_normal(len(inside))
+        scores += log_ratios(seen, claim.sample_rate, claim.noise_multiplier)
+    return scores
+
+
+def _correct(scores: np.ndarray, inside: np.ndarray, guesses: int) -> int:
+    """How many of the ``guesses`` largest scores are of canaries that were in, and of the smallest that were out."""
+    order = np.argsort(scores)
+    return int(inside[order[-guesses:]].sum() + (~inside[order[:guesses]]).sum())

@@ -1,0 +1,149 @@
+"""The training that is audited: the user's own model, data and settings, none of which is touched."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+
+from ghostclip.audit.claim import Claim
+from ghostclip.engine import PrivacyEngine
+from ghostclip.sampling import LogicalBatch
+from ghostclip.validate import one_of, open_fraction, positive, positive_int
+
+__all__ = ["LossFunction", "Training", "endless"]
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+Columns = tuple[Tensor, ...]
+
+
+def _plain_sgd(parameters: Iterator[nn.Parameter]) -> Optimizer:
+    return SGD(parameters, lr=0.1)
+
+
+@dataclass(frozen=True)
+class Training:
+    """The arguments of `PrivacyEngine` and the number of steps.
+
+    Attributes:
+        model, loss_fn, data, batch_size, noise_multiplier, target_delta, clipping, second_pass,
+            max_physical_batch_size, noise: as `PrivacyEngine` and its ``step`` take them.
+        steps: of the whole training.
+        optimizer: parameters -> the optimizer of the training; plain SGD by default.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range.
+    """
+
+    model: nn.Module
+    loss_fn: LossFunction
+    data: Any
+    batch_size: int
+    noise_multiplier: float
+    steps: int
+    target_delta: float = 1e-5
+    clipping: Any = 1.0
+    second_pass: str = "reweight"
+    max_physical_batch_size: int | None = None
+    noise: str = "standard"
+    optimizer: Callable[[Iterator[nn.Parameter]], Optimizer] = _plain_sgd
+
+    def __post_init__(self) -> None:
+        positive(noise_multiplier=self.noise_multiplier)
+        positive_int(steps=self.steps)
+        open_fraction(target_delta=self.target_delta)
+        one_of(("standard", "hardened"), noise=self.noise)
+        if positive_int(batch_size=self.batch_size) > self.size:
+            raise ValueError(f"batch_size must be at most the {self.size} examples; got {self.batch_size}")
+
+    @property
+    def dataset(self) -> Any:
+        """The data set, from under a DataLoader."""
+        return self.data.dataset if isinstance(self.data, DataLoader) else self.data
+
+    @property
+    def size(self) -> int:
+        """Number of examples."""
+        return len(self.dataset)
+
+    @property
+    def claim(self) -> Claim:
+        """What the training says it spends."""
+        return Claim(self.noise_multiplier, self.batch_size / self.size, self.steps, self.target_delta)
+
+    def model_copy(self) -> nn.Module:
+        """A copy that shares nothing with the user's model."""
+        return copy.deepcopy(self.model)
+
+    def with_columns(self, indices: list[int], columns: Columns) -> Any:
+        """The data set's examples at ``indices``, each with an entry of every column: a batch is (examples, *columns).
+
+        Args:
+            indices: examples, in order; one may come several times.
+            columns: tensors [len(indices)], read anew for every batch.
+        """
+        collate = self.data.collate_fn if isinstance(self.data, DataLoader) else default_collate
+        rows = _Marked(self.dataset, indices, columns, collate)
+        return DataLoader(rows, batch_size=1, collate_fn=_as_it_is)
+
+    def engine(
+        self, model: nn.Module, optimizer: Optimizer, data: Any, batch_size: int, self_check: bool = True
+    ) -> PrivacyEngine:
+        """An engine with the training's clipping, noise and passes over another model and other data."""
+        with warnings.catch_warnings():
+            # It says that Poisson sampling replaces the order of our own loader.
+            warnings.filterwarnings("ignore", message="the DataLoader's SequentialSampler")
+            return PrivacyEngine(
+                model,
+                optimizer,
+                data,
+                batch_size=batch_size,
+                max_physical_batch_size=self.max_physical_batch_size,
+                noise_multiplier=self.noise_multiplier,
+                target_delta=self.target_delta,
+                clipping=self.clipping,
+                second_pass=self.second_pass,
+                noise=self.noise,
+                self_check=self_check,
+            )
+
+
+def endless(engine: PrivacyEngine) -> Iterator[LogicalBatch]:
+    """Logical batches, epoch after epoch."""
+    while True:
+        yield from engine.batches()
+
+
+class _Marked(Dataset[Any]):
+    """Chosen examples with columns of their own, collated a whole batch at a time."""
+
+    def __init__(self, dataset: Any, indices: list[int], columns: Columns, collate: Callable[[list[Any]], Any]) -> None:
+        self._dataset, self._indices, self._columns, self._collate = dataset, torch.tensor(indices), columns, collate
+        # Indexing tensors is far faster than collating single examples, and gives the same.
+        self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is default_collate else None
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, position: int) -> Any:
+        return self.__getitems__([position])
+
+    def __getitems__(self, positions: list[int]) -> Any:
+        rows = torch.tensor(positions)
+        found = self._indices[rows]
+        if self._tensors is not None:
+            examples: Any = [tensor[found] for tensor in self._tensors]
+        else:
+            examples = self._collate([self._dataset[index] for index in found.tolist()])
+        return (examples, *(column[rows] for column in self._columns))
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

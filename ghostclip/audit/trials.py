@@ -1,0 +1,105 @@
+"""Scores of an attack, and how often it errs: the threshold is chosen on some trials and judged by the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ghostclip.audit.bounds import error_bound
+
+__all__ = ["ErrorRates", "Trials"]
+
+CHOOSING = 0.2  # share of the trials on which the threshold is chosen
+CANDIDATES = 200
+
+# Upper bounds on false positives and false negatives, any shape -> what is to be made large.
+Merit = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class ErrorRates:
+    """How often an attack erred with one threshold, on trials that had no part in choosing it.
+
+    Attributes:
+        threshold: scores above it are guessed "in".
+        trials_out, trials_in: how many trials of each kind were judged.
+        false_positives, false_negatives: how many of them erred.
+        false_positive_bound, false_negative_bound: upper bounds on the rates; both hold with the asked confidence.
+    """
+
+    threshold: float
+    trials_out: int
+    trials_in: int
+    false_positives: int
+    false_negatives: int
+    false_positive_bound: float
+    false_negative_bound: float
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Independent trials of an attack.
+
+    Attributes:
+        scores: [N], larger where the canary seems to be in; float64.
+        inside: [N], whether it was; bool.
+    """
+
+    scores: np.ndarray
+    inside: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def first(self, count: int) -> Trials:
+        """The first ``count`` trials."""
+        return Trials(self.scores[:count], self.inside[:count])
+
+    def error_rates(self, merit: Merit, failure: float) -> ErrorRates:
+        """Error rates at the threshold that promises the most, both bounds failing with ``failure`` at most together.
+
+        Args:
+            merit: what the threshold is chosen for.
+            failure: probability, half of it for each of the two bounds.
+        """
+        held = max(2, round(CHOOSING * len(self)))
+        choosing, judging = self.first(held), Trials(self.scores[held:], self.inside[held:])
+        threshold = choosing._best_threshold(merit, failure, judging)
+        out, within = judging._split()
+        positives, negatives = int((out > threshold).sum()), int((within <= threshold).sum())
+        return ErrorRates(
+            threshold=threshold,
+            trials_out=len(out),
+            trials_in=len(within),
+            false_positives=positives,
+            false_negatives=negatives,
+            false_positive_bound=float(error_bound(positives, len(out), failure / 2)),
+            false_negative_bound=float(error_bound(negatives, len(within), failure / 2)),
+        )
+
+    def _split(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.scores[~self.inside], self.scores[self.inside]
+
+    def _best_threshold(self, merit: Merit, failure: float, judging: Trials) -> float:
+        """The candidate with the best merit that the judging trials would have if they erred as often as these."""
+        candidates = self._candidates()
+        out, within = (np.sort(scores) for scores in self._split())
+        sizes = [len(scores) for scores in judging._split()]
+        # Half an error more than was seen: none in a few is not none at all.
+        positives = (len(out) - np.searchsorted(out, candidates, side="right") + 0.5) / (len(out) + 1)
+        negatives = (np.searchsorted(within, candidates, side="right") + 0.5) / (len(within) + 1)
+        bounds = [
+            error_bound(rate * size, size, failure / 2)
+            for rate, size in zip((positives, negatives), sizes, strict=True)
+        ]
+        return float(candidates[int(np.argmax(merit(*bounds)))])
+
+    def _candidates(self) -> np.ndarray:
+        """Thresholds between the scores, at evenly spaced ranks."""
+        known = np.unique(self.scores)
+        if len(known) == 1:
+            return known
+        between = (known[1:] + known[:-1]) / 2
+        return between[np.unique(np.linspace(0, len(between) - 1, CANDIDATES).round().astype(int))]

@@ -1,0 +1,196 @@
+"""White-box trials: an adversary who sees every released sum, and a canary whose gradient it knows.
+
+In a trial the canary is in the data or not, by a fair coin, and the engine makes one real step (or several): sampling,
+forward, both passes, clipping, noise, release to the optimizer. The optimizer is one that looks at the released
+gradient along the canary's direction and moves nothing (Nasr et al. 2021 and 2023: gradient canaries, white box).
+
+The data are the ones in which the canary is seen best, as the guarantee is for all data: a few of the user's examples,
+whose clipped gradients the adversary knows, and the canary, an example of the user's with its loss multiplied so that
+its gradient is clipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ghostclip.audit.scores import log_ratios
+from ghostclip.audit.training import Training, endless
+from ghostclip.audit.trials import Trials
+from ghostclip.clipper import GhostClipper
+from ghostclip.engine import PrivacyEngine
+
+__all__ = ["Setting", "white_box_trials"]
+
+BYSTANDERS = 3  # examples beside the canary in a full batch
+LARGEST_BATCH = 8  # expected, where batches are sampled
+TRIED = 32  # examples among which the canary is chosen
+PULL = 100.0  # how many times the clipping bound the canary's gradient is
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The data set of a white-box audit.
+
+    Attributes:
+        batch_size, size: of its engine; their quotient is the audited sampling rate.
+        steps: releases in a trial.
+    """
+
+    batch_size: int
+    size: int
+    steps: int = 1
+
+    @property
+    def sample_rate(self) -> float:
+        """The probability of the canary to be in a release when it is in the data."""
+        return self.batch_size / self.size
+
+    @classmethod
+    def of(cls, training: Training, sampled: bool, steps: int) -> Setting:
+        """Full batches, or small sampled ones at (nearly) the training's rate."""
+        if not sampled:
+            return cls(BYSTANDERS + 1, BYSTANDERS + 1, steps)
+        rate = training.claim.sample_rate
+        near = min(
+            ((size, round(size / rate)) for size in range(1, LARGEST_BATCH + 1)),
+            key=lambda pair: (abs(pair[0] / max(pair) - rate), pair),
+        )
+        return cls(near[0], max(near), steps)
+
+
+def white_box_trials(
+    training: Training, setting: Setting, count: int, watch: Callable[[], None] = lambda: None
+) -> Trials:
+    """``count`` trials; the scores are log-likelihood ratios under the training's own claim.
+
+    Args:
+        training: what is audited; its model is copied.
+        setting: the data set's size and the steps of a trial.
+        count: of trials.
+        watch: called after each.
+
+    Raises:
+        ValueError: no example has a gradient that could serve as a canary's.
+        GhostClipError: the training can't be run.
+    """
+    canary = _Canary(training, setting)
+    inside = np.random.default_rng().integers(0, 2, count).astype(bool)
+    seen = np.empty((count, setting.steps))
+    for trial in range(count):
+        canary.put_in(bool(inside[trial]))
+        for step in range(setting.steps):
+            seen[trial, step] = canary.release()
+        watch()
+    return Trials(log_ratios(seen, setting.sample_rate, training.noise_multiplier).sum(1), inside)
+
+
+class _Canary:
+    """The engine under audit, with a slot in its data that holds the canary or an example without a gradient."""
+
+    def __init__(self, training: Training, setting: Setting) -> None:
+        chosen, self._pull = _strongest(training)
+        others = [index for index in range(training.size) if index != chosen] or [chosen]
+        indices = [others[place % len(others)] for place in range(setting.size - 1)] + [chosen]
+        # The slot is the last position; with weight 0 it is an example whose gradient is zero.
+        self._weights = torch.ones(setting.size)
+        data = training.with_columns(indices, (self._weights, torch.arange(setting.size)))
+        model = training.model_copy()
+        self._looking = _Looking(model.parameters())
+        # Without the self-check, which would remark that nothing moves.
+        self._engine: PrivacyEngine = training.engine(model, self._looking, data, setting.batch_size, self_check=False)
+        model.eval()  # dropout would only blur the canary
+        self._loss_fn = training.loss_fn
+        self._present: list[Tensor] = []
+        self._batches = endless(self._engine)
+        self._known = self._look_up(training, data.dataset, setting.size)
+
+    def put_in(self, inside: bool) -> None:
+        """Puts the canary into the slot, or takes it out."""
+        self._weights[-1] = self._pull if inside else 0.0
+
+    def release(self) -> float:
+        """One step of the engine, as the adversary sees it: about 1 with the canary in it and 0 without.
+
+        The unit is the clipping bound, so that the noise's standard deviation is the noise multiplier.
+        """
+        self._present.clear()
+        self._engine.step(next(self._batches), self._losses)
+        present = torch.cat(self._present) if self._present else torch.zeros(0, dtype=torch.long)
+        seen = self._looking.seen * self._engine.batch_size - float(self._known[present].sum())
+        return seen / self._sensitivity
+
+    def _losses(self, model: nn.Module, batch: Any) -> Tensor:
+        examples, weights, positions = batch
+        self._present.append(positions)
+        return self._loss_fn(model, examples) * weights
+
+    def _look_up(self, training: Training, rows: Any, size: int) -> Tensor:
+        """Sets the direction to look along; returns each bystander's share of it [size], 0 for the canary."""
+        model = training.model_copy()
+        clipper = GhostClipper(model, training.clipping, second_pass=training.second_pass)
+        model.eval()
+        self._sensitivity = clipper.sensitivity
+        self.put_in(True)
+
+        def clipped(position: int) -> list[Tensor]:
+            model.zero_grad()
+            clipper.backward(self._losses(model, rows.__getitems__([position])))
+            return [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in model.parameters()]
+
+        self._looking.direction = _normalised(clipped(size - 1))
+        shares = [_dot(clipped(position), self._looking.direction) for position in range(size - 1)]
+        return torch.tensor([*shares, 0.0], dtype=torch.float64)
+
+
+class _Looking(Optimizer):
+    """An optimizer that measures the gradient along a direction and moves nothing."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+        self.direction: list[Tensor] = []
+        self.seen = 0.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Measures the released gradient."""
+        found = [p.grad for group in self.param_groups for p in group["params"]]
+        self.seen = _dot(found, self.direction)
+
+
+def _strongest(training: Training) -> tuple[int, float]:
+    """(index, factor of its loss) of the example with the largest gradient among the first few."""
+    indices = list(range(min(TRIED, training.size)))
+    rows = training.with_columns(indices, ()).dataset
+    model = training.model_copy()
+    clipper = GhostClipper(model, training.clipping, second_pass=training.second_pass)
+    model.eval()
+    norms = clipper.norms(training.loss_fn(model, rows.__getitems__(indices)[0])).nan_to_num(0.0, 0.0, 0.0)
+    best = int(norms.argmax())
+    if norms[best] <= 0:
+        raise ValueError(
+            f"none of the first {len(indices)} examples has a gradient, so none can serve as a canary; check that the "
+            "model has trainable parameters and that the losses depend on them"
+        )
+    return best, PULL * max(1.0, clipper.sensitivity / float(norms[best]))
+
+
+def _normalised(parts: list[Tensor]) -> list[Tensor]:
+    length = torch.stack([part.double().square().sum() for part in parts]).sum().sqrt()
+    return [(part / length).to(part.dtype) for part in parts]
+
+
+def _dot(parts: list[Any], direction: list[Tensor]) -> float:
+    """The inner product of two lists of tensors, None being zero."""
+    products = [
+        torch.dot(part.flatten(), along.flatten())
+        for part, along in zip(parts, direction, strict=True)
+        if part is not None
+    ]
+    return float(torch.stack([product.double() for product in products]).sum())

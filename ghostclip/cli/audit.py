@@ -1,0 +1,176 @@
+"""ghostclip audit: an empirical lower bound on epsilon, beside the claimed one"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ghostclip.audit import Audit, Training, audit_training
+from ghostclip.cli.arguments import UsageError, add_json, print_json
+from ghostclip.cli.methods import OPTIMIZERS, Settings, cross_entropy
+from ghostclip.cli.plan import PlannedRun, runs_of
+from ghostclip.cli.progress import IN_A_LOG
+from ghostclip.cli.train import add_configuration, load_data, set_threads
+from ghostclip.cli.training import build
+from ghostclip.datasets import Data
+from ghostclip.report import plain
+from ghostclip.report.audit_plot import AuditPanel, audit_plot
+
+__all__ = ["add_arguments", "run"]
+
+AUDITED = ("reweight", "cached")
+
+DESCRIPTION = """\
+Attacks a training, described as for `ghostclip train`, and says what it must spend at least. White box: real releases
+of the engine, with a canary of known gradient among the examples or not. One run: a whole training with many canaries.
+What is released to the attacks is not charged: publish an audit of private data no more than the data."""
+EPILOG = """\
+exit status: 0 consistent with the claim, 1 more is spent than claimed
+
+examples:
+  ghostclip audit --model mlp --epochs 5 --draws 20000 --plot audit.png
+  ghostclip audit --model cnn --data mnist --data-dir ~/mnist --epsilon 3 --canaries 0 --json"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    add_configuration(parser)
+    parser.set_defaults(compare=False)
+    attacks = parser.add_argument_group("attacks")
+    attacks.add_argument(
+        "--draws", type=int, default=10_000, metavar="N", help="white-box releases; 0: none (default: 10000)"
+    )
+    attacks.add_argument(
+        "--canaries",
+        type=int,
+        metavar="N",
+        help="in the one run; 0: no such run (default: half of the examples, 1000 at most)",
+    )
+    attacks.add_argument(
+        "--steps-per-trial", type=int, default=1, metavar="N", help="releases a white-box trial sees (default: 1)"
+    )
+    attacks.add_argument(
+        "--sampled",
+        action="store_true",
+        help="leave it to the engine's sampling whether the canary is in a release, and don't tell the adversary",
+    )
+    attacks.add_argument(
+        "--confidence", type=float, default=0.95, help="with which all bounds hold together (default: 0.95)"
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--out", type=Path, metavar="FILE", help="write all figures as JSON")
+    output.add_argument("--plot", type=Path, metavar="FILE", help="write a PNG of the bounds over the releases")
+    add_json(output)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Audits, prints, writes the files; 1 when more is spent than claimed."""
+    _check(arguments)
+    set_threads(arguments)
+    data = load_data(arguments)
+    plan = next(runs_of(arguments, len(data.train)))
+    found = audit_training(
+        _training(plan, data),
+        draws=arguments.draws,
+        canaries=arguments.canaries,
+        sampled=arguments.sampled,
+        steps_per_trial=arguments.steps_per_trial,
+        confidence=arguments.confidence,
+        phase=_bar,
+    )
+    figures = plain(found.figures() | {"settings": asdict(plan.settings) | {"data": data.name, "steps": plan.steps}})
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    if arguments.plot is not None:
+        arguments.plot.write_bytes(plot_of(found))
+    if arguments.json:
+        print_json(figures)
+    else:
+        _print(found, plan.settings)
+    return 1 if found.violated else 0
+
+
+def plot_of(found: Audit) -> bytes:
+    """The bounds over the number of releases, a panel for each claim they are about."""
+    panels = []
+    curve = found.white_box.curve if found.white_box is not None else []
+    trial = [bound for bound in found.bounds if bound.about == "trial"]
+    if trial and found.white_box is not None:
+        steps, rate = found.white_box.steps_per_trial, found.white_box.sample_rate
+        what = "one release" if steps == 1 else f"{steps} releases"
+        lines = {"Gaussian": [p.gaussian for p in curve], "Clopper-Pearson": [p.clopper_pearson for p in curve]}
+        panels.append(AuditPanel(f"{what}, sampling rate {rate:.3g}", trial[0].claimed, lines))
+    lines = {"Gaussian": [p.training for p in curve]} if curve else {}
+    levels = {bound.method: bound.epsilon for bound in found.bounds if bound.method == "one-run"}
+    panels.append(AuditPanel("the whole training", found.claimed, lines, levels))
+    return audit_plot([point.releases for point in curve], panels, found.delta, found.confidence)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Everything that can be told before the data are loaded."""
+    if arguments.method not in AUDITED:
+        raise UsageError(
+            f"the audit runs the engine, whose methods are {' and '.join(AUDITED)}; got --method {arguments.method}"
+        )
+    if arguments.draws == 0 and arguments.canaries == 0:
+        raise UsageError("--draws 0 and --canaries 0 leave nothing to audit; give one of them")
+    for path in (arguments.out, arguments.plot):
+        if path is not None and not path.parent.is_dir():
+            raise UsageError(f"{path} can't be written: there is no folder {path.parent}")
+    if arguments.plot is not None:
+        import matplotlib.figure  # noqa: F401  (its lack is told now, not after the audit)
+
+
+def _training(plan: PlannedRun, data: Data) -> Training:
+    """The training that `ghostclip train` would run."""
+    settings = plan.settings
+    if not settings.noise_multiplier:
+        raise UsageError("noise multiplier 0 claims nothing (epsilon = inf), so there is nothing to audit")
+    return Training(
+        model=build(settings.model, data, settings.seed),
+        loss_fn=cross_entropy,
+        data=data.train,
+        batch_size=settings.batch_size,
+        noise_multiplier=settings.noise_multiplier,
+        steps=plan.steps,
+        target_delta=settings.delta,
+        clipping=settings.max_norm,
+        second_pass=settings.method,
+        max_physical_batch_size=settings.max_physical_batch_size,
+        optimizer=lambda parameters: OPTIMIZERS[settings.optimizer](parameters, settings.learning_rate),
+    )
+
+
+@contextmanager
+def _bar(name: str, count: int) -> Iterator[Callable[[], Any]]:
+    """A progress bar of one part of the audit, on stderr. Needs tqdm."""
+    from tqdm import tqdm
+
+    seconds = 0.1 if sys.stderr.isatty() else IN_A_LOG
+    with tqdm(total=count, desc=name, dynamic_ncols=True, mininterval=seconds) as shown:
+        yield shown.update
+
+
+def _print(found: Audit, settings: Settings) -> None:
+    """The results as text."""
+    print(f"{settings.model} with {settings.method}, noise multiplier {settings.noise_multiplier:.4g}\n")
+    print(f"{'lower bound':18}{'of':12}{'epsilon':>9}{'claimed':>9}{'share':>8}")
+    print("-" * 56)
+    for bound in found.bounds:
+        share = f"{bound.epsilon / bound.claimed:.0%}"
+        print(f"{bound.method:18}{bound.about:12}{bound.epsilon:9.4g}{bound.claimed:9.4g}{share:>8}")
+    if (white := found.white_box) is not None:
+        print(
+            f"\nwhite box: {white.trials:,} trials of {white.steps_per_trial} release(s) at sampling rate "
+            f"{white.sample_rate:.4g}; noise multiplier at most {white.noise_multiplier:.4g}"
+        )
+    if (once := found.one_run) is not None:
+        print(f"one run: {once.correct} of {once.guesses} guesses right, {once.canaries} canaries")
+    print(f"epsilon is at delta {found.delta:g}; {found.seconds:.0f} seconds\n\n{found.verdict}")

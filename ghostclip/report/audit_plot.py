@@ -1,0 +1,87 @@
+"""The plot of an audit: lower bounds on epsilon over the number of releases, beside what is claimed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ghostclip.report.plots import COLOURS, GREY, RESOLUTION, _png
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["AuditPanel", "audit_plot"]
+
+
+@dataclass(frozen=True)
+class AuditPanel:
+    """One claim and the lower bounds about it.
+
+    Attributes:
+        title: what the claim is about.
+        claimed: epsilon.
+        lines: {method: lower bound after each number of releases}.
+        levels: {method: lower bound} of attacks that don't grow with the releases.
+    """
+
+    title: str
+    claimed: float
+    lines: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    levels: Mapping[str, float] = field(default_factory=dict)
+
+
+def audit_plot(releases: Sequence[int], panels: Sequence[AuditPanel], delta: float, confidence: float) -> bytes:
+    """A PNG with one panel for each claim.
+
+    Args:
+        releases: numbers of audited releases, at which the lines of all panels were taken.
+        panels: from left to right.
+        delta: of all epsilons.
+        confidence: of the lower bounds.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1.2 + 4.6 * len(panels), 4.4), dpi=RESOLUTION, layout="constrained")
+    figure.suptitle(f"Claimed and audited epsilon (delta = {delta:g}, lower bounds at confidence {confidence:.4g})")
+    for number, panel in enumerate(panels, 1):
+        _draw(figure.add_subplot(1, len(panels), number), releases, panel)
+    return _png(figure)
+
+
+def _draw(axes: Axes, releases: Sequence[int], panel: AuditPanel) -> None:
+    """One panel: the claim as a dashed line, bounds with markers, levels dotted."""
+    axes.set_title(panel.title, fontsize=11)
+    axes.set_xlabel("audited releases" if panel.lines else "")
+    axes.set_ylabel("epsilon")
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    claim = f"claimed: {panel.claimed:.3g}"
+    axes.axhline(panel.claimed, color=GREY, linewidth=1.2, linestyle="--", label=claim)
+    colours = iter(COLOURS)
+    for method, values in panel.lines.items():
+        shown = [value if math.isfinite(value) else math.nan for value in values]
+        label = f"{method}: {values[-1]:.3g}"
+        axes.plot(releases, shown, color=next(colours), linewidth=1.8, marker="o", markersize=4, label=label)
+    for method, value in panel.levels.items():
+        axes.axhline(value, color=next(colours), linewidth=1.8, linestyle=":", label=f"{method}: {value:.3g}")
+    if panel.lines:
+        _count_axis(axes, releases)
+    else:
+        axes.set_xticks([])
+    highest = [panel.claimed, *panel.levels.values(), *(value for line in panel.lines.values() for value in line)]
+    axes.set_ylim(0, 1.12 * max(value for value in highest if math.isfinite(value)))
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, fontsize=9, frameon=False)
+
+
+def _count_axis(axes: Axes, releases: Sequence[int]) -> None:
+    """A logarithmic axis with counts a reader can read: two ticks a decade where they fit, else one."""
+    axes.set_xscale("log")
+    figures = (1, 3) if releases[-1] / releases[0] < 300 else (1,)
+    ticks = [figure * 10**power for power in range(10) for figure in figures]
+    shown = [tick for tick in ticks if releases[0] <= tick <= releases[-1]]
+    axes.set_xticks(shown, [f"{tick:,}" for tick in shown])
+    axes.minorticks_off()
