@@ -15,8 +15,9 @@ import torch
 from scipy import stats
 
 from ghostclip.native import library
-from ghostclip.noise import Noise, noise_source
+from ghostclip.noise import noise_source
 from ghostclip.noise.gaussian import CHUNK, ChaCha, Normal, Pcg, box_muller
+from ghostclip.noise.standard import StandardNoise
 
 MILLION = 1_000_000
 # A false alarm once in a hundred thousand runs for each test.
@@ -24,12 +25,12 @@ RARE = 1e-5
 SHAPES = [torch.zeros(3, 5), torch.zeros(()), torch.zeros(0, 4), torch.zeros(7)]
 
 
-def numbers(source: Noise, count: int = MILLION, std: float = 1.0) -> np.ndarray:
+def numbers(source: StandardNoise, count: int = MILLION, std: float = 1.0) -> np.ndarray:
     return source.draw([torch.zeros(count)], std)[0].numpy()
 
 
 def test_a_million_coordinates_are_gaussian() -> None:
-    found = numbers(noise_source(), std=2.5).astype(np.float64) / 2.5
+    found = numbers(StandardNoise(), std=2.5).astype(np.float64) / 2.5
     assert stats.kstest(found, "norm").pvalue > RARE
     edges = stats.norm.ppf(np.linspace(0, 1, 201))
     counts, _ = np.histogram(found, edges)
@@ -39,14 +40,14 @@ def test_a_million_coordinates_are_gaussian() -> None:
 
 
 def test_tails_are_gaussian() -> None:
-    found = np.abs(numbers(noise_source()))
+    found = np.abs(numbers(StandardNoise()))
     for bound in (3.0, 4.0):
         expected = MILLION * 2 * stats.norm.sf(bound)
         assert abs((found > bound).sum() - expected) < 6 * np.sqrt(expected)
 
 
 def test_two_steps_and_two_parameters_are_independent() -> None:
-    source = noise_source()
+    source = StandardNoise()
     first, second = (source.draw([torch.zeros(MILLION), torch.zeros(MILLION)], 1.0) for _ in range(2))
     pairs = [(first[0], first[1]), (first[0], second[0]), (first[1], second[0]), (first[1], second[1])]
     for left, right in pairs:
@@ -55,7 +56,7 @@ def test_two_steps_and_two_parameters_are_independent() -> None:
 
 
 def test_neighbouring_coordinates_are_independent() -> None:
-    found = numbers(noise_source())
+    found = numbers(StandardNoise())
     for lag in (1, 2, 8, 16):
         assert stats.pearsonr(found[:-lag], found[lag:]).pvalue > RARE
 
@@ -64,20 +65,20 @@ def test_every_source_and_process_draws_its_own() -> None:
     code = (
         "import torch; from ghostclip.noise import noise_source as n; print(n().draw([torch.zeros(1)], 1.0)[0].item())"
     )
-    ours = str(noise_source().draw([torch.zeros(1)], 1.0)[0].item())
+    ours = str(StandardNoise().draw([torch.zeros(1)], 1.0)[0].item())
     process = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
     theirs = process.stdout.decode().strip()
-    again = str(noise_source().draw([torch.zeros(1)], 1.0)[0].item())
+    again = str(StandardNoise().draw([torch.zeros(1)], 1.0)[0].item())
     assert len({ours, again, theirs}) == 3
 
 
-def _send_numbers(source: Noise, pipe: Connection) -> None:
+def _send_numbers(source: StandardNoise, pipe: Connection) -> None:
     pipe.send(numbers(source, 8).tolist())
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_does_not_repeat_its_parents_noise() -> None:
-    source = noise_source()
+    source = StandardNoise()
     numbers(source, 8)
     ours, theirs = multiprocessing.Pipe()
     child = multiprocessing.get_context("fork").Process(target=_send_numbers, args=(source, theirs))
@@ -91,7 +92,7 @@ def test_a_fork_does_not_repeat_its_parents_noise() -> None:
 def test_copies_do_not_repeat_each_other(compiling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiling:
         monkeypatch.setattr("ghostclip.noise.gaussian.library", lambda name: None)
-    source = noise_source()
+    source = StandardNoise()
     numbers(source, 8)
     copies = [copy.deepcopy(source), copy.copy(source), pickle.loads(pickle.dumps(source))]
     drawn = [numbers(each, 8).tolist() for each in (source, *copies)]
@@ -103,7 +104,7 @@ def test_torch_seeds_have_no_influence() -> None:
     for _ in range(2):
         torch.manual_seed(0)
         np.random.seed(0)
-        found.append(numbers(noise_source(), 4).tolist())
+        found.append(numbers(StandardNoise(), 4).tolist())
     assert found[0] != found[1]
 
 
@@ -216,14 +217,14 @@ def test_every_stream_is_gaussian_and_independent(dtype: torch.dtype) -> None:
 
 def test_without_a_compiler_the_noise_is_made_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ghostclip.noise.gaussian.library", lambda name: None)
-    source = noise_source()
+    source = StandardNoise()
     assert stats.kstest(numbers(source), "norm").pvalue > RARE
     assert isinstance(source._stream(torch.device("cpu")), Pcg)
 
 
 def test_one_flat_draw_serves_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    source = noise_source()
+    source = StandardNoise()
     stream = source._stream(torch.device("cpu"))
     monkeypatch.setattr(stream, "fill", lambda out, std: calls.append(out.numel()))
     drawn = source.draw(SHAPES, 1.0)
@@ -233,7 +234,7 @@ def test_one_flat_draw_serves_all_shapes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_noise_is_float32_or_wider() -> None:
     like = [torch.zeros(4, dtype=dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
-    drawn = noise_source().draw(like, 1.0)
+    drawn = StandardNoise().draw(like, 1.0)
     assert [tensor.dtype for tensor in drawn] == [torch.float32] * 3 + [torch.float64]
 
 
@@ -296,5 +297,5 @@ def test_modes_and_seeds_that_do_not_go_together() -> None:
         noise_source("test", seed=-1)
     with pytest.raises(ValueError, match="seed must be below"):
         noise_source("test", seed=2**63)
-    with pytest.raises(NotImplementedError, match='noise="hardened" is not there yet'):
-        noise_source("hardened")
+    with pytest.raises(ValueError, match=r'seed=1 would make the noise predictable, so noise="hardened" takes none'):
+        noise_source("hardened", seed=1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip.bench.losses import Losses
-from ghostclip.noise import Noise
+from ghostclip.noise import noise_source
 
 __all__ = ["LEARNING_RATE", "NOISE_MULTIPLIER", "CannotRun", "Contender", "Prepared", "adam", "by_filling_gradients"]
 
@@ -106,7 +106,7 @@ def by_filling_gradients(fill: Fill) -> Prepare:
 
 def _flat_noise(parameters: list[nn.Parameter], std: float) -> Callable[[int], None]:
     """A function that turns every p.grad into (p.grad + noise) / batch size, drawing all noise at once."""
-    source = Noise()
+    source = noise_source()
 
     def add(batch_size: int) -> None:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]

@@ -1,5 +1,6 @@
 """Gaussian noise for a release: where the random numbers come from, and how they get into the clipped sums."""
 
-from ghostclip.noise.source import MODES, Noise, noise_source
+from ghostclip.noise.release import Noise
+from ghostclip.noise.source import MODES, noise_source
 
 __all__ = ["MODES", "Noise", "noise_source"]

@@ -1,0 +1,54 @@
+"""Random words that nobody can foresee: AES-256 in counter mode, its key from the operating system.
+
+The cipher is OpenSSL's, through the `cryptography` package. A stream serves one release and is dropped: the next one,
+in whatever process, after whatever fork or copy of a virtual machine, has a key of its own, and a key that is gone
+can't be read out of memory later.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+__all__ = ["KEY_BYTES", "KeyStream"]
+
+KEY_BYTES = 32
+# A buffer must have room for what an incomplete block might add.
+SLACK = 16
+
+
+class KeyStream:
+    """The key stream of AES-256-CTR (NIST SP 800-38A), the counter from zero.
+
+    Args:
+        key: 32 bytes; None, as it must be where privacy depends on it, for the operating system's entropy.
+
+    Raises:
+        ModuleNotFoundError: the `cryptography` package is not installed.
+    """
+
+    def __init__(self, key: bytes | None = None) -> None:
+        try:
+            from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                'noise="hardened" needs the cryptography package, which is not installed; run: '
+                'pip install "ghostclip[hardened]"',
+                name=error.name,
+            ) from error
+        key = os.urandom(KEY_BYTES) if key is None else key
+        self._encrypt = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor().update_into
+
+    def words(self, count: int) -> np.ndarray:
+        """The next ``count`` words, uint64, whatever the machine's byte order."""
+        return self._bytes(8 * count).view("<u8")
+
+    def halves(self, count: int) -> np.ndarray:
+        """The next ``count`` words, uint32."""
+        return self._bytes(4 * count).view("<u4")
+
+    def _bytes(self, count: int) -> np.ndarray:
+        found = np.empty(count + SLACK, np.uint8)
+        self._encrypt(bytes(count), found.data)
+        return found[:count]

@@ -1,0 +1,92 @@
+"""What every source of noise promises, what it may be given, and how tensors become one vector and tensors again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from ghostclip.validate import nonnegative, positive
+
+__all__ = ["Noise", "check_release", "flat", "on_flat", "precision"]
+
+
+class Noise(Protocol):
+    """A source of Gaussian noise.
+
+    Attributes:
+        mode: "standard", "hardened" or "test", as reports name it.
+        private: False when whoever knows a seed knows the noise.
+        draws: releases that got noise so far.
+    """
+
+    mode: str
+    private: bool
+    draws: int
+
+    def release(self, sums: Sequence[Tensor], std: float, divisor: float = 1.0) -> list[Tensor]:
+        """(sum + noise) / divisor for each of ``sums``, with noise of standard deviation ``std``.
+
+        Args:
+            sums: float32 or float64; not to be used afterwards, since they may be overwritten.
+            std: standard deviation of the noise in a sum, finite and >= 0.
+            divisor: the public number the sums are divided by, > 0.
+
+        Raises:
+            TypeError: a sum is in a narrower type than float32, where noise would be rounded away.
+            ValueError: ``std`` or ``divisor`` is out of range.
+        """
+        ...
+
+    def positions(self) -> dict[str, Any]:
+        """How far a repeatable source has come, for a checkpoint; {} for a private one, which nobody may repeat."""
+        ...
+
+    def resume(self, positions: Mapping[str, Any]) -> None:
+        """Goes on from `positions` of a source with the same seed; a private source starts afresh instead."""
+        ...
+
+
+def check_release(sums: Sequence[Tensor], std: float, divisor: float) -> None:
+    """Raises TypeError or ValueError when that is not what `Noise.release` takes."""
+    positive(divisor=divisor)
+    nonnegative(std=std)
+    for tensor in sums:
+        if tensor.dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"noise is added in float32 or float64, and cast afterwards; got a sum in {tensor.dtype}")
+
+
+def on_flat(like: Sequence[Tensor], make: Callable[[list[Tensor]], Tensor]) -> list[Tensor]:
+    """Tensors of the shapes of ``like``, as views of what ``make`` returns for those of one device and precision.
+
+    Args:
+        like: tensors.
+        make: gets some of them, and returns a vector of as many numbers as they have.
+    """
+    views: list[Tensor] = [torch.empty(0)] * len(like)
+    for indices in _by_device_and_precision(like):
+        some = [like[index] for index in indices]
+        for index, view in zip(indices, _unflatten_dense_tensors(make(some), some), strict=True):
+            views[index] = view
+    return views
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    """Their numbers, in one vector."""
+    return _flatten_dense_tensors([tensor.contiguous() for tensor in tensors])
+
+
+def precision(tensor: Tensor) -> torch.dtype:
+    """The type in which a tensor's noise is made: float32 or wider."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _by_device_and_precision(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Indices of the tensors one flat draw can serve."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault((tensor.device, precision(tensor)), []).append(index)
+    yield from groups.values()

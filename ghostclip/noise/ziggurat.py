@@ -1,0 +1,128 @@
+"""Exact samples of the normal distribution, by a ziggurat whose random digits are revealed only as far as needed.
+
+The half plane under f(x) = exp(-x^2 / 2), x >= 0, is covered by 256 horizontal layers of one area (Marsaglia and Tsang
+2000): layer i reaches from x = 0 to its width w_i, and from floor Y_i up by its height A / w_i, where A is the area
+and Y_i the sum of the heights below. A point drawn uniformly in a layer drawn uniformly is uniform in their union, and
+those under f have a normal x. Three things make that exact rather than approximate:
+
+- The widths are float64 numbers, and *by definition* exact; the heights are A / w_i as real numbers. The widths are a
+  little larger than they must be, so that the layers certainly cover what is under f.
+- x = w_i U is not a float but a real number, whose first binary digits are known; further ones are drawn when a
+  decision needs them ("interval refining", Haney et al. 2022). Decisions are made in float64 with a bound on its
+  error, and where that is not enough (once in 2^32 times) with 60 decimal digits.
+- The one approximation is the lowest layer's end at 13 standard deviations: what lies beyond has probability 2^-125.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from decimal import Context, Decimal, localcontext
+from fractions import Fraction
+
+import numpy as np
+
+from ghostclip.noise.cipher import KeyStream
+
+__all__ = ["LAYERS", "REACH", "Ziggurat", "ziggurat"]
+
+LAYERS = 256
+REACH = 13.0
+# Widths are this much too large, and what is taken for inside of f this much too small: both far above rounding.
+WIDER, NARROWER = 1 + 2.0**-30, 1 - 2.0**-20
+# Bounds the error in float64 of the height of a point minus f there; both are at most about 1.
+DOUBT = 2.0**-45
+PRECISION = Context(prec=60)
+
+
+@dataclass(frozen=True)
+class Ziggurat:
+    """The layers, from the lowest to the highest.
+
+    Attributes:
+        area: of each layer.
+        widths: [256], exact.
+        floors, heights: [256], rounded to float64.
+        inside: [256], the share of each width that is certainly under f at all of the layer's heights.
+    """
+
+    area: float
+    widths: np.ndarray
+    floors: np.ndarray
+    heights: np.ndarray
+    inside: np.ndarray
+
+    def under(self, layers: np.ndarray, shares: np.ndarray, stream: KeyStream) -> tuple[np.ndarray, ...]:
+        """Which points are under f, at heights drawn from ``stream``.
+
+        Args:
+            layers: [n], of the points.
+            shares: [n], their x over the layer's width, to 2^-52.
+            stream: gives a word for each point whose height matters.
+
+        Returns:
+            Whether each is under f [n], whether that is in doubt [n], and the first 53 digits of the heights [n].
+        """
+        accepted = shares < self.inside[layers]
+        doubtful = np.zeros(len(layers), bool)
+        digits = np.zeros(len(layers), np.uint64)
+        rest = np.flatnonzero(~accepted)
+        digits[rest] = stream.words(len(rest)) >> np.uint64(11)
+        layers = layers[rest]
+        heights = self.floors[layers] + (digits[rest].astype(np.float64) + 0.5) * 2.0**-53 * self.heights[layers]
+        curve = np.exp(-0.5 * np.square(self.widths[layers] * shares[rest]))
+        accepted[rest] = heights < curve
+        doubtful[rest] = np.abs(heights - curve) < DOUBT
+        return accepted, doubtful, digits
+
+    def certainly_under(self, layer: int, x: Fraction, height: Fraction) -> bool:
+        """Whether the point ``x`` of a layer, at that share of its height, is under f; to 60 digits."""
+        with localcontext(PRECISION):
+            floors = _exact_floors(self)
+            above = floors[layer] + _decimal(height) * (floors[layer + 1] - floors[layer])
+            return above < (-_decimal(x * x) / 2).exp()
+
+
+@functools.cache
+def ziggurat() -> Ziggurat:
+    """The layers, with the least area that lets 256 of them reach up to f(0) = 1."""
+    low, high = 0.004, 0.006
+    while high - low > 1e-9:
+        area = (low + high) / 2
+        low, high = (low, area) if _stack(area) is not None else (area, high)
+    stacked = _stack(high)
+    assert stacked is not None
+    widths, floors = stacked
+    inside = [widths[i + 1] / widths[i] * NARROWER for i in range(LAYERS - 1)]
+    return Ziggurat(high, np.array(widths), np.array(floors), high / np.array(widths), np.array([*inside, 0.0]))
+
+
+def _stack(area: float) -> tuple[list[float], list[float]] | None:
+    """Widths and floors of the layers of that area; None when they don't reach the top."""
+    widths, floors = [REACH], [0.0]
+    for _ in range(LAYERS - 1):
+        floors.append(floors[-1] + area / widths[-1])
+        if floors[-1] >= 1:
+            return widths + [widths[-1]] * (LAYERS - len(widths)), floors + [1.0] * (LAYERS - len(floors))
+        widths.append(math.sqrt(-2 * math.log(floors[-1])) * WIDER)
+    return (widths, floors) if floors[-1] + area / widths[-1] > 1 else None
+
+
+@functools.cache
+def _area_floors(area: float, widths: tuple[float, ...]) -> list[Decimal]:
+    with localcontext(PRECISION):
+        floors = [Decimal(0)]
+        for width in widths:
+            floors.append(floors[-1] + Decimal(area) / Decimal(width))
+        return floors
+
+
+def _exact_floors(layers: Ziggurat) -> list[Decimal]:
+    """The floors [257], the top included, to 60 digits."""
+    return _area_floors(layers.area, tuple(layers.widths.tolist()))
+
+
+def _decimal(number: Fraction) -> Decimal:
+    """To the digits of the context."""
+    return Decimal(number.numerator) / Decimal(number.denominator)
