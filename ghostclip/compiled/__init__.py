@@ -1,5 +1,17 @@
-"""Compiled steps: forward, passes, weights and clipped sums of a physical batch as one inductor graph."""
+"""Compiled steps: forward, passes and clipped sums of a physical batch, noise and update, as inductor graphs."""
 
 from ghostclip.compiled.clip import CompiledClip
+from ghostclip.compiled.release import CompiledRelease, Release
+from ghostclip.compiled.update import NOT_YET, Update, read_update
+from ghostclip.compiled.whole import CompiledStep, WholeStep
 
-__all__ = ["CompiledClip"]
+__all__ = [
+    "NOT_YET",
+    "CompiledClip",
+    "CompiledRelease",
+    "CompiledStep",
+    "Release",
+    "Update",
+    "WholeStep",
+    "read_update",
+]

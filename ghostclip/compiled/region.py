@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from ghostclip.errors import UnsupportedModelError
 
-__all__ = ["Region", "trace"]
+__all__ = ["Region", "trace", "write_back"]
 
 log = logging.getLogger("ghostclip")
 
@@ -83,6 +83,19 @@ def trace(step: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], oth
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
+
+
+def write_back(graph: GraphModule, count: int) -> None:
+    """Has the graph copy its last ``count`` outputs into its first ``count`` inputs, in place of returning them."""
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    returned = list(output.args[0])
+    split = len(returned) - count
+    with graph.graph.inserting_before(output):
+        for target, value in zip(inputs, returned[split:], strict=False):
+            graph.graph.call_function(torch.ops.aten.copy_.default, (target, value))
+    output.args = (tuple(returned[:split]),)
+    graph.recompile()
 
 
 def _written_down(step: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> GraphModule:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -11,10 +12,29 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-__all__ = ["ModelState", "capacity_for", "function_key", "leaves_of", "pad"]
+__all__ = ["Asked", "ModelState", "capacity_for", "function_key", "leaves_of", "pad"]
 
 # Physical batches of Poisson sampling vary in size; graphs are made for sizes of a grid with this ratio.
 GROWTH = 1.25
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One batch and what is to be done with it.
+
+    Attributes:
+        key: of the graph that can do it.
+        leaves: the batch's tensors, padded.
+        structure: how they are nested.
+        examples: how many of the rows are examples.
+        kept: what the key was made of, so that no id in it is used again.
+    """
+
+    key: tuple
+    leaves: list[Tensor]
+    structure: Any
+    examples: int
+    kept: list[Any]
 
 
 def leaves_of(batch: Any) -> tuple[list[Tensor], Any, int] | None:
@@ -72,7 +92,8 @@ class ModelState:
             found += map(id, module._modules.values())
             found += map(id, module._buffers.values())
             for parameter in module._parameters.values():
-                found += (id(parameter), parameter is not None and parameter.requires_grad)
+                if parameter is not None:
+                    found += (id(parameter), parameter.requires_grad, parameter.dtype, parameter.stride())
         return tuple(found)
 
 

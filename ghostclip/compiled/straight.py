@@ -15,7 +15,10 @@ from ghostclip.groupwise import Part
 from ghostclip.passes import norm_dtype
 from ghostclip.two_passes import TwoPasses
 
-__all__ = ["Clipped", "eager", "learn", "straight"]
+__all__ = ["Clipped", "Groups", "eager", "learn", "put_together", "straight", "taken_apart"]
+
+# The names of the groups that norms and weights are of; None for a policy without groups.
+Groups = tuple[list[str] | None, list[str] | None]
 
 
 @dataclass
@@ -32,6 +35,26 @@ class Clipped:
     norms: Any
     weights: Any
     sums: list[Tensor | None]
+
+
+def taken_apart(result: Clipped) -> tuple[list[Tensor], Groups]:
+    """Losses, norms and weights as one list, and how to `put_together` what a graph makes of them."""
+    both = (result.norms, result.weights)
+    vectors = [result.losses]
+    for part in both:
+        vectors += part.values() if isinstance(part, dict) else [part]
+    norms, weights = (list(part) if isinstance(part, dict) else None for part in both)
+    return vectors, (norms, weights)
+
+
+def put_together(vectors: list[Tensor], groups: Groups, examples: int, sums: list[Tensor | None]) -> Clipped:
+    """The result without the rows that were padding."""
+    if examples < len(vectors[0]):
+        vectors = [vector[:examples] for vector in vectors]
+    losses, *rest = vectors
+    parts = iter(rest)
+    norms, weights = (next(parts) if names is None else {name: next(parts) for name in names} for names in groups)
+    return Clipped(losses, norms, weights, sums)
 
 
 def eager(passes: TwoPasses, losses: Tensor) -> Clipped:

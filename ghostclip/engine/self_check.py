@@ -42,6 +42,11 @@ class SelfCheck:
         self._movement = Movement(self._passes.index, optimizer) if wanted else None
         self._unused: list[str] = []
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to be looked at."""
+        return not (self._to_compare or self._to_exchange or self._movement is not None)
+
     def forward(self, loss_fn: LossFunction, examples: Any, check_count: Callable[[Tensor], None]) -> Tensor:
         """``loss_fn``'s losses with their graph; while there is something to check, it is called once more.
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ghostclip.clipper import ClippingResult, GhostClipper
+from ghostclip.engine.compiled_steps import CompiledSteps, DrawsAhead
 from ghostclip.engine.optimizers import held_parameters, refuse_scaling, show_scaling, with_closure
 from ghostclip.engine.self_check import SelfCheck
 from ghostclip.engine.sums import ClippedSums
@@ -43,13 +45,14 @@ class PrivateSteps:
         self_check: bool = True,
     ) -> None:
         self._clipper, self._optimizer, self._noise = clipper, optimizer, noise
-        self._noise_multiplier, self._batch_size, self._charge = noise_multiplier, batch_size, charge
-        self._owned = set(clipper.model.parameters())
+        self._noise_multiplier, self.batch_size, self.charge = noise_multiplier, batch_size, charge
+        self.owned = set(clipper.model.parameters())
         self._sums = ClippedSums(clipper.model)
         self._self_check = SelfCheck(clipper, optimizer, self_check)
         self._batch: LogicalBatch | None = None
         self._sensitivity = 0.0
         self._stepping = False
+        self._compiled: CompiledSteps | None = None
         self._undo = [
             optimizer.register_step_pre_hook(self._before_step).remove,
             optimizer.register_step_post_hook(self._after_step).remove,
@@ -75,8 +78,19 @@ class PrivateSteps:
             undo()
 
     def compile(self, largest: int | None) -> None:
-        """Lets the clipper compile, for physical batches of at most ``largest`` examples."""
-        self._clipper.compile(expected=self._batch_size, largest=largest)
+        """Lets `step` compile, for physical batches of at most ``largest`` examples."""
+        self._clipper.compile(expected=self.batch_size, largest=largest)
+        self._compiled = CompiledSteps(self, self._clipper, self._optimizer)
+
+    def check_between(self, caller: str) -> bool:
+        """Whether a logical batch was handed out that has no step yet; raises PrivacyError when it is half done."""
+        if self._sums.count:
+            raise PrivacyError(
+                f"{caller} was called inside of a logical batch, with private sums of {self._sums.count} of its "
+                "physical batches gathered, which may not be stored; call it after optimizer.step(), or when the batch "
+                "was left by break or an exception"
+            )
+        return self._batch is not None
 
     def current(self, caller: str) -> LogicalBatch:
         """The logical batch in the making; raises PrivacyError, which names the caller, when there is none."""
@@ -89,14 +103,14 @@ class PrivateSteps:
 
     def backward(self, losses: Tensor, retain_graph: bool) -> ClippingResult:
         """Gathers the clipped sum of the physical batch that was handed out last; see `PrivacyEngine.backward`."""
-        self._check_turn()
+        self.check_turn()
         self._check_count(losses)
         self._self_check.backward(losses)
         return self._gather(lambda: self._clipper.backward(losses, retain_graph=retain_graph))
 
     def clip(self, loss_fn: Callable[[nn.Module, Any], Tensor], examples: Any) -> ClippingResult:
         """Forward and `backward` of the physical batch that was handed out last, compiled where that was asked for."""
-        self._check_turn()
+        self.check_turn()
 
         def checked(model: nn.Module, examples: Any) -> Tensor:
             return self._self_check.forward(loss_fn, examples, self._check_count)
@@ -106,7 +120,26 @@ class PrivateSteps:
             self._self_check.rehearse(checked, examples)
         return self._gather(lambda: self._clipper.clip(loss_fn, examples, whole=checked))
 
-    def _check_turn(self) -> None:
+    def step(self, batch: LogicalBatch, loss_fn: Callable[[nn.Module, Any], Tensor]) -> list[ClippingResult]:
+        """Clips all physical batches, then steps the optimizer; compiled where that was asked for."""
+        if self._compiled is not None:
+            return self._compiled.step(batch, loss_fn)
+        seen = [self.clip(loss_fn, examples) for examples in batch.physical()]
+        self._optimizer.step()
+        return seen
+
+    def clip_eagerly(self, loss_fn: Callable[[nn.Module, Any], Tensor], examples: Any) -> ClippingResult:
+        """`clip` without compiling."""
+        self.check_turn()
+
+        def clip() -> ClippingResult:
+            losses = self._self_check.forward(loss_fn, examples, self._check_count)
+            return replace(self._clipper.backward(losses), losses=losses.detach())
+
+        return self._gather(clip)
+
+    def check_turn(self) -> None:
+        """Raises PrivacyError unless the physical batch that was handed out last is the next to be gathered."""
         batch = self.current("engine.backward()")
         if batch.handed != self._sums.count + 1:
             raise PrivacyError(
@@ -152,24 +185,64 @@ class PrivateSteps:
         # The step of an optimizer's subclass that calls its parent's comes here twice, the release still in place.
         if self._stepping and self._sums.is_released():
             return
+        held = self.check()
+        self.charge()
+        self.put_in_place(held, self._make_private)
+
+    def check(self, missing: int = 0) -> dict[nn.Parameter, None]:
+        """The optimizer's parameters; raises GradientLeakError or PrivacyError unless all is ready for a release.
+
+        Args:
+            missing: physical batches that are still to be gathered.
+        """
         batch = self.current("optimizer.step()")
-        if self._sums.count != len(batch.sizes):
+        if self._sums.count + missing != len(batch.sizes):
             raise PrivacyError(
                 f"optimizer.step() was called after {self._sums.count} of the {len(batch.sizes)} physical batches of "
                 "this logical batch; call engine.backward() for each one of `batch.physical()` first (what was left "
                 "early is discarded: go on with the next logical batch)"
             )
-        held = held_parameters(self._owned, self._optimizer)
+        held = held_parameters(self.owned, self._optimizer)
         refuse_scaling(self._optimizer)
         self._sums.check()
-        self._charge()
+        return held
+
+    def put_in_place(
+        self, held: dict[nn.Parameter, None], make_private: Callable[[list[Tensor]], list[Tensor]]
+    ) -> None:
+        """Ends the logical batch, charged, with its private gradient in the p.grads, for the optimizer's own step."""
         self._batch = None
-        self._sums.release(held, self._make_private)
+        self._sums.release(held, make_private)
         self._stepping = True
         self._self_check.released(held)
 
     def _make_private(self, sums: list[Tensor]) -> list[Tensor]:
-        return self._noise.release(sums, self._noise_multiplier * self._sensitivity, self._batch_size)
+        return self._noise.release(sums, self._noise_multiplier * self._sensitivity, self.batch_size)
+
+    def fill_with_noise(self, out: Tensor) -> None:
+        """Overwrites ``out`` [n] with the noise of this logical batch's release, divided as its sums will be."""
+        assert isinstance(self._noise, DrawsAhead)
+        self._noise.fill(out, self._noise_multiplier * self._sensitivity / self.batch_size)
+
+    def sums_of(self, parameters: list[nn.Parameter]) -> list[Tensor]:
+        """What was gathered for the parameters."""
+        return self._sums.of(parameters)
+
+    @property
+    def fills(self) -> bool:
+        """Whether noise can be had before the sums are there."""
+        return isinstance(self._noise, DrawsAhead)
+
+    @property
+    def watched(self) -> bool:
+        """Whether the first steps were looked at, and found right."""
+        return self._self_check.over
+
+    def updated(self) -> None:
+        """Ends the logical batch, charged and stepped with, without gradients ever having been in place."""
+        self._sums.discard()
+        self._batch = None
+        self._sums.remember_released()
 
 
 def refuse_second_engine(optimizer: Optimizer) -> None:

@@ -89,7 +89,7 @@ class ClippedSums:
         sums of parameters that aren't held are dropped.
         """
         stepped = [p for p in held if p.requires_grad or p.grad is not None]
-        sums = [self._sum_of(parameter) for parameter in stepped]
+        sums = self.of(stepped)
         for parameter, total in zip(stepped, make_private(sums), strict=True):
             parameter.grad = total if total.dtype == parameter.dtype else total.to(parameter.dtype)
         _drop(p for _, p in self._named if p not in held)
@@ -97,6 +97,10 @@ class ClippedSums:
         self._known = []
         self.count = 0
         self._released = self._snapshot()
+
+    def of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """The sums of some of the parameters, float32 or wider; zeros where a parameter took no part."""
+        return [self._sum_of(parameter) for parameter in parameters]
 
     def remember_released(self) -> None:
         """Notes what a step left in the p.grads, by which a forgotten zero_grad is recognised."""

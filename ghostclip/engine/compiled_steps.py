@@ -1,0 +1,214 @@
+"""Steps of an engine that may be compiled: which parts of one are, and that each is charged before it is taken.
+
+A logical batch in one piece is one graph from the forward to the update; in several, each has a graph for its forward
+and passes, and noise and update have one. Graphs are tried first on copies of what they write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ghostclip.clipper import ClippingResult, GhostClipper
+from ghostclip.compiled import NOT_YET, CompiledRelease, CompiledStep, Release, Update, WholeStep, read_update
+from ghostclip.compiled.clip import in_a_line, random_numbers, random_state
+from ghostclip.compiled.signature import Asked
+from ghostclip.compiled.trial import copies_of, drift, movement, timed
+from ghostclip.engine.optimizers import held_parameters
+from ghostclip.sampling import LogicalBatch
+from ghostclip.two_passes import is_distributed
+
+if TYPE_CHECKING:
+    from ghostclip.engine.steps import PrivateSteps
+
+__all__ = ["CompiledSteps", "DrawsAhead"]
+
+# The engine's own hooks before the optimizer's step, and after it.
+OWN_HOOKS = 1
+LossFunction = Callable[[nn.Module, Any], Tensor]
+
+
+@runtime_checkable
+class DrawsAhead(Protocol):
+    """Noise that can be had before the sums are there, as an input of a graph."""
+
+    def fill(self, out: Tensor, std: float) -> None:
+        """Overwrites ``out`` [n], contiguous, with the noise of one release; zeros when ``std`` is 0."""
+
+
+class CompiledSteps:
+    """`PrivateSteps.step` with graphs.
+
+    Args:
+        steps: whose logical batches, checks and charges these are.
+        clipper: compiling.
+        optimizer: as `PrivateSteps` has it.
+    """
+
+    def __init__(self, steps: PrivateSteps, clipper: GhostClipper, optimizer: Optimizer) -> None:
+        assert clipper.compiled is not None
+        self._steps, self._clipper, self._optimizer = steps, clipper, optimizer
+        self._clip = clipper.compiled
+        self._whole, self._release = CompiledStep(self._clip), CompiledRelease(self._clip)
+        # Where nearly all logical batches come in several pieces, one graph for the others isn't worth its compilation.
+        self._in_one_as_a_rule = self._clip.largest is None or self._clip.largest >= steps.batch_size
+        self._noise = torch.empty(0)
+        self._refused: str | None = None
+
+    def step(self, batch: LogicalBatch, loss_fn: LossFunction) -> list[ClippingResult]:
+        """Takes the step of a logical batch and returns what was seen of each physical one."""
+        update = self._read()
+        in_one = len(batch.sizes) == 1 and self._in_one_as_a_rule
+        seen = []
+        for examples in batch.physical():
+            if in_one and isinstance(update, Update) and self._steps.watched:
+                found = self._whole.find(loss_fn, examples, update, self._buffer(update))
+                if found is not None:
+                    return [self._take_whole(*found, update, loss_fn, examples)]
+            # A whole step's graph is made as soon as the optimizer has state; one of the passes alone isn't needed.
+            eagerly = in_one and (update == NOT_YET or not self._steps.watched)
+            clip = self._steps.clip_eagerly if eagerly else self._steps.clip
+            seen.append(clip(loss_fn, examples))
+        if not (isinstance(update, Update) and self._steps.watched and self._update(update)):
+            self._optimizer.step()
+        return seen
+
+    def _read(self) -> Update | str:
+        """The optimizer's next step, or why it is left to the optimizer."""
+        if is_distributed():
+            return "several processes train together"
+        if not self._steps.fills:
+            return "hardened noise is made together with the sums"
+        held = held_parameters(self._steps.owned, self._optimizer)
+        update = read_update(self._optimizer, held, OWN_HOOKS)
+        if isinstance(update, str) and update not in (NOT_YET, self._refused):
+            self._refused = update
+            self._clip.refuse(f"the update: {update}")
+        return update
+
+    def _take_whole(
+        self, plan: WholeStep, asked: Asked, update: Update, loss_fn: LossFunction, examples: Any
+    ) -> ClippingResult:
+        """One graph from the forward to the update, or a trial of it."""
+        if plan.trial.left:
+            return self._try_whole(plan, asked, update, loss_fn, examples)
+        self._steps.check_turn()
+        held = self._steps.check(missing=1)
+        self._steps.charge()
+        noise, numbers = self._draw(update)
+        found = plan.run(asked, self._clip.keep_rows(asked), update.written, noise, numbers)
+        if found is None:
+            # Charged already, and with the noise that was drawn: an example that isn't finite is left out eagerly.
+            result = self._steps.clip_eagerly(loss_fn, examples)
+            self._steps.put_in_place(held, self._private_with(noise))
+            self._optimizer.step()
+            return result
+        self._steps.updated()
+        update.took_place()
+        return ClippingResult(found.norms, found.weights, self._clipper.sensitivity, found.losses)
+
+    def _try_whole(
+        self, plan: WholeStep, asked: Asked, update: Update, loss_fn: LossFunction, examples: Any
+    ) -> ClippingResult:
+        """The eager step, and beside it the graph's on copies, with the same noise and random numbers."""
+        clip, before = self._clip, random_state(asked)
+        result, clipping = timed(lambda: self._steps.clip_eagerly(loss_fn, examples))
+        # Padding shifts which random number is whose, so that only whole batches of a random model can be compared.
+        comparable = asked.examples == asked.key[0] or torch.equal(before, random_state(asked))
+
+        def run(written: list[Tensor], noise: Tensor, numbers: Tensor) -> bool:
+            with random_numbers(asked, before):
+                return plan.run(asked, clip.keep_rows(asked), written, noise, numbers) is not None
+
+        reason = self._try(plan, update, clipping, comparable, run)
+        if reason is not None:
+            self._whole.refuse(plan, asked, reason)
+        return result
+
+    def _update(self, update: Update) -> bool:
+        """Noise and update of what was gathered as one graph, or its trial; False: that is left to the optimizer."""
+        self._steps.check()
+        sums = self._steps.sums_of(update.parameters)
+        plan = self._release.find(update, sums, self._buffer(update))
+        if plan is None:
+            return False
+        if plan.trial.left:
+
+            def run(written: list[Tensor], noise: Tensor, numbers: Tensor) -> bool:
+                plan.run(written, sums, noise, numbers)
+                return True
+
+            reason = self._try(plan, update, 0.0, True, run)
+            if reason is not None:
+                self._release.refuse(plan, reason)
+            return True
+        self._steps.charge()
+        noise, numbers = self._draw(update)
+        plan.run(update.written, sums, noise, numbers)
+        self._steps.updated()
+        update.took_place()
+        return True
+
+    def _try(
+        self,
+        plan: WholeStep | Release,
+        update: Update,
+        clipping: float,
+        comparable: bool,
+        run: Callable[[list[Tensor], Tensor, Tensor], bool],
+    ) -> str | None:
+        """The optimizer's own step with what was gathered, and beside it ``run``; says why the graph is to be refused.
+
+        Args:
+            plan: of the graph.
+            update: the optimizer's step.
+            clipping: seconds that were taken before, and are part of the graph.
+            comparable: whether both must come to the same.
+            run: (what is written, noise, numbers) -> whether the step was taken.
+        """
+        held = self._steps.check()
+        self._steps.charge()
+        noise, numbers = self._draw(update)
+        copies, failure = copies_of(update.written), None
+        try:
+            taken, compiled = timed(lambda: run(copies, noise, numbers))
+        except Exception as problem:
+            taken, compiled, failure = False, float("inf"), in_a_line(problem)
+        count = len(update.parameters)
+        moved = [movement(copies[part], update.written[part]) for part in (slice(count), slice(count, None))]
+        self._steps.put_in_place(held, self._private_with(noise))
+        _, updating = timed(self._optimizer.step)
+        error = 0.0
+        if taken and comparable:
+            linear = all(rule.linear for rule in update.rules)
+            error = max(
+                drift(copies[:count], update.written[:count], moved[0], amplified=not linear),
+                drift(copies[count:], update.written[count:], moved[1]),
+            )
+        return failure or plan.trial.note(compiled, clipping + updating, error, noise.dtype)
+
+    def _draw(self, update: Update) -> tuple[Tensor, Tensor]:
+        """The noise of a step that is charged, and the update's numbers."""
+        self._steps.fill_with_noise(noise := self._buffer(update))
+        return noise, update.numbers(self._steps.batch_size)
+
+    def _buffer(self, update: Update) -> Tensor:
+        """Memory for the noise, the same at every step."""
+        size, like = update.size, update.parameters[0]
+        if self._noise.shape[0] != size or self._noise.dtype != like.dtype or self._noise.device != like.device:
+            self._noise = torch.empty(size, dtype=like.dtype, device=like.device)
+        return self._noise
+
+    def _private_with(self, noise: Tensor) -> Callable[[list[Tensor]], list[Tensor]]:
+        """A function that divides sums and adds the ``noise`` [n] that was drawn for them."""
+
+        def make_private(sums: list[Tensor]) -> list[Tensor]:
+            parts = noise.split([total.numel() for total in sums])
+            share = 1.0 / self._steps.batch_size
+            return [torch.add(part.view_as(total), total, alpha=share) for total, part in zip(sums, parts, strict=True)]
+
+        return make_private
