@@ -20,14 +20,14 @@ TUPLES = (tuple, torch.Size)
 
 
 def packed(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
-    """``value`` as JSON; a tensor becomes its name in ``tensors``, where a copy on the CPU is put.
+    """``value`` as JSON; a tensor becomes its name in ``tensors``, where it is put, on the CPU.
 
     Floats, tensors of every type and the kinds of ``DICTS`` come back from `unpacked` exactly as they were.
 
     Args:
         value: None, numbers, strings, tensors, and lists, tuples and dicts of such.
         tensors: filled.
-        where: what the value is called in messages and names.
+        where: what the value is called in messages; what follows the first dot names its tensors.
 
     Raises:
         PrivacyError: something else is in it, which would need code to be run to be made again.
@@ -37,16 +37,17 @@ def packed(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"float": str(float(value))}
     if isinstance(value, Tensor):
-        tensors[where] = _on_cpu(value, tensors, where)
-        return {"tensor": where}
+        name = where.partition(".")[2] or where
+        tensors[name] = _on_cpu(value, tensors, where)
+        return {"tensor": name}
     if type(value) is list:
         return [packed(item, tensors, f"{where}.{place}") for place, item in enumerate(value)]
     if type(value) in TUPLES:
         return {"tuple": [packed(item, tensors, f"{where}.{place}") for place, item in enumerate(value)]}
     for name, kind in DICTS.items():
         if type(value) is kind:
-            keys = [_key(key, where) for key in value]
-            return {name: [[key, packed(value[key], tensors, f"{where}.{key}")] for key in keys]}
+            items = [[_key(key, where), packed(item, tensors, f"{where}.{key}")] for key, item in value.items()]
+            return {name: dict(items) if all(isinstance(key, str) for key in value) else items}
     raise PrivacyError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint can't hold: it takes "
         "numbers, strings, None, tensors, and lists, tuples and dicts of them, since reading anything else back would "
@@ -67,7 +68,8 @@ def unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tensors[content]
     if kind == "tuple":
         return tuple(unpacked(item, tensors) for item in content)
-    return DICTS[kind]({key: unpacked(item, tensors) for key, item in content})
+    items = content.items() if isinstance(content, dict) else content
+    return DICTS[kind]({key: unpacked(item, tensors) for key, item in items})
 
 
 def _key(key: Any, where: str) -> str | int:

@@ -1,0 +1,88 @@
+"""Model, optimizer and configuration as a checkpoint holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ghostclip.errors import PrivacyError
+
+__all__ = ["configuration_of", "describe_model", "in_words", "model_state", "optimizer_state", "put_optimizer_state"]
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """The model's ``state_dict()``: parameters, buffers, and extra states of modules that have one."""
+    return dict(model.state_dict())
+
+
+def describe_model(state: Mapping[str, Any]) -> dict[str, Any]:
+    """{name: shape and type} of what a model has."""
+    return {
+        name: f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}" if isinstance(value, Tensor) else "state"
+        for name, value in state.items()
+    }
+
+
+def configuration_of(model: nn.Module, optimizer: Optimizer, policy: Any) -> dict[str, Any]:
+    """What of model, optimizer and clipping must be the same for a checkpoint to fit, as JSON."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    return {
+        "the optimizer's class": _name(type(optimizer)),
+        **{f"the optimizer's group {number}": group for number, group in enumerate(groups)},
+        "trained": [name for name, parameter in model.named_parameters() if parameter.requires_grad],
+        "clipping": in_words(policy),
+    }
+
+
+def in_words(value: Any) -> str:
+    """A policy, a sampling scheme or a value of theirs, the same in every process and without what training changes."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {in_words(item)}" for key, item in value.items()) + "}"
+    if value is None or isinstance(value, bool | int | float | str | list | tuple):
+        return repr(value)
+    if callable(value) and hasattr(value, "__qualname__"):
+        return _name(value)
+    state = value.state_dict() if hasattr(value, "state_dict") else {}
+    names = [item.name for item in fields(value)] if is_dataclass(value) else [n for n in vars(value) if n[0] != "_"]
+    settings = [f"{name}={in_words(getattr(value, name))}" for name in names if name not in state]
+    return f"{type(value).__name__}({', '.join(settings)})"
+
+
+def _name(thing: Any) -> str:
+    return f"{thing.__module__}.{thing.__qualname__}"
+
+
+def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's ``state_dict()``; PrivacyError when it isn't a dict."""
+    state = optimizer.state_dict()
+    if not isinstance(state, dict) or not {"state", "param_groups"} <= set(state):
+        raise PrivacyError(
+            f"{_name(type(optimizer))}.state_dict() has not the form of torch's optimizers, so it can't be saved"
+        )
+    return state
+
+
+def put_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """The same as ``load_state_dict``, but every tensor keeps the type it had: torch casts them to the parameter's."""
+    optimizer.load_state_dict(state)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    for parameter, number in zip(parameters, numbers, strict=True):
+        if number in state["state"]:
+            optimizer.state[parameter] = _typed(optimizer.state[parameter], state["state"][number])
+
+
+def _typed(loaded: Any, stored: Any) -> Any:
+    """``loaded``, with tensors of another type than stored replaced by what was stored, on the same device."""
+    if isinstance(loaded, Tensor) and isinstance(stored, Tensor):
+        return loaded if loaded.dtype == stored.dtype else stored.to(loaded.device)
+    if isinstance(loaded, dict) and isinstance(stored, dict):
+        return {key: _typed(value, stored[key]) for key, value in loaded.items()}
+    if isinstance(loaded, list | tuple) and isinstance(stored, list | tuple):
+        return type(loaded)(_typed(*pair) for pair in zip(loaded, stored, strict=True))
+    return loaded

@@ -1,0 +1,205 @@
+"""What an engine puts into a checkpoint and takes out of it, and whether the two belong together."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ghostclip import checkpoint
+from ghostclip.engine.contents import (
+    configuration_of,
+    describe_model,
+    in_words,
+    model_state,
+    optimizer_state,
+    put_optimizer_state,
+)
+from ghostclip.engine.randomness import random_states, set_random_states
+from ghostclip.engine.spending import Spending
+from ghostclip.engine.steps import PrivateSteps
+from ghostclip.errors import LedgerError, PrivacyError
+from ghostclip.ledger import Head
+from ghostclip.ledger.records import decoded, encoded
+from ghostclip.noise import Noise
+from ghostclip.sampling import LogicalBatches
+
+__all__ = ["Restored", "Snapshots", "Stateful"]
+
+# So many differences are told; the rest is counted.
+SHOWN = 4
+
+
+class Stateful(Protocol):
+    """Anything that gives its state as plain data and tensors, and takes it back: a learning rate scheduler, say."""
+
+    def state_dict(self) -> Any:
+        """The state."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Takes it back."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Where training stands after `PrivacyEngine.restore`.
+
+    Attributes:
+        path: the folder that was read: the one asked for, or the one before it.
+        steps: how many steps the model has behind it; `PrivacyEngine.steps_taken` counts those charged elsewhere too.
+        epoch: epochs that are over.
+        steps_in_epoch: logical batches taken in the next one; the next loop over ``engine.batches()`` gives the rest.
+    """
+
+    path: Path
+    steps: int
+    epoch: int
+    steps_in_epoch: int
+
+
+@dataclass
+class Snapshots:
+    """Saves and restores one engine.
+
+    Args:
+        model, optimizer: as the engine trains them.
+        policy: of clipping; its state is kept where it has ``state_dict`` and ``load_state_dict``.
+        loader, noise, spending, steps: the engine's own.
+        agreed: {name of an argument: value, as JSON} that must be the same when the checkpoint is restored.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    policy: Any
+    loader: LogicalBatches
+    noise: Noise
+    spending: Spending
+    steps: PrivateSteps
+    agreed: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        # Steps that were charged and that the model has not behind it.
+        self._elsewhere = 0
+
+    def save(self, path: str | os.PathLike[str], extra: Mapping[str, Stateful] | None) -> None:
+        """See `PrivacyEngine.save`."""
+        epoch, taken, sampler = self.loader.position(again=self.steps.check_between("engine.save()"))
+        ledger = self.spending.ledger
+        public = {
+            "configuration": self._configuration(),
+            "progress": {"steps": self.spending.steps - self._elsewhere, "epoch": epoch, "steps_in_epoch": taken},
+            "spent": {run: [[encoded(e), n] for e, n in spent.items()] for run, spent in self.spending.runs.items()},
+            "ledger": None if ledger is None else vars(ledger.head),
+            "model": model_state(self.model),
+            "optimizer": optimizer_state(self.optimizer),
+            "clipping": self.policy.state_dict() if _is_stateful(self.policy) else None,
+        }
+        private = {
+            "sampler": None if sampler is None else dict(sampler),
+            "noise": self.noise.positions(),
+            "random": random_states(),
+            "extra": {name: thing.state_dict() for name, thing in _checked(extra).items()},
+        }
+        checkpoint.save(path, public, private)
+
+    def restore(self, path: str | os.PathLike[str], extra: Mapping[str, Stateful] | None) -> Restored:
+        """See `PrivacyEngine.restore`. Everything is checked before anything is changed."""
+        extra = _checked(extra)
+        self.steps.check_between("engine.restore()")
+        stored = checkpoint.load(path)
+        self._check(stored, extra)
+        public, private = stored.public, stored.private
+        # First of all, so that whatever fails after it, nothing that was spent is forgotten.
+        self.spending.add(_runs(public["spent"]))
+        self.steps.begin(None)
+        self.model.load_state_dict(public["model"])
+        put_optimizer_state(self.optimizer, public["optimizer"])
+        if public["clipping"] is not None:
+            self.policy.load_state_dict(public["clipping"])
+        for name, thing in extra.items():
+            thing.load_state_dict(private["extra"][name])
+        progress = public["progress"]
+        self._elsewhere = self.spending.steps - progress["steps"]
+        self.loader.resume(progress["epoch"], progress["steps_in_epoch"], private["sampler"])
+        self.noise.resume(private["noise"])
+        set_random_states(private["random"])
+        return Restored(stored.place, **progress)
+
+    def _configuration(self) -> dict[str, Any]:
+        data = {"sampling": in_words(self.loader.scheme), "the number of examples": self.loader.dataset_size}
+        return configuration_of(self.model, self.optimizer, self.policy) | data | self.agreed
+
+    def _check(self, stored: checkpoint.Stored, extra: Mapping[str, Stateful]) -> None:
+        """Raises PrivacyError unless the checkpoint is of an engine like this one."""
+        place, public = stored.place, stored.public
+        differences = _differences(public["configuration"], self._configuration())
+        differences += _differences(describe_model(public["model"]), describe_model(model_state(self.model)))
+        if differences:
+            more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+            raise PrivacyError(
+                f"the checkpoint {place} is of another configuration: {'; '.join(differences[:SHOWN])}{more}. Build "
+                "model, optimizer and engine as they were then; to train on with others, load the weights alone from "
+                f"{place / 'model.safetensors'}, and let one ledger=... count what both runs spend"
+            )
+        if set(stored.private["extra"]) != set(extra):
+            raise PrivacyError(
+                f"the checkpoint {place} was saved with extra={sorted(stored.private['extra'])}, and restore got "
+                f"{sorted(extra)}; give it the same names, each with an object that takes the state back"
+            )
+        if (public["clipping"] is not None) != _is_stateful(self.policy):
+            raise PrivacyError(f"the checkpoint {place} and the clipping policy differ in whether they have a state")
+        self._check_ledger(place, public["ledger"])
+
+    def _check_ledger(self, place: Path, head: Mapping[str, Any] | None) -> None:
+        """Raises LedgerError unless what the checkpoint spent is in the ledger that the engine has, if it had one."""
+        if head is None:
+            return
+        ledger = self.spending.ledger
+        if ledger is None:
+            raise LedgerError(
+                f"the checkpoint {place} belongs to a run with a ledger, in which more may have been charged since; "
+                "build the engine with ledger=... and that file"
+            )
+        if not ledger.contains(Head(**head)):
+            raise LedgerError(
+                f"the ledger {ledger.path} doesn't have what it had when the checkpoint {place} was saved: it is "
+                "another one, or an older copy; put the file of that run back, or what it spent is forgotten"
+            )
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """What is not the same, with both values."""
+    return [
+        f"{name} is {there.get(name, 'not there')} in it and {here.get(name, 'not there')} here"
+        for name in dict.fromkeys([*there, *here])
+        if there.get(name) != here.get(name) or (name in there) != (name in here)
+    ]
+
+
+def _runs(stored: Mapping[str, Any]) -> dict[str, Counter]:
+    return {run: Counter({decoded(event): count for event, count in spent}) for run, spent in stored.items()}
+
+
+def _is_stateful(thing: Any) -> bool:
+    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+
+
+def _checked(extra: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
+    """The objects by name; TypeError when they aren't such."""
+    if extra is None:
+        return {}
+    if not isinstance(extra, Mapping):
+        raise TypeError(f"extra must be a dict {{name: object with state_dict and load_state_dict}}; got {extra!r}")
+    for name, thing in extra.items():
+        if not isinstance(name, str) or not _is_stateful(thing):
+            raise TypeError(
+                f"extra[{name!r}] must be an object with state_dict() and load_state_dict(), like a learning rate "
+                f"scheduler; got {type(thing).__name__}"
+            )
+    return dict(extra)
