@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,8 @@ from ghostclip.engine.plan import plan_for
 from ghostclip.engine.spending import Spending
 from ghostclip.engine.steps import PrivateSteps, refuse_second_engine
 from ghostclip.errors import PrivacyError
-from ghostclip.events import SampledGaussian
+from ghostclip.events import Event
+from ghostclip.ledger import Ledger
 from ghostclip.noise import noise_source
 from ghostclip.sampling import LogicalBatch, PoissonLoader
 from ghostclip.validate import open_fraction
@@ -56,12 +58,15 @@ class PrivacyEngine:
         target_epsilon: instead of ``noise_multiplier``: the least noise that keeps ``epochs`` epochs (or ``steps``
             steps) within it; a step past them is refused.
         target_delta: the delta of the guarantee; it should be well below 1 / len(dataset).
+        max_epsilon: a step that would pass it, at ``target_delta`` by PLD and with everything in the ledger counted, is
+            refused; None: no limit, or ``target_epsilon`` where the ledger holds other steps than the planned ones.
         epochs, steps: the length of training, with ``target_epsilon`` only.
         clipping: a max norm or a policy of `ghostclip.clipping`.
         second_pass: "reweight" or "cached", as for `GhostClipper`; it changes time and memory only.
         noise: "standard"; or "test" with ``seed``, which is repeatable and reports epsilon = inf.
         seed: of noise and sampling, with ``noise="test"`` only.
-        ledger: a file of spent privacy; not part of this version.
+        ledger: a file (or a `ghostclip.ledger.Ledger`) that every step is charged to before it is released. One that
+            exists is continued: what it holds counts for `epsilon`, ``max_epsilon`` and the planned steps.
         self_check: look at the first batches (see `ghostclip.engine.self_check`): are gradients autograd's own, does an
             example's data move the losses of others (`step` calls the loss function once more for it), do the
             parameters move. What is wrong is a VerificationError before the first release, or a warning.
@@ -70,13 +75,16 @@ class PrivacyEngine:
         model, optimizer: as given.
         noise_multiplier, target_epsilon, target_delta: as given or calibrated.
         planned_steps: the most steps that may be taken; None without a ``target_epsilon``.
+        max_epsilon: as given.
+        ledger: the `Ledger`, or None.
         batch_size, sample_rate: of the logical batches.
 
     Raises:
         UnsupportedModelError: the model can't be clipped exactly.
         PrivacyError: the optimizer or the data can't be used privately; the message says what to do.
+        LedgerError: the ledger is in use by another process, damaged, no ledger, or can't be written.
         ValueError, TypeError: an argument is out of range, or some don't go together.
-        NotImplementedError: ``ledger`` or ``noise="hardened"``, which aren't there yet.
+        NotImplementedError: ``noise="hardened"``, which isn't there yet.
     """
 
     def __init__(
@@ -90,17 +98,16 @@ class PrivacyEngine:
         noise_multiplier: float | None = None,
         target_epsilon: float | None = None,
         target_delta: float = 1e-5,
+        max_epsilon: float | None = None,
         epochs: int | None = None,
         steps: int | None = None,
         clipping: Any = 1.0,
         second_pass: str = "reweight",
         noise: str = "standard",
         seed: int | None = None,
-        ledger: str | None = None,
+        ledger: str | os.PathLike[str] | Ledger | None = None,
         self_check: bool = True,
     ) -> None:
-        if ledger is not None:
-            raise NotImplementedError("ledger=... (a file of spent privacy) is not there yet; leave it out")
         check_optimizer(model, optimizer)
         refuse_second_engine(optimizer)
         source = noise_source(noise, seed)
@@ -120,7 +127,9 @@ class PrivacyEngine:
         self.batch_size, self.sample_rate = loader.batch_size, loader.sample_rate
         self._largest = max_physical_batch_size
         # Noise that can be foretold protects no one, so it is charged as none.
-        self._spending = Spending(loader.event(plan.noise_multiplier if source.private else 0.0), plan)
+        event = loader.event(plan.noise_multiplier if source.private else 0.0)
+        self._spending = Spending(event, plan, max_epsilon=max_epsilon, ledger=ledger, noise=noise)
+        self.max_epsilon, self.ledger = self._spending.max_epsilon, self._spending.ledger
         charge = self._spending.charge
         self._steps = PrivateSteps(
             clipper, optimizer, source, plan.noise_multiplier, loader.batch_size, charge, self_check
@@ -166,7 +175,8 @@ class PrivacyEngine:
             Losses, norms and weights of the examples: private data, not for release.
 
         Raises:
-            BudgetExceededError: the step is past the planned ones; nothing was computed.
+            BudgetExceededError: the step is past the planned ones or the budget; nothing was computed.
+            LedgerError: the step can't be written to the ledger; the batch is discarded and nothing was released.
             PrivacyError: and all that `backward` raises; the batch is discarded and nothing was released.
         """
         if batch is not self._steps.current("engine.step()"):
@@ -174,8 +184,11 @@ class PrivacyEngine:
                 "engine.step() got another logical batch than engine.batches() gave last; use each in its turn"
             )
         self._spending.check()
+        seen: list[ClippingResult] = []
         try:
-            seen = self._steps.step(batch, loss_fn)
+            for examples in batch.physical():
+                seen.append(self._steps.clip(loss_fn, examples))
+            self.optimizer.step()
         except BaseException:
             self._steps.begin(None)
             raise
@@ -187,17 +200,17 @@ class PrivacyEngine:
         )
 
     def compile(self) -> None:
-        """From now on `step` runs as one compiled graph, where the model allows it and it is faster.
+        """From now on `step` runs forward and passes as one compiled graph, where the model allows it and it is faster.
 
-        Of a logical batch in one piece that is everything from the forward to the update (torch's SGD, Adam or AdamW
-        without hooks of others); else each physical batch's forward and passes, then noise and update. Batches are
-        padded to one size (few, when they may be of any), with rows of weight zero, so that their varying sizes compile
-        nothing anew. See `GhostClipper.clip` for what a loss function may depend on then.
+        Physical batches are padded to one size (few, when they may be of any), with rows of weight zero, so that their
+        varying sizes compile nothing anew. See `GhostClipper.clip` for what a loss function may depend on then.
         """
         self._steps.compile(self._largest)
 
     def epsilon(self, delta: float | None = None, accountant: str = "pld") -> float:
-        """The privacy spent so far: 0 before the first step, inf when there is no noise or the noise isn't private.
+        """The privacy spent so far, by all that is in the ledger where there is one.
+
+        It is 0 before the first step, and inf when there is no noise or the noise isn't private.
 
         Args:
             delta: where to report it; None: at ``target_delta``.
@@ -209,7 +222,7 @@ class PrivacyEngine:
         return self._spending.epsilon(delta, accountant)
 
     @property
-    def events(self) -> list[SampledGaussian]:
+    def events(self) -> list[Event]:
         """Everything that was charged."""
         return self._spending.events
 
@@ -227,9 +240,16 @@ class PrivacyEngine:
         raise NotImplementedError("engine.restore is not there yet")
 
     def detach(self) -> None:
-        """Takes the engine off the optimizer, whose steps are unprotected from then on; ends the data's workers."""
+        """Takes the engine off the optimizer, whose steps are unprotected from then on; ends the data's workers.
+
+        What it had reserved in the ledger and didn't take is given back.
+
+        Raises:
+            LedgerError: it can't be given back; the engine is off the optimizer all the same.
+        """
         self._steps.detach()
         self._loader = None
+        self._spending.close()
 
 
 def _joined(parts: list[Any]) -> Any:

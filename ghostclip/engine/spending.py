@@ -8,72 +8,136 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NoReturn
 
 from ghostclip import accounting
+from ghostclip.engine.budget import MOST, affordable
 from ghostclip.engine.plan import Plan
-from ghostclip.errors import BudgetExceededError
-from ghostclip.events import SampledGaussian
-from ghostclip.validate import one_of, open_fraction
+from ghostclip.errors import BudgetExceededError, PrivacyError
+from ghostclip.events import Event, merged
+from ghostclip.ledger import Ledger
+from ghostclip.validate import one_of, open_fraction, positive
 
-__all__ = ["Spending"]
+__all__ = ["Runs", "Spending"]
+
+# {random name of a run: how often each event (of count 1) was charged by it}
+Runs = Mapping[str, Mapping[Event, int]]
 
 
 class Spending:
-    """Counts the releases of one engine and refuses those past the plan.
+    """Counts the releases of one engine, in memory or in a ledger, and refuses those past the plan or the budget.
+
+    With a ledger everything in it counts, whoever spent it.
 
     Args:
         event: what each step is charged as.
         plan: how many steps were agreed.
+        max_epsilon: which no step may pass, at the plan's delta; None: ``target_epsilon`` of the plan where something
+            else was spent besides the steps it was calibrated for, else no limit.
+        ledger: the file that every step is charged to, or its path; None: steps are counted in memory.
+        noise: the noise's mode, for readers of the ledger.
+
+    Attributes:
+        max_epsilon: as given.
+        ledger: the `Ledger`, or None.
+
+    Raises:
+        LedgerError: the ledger can't be continued.
+        PrivacyError: the ledger is about other neighbours than ``event``.
+        ValueError, TypeError: ``max_epsilon`` is out of range, or can't be kept.
     """
 
-    def __init__(self, event: SampledGaussian, plan: Plan) -> None:
+    def __init__(
+        self,
+        event: Event,
+        plan: Plan,
+        *,
+        max_epsilon: float | None = None,
+        ledger: str | os.PathLike[str] | Ledger | None = None,
+        noise: str = "standard",
+    ) -> None:
+        self.max_epsilon = None if max_epsilon is None else positive(max_epsilon=max_epsilon)
+        if self.max_epsilon is not None and event.noise_multiplier == 0:
+            raise ValueError(f"max_epsilon={max_epsilon!r} can't be kept without private noise: epsilon would be inf")
         self._event, self._plan = event, plan
-        self._runs: dict[str, Counter[SampledGaussian]] = {}
+        self.ledger = ledger if isinstance(ledger, Ledger | None) else Ledger(ledger)
+        self._runs: dict[str, Counter[Event]] = {}
+        self._account = None if self.ledger is None else self.ledger.account(noise)
         self._start_run()
+        self._added = 0
+        self._limit, self._room_for, self._more_to_ask = 0, ("", -1, -1), False
+        try:
+            self._check_alike(self.events)
+        except PrivacyError:
+            self.close()
+            raise
 
     def _start_run(self) -> None:
         """A name that no other engine or process has, under which what is charged from now on is known."""
-        self._process, self._own = os.getpid(), Counter[SampledGaussian]()
-        self._runs[secrets.token_hex(16)] = self._own
+        self._process, self._own = os.getpid(), Counter[Event]()
+        self._run = secrets.token_hex(16) if self._account is None else self._account.run
+        self._runs[self._run] = self._own
+
+    def _check_alike(self, events: list[Event]) -> None:
+        """Raises PrivacyError when what was spent doesn't add up with the steps to come."""
+        mine = self._event.relation, self._event.unit
+        for other in events:
+            if (other.relation, other.unit) != mine:
+                raise PrivacyError(
+                    f"what was spent before ({other.relation} of one {other.unit}) and the steps of this engine "
+                    f"({mine[0]} of one {mine[1]}) protect different things and don't add up to one guarantee; use "
+                    "another ledger for them"
+                )
 
     @property
-    def runs(self) -> dict[str, Counter[SampledGaussian]]:
+    def runs(self) -> dict[str, Counter[Event]]:
         """{name of a run: how often each event (of count 1) was charged by it}, of all that led to this model."""
         return {run: Counter(spent) for run, spent in self._runs.items()}
 
-    def add(self, runs: Mapping[str, Mapping[SampledGaussian, int]]) -> None:
+    def add(self, runs: Runs) -> None:
         """Takes in what other runs were charged, and never less than is known: a run only ever goes on."""
+        self._check_alike([event for spent in runs.values() for event in spent])
+        self._added += 1
         for run, spent in runs.items():
-            known = self._runs.setdefault(run, Counter())
-            for event, count in spent.items():
-                known[event] = max(known[event], count)
+            _raise_to(self._runs.setdefault(run, Counter()), spent)
 
     @property
-    def events(self) -> list[SampledGaussian]:
+    def events(self) -> list[Event]:
         """Everything that was charged."""
-        total = sum(self._runs.values(), Counter[SampledGaussian]())
-        return [replace(event, count=count) for event, count in total.items()]
+        return _listed(self._runs if self._account is None else self._with_known(self._account.runs))
 
     @property
     def steps(self) -> int:
-        """How many steps were charged."""
+        """How many steps of the model's training were charged."""
         return sum(spent.total() for spent in self._runs.values())
 
     def charge(self) -> None:
-        """Charges one step; to be called before it is released. Raises BudgetExceededError when it is one too many."""
-        self.check()
-        if self._process != os.getpid():  # After a fork parent and child go on under the same name otherwise.
+        """Charges one step; to be called before it is released.
+
+        Raises:
+            BudgetExceededError: it is one too many.
+            LedgerError: it can't be written to the ledger.
+        """
+        if self._process != os.getpid() and self._account is None:
+            # After a fork parent and child go on under the same name otherwise.
             self._start_run()
+        if self._account is None:
+            self._most(0, {})
+        else:
+            self._account.charge(self._event, self._most)
         self._own[self._event] += 1
 
     def check(self) -> None:
-        """Raises BudgetExceededError when all planned steps were charged."""
-        plan = self._plan
-        if plan.steps is not None and self.steps >= plan.steps:
-            raise BudgetExceededError(
-                f"all {plan.steps} planned steps were taken, which spend epsilon = {plan.target_epsilon} at "
-                f"delta = {plan.target_delta}; stop here (a new PrivacyEngine would add to what is spent already)"
-            )
+        """Raises BudgetExceededError when the next step would be one too many."""
+        if self._account is None:
+            self._most(0, {})
+        else:
+            self._account.check(self._event, self._most)
+
+    def close(self) -> None:
+        """Gives back to the ledger what was reserved there and is not needed any more."""
+        if self._account is not None:
+            self._account.close()
 
     def epsilon(self, delta: float | None, accountant: str) -> float:
         """Epsilon of all that was charged; see `PrivacyEngine.epsilon`."""
@@ -82,3 +146,71 @@ class Spending:
         if self._event.noise_multiplier == 0:
             return math.inf
         return accounting.epsilon_of(self.events, delta=delta, accountant=accountant)
+
+    def _most(self, written: int, others: Runs) -> int:
+        """How many more steps may be charged, at least 1; computed anew only when another run has spent something.
+
+        Args:
+            written: changes with ``others``.
+            others: what the ledger's other runs spent, or may still spend.
+
+        Raises:
+            BudgetExceededError: none.
+        """
+        own, state = self._own[self._event], (self._run, written, self._added)
+        if state != self._room_for or (own >= self._limit and self._more_to_ask):
+            spent = _listed(self._with_known(others))
+            room = self._room(spent)
+            self._limit, self._room_for, self._more_to_ask = own + room, state, room == MOST
+        if own >= self._limit:
+            self._refuse(_listed(self._with_known(others)))
+        return self._limit - own
+
+    def _room(self, spent: list[Event]) -> int:
+        """How many steps plan and budget allow on top of ``spent``; MOST stands for more than that, too."""
+        room = MOST
+        if self._plan.steps is not None:
+            room = min(room, max(0, self._plan.steps - self._charged_in(spent)))
+        epsilon = self._epsilon_limit(spent)
+        if epsilon is None or not room:
+            return room
+        return affordable(spent, self._event, max_epsilon=epsilon, delta=self._plan.target_delta, most=room)
+
+    def _epsilon_limit(self, spent: list[Event]) -> float | None:
+        """What epsilon may not pass. The planned steps keep to the target by themselves, as long as they are alone."""
+        alone = all(replace(event, count=1) == self._event for event in spent)
+        return self._plan.target_epsilon if self.max_epsilon is None and not alone else self.max_epsilon
+
+    def _charged_in(self, spent: list[Event]) -> int:
+        return sum(event.count for event in spent if replace(event, count=1) == self._event)
+
+    def _refuse(self, spent: list[Event]) -> NoReturn:
+        plan, where = self._plan, "" if self.ledger is None else f" (all in the ledger {self.ledger.path} counts)"
+        if plan.steps is not None and self._charged_in(spent) >= plan.steps:
+            raise BudgetExceededError(
+                f"all {plan.steps} planned steps were taken{where}, which spend epsilon = {plan.target_epsilon} at "
+                f"delta = {plan.target_delta}; stop here (a new PrivacyEngine would add to what is spent already)"
+            )
+        name = "target_epsilon" if self.max_epsilon is None else "max_epsilon"
+        epsilon = accounting.epsilon_of(spent, delta=plan.target_delta)
+        raise BudgetExceededError(
+            f"one more step would pass {name} = {self._epsilon_limit(spent)} at delta = {plan.target_delta}: "
+            f"epsilon = {epsilon:.6g} is spent or reserved{where}; stop here, or agree on a larger one"
+        )
+
+    def _with_known(self, runs: Runs) -> dict[str, Counter[Event]]:
+        """The runs together with those that are known here, a run that is in both by what is more."""
+        found = {run: Counter(spent) for run, spent in self._runs.items()}
+        for run, spent in runs.items():
+            _raise_to(found.setdefault(run, Counter()), spent)
+        return found
+
+
+def _raise_to(known: Counter[Event], spent: Mapping[Event, int]) -> None:
+    for event, count in spent.items():
+        known[event] = max(known[event], count)
+
+
+def _listed(runs: Runs) -> list[Event]:
+    """What runs spent, one event a mechanism."""
+    return merged(replace(event, count=count) for spent in runs.values() for event, count in spent.items())

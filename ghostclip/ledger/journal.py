@@ -1,0 +1,196 @@
+"""One ledger file while this process appends to it: blocks of steps, each on the disk before the first is taken."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from ghostclip.errors import LedgerError
+from ghostclip.events import Event
+from ghostclip.ledger import files
+from ghostclip.ledger.records import Contents, encoded, line_of, parsed
+from ghostclip.validate import positive_int
+
+__all__ = ["Journal", "Most", "now"]
+
+# (how many records are other runs', what each of those spent) -> the most that may be reserved; it may raise instead.
+Most = Callable[[int, dict[str, Counter[Event]]], int]
+
+
+@dataclass
+class Block:
+    """What an intent reserved for a run: the record's number, the event (of count 1), how many are left to take."""
+
+    record: int
+    event: Event
+    left: int
+
+
+class Journal:
+    """Appends to a locked ledger. One thread at a time may call its methods; see `ghostclip.ledger.turns`.
+
+    Args:
+        path: absolute.
+        file: a descriptor that `files.locked` gave; it is closed with the journal.
+
+    Attributes:
+        contents: all that is in the file.
+        runs: the names of this process's runs.
+
+    Raises:
+        LedgerError: the file is no ledger, is damaged, or can't be written.
+    """
+
+    def __init__(self, path: Path, file: int) -> None:
+        self.path, self.contents = path, Contents()
+        self.runs: set[str] = set()
+        self._file, self._process = file, os.getpid()
+        self._blocks: dict[str, Block] = {}
+        self._written: Counter[str] = Counter()
+        self._last = b""
+        self._sure, self._broken = False, False
+        self._load()
+
+    def reserve(self, run: str, event: Event, count: int, noise: str, most: Most) -> None:
+        """Writes an intent, on the disk when this returns: ``event`` may be released as often as that, or ``most``."""
+        self._check_owner()
+        self._refresh()
+        once = replace(event, count=1)
+        allowed = positive_int(most=min(count, most(*self._others(run))))
+        returned = self._given_up(run)
+        intent = {"kind": "intent", "time": now(), "run": run, "noise": noise}
+        self._append([*returned, intent | {"event": encoded(replace(event, count=allowed))}])
+        self._written[run] += 1 + len(returned)
+        self._blocks[run] = Block(len(self.contents.hashes) - 1, once, allowed)
+
+    def check(self, run: str, event: Event, most: Most) -> None:
+        """Raises what `reserve` would, where the next step needs a new block and may not have it."""
+        self._check_owner()
+        block = self._blocks.get(run)
+        if block is None or not block.left or block.event != event:
+            most(*self._others(run))
+
+    def _others(self, run: str) -> tuple[int, dict[str, Counter[Event]]]:
+        others = {name: spent for name, spent in self.contents.totals.items() if name != run}
+        return len(self.contents.hashes) - self._written[run], others
+
+    def take(self, run: str, event: Event) -> bool:
+        """Takes one from the run's block; False when a new block is needed."""
+        self._check_owner()
+        block = self._blocks.get(run)
+        if block is None or not block.left or block.event != event:
+            return False
+        block.left -= 1
+        return True
+
+    def end(self, run: str) -> None:
+        """Gives back what is left of the run's block."""
+        self._check_owner()
+        if returned := self._given_up(run):
+            self._refresh()
+            self._append(returned)
+
+    def taken(self) -> dict[str, Counter[Event]]:
+        """What each run spent: how often each event (of count 1), blocks in use as far as they were taken."""
+        found = {run: Counter(spent) for run, spent in self.contents.totals.items()}
+        for run, block in self._blocks.items():
+            found[run][block.event] -= block.left
+        return found
+
+    def is_of(self, path: Path) -> bool:
+        """Whether the path leads to this journal's file."""
+        return files.is_at(path, self._file)
+
+    def close(self) -> None:
+        """Lets go of the file and its lock."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+    def _given_up(self, run: str) -> list[dict[str, Any]]:
+        """The record that returns what the run has left, which nobody can take from here on."""
+        block = self._blocks.pop(run, None)
+        if block is None or not block.left:
+            return []
+        count, block.left = block.left, 0
+        return [{"kind": "returned", "time": now(), "run": run, "of": block.record, "count": count}]
+
+    def _check_owner(self) -> None:
+        if self._process != os.getpid() or self._file < 0:
+            raise LedgerError(
+                f"the ledger {self.path} was opened by the process that this one was forked from, and spending from it "
+                "here would not be seen there; let the parent do all steps, or build the PrivacyEngine in this process"
+            )
+
+    def _refresh(self) -> None:
+        """Makes sure that the file is as this journal left it."""
+        if self._broken:
+            raise LedgerError(
+                f"the ledger {self.path} could not be brought to the disk before, so what is there is not known; see "
+                "to the disk, then start the run again"
+            )
+        if not self._sure:
+            self._load()
+        if files.read_end(self.path, self._file, self.contents.size - len(self._last)) != self._last:
+            raise LedgerError(
+                f"the ledger {self.path} was changed by something else while it was in use; put back what was there "
+                "before you go on, or what this run spent is forgotten"
+            )
+
+    def _append(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Writes records and returns when they are on the disk. Whatever comes in between, they may count as spent."""
+        number, hash = len(self.contents.hashes), self.contents.head.hash
+        lines: list[bytes] = []
+        hashes: list[str] = []
+        for record in records:
+            line, hash = line_of(record, number + len(lines), hash)
+            lines.append(line)
+            hashes.append(hash)
+        self._sure = False
+        files.write(self.path, self._file, b"".join(lines))
+        self._flush()
+        for record, hash in zip(records, hashes, strict=True):
+            self.contents.add(record, hash)
+        self.contents.size += sum(map(len, lines))
+        self._last, self._sure = lines[-1], True
+
+    def _flush(self) -> None:
+        try:
+            files.flush(self.path, self._file)
+        except LedgerError:
+            self._broken = True
+            raise
+
+    def _load(self) -> None:
+        """Reads the file, and mends a last line that a crash had cut short."""
+        known = self.contents.hashes
+        data = files.read(self.path, self._file)
+        contents = parsed(data, self.path)
+        if contents.hashes[: len(known)] != known:
+            raise LedgerError(
+                f"the ledger {self.path} was changed by something else while it was in use; put back what was there "
+                "before you go on, or what this run spent is forgotten"
+            )
+        if contents.rest:
+            files.write(self.path, self._file, contents.rest)
+            data += contents.rest
+        elif contents.torn:
+            files.cut(self.path, self._file, contents.size)
+            data = data[: contents.size]
+        # Also what an earlier process wrote and was killed before it could flush.
+        self._flush()
+        self.contents = parsed(data, self.path)
+        self._last = data[data.rindex(b"\n", 0, -1) + 1 :] if len(self.contents.hashes) > 1 else data
+        self._sure = True
+        if contents.torn and not contents.rest:
+            self._append([{"kind": "recovered", "time": now(), "bytes": len(contents.torn)}])
+
+
+def now() -> str:
+    """The time in UTC, to the second."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,183 @@
+"""Ledger: the file of spent privacy, and the account that a run has in it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ghostclip.errors import LedgerError
+from ghostclip.events import Event, merged
+from ghostclip.ledger import files
+from ghostclip.ledger.journal import Most
+from ghostclip.ledger.records import Charge, Contents, Head, parsed
+from ghostclip.ledger.turns import end, found, give_up, joined, turn
+from ghostclip.validate import positive_int
+
+__all__ = ["BLOCK", "Account", "Ledger", "listed"]
+
+BLOCK = 32
+
+
+class Ledger:
+    """A file that says what was spent: whatever happens to the process, never less than was released.
+
+    Steps are reserved in blocks: an intent for a whole block is written and flushed to the disk (fsync) before the
+    first of its steps is released, and counts as spent from then on. So a crash makes the ledger over-count, by less
+    than a block, and never under-count. A run that ends as it should gives back what it has left of its block: the
+    record that says so is written after nobody can take those steps any more, by the process that reserved them, and
+    only when the file is as that process left it.
+
+    A last line that a crash cut short was never flushed as a whole, so nothing was released on it. It is counted all
+    the same when only its end is missing, and taken away otherwise.
+
+    One process at a time may write (a lock on the file tells the others); its engines may share the ledger. A forked
+    process can't write through what its parent opened. CRC and hash chain show damage and careless edits; they are no
+    signature, and whoever can write the file can forge it. An older copy of the file put in its place is told by
+    `contains`, with a `head` that was kept elsewhere.
+
+    Args:
+        path: of the file; it is made when the first account is opened. On a local disk: locks and fsync of network file
+            systems may not keep what they promise.
+        block: how many steps are reserved at a time, >= 1; 1 flushes every step by itself.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, block: int = BLOCK) -> None:
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"the path of a ledger must be a str or a Path; got {path!r} of type {type(path).__name__}")
+        self.path = Path(os.path.abspath(path))
+        self.block = positive_int(block=block)
+
+    def account(self, noise: str = "standard") -> Account:
+        """A new run's account, through which it spends.
+
+        Args:
+            noise: the mode of its noise, for whoever reads the ledger.
+
+        Raises:
+            LedgerError: the file is in use by another process, damaged, of another version, or can't be made.
+        """
+        return Account(self, noise)
+
+    @property
+    def head(self) -> Head:
+        """The number of records and the last one's hash: what a copy of the file that is not older has too.
+
+        Raises:
+            LedgerError: the file can't be read or is damaged.
+        """
+        return self._contents().head
+
+    def contains(self, head: Head) -> bool:
+        """Whether the ledger goes on from where it was at ``head``; False for an older copy or another ledger.
+
+        Raises:
+            LedgerError: the file can't be read or is damaged.
+        """
+        hashes = self._contents().hashes
+        return 0 < head.records <= len(hashes) and hashes[head.records - 1] == head.hash
+
+    @property
+    def charges(self) -> list[Charge]:
+        """All intents, in order. Raises LedgerError when the file can't be read or is damaged."""
+        return list(self._contents().charges.values())
+
+    @property
+    def events(self) -> list[Event]:
+        """What was spent, one event a mechanism; blocks in use by this process count as far as they were taken.
+
+        Raises:
+            LedgerError: the file can't be read or is damaged.
+        """
+        with turn():
+            journal = found(self.path)
+            totals = None if journal is None else journal.taken()
+        return listed(self._contents().totals if totals is None else totals)
+
+    def _contents(self) -> Contents:
+        """What the file says: as this process wrote it, or as it is there now."""
+        with turn():
+            if journal := found(self.path):
+                return journal.contents
+        data = files.read(self.path)
+        contents = parsed(data, self.path)
+        return parsed(data + contents.rest, self.path) if contents.rest else contents
+
+
+class Account:
+    """What one run spends from a ledger. Made by `Ledger.account`.
+
+    Attributes:
+        run: its random name.
+    """
+
+    def __init__(self, ledger: Ledger, noise: str) -> None:
+        self._path, self._block, self._noise = ledger.path, ledger.block, noise
+        with turn():
+            self._journal, self.run = joined(ledger.path)
+        # When a run is forgotten rather than closed, or the process ends.
+        self._forgotten = weakref.finalize(self, give_up, self._journal, self.run)
+
+    def charge(self, event: Event, most: Most | None = None) -> None:
+        """Charges one release; when this returns, the charge is on the disk and the release may happen.
+
+        Args:
+            event: with a count of 1.
+            most: asked before a new block is reserved, how many steps it may have; see `check`.
+
+        Raises:
+            LedgerError: the charge can't be written; nothing may be released.
+        """
+        with turn():
+            self._check_open()
+            if not self._journal.take(self.run, event):
+                self._journal.reserve(self.run, event, self._block, self._noise, most or _any_number)
+                self._journal.take(self.run, event)
+
+    def check(self, event: Event, most: Most) -> None:
+        """Raises what `charge` would raise for want of budget.
+
+        Args:
+            event: with a count of 1.
+            most: (records that other runs wrote, {run: how often each event was charged}) -> the most steps that may
+                be reserved, at least 1, or it raises. The first argument changes whenever the second does.
+        """
+        with turn():
+            self._check_open()
+            self._journal.check(self.run, event, most)
+
+    @property
+    def runs(self) -> dict[str, Counter[Event]]:
+        """{run: how often each event (of count 1) was charged}, blocks in use as far as they were taken."""
+        with turn():
+            return self._journal.taken()
+
+    def close(self) -> None:
+        """Gives back what is left of the block. Nothing can be charged from here on.
+
+        Raises:
+            LedgerError: the file isn't as it was left, or can't be written; what is left of the block stays spent.
+        """
+        if self._forgotten.detach() is not None:
+            with turn():
+                end(self._journal, self.run)
+
+    def _check_open(self) -> None:
+        if not self._forgotten.alive:
+            raise LedgerError(f"this account in the ledger {self._path} was closed; build a new PrivacyEngine")
+
+
+def _any_number(written: int, spent: object) -> int:
+    return sys.maxsize
+
+
+def listed(runs: Mapping[str, Mapping[Event, int]]) -> list[Event]:
+    """What runs spent, each by how often each event (of count 1), as events with their counts, one a mechanism."""
+    return merged(replace(event, count=count) for spent in runs.values() for event, count in spent.items())

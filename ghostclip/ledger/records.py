@@ -1,0 +1,255 @@
+"""The lines of a ledger: JSON that people can read, each with a CRC and a hash that holds on to all lines before it.
+
+A line is ``{"record":{...},"crc":"...","hash":"..."}``. The CRC-32 is of the record's own bytes; the hash is SHA-256 of
+the hash before and those bytes, so that no line can be changed, taken out or moved without all later hashes changing.
+The first record names the format and its version and has a random number, so that no two ledgers share a hash. Then:
+
+- ``intent``: ``event``, with its count, may be released from now on; it counts as spent, released or not.
+- ``returned``: of the intent ``of``, ``count`` releases will never happen: the run that had them has ended.
+- ``recovered``: an opening found ``bytes`` of a line that a crash had cut short, and took them away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from ghostclip.errors import LedgerError
+from ghostclip.events import EVENTS, Event
+from ghostclip.validate import positive_int
+
+__all__ = ["VERSION", "Charge", "Contents", "Head", "decoded", "encoded", "first_line", "line_of", "parsed"]
+
+FORMAT, VERSION = "ghostclip ledger", 1
+NO_HASH = "0" * 64
+START = b'{"record":'
+LINE = re.compile(rb'\{"record":(\{.*\}),"crc":"([0-9a-f]{8})","hash":"([0-9a-f]{64})"\}')
+
+
+@dataclass(frozen=True)
+class Head:
+    """How far a ledger had come at some time: a witness that a later copy of it can be held against.
+
+    Attributes:
+        records: how many records it had.
+        hash: of the last one, 64 hexadecimal digits.
+    """
+
+    records: int
+    hash: str
+
+
+@dataclass(frozen=True)
+class Charge:
+    """One intent.
+
+    Attributes:
+        event: what was reserved, with its count.
+        returned: how many of them will never be released.
+        run: a random name of the run that reserved them.
+        noise: the mode of the noise.
+        time: when, in UTC.
+    """
+
+    event: Event
+    returned: int
+    run: str
+    noise: str
+    time: str
+
+
+@dataclass
+class Contents:
+    """What the bytes of a ledger say.
+
+    Attributes:
+        hashes: of all records, in order.
+        charges: the intents by their record's number.
+        totals: what each run spent, by its name: how often each event (of count 1).
+        size: bytes of whole lines.
+        torn: bytes of a last line that a crash cut short.
+        rest: what completes that line, where it is an intent of which only the end is missing; else empty.
+    """
+
+    hashes: list[str] = field(default_factory=list)
+    charges: dict[int, Charge] = field(default_factory=dict)
+    totals: dict[str, Counter[Event]] = field(default_factory=lambda: defaultdict(Counter))
+    size: int = 0
+    torn: bytes = b""
+    rest: bytes = b""
+
+    @property
+    def head(self) -> Head:
+        """The last record's place and hash."""
+        return Head(len(self.hashes), self.hashes[-1] if self.hashes else NO_HASH)
+
+    def add(self, record: Mapping[str, Any], hash: str) -> None:
+        """Takes in the next record.
+
+        Raises:
+            ValueError, TypeError, KeyError: it doesn't mean anything at this place; the message says why.
+        """
+        kind, number = record["kind"], len(self.hashes)
+        if number == 0:
+            _check_format(record)
+        elif kind == "intent":
+            event = decoded(record["event"])
+            positive_int(count=event.count)
+            self.charges[number] = Charge(event, 0, record["run"], record["noise"], record["time"])
+            self.totals[record["run"]][replace(event, count=1)] += event.count
+        elif kind == "returned":
+            charge, count = self.charges[record["of"]], positive_int(count=record["count"])
+            if charge.returned or count > charge.event.count or charge.run != record["run"]:
+                raise ValueError(f"it returns {count} of record {record['of']}, which has fewer left to its run")
+            self.charges[record["of"]] = replace(charge, returned=count)
+            self.totals[record["run"]][replace(charge.event, count=1)] -= count
+        elif kind != "recovered":
+            raise ValueError(f"its kind is {kind!r}, which version {VERSION} doesn't have")
+        self.hashes.append(hash)
+
+
+def encoded(event: Event) -> dict[str, Any]:
+    """An event as plain data: ``{"event": name of its class, field: value, ...}``, events within it likewise.
+
+    Raises:
+        LedgerError: it is of a kind that `ghostclip.events.EVENTS` doesn't have, so that it couldn't be read back.
+    """
+    if EVENTS.get(type(event).__name__) is not type(event):
+        raise LedgerError(
+            f"a {type(event).__name__} can't be written to a ledger; it takes the events of ghostclip.events.EVENTS: "
+            f"{', '.join(EVENTS)}"
+        )
+    values = {item.name: getattr(event, item.name) for item in fields(event)}
+    return {"event": type(event).__name__} | {name: _plain(value) for name, value in values.items()}
+
+
+def decoded(value: Mapping[str, Any]) -> Event:
+    """The event that `encoded` was given. Raises ValueError, TypeError or KeyError when there is none like that."""
+    values = {name: _read(item) for name, item in value.items() if name != "event"}
+    return EVENTS[value["event"]](**values)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, str | int | float) else encoded(value)
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_read(item) for item in value)
+    return decoded(value) if isinstance(value, dict) else value
+
+
+def line_of(record: Mapping[str, Any], number: int, before: str) -> tuple[bytes, str]:
+    """The line of a record and its hash, from its number and the hash of the record before."""
+    body = json.dumps({"n": number, **record}, separators=(",", ":"), allow_nan=False).encode()
+    return _line(body, before)
+
+
+def first_line(time: str, name: str) -> bytes:
+    """The line every ledger starts with; ``name`` is random."""
+    return line_of({"kind": FORMAT, "version": VERSION, "id": name, "time": time}, 0, NO_HASH)[0]
+
+
+def _line(body: bytes, before: str) -> tuple[bytes, str]:
+    hash = hashlib.sha256(before.encode() + body).hexdigest()
+    return START + body + f',"crc":"{zlib.crc32(body):08x}","hash":"{hash}"}}\n'.encode(), hash
+
+
+def parsed(data: bytes, path: Any) -> Contents:
+    """What a ledger's bytes say, every CRC, hash and number checked.
+
+    Args:
+        data: the whole file.
+        path: its name, for messages.
+
+    Raises:
+        LedgerError: it is damaged, of another version or no ledger at all; the message says where.
+    """
+    if not data.startswith(START):
+        what = "is empty, which a ledger never is" if not data else "is not a ledger of ghostclip"
+        raise LedgerError(
+            f"the file {path} {what}; give the path of a ledger, or of a file that isn't there yet to start one"
+        )
+    contents = Contents()
+    *lines, last = data.split(b"\n")
+    for line in lines:
+        _take(contents, line, path)
+        contents.size += len(line) + 1
+    if last:
+        contents.torn, contents.rest = last, _completion(last, contents, path)
+    if not contents.hashes:
+        raise _damaged(path, 0, "it is cut short")
+    return contents
+
+
+def _take(contents: Contents, line: bytes, path: Any) -> None:
+    """Checks the next line and takes in its record."""
+    number, before = contents.head.records, contents.head.hash
+    found = LINE.fullmatch(line)
+    if found is None:
+        raise _damaged(path, number, "it is not a record")
+    body, crc, hash = found.groups()
+    if crc.decode() != f"{zlib.crc32(body):08x}":
+        raise _damaged(path, number, "its CRC is wrong, so bytes in it have changed")
+    try:
+        record = json.loads(body)
+        _check_version(record, number, path)
+        if record["n"] != number or hash.decode() != _line(body, before)[1]:
+            raise _damaged(
+                path, number, "it doesn't continue the record before, so records were taken out, moved or edited"
+            )
+        contents.add(record, hash.decode())
+    except (ValueError, TypeError, KeyError) as error:
+        raise _damaged(path, number, f"it can't be read ({error})") from error
+
+
+def _check_version(record: Mapping[str, Any], number: int, path: Any) -> None:
+    if number == 0 and record["kind"] == FORMAT and record["version"] != VERSION:
+        raise LedgerError(
+            f"the ledger {path} is of version {record['version']}, and this is ghostclip's version {VERSION} of the "
+            "format; read it with the version of ghostclip that wrote it"
+        )
+
+
+def _check_format(record: Mapping[str, Any]) -> None:
+    if record["kind"] != FORMAT:
+        raise ValueError(f"the first record must be of kind {FORMAT!r}; got {record['kind']!r}")
+
+
+def _completion(last: bytes, contents: Contents, path: Any) -> bytes:
+    """What a torn last line lacks, where its record is whole and an intent; raises when it is no part of a line."""
+    number = contents.head.records
+    start = START + f'{{"n":{number},"kind":"'.encode()
+    if not last.startswith(start[: len(last)]):
+        raise _damaged(path, number, "it is not a record")
+    try:
+        record, length = json.JSONDecoder().raw_decode(last[len(START) :].decode())
+    except UnicodeDecodeError as error:
+        raise _damaged(path, number, "it is not a record") from error
+    except json.JSONDecodeError:
+        return b""
+    whole, hash = _line(last[len(START) : len(START) + length], contents.head.hash)
+    if not whole.startswith(last):
+        raise _damaged(path, number, "its CRC or its hash is wrong, so bytes in it have changed")
+    if record.get("kind") != "intent":
+        return b""
+    try:
+        Contents(list(contents.hashes)).add(record, hash)
+    except (ValueError, TypeError, KeyError) as error:
+        raise _damaged(path, number, f"it can't be read ({error})") from error
+    return whole[len(last) :]
+
+
+def _damaged(path: Any, number: int, why: str) -> LedgerError:
+    return LedgerError(
+        f"the ledger {path} is damaged at line {number + 1}: {why}; what was spent is not known any more. Put back an "
+        "undamaged copy that has all steps released so far, and never a new or older file, which would forget some"
+    )
