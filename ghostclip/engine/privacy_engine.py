@@ -184,11 +184,8 @@ class PrivacyEngine:
                 "engine.step() got another logical batch than engine.batches() gave last; use each in its turn"
             )
         self._spending.check()
-        seen: list[ClippingResult] = []
         try:
-            for examples in batch.physical():
-                seen.append(self._steps.clip(loss_fn, examples))
-            self.optimizer.step()
+            seen = self._steps.step(batch, loss_fn)
         except BaseException:
             self._steps.begin(None)
             raise
@@ -200,10 +197,12 @@ class PrivacyEngine:
         )
 
     def compile(self) -> None:
-        """From now on `step` runs forward and passes as one compiled graph, where the model allows it and it is faster.
+        """From now on `step` runs as one compiled graph, where the model allows it and it is faster.
 
-        Physical batches are padded to one size (few, when they may be of any), with rows of weight zero, so that their
-        varying sizes compile nothing anew. See `GhostClipper.clip` for what a loss function may depend on then.
+        Of a logical batch in one piece that is everything from the forward to the update (torch's SGD, Adam or AdamW
+        without hooks of others); else each physical batch's forward and passes, then noise and update. Batches are
+        padded to one size (few, when they may be of any), with rows of weight zero, so that their varying sizes compile
+        nothing anew. See `GhostClipper.clip` for what a loss function may depend on then.
         """
         self._steps.compile(self._largest)
 
