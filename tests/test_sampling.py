@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from ghostclip.errors import PrivacyError
 from ghostclip.events import SampledGaussian
-from ghostclip.sampling import PoissonLoader
+from ghostclip.sampling import LogicalBatches
 
 # A false alarm once in a hundred thousand runs for each test.
 RARE = 1e-5
@@ -41,7 +41,7 @@ class Squares(Dataset[int]):
         return index, index * index
 
 
-def members(loader: PoissonLoader, steps: int) -> np.ndarray:
+def members(loader: LogicalBatches, steps: int) -> np.ndarray:
     """[steps, examples] of booleans: who was in which logical batch."""
     found: list[np.ndarray] = []
     while len(found) < steps:
@@ -59,14 +59,14 @@ def numbered(size: int) -> TensorDataset:
     return TensorDataset(torch.arange(size))
 
 
-def taken_over(loader: DataLoader[Any], **arguments: Any) -> PoissonLoader:
+def taken_over(loader: DataLoader[Any], **arguments: Any) -> LogicalBatches:
     with pytest.warns(UserWarning, match="is replaced by Poisson sampling"):
-        return PoissonLoader(loader, **arguments)
+        return LogicalBatches(loader, **arguments)
 
 
 def test_examples_are_included_at_the_sampling_rate_and_independently() -> None:
     steps, size = 6000, 12
-    found = members(PoissonLoader(numbered(size), batch_size=3), steps)
+    found = members(LogicalBatches(numbered(size), batch_size=3), steps)
     expected = np.array([steps * 0.75, steps * 0.25])
     for example in range(size):
         count = found[:, example].sum()
@@ -79,7 +79,7 @@ def test_examples_are_included_at_the_sampling_rate_and_independently() -> None:
 
 def test_sizes_are_binomial_and_empty_batches_come_at_their_rate() -> None:
     steps, size = 6000, 10
-    found = members(PoissonLoader(numbered(size), batch_size=2), steps).sum(1)
+    found = members(LogicalBatches(numbered(size), batch_size=2), steps).sum(1)
     law = stats.binom(size, 0.2)
     counts = np.bincount(found, minlength=size + 1)
     pooled = [*counts[:6], counts[6:].sum()]
@@ -88,13 +88,13 @@ def test_sizes_are_binomial_and_empty_batches_come_at_their_rate() -> None:
 
 
 def test_successive_batches_are_independent() -> None:
-    found = members(PoissonLoader(numbered(8), batch_size=2), 4000).astype(float)
+    found = members(LogicalBatches(numbered(8), batch_size=2), 4000).astype(float)
     for example in range(8):
         assert stats.pearsonr(found[:-1, example], found[1:, example]).pvalue > RARE
 
 
 def test_the_full_batch_is_taken_whole() -> None:
-    assert members(PoissonLoader(numbered(9), batch_size=9), 3).all()
+    assert members(LogicalBatches(numbered(9), batch_size=9), 3).all()
 
 
 def test_numpy_and_torch_seeds_have_no_influence() -> None:
@@ -102,25 +102,25 @@ def test_numpy_and_torch_seeds_have_no_influence() -> None:
     for _ in range(2):
         np.random.seed(0)
         torch.manual_seed(0)
-        found.append(members(PoissonLoader(numbered(64), batch_size=32), 2))
+        found.append(members(LogicalBatches(numbered(64), batch_size=32), 2))
     assert (found[0] != found[1]).any()
 
 
 def test_a_seed_repeats_the_batches_and_goes_on_over_epochs() -> None:
-    first, second = (members(PoissonLoader(numbered(20), batch_size=5, seed=7), 8) for _ in range(2))
+    first, second = (members(LogicalBatches(numbered(20), batch_size=5, seed=7), 8) for _ in range(2))
     assert (first == second).all()
     assert (first[:4] != first[4:]).any()
 
 
 @pytest.mark.parametrize(("size", "batch_size", "steps"), [(100, 10, 10), (7, 2, 4), (5, 2, 2), (3, 3, 1), (10, 7, 1)])
 def test_length_rate_and_event(size: int, batch_size: int, steps: int) -> None:
-    loader = PoissonLoader(Squares(size), batch_size=batch_size)
+    loader = LogicalBatches(Squares(size), batch_size=batch_size)
     assert len(loader) == steps == len(list(loader))
     assert loader.event(1.5) == SampledGaussian(batch_size / size, 1.5, 1, "add_or_remove_one")
 
 
 def test_physical_batches_are_a_division_of_the_logical_one() -> None:
-    loader = PoissonLoader(Squares(), batch_size=20, max_physical_batch_size=6)
+    loader = LogicalBatches(Squares(), batch_size=20, max_physical_batch_size=6)
     for batch in loader:
         parts = list(batch.physical())
         sizes = [len(part[0]) for part in parts]
@@ -133,7 +133,7 @@ def test_physical_batches_are_a_division_of_the_logical_one() -> None:
 
 
 def test_an_empty_batch_has_no_physical_ones() -> None:
-    loader = PoissonLoader(numbered(2), batch_size=1)
+    loader = LogicalBatches(numbered(2), batch_size=1)
     empty = next(batch for _ in range(1000) for batch in loader if not batch.sizes)
     assert list(empty.physical()) == []
 
@@ -187,7 +187,7 @@ def test_options_of_a_loader_are_kept() -> None:
 
 def test_rows_of_tensors_come_as_default_collation_gives_them() -> None:
     data = TensorDataset(torch.randn(30, 4), torch.arange(30))
-    part = next(part for batch in PoissonLoader(data, batch_size=20) for part in batch.physical())
+    part = next(part for batch in LogicalBatches(data, batch_size=20) for part in batch.physical())
     expected = torch.utils.data.default_collate([data[number] for number in part[1].tolist()])
     assert type(part) is type(expected)
     for got, wanted in zip(part, expected, strict=True):
@@ -195,8 +195,8 @@ def test_rows_of_tensors_come_as_default_collation_gives_them() -> None:
 
 
 def test_the_replacement_is_said_once_and_at_the_callers_line() -> None:
-    def build() -> PoissonLoader:
-        return PoissonLoader(DataLoader(Squares(), 4, shuffle=True))
+    def build() -> LogicalBatches:
+        return LogicalBatches(DataLoader(Squares(), 4, shuffle=True))
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -236,7 +236,7 @@ class OwnBatches(BatchSampler):
 )
 def test_other_samplers_are_refused_with_a_remedy(loader: DataLoader[Any], name: str) -> None:
     with pytest.raises(PrivacyError, match=r"pass a plain DataLoader .* or the dataset itself") as caught:
-        PoissonLoader(loader, batch_size=4)
+        LogicalBatches(loader, batch_size=4)
     assert f"by {name}, which" in str(caught.value)
 
 
@@ -248,34 +248,34 @@ def test_a_batch_sampler_of_torchs_own_is_replaced() -> None:
 def test_streams_are_refused_with_a_remedy() -> None:
     for data in (Stream(), DataLoader(Stream(), 2), iter([1, 2])):
         with pytest.raises(PrivacyError, match=r"can't be read at random.*map-style dataset"):
-            PoissonLoader(data, batch_size=2)
+            LogicalBatches(data, batch_size=2)
 
 
 def test_sizes_out_of_range() -> None:
     with pytest.raises(ValueError, match="the dataset is empty"):
-        PoissonLoader([], batch_size=1)
+        LogicalBatches([], batch_size=1)
     with pytest.raises(ValueError, match="batch_size must be given with a dataset"):
-        PoissonLoader(Squares())
+        LogicalBatches(Squares())
     with pytest.raises(ValueError, match=r"batch_size must be at most len\(dataset\) = 40; got 41"):
-        PoissonLoader(Squares(), batch_size=41)
+        LogicalBatches(Squares(), batch_size=41)
     for wrong in (0, -1, 2.5, float("nan")):
         with pytest.raises(ValueError, match=r"^batch_size must be a whole number"):
-            PoissonLoader(Squares(), batch_size=wrong)  # type: ignore[arg-type]
+            LogicalBatches(Squares(), batch_size=wrong)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"^max_physical_batch_size must be a whole number"):
-            PoissonLoader(Squares(), batch_size=4, max_physical_batch_size=wrong)  # type: ignore[arg-type]
+            LogicalBatches(Squares(), batch_size=4, max_physical_batch_size=wrong)  # type: ignore[arg-type]
     with pytest.raises(PrivacyError, match="no batch_size to take over"):
-        PoissonLoader(DataLoader(Squares(), batch_sampler=[[0, 1], [2]]))
+        LogicalBatches(DataLoader(Squares(), batch_sampler=[[0, 1], [2]]))
 
 
 def test_leaving_a_logical_batch_is_told_and_the_next_one_is_whole() -> None:
     left: list[int] = []
     begun: list[bool] = []
-    loader = PoissonLoader(
+    loader = LogicalBatches(
         Squares(), batch_size=20, max_physical_batch_size=2, seed=1,
         left=lambda batch: left.append(batch.handed), begin=lambda batch: begun.append(batch is not None),
     )  # fmt: skip
     whole = [
-        torch.cat([part[0] for part in batch.physical()]) for batch in PoissonLoader(Squares(), batch_size=20, seed=1)
+        torch.cat([part[0] for part in batch.physical()]) for batch in LogicalBatches(Squares(), batch_size=20, seed=1)
     ]
     epoch = iter(loader)
     for _ in next(epoch).physical():
@@ -299,7 +299,7 @@ class FailsOnce(Squares):
 
 
 def test_a_batch_that_fails_to_load_does_not_shift_the_next() -> None:
-    epoch = iter(PoissonLoader(FailsOnce(), batch_size=20, max_physical_batch_size=4))
+    epoch = iter(LogicalBatches(FailsOnce(), batch_size=20, max_physical_batch_size=4))
     with pytest.raises(OSError, match="unreadable"):
         next(next(epoch).physical())
     batch = next(epoch)
@@ -307,7 +307,7 @@ def test_a_batch_that_fails_to_load_does_not_shift_the_next() -> None:
 
 
 def test_a_batch_is_used_once_and_in_its_turn() -> None:
-    first, second = list(PoissonLoader(Squares(), batch_size=20))
+    first, second = list(LogicalBatches(Squares(), batch_size=20))
     with pytest.raises(PrivacyError, match="left when the next one was taken"):
         list(first.physical())
     with pytest.raises(PrivacyError, match="was called before"):

@@ -16,7 +16,7 @@ import ghostclip
 from ghostclip.accounting import epsilon_of
 from ghostclip.bench import naive
 from ghostclip.noise import noise_source
-from ghostclip.sampling import PoissonLoader
+from ghostclip.sampling import LogicalBatches
 from ghostclip.validate import nonnegative
 
 __all__ = ["METHODS", "OPTIMIZERS", "Settings", "Step", "Steps", "cross_entropy", "steps_of"]
@@ -31,7 +31,10 @@ OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """One run's settings; ``noise_multiplier`` is None without privacy, ``target_epsilon`` what it was chosen for."""
+    """One run's settings; ``target_epsilon`` is what ``noise_multiplier`` was chosen for, ``noise`` the noise's mode.
+
+    All three are None without privacy.
+    """
 
     model: str
     method: str
@@ -45,6 +48,7 @@ class Settings:
     delta: float
     noise_multiplier: float | None
     target_epsilon: float | None = None
+    noise: str | None = "standard"
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,7 @@ class Ghost:
             target_delta=settings.delta,
             clipping=settings.max_norm,
             second_pass=settings.method,
+            noise=settings.noise or "standard",
         )
 
     def __iter__(self) -> Iterator[Step]:
@@ -141,10 +146,10 @@ class Naive:
         self._settings, self._model = settings, ghostclip.unwrap(model)
         self._clipped_sum = {"nxbp": naive.nxbp, "multiloss": naive.multiloss}[settings.method]
         self._optimizer = OPTIMIZERS[settings.optimizer](model.parameters(), settings.learning_rate)
-        self._batches = PoissonLoader(
+        self._batches = LogicalBatches(
             data, batch_size=settings.batch_size, max_physical_batch_size=settings.max_physical_batch_size
         )
-        self._noise, self._charged = noise_source(), 0
+        self._noise, self._charged = noise_source(settings.noise or "standard"), 0
 
     def __iter__(self) -> Iterator[Step]:
         for _ in range(self._settings.epochs):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ghostclip import accounting
-from ghostclip.sampling import PoissonLoader
+from ghostclip.sampling import LogicalBatches
 from ghostclip.validate import nonnegative, positive, positive_int
 
 __all__ = ["Plan", "plan_for"]
@@ -29,7 +29,7 @@ class Plan:
 
 
 def plan_for(
-    loader: PoissonLoader,
+    loader: LogicalBatches,
     *,
     noise_multiplier: float | None,
     target_epsilon: float | None,

@@ -1,5 +1,19 @@
-"""Poisson sampling: which examples are in a batch, how they are loaded, and what a step over them is charged as."""
+"""Sampling: which examples are in a batch, how they are loaded, and what a step over them is charged as."""
 
-from .poisson import LogicalBatch, PoissonLoader
+from .batches import LogicalBatch, LogicalBatches
+from .schemes import Poisson, Scheme, Truncated, WithoutReplacement, scheme_named
+from .users import UserRows, Users
 
-__all__ = ["LogicalBatch", "PoissonLoader"]
+PoissonLoader = LogicalBatches
+
+__all__ = [
+    "LogicalBatch",
+    "LogicalBatches",
+    "Poisson",
+    "Scheme",
+    "Truncated",
+    "UserRows",
+    "Users",
+    "WithoutReplacement",
+    "scheme_named",
+]

@@ -75,13 +75,12 @@ def check_sampling(loader: DataLoader[Any]) -> None:
             )
 
 
-def say_sampler_is_replaced(loader: DataLoader[Any], sample_rate: float) -> None:
-    """Warns at the line that built the engine."""
+def say_sampler_is_replaced(loader: DataLoader[Any], words: str) -> None:
+    """Warns at the line that built the engine; ``words`` say by what it is replaced."""
     sampler = type(getattr(loader.batch_sampler, "sampler", loader.sampler)).__name__
     warnings.warn(
-        f"the DataLoader's {sampler} is replaced by Poisson sampling, which the privacy accounting is about: each "
-        f"example is in a batch with probability {sample_rate:.6g}, so batch sizes vary; its dataset, collate_fn, "
-        "workers and pinning are kept",
+        f"the DataLoader's {sampler} is replaced by {words}, which the privacy accounting is about; its dataset, "
+        "collate_fn, workers and pinning are kept",
         stacklevel=4,
     )
 

@@ -1,9 +1,8 @@
-"""Poisson sampling: which examples are in a batch, how they are loaded in physical batches, what that is charged as."""
+"""Logical batches: sampled anew each time, loaded in physical batches, and charged as what they are."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,23 +10,30 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from ghostclip.errors import PrivacyError
-from ghostclip.events import SampledGaussian
+from ghostclip.events import SampledRelease
+from ghostclip.sampling.draws import Chunks, Draws, Physical
 from ghostclip.sampling.loading import check_sampling, loader_of, loaders_batch_size, say_sampler_is_replaced, size_of
+from ghostclip.sampling.schemes import Scheme, scheme_named
+from ghostclip.sampling.users import UserRows, Users
 from ghostclip.validate import positive_int
 
-__all__ = ["LogicalBatch", "PoissonLoader"]
+__all__ = ["LogicalBatch", "LogicalBatches"]
 
 
 class LogicalBatch:
-    """One Poisson sample of the data set, handed out in physical batches. Which examples it holds is private data.
+    """One sample of the data set, handed out in physical batches. Which examples it holds is private data.
 
     Attributes:
-        sizes: the number of examples in each physical batch; no numbers for an empty sample.
+        sizes: the number of rows in each physical batch; no numbers for an empty sample.
+        users: whose rows they are, for each physical batch; None where examples are the units of privacy.
         handed: how many physical batches were handed out so far.
     """
 
-    def __init__(self, sizes: list[int], load: Callable[[], Any], left: Callable[[LogicalBatch], None]) -> None:
-        self.sizes = sizes
+    def __init__(
+        self, physical: Sequence[Physical], load: Callable[[], Any], left: Callable[[LogicalBatch], None]
+    ) -> None:
+        self.sizes = [len(rows) for rows, _ in physical]
+        self.users: list[UserRows | None] = [users for _, users in physical]
         self.handed = 0
         self._load, self._left = load, left
         self._started = False
@@ -57,8 +63,8 @@ class LogicalBatch:
                 self._left(self)
 
 
-class PoissonLoader:
-    """Logical batches that hold each example with probability ``batch_size / len(dataset)``, independently of the rest.
+class LogicalBatches:
+    """Samples of a data set: by default each example with probability ``batch_size / len(dataset)``, independently.
 
     Iterating gives one epoch: ``len()`` logical batches, empty ones among them, loaded through one torch DataLoader.
 
@@ -67,6 +73,13 @@ class PoissonLoader:
             sequential or random sampler is replaced (a warning says so).
         batch_size: the expected size of a logical batch; None takes the loader's.
         max_physical_batch_size: the most examples loaded at once; None: the whole logical batch.
+        sampling: "poisson"; "without_replacement": ``batch_size`` different examples each time; "truncated": Poisson,
+            cut down at random to ``max_batch_size``.
+        neighboring: which data sets the accounting is about, "add_or_remove_one" or "replace_one".
+        max_batch_size: with "truncated" only; None: ``max_physical_batch_size``.
+        unit_ids: for each row of the data set whose it is, for user-level privacy: users are sampled, with all rows of
+            theirs, and ``batch_size`` is the expected number of users. None: every row is a unit of its own.
+        max_rows_per_unit: with ``unit_ids`` only: the first so many rows of each user are used.
         seed: makes the sampling repeatable, and worthless for privacy; None: the operating system's entropy.
         begin: told of each logical batch that is handed out, and with None when the one before is over.
         left: told of a logical batch whose physical ones were not all taken.
@@ -82,6 +95,11 @@ class PoissonLoader:
         *,
         batch_size: int | None = None,
         max_physical_batch_size: int | None = None,
+        sampling: str = "poisson",
+        neighboring: str = "add_or_remove_one",
+        max_batch_size: int | None = None,
+        unit_ids: Iterable[Hashable] | None = None,
+        max_rows_per_unit: int | None = None,
         seed: int | None = None,
         begin: Callable[[LogicalBatch | None], None] = lambda batch: None,
         left: Callable[[LogicalBatch], None] = lambda batch: None,
@@ -96,41 +114,66 @@ class PoissonLoader:
             raise ValueError(
                 "batch_size must be given with a dataset: the expected number of examples in a logical batch"
             )
-        self.batch_size = positive_int(batch_size=batch_size)
-        if self.batch_size > self.dataset_size:
-            raise ValueError(f"batch_size must be at most len(dataset) = {self.dataset_size}; got {batch_size!r}")
         if max_physical_batch_size is not None:
             max_physical_batch_size = positive_int(max_physical_batch_size=max_physical_batch_size)
-        self.limit = max_physical_batch_size or self.dataset_size
+        self._limit = max_physical_batch_size
+        self._users = None
+        if unit_ids is not None:
+            self._users = Users(unit_ids, self.dataset_size, max_rows_per_unit, self._limit)
+        elif max_rows_per_unit is not None:
+            raise ValueError(f"max_rows_per_unit must be left out without unit_ids; got {max_rows_per_unit!r}")
+        self.scheme = self._scheme(batch_size, sampling, neighboring, max_batch_size)
+        self.batch_size = self.scheme.batch_size
         self.begin, self.left = begin, left
         self._seeded = None if seed is None else np.random.default_rng(seed)
-        self._chunks = _Chunks()
+        self._chunks = Chunks()
         self._open = partial(loader_of, dataset, given, self._chunks)
         self._loader = self._open()
-        self._draws: _Draws | None = None
+        self._draws: Draws | None = None
         self._epoch = self._taken = self._skip = 0
         if given is not None:
-            say_sampler_is_replaced(given, self.sample_rate)
+            say_sampler_is_replaced(given, self.scheme.words)
+
+    def _scheme(self, batch_size: int, sampling: str, neighboring: str, max_batch_size: int | None) -> Scheme:
+        """The scheme for arguments that go together."""
+        units, named = (self.dataset_size, "len(dataset)") if self._users is None else (len(self._users), "users")
+        if positive_int(batch_size=batch_size) > units:
+            raise ValueError(f"batch_size must be at most {named} = {units}; got {batch_size!r}")
+        return scheme_named(
+            sampling,
+            units,
+            positive_int(batch_size=batch_size),
+            neighboring=neighboring,
+            unit="example" if self._users is None else "user",
+            max_batch_size=self._limit if sampling == "truncated" and max_batch_size is None else max_batch_size,
+        )
+
+    def _divide(self, chosen: list[int]) -> Sequence[Physical]:
+        """The physical batches of a sample."""
+        if self._users is not None:
+            return self._users.divide(chosen)
+        limit = self._limit or max(1, len(chosen))
+        return [(chosen[start : start + limit], None) for start in range(0, len(chosen), limit)]
 
     @property
     def sample_rate(self) -> float:
-        """The probability of each example to be in a logical batch."""
-        return self.batch_size / self.dataset_size
+        """The expected share of the examples (or users) in a logical batch."""
+        return self.scheme.sample_rate
 
-    def event(self, noise_multiplier: float) -> SampledGaussian:
+    def event(self, noise_multiplier: float) -> SampledRelease:
         """What the release of a noisy sum over one logical batch is to be charged as."""
-        return SampledGaussian(self.sample_rate, noise_multiplier)
+        return self.scheme.event(noise_multiplier)
 
     def __len__(self) -> int:
-        """Steps in an epoch: ``max(1, round(len(dataset) / batch_size))``."""
-        return max(1, round(self.dataset_size / self.batch_size))
+        """Steps in an epoch: ``max(1, round(len(dataset) / batch_size))``, of users where they are the units."""
+        return max(1, round(self.scheme.population / self.batch_size))
 
     def __iter__(self) -> Iterator[LogicalBatch]:
         generator = np.random.default_rng() if self._seeded is None else self._seeded
         if self._draws is not None:
             self._epoch += 1
         self._taken, self._skip = self._skip, 0
-        draws = _Draws(generator, self.dataset_size, self.sample_rate, self.limit, len(self) - self._taken)
+        draws = Draws(generator, self.scheme, self._divide, len(self) - self._taken)
         self._draws = self._chunks.draws = draws
         return _Epoch(draws, iter(self._loader), self)
 
@@ -152,7 +195,7 @@ class PoissonLoader:
         if self._seeded is not None and state is not None:
             self._seeded.bit_generator.state = state
 
-    def taken_from(self, draws: _Draws) -> None:
+    def taken_from(self, draws: Draws) -> None:
         """A batch of ``draws`` is handed out; raises PrivacyError when sampling goes on somewhere else since."""
         if self._draws is None:
             raise PrivacyError(
@@ -161,73 +204,12 @@ class PoissonLoader:
             )
         self._taken += draws is self._draws
 
-    def reopened(self, draws: _Draws) -> Iterator[Any]:
+    def reopened(self, draws: Draws) -> Iterator[Any]:
         """A new data loader for the samples that are still to be handed out."""
         draws.rewind()
         self._chunks.draws = draws
         self._loader = self._open()
         return iter(self._loader)
-
-
-class _Draws:
-    """The samples of one epoch, each drawn when the data loader or the training loop first needs to know it."""
-
-    def __init__(self, generator: np.random.Generator, population: int, rate: float, limit: int, steps: int) -> None:
-        self._generator, self._population, self._rate = generator, population, rate
-        self._limit, self._steps, self._handed = limit, steps, 0
-        self._to_load: deque[list[list[int]]] = deque()
-        self._to_hand_out: deque[list[int]] = deque()
-        # The generator's state before the sample handed out last, and before each one that is still to be.
-        self._last = generator.bit_generator.state
-        self._before: deque[Any] = deque()
-
-    def _draw(self) -> bool:
-        """Draws a sample: a binomial number of distinct examples, which is a coin for each; False after the last."""
-        if self._handed + len(self._before) >= self._steps:
-            return False
-        self._before.append(self._generator.bit_generator.state)
-        count = self._generator.binomial(self._population, self._rate)
-        chosen = np.sort(self._generator.choice(self._population, count, replace=False, shuffle=False)).tolist()
-        chunks = [chosen[start : start + self._limit] for start in range(0, count, self._limit)]
-        self._to_load.append(chunks)
-        self._to_hand_out.append([len(chunk) for chunk in chunks])
-        return True
-
-    def indices(self) -> Iterator[list[int]]:
-        """The epoch's physical batches one after another, for the data loader, which may run ahead."""
-        while self._to_load or self._draw():
-            yield from self._to_load.popleft()
-
-    def next_sizes(self) -> list[int] | None:
-        """The sizes of the next logical batch's physical ones, for the training loop; None after the last."""
-        if not self._to_hand_out and not self._draw():
-            return None
-        sizes = self._to_hand_out.popleft()
-        self._last = self._before.popleft()
-        self._handed += 1
-        return sizes
-
-    def state(self, again: bool) -> Mapping[str, Any]:
-        """The generator's state before the next sample to hand out, or before the last one ``again``."""
-        if again:
-            return self._last
-        return self._before[0] if self._before else self._generator.bit_generator.state
-
-    def rewind(self) -> None:
-        """Takes back what was drawn ahead; the same samples will be drawn again."""
-        if self._before:
-            self._generator.bit_generator.state = self._before[0]
-        for ahead in (self._before, self._to_load, self._to_hand_out):
-            ahead.clear()
-
-
-class _Chunks:
-    """The data loader's batch sampler: the physical batches of the epoch that is being started."""
-
-    draws: _Draws
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self.draws.indices()
 
 
 class _Epoch:
@@ -236,7 +218,7 @@ class _Epoch:
     Batches refer to it and not the other way round: torch ends its workers promptly only outside of reference cycles.
     """
 
-    def __init__(self, draws: _Draws, loaded: Iterator[Any], plan: PoissonLoader) -> None:
+    def __init__(self, draws: Draws, loaded: Iterator[Any], plan: LogicalBatches) -> None:
         self._draws, self._loaded, self._plan = draws, loaded, plan
         self._turn = 0
         self._waiting = 0
@@ -252,12 +234,12 @@ class _Epoch:
         self._plan.begin(None)
         self._catch_up()
         self._in_step = False
-        sizes = self._draws.next_sizes()
-        self._waiting = len(sizes or [])
+        physical = self._draws.next_batch()
+        self._waiting = len(physical or [])
         self._in_step = True
-        if sizes is None:
+        if physical is None:
             raise StopIteration
-        batch = LogicalBatch(sizes, partial(self._load, self._turn), self._plan.left)
+        batch = LogicalBatch(physical, partial(self._load, self._turn), self._plan.left)
         self._plan.taken_from(self._draws)
         self._plan.begin(batch)
         return batch

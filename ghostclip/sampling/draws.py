@@ -1,0 +1,90 @@
+"""The samples of an epoch: drawn once, read by the data loader and by the training loop, which may lag behind it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ghostclip.sampling.schemes import Scheme
+from ghostclip.sampling.users import UserRows
+
+__all__ = ["Chunks", "Draws", "Physical"]
+
+# The numbers of the rows to load, and whose they are where users are the units of privacy.
+Physical: TypeAlias = tuple[list[int], UserRows | None]
+
+
+class Draws:
+    """The samples of one epoch, each drawn when the data loader or the training loop first needs to know it.
+
+    Args:
+        generator: of the samples.
+        scheme: how they are drawn.
+        divide: from the units of a sample to its physical batches.
+        steps: how many samples there are.
+    """
+
+    def __init__(
+        self,
+        generator: np.random.Generator,
+        scheme: Scheme,
+        divide: Callable[[list[int]], Sequence[Physical]],
+        steps: int,
+    ) -> None:
+        self._generator, self._scheme, self._divide = generator, scheme, divide
+        self._steps, self._handed = steps, 0
+        self._to_load: deque[Sequence[Physical]] = deque()
+        self._to_hand_out: deque[Sequence[Physical]] = deque()
+        # The generator's state before the sample handed out last, and before each one that is still to be.
+        self._last = generator.bit_generator.state
+        self._before: deque[Any] = deque()
+
+    def _draw(self) -> bool:
+        """Draws a sample; False after the last."""
+        if self._handed + len(self._before) >= self._steps:
+            return False
+        self._before.append(self._generator.bit_generator.state)
+        physical = self._divide(self._scheme.draw(self._generator))
+        self._to_load.append(physical)
+        self._to_hand_out.append(physical)
+        return True
+
+    def indices(self) -> Iterator[list[int]]:
+        """The epoch's physical batches one after another, for the data loader, which may run ahead."""
+        while self._to_load or self._draw():
+            for rows, _ in self._to_load.popleft():
+                yield rows
+
+    def next_batch(self) -> Sequence[Physical] | None:
+        """The next logical batch's physical ones, for the training loop; None after the last."""
+        if not self._to_hand_out and not self._draw():
+            return None
+        physical = self._to_hand_out.popleft()
+        self._last = self._before.popleft()
+        self._handed += 1
+        return physical
+
+    def state(self, again: bool) -> Mapping[str, Any]:
+        """The generator's state before the next sample to hand out, or before the last one ``again``."""
+        if again:
+            return self._last
+        return self._before[0] if self._before else self._generator.bit_generator.state
+
+    def rewind(self) -> None:
+        """Takes back what was drawn ahead; the same samples will be drawn again."""
+        if self._before:
+            self._generator.bit_generator.state = self._before[0]
+        for ahead in (self._before, self._to_load, self._to_hand_out):
+            ahead.clear()
+
+
+class Chunks:
+    """The data loader's batch sampler: the physical batches of the epoch that is being started."""
+
+    draws: Draws
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.draws.indices()

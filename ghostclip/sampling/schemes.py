@@ -1,0 +1,164 @@
+"""How a logical batch is drawn, and what a release over it is charged as: one class for both, so that they agree."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ghostclip.events import (
+    RELATIONS,
+    SAMPLINGS,
+    FixedSizeGaussian,
+    SampledGaussian,
+    SampledRelease,
+    TruncatedGaussian,
+)
+from ghostclip.validate import one_of, positive_int
+
+__all__ = ["Poisson", "Scheme", "Truncated", "WithoutReplacement", "scheme_named"]
+
+
+@dataclass(frozen=True)
+class Scheme(ABC):
+    """A way to draw batches of units (examples, or users with all examples of theirs).
+
+    Args:
+        population: how many units there are.
+        batch_size: the expected number in a batch.
+        relation: which data sets are neighbours, among `ghostclip.events.RELATIONS`.
+        unit: what a unit is, among `ghostclip.events.UNITS`.
+    """
+
+    population: int
+    batch_size: int
+    relation: str = "add_or_remove_one"
+    unit: str = "example"
+
+    @property
+    def sample_rate(self) -> float:
+        """The expected share of the units in a batch, before a cut."""
+        return self.batch_size / self.population
+
+    @abstractmethod
+    def count(self, generator: np.random.Generator) -> int:
+        """How many distinct units the next batch has; given their number, all sets of them are equally likely."""
+
+    @abstractmethod
+    def event(self, noise_multiplier: float) -> SampledRelease:
+        """What a noisy sum over one batch is to be charged as."""
+
+    @property
+    @abstractmethod
+    def words(self) -> str:
+        """The way's name and who is in a batch, to go into a sentence."""
+
+    def draw(self, generator: np.random.Generator) -> list[int]:
+        """The next batch: numbers of distinct units, ascending."""
+        chosen = generator.choice(self.population, self.count(generator), replace=False, shuffle=False)
+        return np.sort(chosen).tolist()
+
+    @property
+    def _fields(self) -> dict[str, Any]:
+        return {"relation": self.relation, "unit": self.unit}
+
+
+@dataclass(frozen=True)
+class Poisson(Scheme):
+    """Each unit is in a batch with probability ``batch_size / population``, independently of the others."""
+
+    def count(self, generator: np.random.Generator) -> int:
+        """A binomial number: that of independent coins, one for each unit."""
+        return int(generator.binomial(self.population, self.sample_rate))
+
+    def event(self, noise_multiplier: float) -> SampledRelease:
+        """The event of a Poisson sample."""
+        return SampledGaussian(self.sample_rate, noise_multiplier, **self._fields)
+
+    @property
+    def words(self) -> str:
+        """The way's name and who is in a batch."""
+        return f"Poisson sampling (each {self.unit} is in a batch with probability {self.sample_rate:.6g}; sizes vary)"
+
+
+@dataclass(frozen=True)
+class WithoutReplacement(Scheme):
+    """Exactly ``batch_size`` units, every set of them equally likely, drawn anew for every batch."""
+
+    def count(self, generator: np.random.Generator) -> int:
+        """``batch_size``."""
+        return self.batch_size
+
+    def event(self, noise_multiplier: float) -> SampledRelease:
+        """The event of a sample of fixed size."""
+        return FixedSizeGaussian(self.sample_rate, noise_multiplier, **self._fields)
+
+    @property
+    def words(self) -> str:
+        """The way's name and who is in a batch."""
+        return f"sampling without replacement ({self.batch_size} different {self.unit}s, drawn anew for each batch)"
+
+
+@dataclass(frozen=True)
+class Truncated(Scheme):
+    """A Poisson sample, of which ``max_batch_size`` units are kept, drawn uniformly, where it has more."""
+
+    max_batch_size: int = 0
+
+    def count(self, generator: np.random.Generator) -> int:
+        """A binomial number, at most ``max_batch_size``."""
+        return min(int(generator.binomial(self.population, self.sample_rate)), self.max_batch_size)
+
+    def event(self, noise_multiplier: float) -> SampledRelease:
+        """The event of a truncated Poisson sample."""
+        return TruncatedGaussian(
+            self.sample_rate,
+            noise_multiplier,
+            **self._fields,
+            dataset_size=self.population,
+            max_batch_size=self.max_batch_size,
+        )
+
+    @property
+    def words(self) -> str:
+        """The way's name and who is in a batch."""
+        return (
+            f"truncated Poisson sampling (each {self.unit} is in a batch with probability {self.sample_rate:.6g}, "
+            f"before batches of more than {self.max_batch_size} are cut down)"
+        )
+
+
+def scheme_named(
+    sampling: str,
+    population: int,
+    batch_size: int,
+    *,
+    neighboring: str = "add_or_remove_one",
+    unit: str = "example",
+    max_batch_size: int | None = None,
+) -> Scheme:
+    """The scheme for the engine's arguments.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range, or given where it has no meaning.
+    """
+    one_of(SAMPLINGS, sampling=sampling)
+    relation = one_of(RELATIONS, neighboring=neighboring)
+    if sampling == "truncated":
+        if max_batch_size is None:
+            raise ValueError(
+                'max_batch_size must be given with sampling="truncated" (max_physical_batch_size is the default): '
+                "the most examples in a batch; got None"
+            )
+        if positive_int(max_batch_size=max_batch_size) < batch_size:
+            raise ValueError(
+                f"max_batch_size must be at least batch_size = {batch_size}, the expected number before a cut; got "
+                f"{max_batch_size!r}"
+            )
+        return Truncated(population, batch_size, relation, unit, positive_int(max_batch_size=max_batch_size))
+    if max_batch_size is not None:
+        raise ValueError(f'max_batch_size must be left out but with sampling="truncated"; got {max_batch_size!r}')
+    kind = Poisson if sampling == "poisson" else WithoutReplacement
+    return kind(population, batch_size, relation, unit)
