@@ -8,6 +8,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from case_attention import ATTENTION
 from case_fallback import fallback_cases
@@ -32,7 +33,7 @@ from case_models import (
 from case_recurrent import RECURRENT
 from case_types import Case, indices, normal
 
-__all__ = ["CASES", "case"]
+__all__ = ["CASES", "CASES_AND_DTYPES", "case"]
 
 
 def _linear() -> Iterator[Case]:
@@ -276,3 +277,13 @@ CASES += [*RECURRENT, *ATTENTION, *fallback_cases()]
 def case(name: str) -> Case:
     """The row of that name."""
     return next(row for row in CASES if row.name == name)
+
+
+def _cases_and_dtypes() -> Iterator[Any]:
+    """Every case in float64; in float32 one in six, and the others among the long checks."""
+    for number, row in enumerate(CASES):
+        yield pytest.param(row, torch.float64, id=f"{row}-float64")
+        yield pytest.param(row, torch.float32, id=f"{row}-float32", marks=pytest.mark.slow if number % 6 else ())
+
+
+CASES_AND_DTYPES = list(_cases_and_dtypes())

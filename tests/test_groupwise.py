@@ -7,7 +7,7 @@ import weakref
 import oracle
 import pytest
 import torch
-from cases import CASES
+from cases import CASES_AND_DTYPES
 from comparing import TOLERANCE, assert_close, assert_dicts_close, gradients, ready, truth, typical_norm
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,8 +25,7 @@ def by_group(grads, group_of, thresholds):
     return norms, weights, sums
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("row", CASES, ids=lambda row: row.name)
+@pytest.mark.parametrize(("row", "dtype"), CASES_AND_DTYPES)
 def test_per_layer_equals_the_loop(row, dtype):
     grads = truth(row)
     layers = list(dict.fromkeys(name.rpartition(".")[0] for name in grads))
