@@ -102,6 +102,10 @@ class Journal:
             found[run][block.event] -= block.left
         return found
 
+    def is_ours(self) -> bool:
+        """Whether this process opened it, rather than one that it was forked from."""
+        return self._process == os.getpid() and self._file >= 0
+
     def is_of(self, path: Path) -> bool:
         """Whether the path leads to this journal's file."""
         return files.is_at(path, self._file)
@@ -121,7 +125,7 @@ class Journal:
         return [{"kind": "returned", "time": now(), "run": run, "of": block.record, "count": count}]
 
     def _check_owner(self) -> None:
-        if self._process != os.getpid() or self._file < 0:
+        if not self.is_ours():
             raise LedgerError(
                 f"the ledger {self.path} was opened by the process that this one was forked from, and spending from it "
                 "here would not be seen there; let the parent do all steps, or build the PrivacyEngine in this process"

@@ -160,12 +160,12 @@ class Account:
             return self._journal.taken()
 
     def close(self) -> None:
-        """Gives back what is left of the block. Nothing can be charged from here on.
+        """Gives back what is left of the block (not in a forked process). Nothing can be charged from here on.
 
         Raises:
             LedgerError: the file isn't as it was left, or can't be written; what is left of the block stays spent.
         """
-        if self._forgotten.detach() is not None:
+        if self._forgotten.detach() is not None and self._journal.is_ours():
             with turn():
                 end(self._journal, self.run)
 
