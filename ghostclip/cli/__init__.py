@@ -23,7 +23,8 @@ COMMANDS = {
     "bench": bench,
     "audit": audit,
 }
-EXTRAS = {"PIL", "jinja2", "matplotlib", "sklearn", "tqdm"}
+# {package: the extra it comes with}
+EXTRAS = dict.fromkeys(("PIL", "jinja2", "matplotlib", "sklearn", "tqdm"), "cli") | {"cryptography": "hardened"}
 MISTAKE, INTERRUPTED, READER_GONE = 2, 130, 141
 
 
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing not in EXTRAS:
             raise
-        return _end(f'{missing} is not installed; run: pip install "ghostclip[cli]"', MISTAKE)
+        return _end(f'{missing} is not installed; run: pip install "ghostclip[{EXTRAS[missing]}]"', MISTAKE)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         return _end(f"{place}{error.strerror or error}", MISTAKE)

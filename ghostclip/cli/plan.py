@@ -59,7 +59,7 @@ def runs_of(arguments: argparse.Namespace, examples: int) -> Iterator[PlannedRun
 def _check(arguments: argparse.Namespace, examples: int) -> None:
     """Everything that can be told before the first calculation."""
     if arguments.method == "nonprivate":
-        for option in ("epsilon", "noise_multiplier", "max_norm", "max_physical_batch_size"):
+        for option in ("epsilon", "noise_multiplier", "noise", "max_norm", "max_physical_batch_size"):
             if getattr(arguments, option) is not None:
                 raise UsageError(f"--method nonprivate takes no --{option.replace('_', '-')}; leave it out")
     if arguments.epsilon is not None and arguments.noise_multiplier is not None:
@@ -115,6 +115,7 @@ def _private(arguments: argparse.Namespace, examples: int, name: str, noise: flo
         delta=arguments.delta,
         noise_multiplier=noise,
         target_epsilon=target,
+        noise=arguments.noise or "standard",
     )
     return PlannedRun(name, settings, steps)
 
@@ -139,5 +140,6 @@ def _nonprivate(arguments: argparse.Namespace, examples: int) -> PlannedRun:
         seed=arguments.seed,
         delta=arguments.delta,
         noise_multiplier=None,
+        noise=None,
     )
     return PlannedRun("non-private", settings, epochs * -(-examples // batch_size))

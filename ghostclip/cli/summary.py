@@ -25,7 +25,7 @@ def run_table(runs: Sequence[TrainingRun], delta: float) -> str:
             run.name,
             f"{run.accuracy:.1%}",
             *(f"{run.epsilons[name]:.3f}" if name in run.epsilons else "-" for name in accountants),
-            "-" if run.noise_multiplier is None else f"{run.noise_multiplier:.3f}",
+            "-" if run.noise_multiplier is None else f"{run.noise_multiplier:.3f} {run.noise or ''}".rstrip(),
             f"{run.examples_per_second:,.0f}",
             f"{run.seconds:.1f}",
         ]

@@ -70,6 +70,11 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     privacy.add_argument(
         "--noise-multiplier", type=float, metavar="SIGMA", help="instead of --epsilon; 0 is not private"
     )
+    privacy.add_argument(
+        "--noise",
+        choices=("standard", "hardened"),
+        help="hardened: from a cipher, rounded to a lattice, so that no digit gives data away (default: standard)",
+    )
     privacy.add_argument("--delta", type=float, default=1e-5, help="default: 1e-5")
     privacy.add_argument("--max-norm", type=float, metavar="C", help="clipping norm")
     training = parser.add_argument_group("training", "defaults depend on the size of the training set")

@@ -63,7 +63,9 @@ class PrivacyEngine:
         epochs, steps: the length of training, with ``target_epsilon`` only.
         clipping: a max norm or a policy of `ghostclip.clipping`.
         second_pass: "reweight" or "cached", as for `GhostClipper`; it changes time and memory only.
-        noise: "standard"; or "test" with ``seed``, which is repeatable and reports epsilon = inf.
+        noise: "standard": from an unpredictable generator, added in floating point; "hardened": from a cipher, every
+            released number on a lattice, so that no digit of it gives data away (needs `cryptography`); "test" with
+            ``seed``: repeatable, and reported as epsilon = inf.
         seed: of noise and sampling, with ``noise="test"`` only.
         ledger: a file (or a `ghostclip.ledger.Ledger`) that every step is charged to before it is released. One that
             exists is continued: what it holds counts for `epsilon`, ``max_epsilon`` and the planned steps.

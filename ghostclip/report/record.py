@@ -25,6 +25,7 @@ class TrainingRun:
         noise_multiplier: None without noise.
         epsilons: {accountant: epsilon}; empty for non-private training.
         losses: mean training loss of each step's batch; private data.
+        noise: the mode the noise was made in, "standard", "hardened" or "test"; None without noise.
     """
 
     name: str
@@ -37,6 +38,7 @@ class TrainingRun:
     noise_multiplier: float | None = None
     epsilons: Mapping[str, float] = field(default_factory=dict)
     losses: Sequence[float] = ()
+    noise: str | None = None
 
 
 @dataclass(frozen=True)
