@@ -77,7 +77,7 @@ def train(settings: Settings, data: Data, name: str, watch: Watch, marks: Sequen
         seconds=seconds,
         examples_per_second=examples / seconds if seconds else 0.0,
         noise_multiplier=steps.noise_multiplier,
-        noise=settings.noise if steps.private else None,
+        noise=settings.noise if steps.noise_multiplier else None,
         epsilons={key.upper(): steps.epsilon(key) for key in ACCOUNTANTS} if steps.private else {},
         losses=losses,
     )

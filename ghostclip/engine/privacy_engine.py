@@ -80,13 +80,14 @@ class PrivacyEngine:
         max_epsilon: as given.
         ledger: the `Ledger`, or None.
         batch_size, sample_rate: of the logical batches.
+        noise: the mode the noise is made in.
 
     Raises:
         UnsupportedModelError: the model can't be clipped exactly.
         PrivacyError: the optimizer or the data can't be used privately; the message says what to do.
         LedgerError: the ledger is in use by another process, damaged, no ledger, or can't be written.
         ValueError, TypeError: an argument is out of range, or some don't go together.
-        NotImplementedError: ``noise="hardened"``, which isn't there yet.
+        ModuleNotFoundError: ``noise="hardened"`` without the `cryptography` package.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class PrivacyEngine:
         self.noise_multiplier, self.planned_steps = plan.noise_multiplier, plan.steps
         self.target_epsilon, self.target_delta = plan.target_epsilon, plan.target_delta
         self.batch_size, self.sample_rate = loader.batch_size, loader.sample_rate
+        self.noise = source.mode
         self._largest = max_physical_batch_size
         # Noise that can be foretold protects no one, so it is charged as none.
         event = loader.event(plan.noise_multiplier if source.private else 0.0)
