@@ -47,11 +47,13 @@ class Uses:
         calls: every use of a wrapper layer that the losses depend on.
         leaves: nodes at which trained parameters enter outside of every layer.
         reorders: whether something between the layers may order the examples differently from batch to batch.
+        size: how many nodes there are, by which a forward that took another way is told.
     """
 
     calls: list[Call]
     leaves: list[Any]
     reorders: bool
+    size: int
 
 
 def captured_calls(losses: Tensor, index: ModelIndex) -> Uses:
@@ -98,7 +100,7 @@ def captured_calls(losses: Tensor, index: ModelIndex) -> Uses:
             if kind.__name__ in BATCH_STATISTICS:
                 _refuse_statistics(node)
             stack += [edge[0] for edge in node.next_functions]
-    return Uses(calls, leaves, reorders)
+    return Uses(calls, leaves, reorders, len(seen))
 
 
 @functools.cache

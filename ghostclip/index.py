@@ -58,3 +58,8 @@ class ModelIndex:
         return any(
             own.shape == tensor.shape and own.device == tensor.device and torch.equal(own, tensor) for own in mine
         )
+
+    def holds_shape(self, shape: torch.Size | None) -> bool:
+        """Whether a buffer or frozen parameter of the model has that shape."""
+        frozen = [parameter for _, parameter in self._named if not parameter.requires_grad]
+        return any(own.shape == shape for own in (*frozen, *self._model.buffers()))

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ghostclip.nn.base import Call
-from ghostclip.seams import ELEMENTWISE, broadcasts, shape_of
+from ghostclip.seams import ELEMENTWISE, EXPAND, REPEAT, broadcasts, shape_of
 from ghostclip.shared import from_below, inputs_of
 
 __all__ = ["are_positions"]
@@ -25,6 +25,8 @@ RELAYING = {
     for name in ("Alias", "Clone", "NativeDropout", "Permute", "ReshapeAlias", "Squeeze", "T", "ToCopy",
                  "Transpose", "UnsafeView", "Unsqueeze", "View")
 } | {f"SqueezeBackward{variant}" for variant in (1, 2)} | {"TransposeBackward1"}  # fmt: skip
+# What does so, once for each example.
+REPEATING = {EXPAND, REPEAT}
 
 
 def are_positions(losses: Tensor, calls: Sequence[Call]) -> bool:
@@ -64,6 +66,10 @@ def _meets_a_batch(start: Any, consumers: dict[Any, list[Any]], tainted: set[Any
             seen.add(node)
             if node.name() in RELAYING:
                 stack.append((node, broadcast))
+            elif node.name() in REPEATING:
+                once = shape_of(node.next_functions[0])
+                if broadcast or _long_dimensions(once) == table:
+                    stack.append((node, broadcast or _spread_over(once, shape_of((node, 0)), examples)))
             elif node.name() in ELEMENTWISE:
                 whole = shape_of((node, 0))
                 own = [shape_of(edge) for edge in node.next_functions if edge[0] is below]

@@ -17,7 +17,7 @@ from torch import Tensor
 from ghostclip.graph import first_pass, gradients_at
 from ghostclip.index import ModelIndex
 from ghostclip.nn.base import Call
-from ghostclip.seams import Edge
+from ghostclip.seams import Edge, shape_of
 from ghostclip.search import OTHER, Candidate, Decision, Places, refusal
 
 __all__ = ["decide", "majors_of"]
@@ -115,11 +115,26 @@ def _choice(candidate: Candidate, ways: list[Decision], possible: list[Decision]
 
 
 def _constants_only(candidate: Candidate, index: ModelIndex) -> bool:
-    """Whether all that the operation kept of its inputs, as large as a batch, is a buffer or parameter of the model."""
+    """Whether what the operation was given beside shared tensors, as large as a batch, is the model's own."""
     node = candidate.edge[0]
+    if node.name() in ("CatBackward0", "StackBackward0"):
+        return index.holds_shape(_size_of_constant(candidate))
     kept = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
     kept = [tensor for tensor in kept if isinstance(tensor, Tensor)]
     return bool(kept) and all(index.holds(tensor) for tensor in kept)
+
+
+def _size_of_constant(candidate: Candidate) -> torch.Size | None:
+    """The shape of the one constant among concatenated (or stacked) tensors; None where there are several."""
+    node, whole = candidate.edge[0], candidate.shape
+    shapes = [shape_of(edge) for edge in node.next_functions if edge[0] is not None]
+    if len(node.next_functions) != len(shapes) + 1:
+        return None
+    if node.name() == "StackBackward0":
+        return shapes[0]
+    dim = next(d for d in range(len(whole)) if (node._saved_dim - d) % (1 << 64) in (0, (1 << 64) - len(whole)))
+    rest = whole[dim] - sum(shape[dim] for shape in shapes)
+    return torch.Size((*whole[:dim], rest, *whole[dim + 1 :]))
 
 
 def _largest(sketches: Sequence[Tensor]) -> float:
@@ -147,6 +162,8 @@ def _keep_what_follows(ways: set[str], base: Tensor, seen: Tensor, readable: Ten
 
 def _sketch(grad: Tensor, dim: int) -> Tensor:
     """Four fixed random projections of every row along ``dim``, [rows, 4]."""
+    if grad.is_complex():
+        grad = torch.view_as_real(grad)
     rows = grad.movedim(dim, 0).flatten(1) if grad.dim() > 1 else grad.unsqueeze(1)
     rows = rows if rows.dtype == torch.float64 else rows.float()
     generator = torch.Generator().manual_seed(rows.shape[1])

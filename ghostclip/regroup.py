@@ -56,6 +56,11 @@ def _is_odd(call: Call, examples: int) -> bool:
     return bool(rows % examples if examples else rows)
 
 
+def _key(call: Call, count: int) -> tuple:
+    """What a layer's use with so many rows an example has in common in all batches."""
+    return (id(call.layer), call.parameters, call.batch_dim, len(call.shape), count)
+
+
 def _remedy(call: Call) -> str:
     return (
         "if the examples are in another dimension, say so by wrap(model, batch_dim={...}) or batch_first; if an input "
@@ -72,13 +77,13 @@ class Grouping:
         self._positions: set[tuple] = set()
         # How the calls' rows are grouped for a batch size and a graph in which all is proved.
         self._settled: dict[tuple, list[str]] = {}
-        self._places = Places()
+        self._places: dict[int, Places] = {}
 
     def prove(self, losses: Tensor, uses: Uses, index: ModelIndex) -> tuple[list[Call], dict[int, str]]:
         """Every use of a parameter, and how each call's rows are grouped ("example" or "row" major), by id(call).
 
-        Runs extra backwards on first meeting a layer with so many rows an example, and none afterwards, but for a graph
-        that may order its examples differently every time.
+        Runs extra backwards on first meeting a layer with so many rows an example in a graph of so many nodes, and none
+        afterwards, but for a graph that may order its examples differently every time.
 
         Args:
             losses: [B].
@@ -91,7 +96,7 @@ class Grouping:
         examples = losses.shape[0]
         calls, region = uses.calls, None
         graph = tuple([(id(call.layer), call.parameters, call.batch_dim, call.shape) for call in calls])
-        known = self._settled.get((examples, graph))
+        known = self._settled.get((examples, uses.size, graph))
         if known is not None and not (uses.reorders or uses.leaves or self._positions):
             return calls, {id(call): major for call, major in zip(calls, known, strict=True)}
         odd = [call for call in calls if _is_odd(call, examples)]
@@ -101,7 +106,7 @@ class Grouping:
             region = self._region(losses, uses, odd, index)
             shared = {id(call) for call in region.calls.values()}
             calls = [call for call in calls if id(call) not in shared]
-        keys = {id(call): self._key(call, examples, index) for call in calls}
+        keys = {id(call): (uses.size, *self._key(call, examples, index)) for call in calls}
         if examples > 1 and (uses.reorders or not all(key in self._proved for key in keys.values())):
             pending = [call for call in calls if uses.reorders or self._is_open(keys[id(call)])]
             if mixing := self._prove_calls(losses, calls, pending, keys):
@@ -110,7 +115,7 @@ class Grouping:
         majors = {id(call): self._major(call, keys[id(call)], examples, index) for call in calls}
         settled = region is None and all(key in self._proved for key in keys.values())
         if settled and len(self._settled) < MOST_GRAPHS:
-            self._settled[examples, graph] = list(majors.values())
+            self._settled[examples, uses.size, graph] = list(majors.values())
         return (calls if region is None else [*calls, *region.uses]), majors
 
     def _prove_calls(
@@ -134,12 +139,11 @@ class Grouping:
                 f"{list(call.shape)}, dimension {call.batch_dim}) that belong to others, so examples mix before or "
                 f"after it, change their order, or are not where they are said to be; {_remedy(call)}"
             )
-        self._positions |= {keys[id(call)] for call in mixing}
+        self._positions |= {keys[id(call)][1:] for call in mixing}
 
     def _is_table(self, call: Call, examples: int) -> bool:
         """Whether the call was found to be a table of positions, of as many rows an example as now."""
-        count = call.shape[call.batch_dim] // examples if examples else 0
-        return (id(call.layer), call.parameters, call.batch_dim, len(call.shape), count) in self._positions
+        return bool(examples) and _key(call, call.shape[call.batch_dim] // examples) in self._positions
 
     def _region(self, losses: Tensor, uses: Uses, odd: list[Call], index: ModelIndex) -> Region:
         """What all examples share, and where they meet it; of one example, or none, all is its own."""
@@ -150,7 +154,7 @@ class Grouping:
             nodes = from_below(losses) if odd else []
             calls = {node: node.call for node in nodes if id(getattr(node, "call", None)) in alone}
             return Region(examples, [], leaves, calls)
-        places = Places() if uses.reorders else self._places
+        places = Places() if uses.reorders else self._places.setdefault(uses.size, Places())
         search = Search(losses, odd, leaves, index, places)
 
         alone = {id(call) for call in odd}
@@ -166,8 +170,7 @@ class Grouping:
             raise not_a_batch(call, examples, index.layer(call)) from None
 
     def _key(self, call: Call, examples: int, index: ModelIndex) -> tuple:
-        count = row_count(call, examples, index.layer(call))
-        return (id(call.layer), call.parameters, call.batch_dim, len(call.shape), count)
+        return _key(call, row_count(call, examples, index.layer(call)))
 
     def _is_open(self, key: tuple) -> bool:
         """Not proved; where nothing has reached the layer so far, tried at the 1st, 2nd, 4th, 8th ... batch."""

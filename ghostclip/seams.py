@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ghostclip.errors import UnsupportedModelError
 from ghostclip.norms.term import split_examples, wide
 
-__all__ = ["ELEMENTWISE", "Edge", "Seam", "broadcasts", "shape_of"]
+__all__ = ["ELEMENTWISE", "EXPAND", "REPEAT", "Edge", "Seam", "broadcasts", "shape_of"]
 
 # (node, number of its output): a tensor of the graph.
 Edge = tuple[Any, int]
@@ -25,10 +26,11 @@ Edge = tuple[Any, int]
 # Their backward gives a gradient of the output's shape to an input that was broadcast, and leaves summing to autograd.
 ELEMENTWISE = {
     f"{name}Backward{variant}"
-    for name in ("Add", "Addcmul", "Div", "Lerp", "Maximum", "Minimum", "Mul", "Pow", "Rsub", "Sub", "Where")
+    for name in ("Add", "Addcdiv", "Addcmul", "Atan2", "Complex", "Div", "Fmax", "Fmin", "Hypot", "Lerp", "Logaddexp",
+                 "Maximum", "Minimum", "Mul", "Polar", "Pow", "Rsub", "Sub", "Where", "Xlogy")
     for variant in (0, 1)
-}
-EXPAND = "ExpandBackward0"
+}  # fmt: skip
+EXPAND, REPEAT = "ExpandBackward0", "RepeatBackward0"
 
 
 def shape_of(edge: Edge) -> torch.Size:
@@ -78,9 +80,11 @@ class Seam:
         return None
 
     def is_product(self, place: int) -> bool:
-        """Whether `factor` has an answer; looks at no saved tensor."""
+        """Whether `factor` has a real answer; looks at no saved tensor."""
         wanted = {"MmBackward0": 1, "AddmmBackward0": 2}.get(self.node.name())
-        return wanted == place and self.dim == 0 and getattr(self.node, "_saved_alpha", 1) == 1
+        if wanted != place or self.dim != 0 or getattr(self.node, "_saved_alpha", 1) != 1:
+            return False
+        return not self.node._input_metadata[self.number].dtype.is_complex
 
     def per_example(self, grad: Tensor, places: list[tuple[int, Edge]]) -> Iterator[tuple[Edge, Tensor]]:
         """(shared tensor, [B, *its shape]) for those of ``shared`` that are asked for.
@@ -95,9 +99,13 @@ class Seam:
             name, shape = self.node.name(), shape_of(edge)
             if name == EXPAND:
                 yield edge, self._summed(grad, shape)
+            elif name == REPEAT and (share := self._of_repeat(grad, shape)) is not None:
+                yield edge, share
+            elif (indices := self._rows_read()) is not None:
+                yield edge, self._of_table(grad, indices, shape)
             elif (factor := self.factor(place)) is not None:
                 x, dz = (split_examples(rows, self.count, self.major) for rows in (wide(factor), wide(grad)))
-                yield edge, torch.bmm(x.mT, dz)
+                yield edge, torch.bmm(x.mH, dz)
             elif name in ELEMENTWISE or (name == "AddmmBackward0" and place == 0):
                 unsummed = self._inputs_gradients(grad) if unsummed is None else unsummed
                 each = unsummed[place]
@@ -140,6 +148,46 @@ class Seam:
         padded = (1,) * (whole - len(shape)) + tuple(shape)
         repeated = [1 + dim for dim, size in enumerate(padded) if size == 1 and grad.shape[1 + dim] != 1]
         return (grad.sum(repeated, keepdim=True) if repeated else grad).reshape(grad.shape[0], *shape)
+
+    def _of_repeat(self, grad: Tensor, shape: torch.Size) -> Tensor | None:
+        """A gradient of the output's shape summed to [B, *shape], for an input repeated to the output."""
+        padded = (1,) * (grad.dim() - len(shape)) + tuple(shape)
+        own = padded[self.dim]
+        if own != 1 and (self.count % own or self.major != "example"):
+            return None
+        rows = self._examples_first(wide(grad)).unflatten(1, (-1, own)).sum(1).movedim(1, self.dim + 1)
+        for dim, size in enumerate(padded, 1):
+            rows = rows.unflatten(dim, (-1, size)).sum(dim)
+        return rows.reshape(rows.shape[0], *shape)
+
+    def _rows_read(self) -> Tensor | None:
+        """The indices at which an operation looked up rows of a table, for each example its own; None for another."""
+        node, indices = self.node, None
+        if node.name() == "EmbeddingBackward0":
+            if node._saved_scale_grad_by_freq:
+                raise UnsupportedModelError(
+                    "F.embedding(..., scale_grad_by_freq=True) divides an example's gradient by how often others "
+                    "of the batch have the index, which mixes examples; leave scale_grad_by_freq out"
+                )
+            indices = node._saved_indices
+        elif node.name() == "IndexSelectBackward0" and node._saved_dim == 0:
+            indices = node._saved_index
+        elif node.name() == "IndexBackward0" and len(node._saved_indices) == 1:
+            (indices,) = node._saved_indices
+        fits = indices is not None and indices.dtype not in (torch.bool, torch.uint8) and self.dim < indices.dim()
+        return indices if fits else None
+
+    def _of_table(self, grad: Tensor, indices: Tensor, shape: torch.Size) -> Tensor:
+        """Gradients [B, *shape] of a table whose rows were looked up."""
+        rows = self._examples_first(indices).flatten(1)
+        values = self._examples_first(wide(grad)).flatten(1, indices.dim())
+        padding = getattr(self.node, "_saved_padding_idx", -1)
+        if 0 <= padding < shape[0]:
+            values = values.masked_fill((rows == padding).view(*rows.shape, *[1] * (values.dim() - 2)), 0)
+        first = torch.arange(len(rows), device=rows.device)[:, None] * shape[0]
+        found = values.new_zeros(len(rows) * shape[0], *shape[1:])
+        found.index_add_(0, (rows % shape[0] + first).flatten(), values.flatten(0, 1))
+        return found.view(-1, *shape)
 
     def _of_convolution(self, grad: Tensor, place: int) -> Tensor:
         """Gradients of a filter (place 1) or a bias (2), by torch's own kernel on one example after another."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.index import ModelIndex
 from ghostclip.nn.base import Call
-from ghostclip.seams import ELEMENTWISE, EXPAND, Edge, Seam, broadcasts, shape_of
+from ghostclip.seams import ELEMENTWISE, EXPAND, REPEAT, Edge, Seam, broadcasts, shape_of
 from ghostclip.shared import Region, from_below, inputs_of
 
 __all__ = ["OTHER", "Candidate", "Decision", "NotShared", "Places", "Search", "refusal", "settle"]
@@ -180,6 +180,9 @@ class Search:
         for number in sorted(self._outputs[node]):
             candidate = self._candidate((node, number), place, inputs, shared)
             if not candidate.dims:
+                if OTHER in inputs:
+                    # What examples went into has more to hand down than shared tensors have.
+                    raise refusal(candidate, "no dimension of the result holds the examples")
                 decisions[number] = Decision(None)
             elif (known := self._known(candidate)) is not None:
                 decisions[number] = known
@@ -218,16 +221,24 @@ class Search:
             NotShared: layers that read no examples are all there are, and nothing but the shape of the losses says so.
             UnsupportedModelError: no example enters at all.
         """
-        if self.calls and not self._batched:
-            broadcast = all(s.node.name() in BROADCASTING for s in self.seams if s.node in self._by_layers)
+        untold = [call for call in self.calls.values() if not call.sources]
+        if untold and not self._batched:
+            broadcast = all(_is_broadcast(seam) for seam in self.seams if seam.node in self._by_layers)
             if not broadcast or self.status[self._losses.grad_fn] >= 0:
-                raise NotShared(next(iter(self.calls.values())))
+                raise NotShared(untold[0])
         if self.status[self._losses.grad_fn] >= 0:
             raise UnsupportedModelError(
                 f"the losses come from {self.names[self._losses.grad_fn]} without any example entering, as far as the "
                 "graph tells; losses must have shape exactly [B], one per example"
             )
         return Region(self._examples, self.seams, self._leaves, self.calls)
+
+
+def _is_broadcast(seam: Seam) -> bool:
+    """Whether the operation itself says that what it was given is every example's."""
+    if seam.node.name() != REPEAT:
+        return seam.node.name() in BROADCASTING
+    return all(broadcasts(shape_of(edge), shape_of(seam.edge), seam.dim) for _, edge in seam.shared)
 
 
 class NotShared(Exception):

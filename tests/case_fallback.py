@@ -94,6 +94,11 @@ class Gated(torch.nn.Module):
         return gated, torch.einsum("bi,oij,bj->bo", x, self.mix, other)
 
 
+def _turn(angles: Tensor) -> Tensor:
+    """One complex number, of as many angles as there are examples in a batch."""
+    return torch.polar(torch.ones_like(angles), angles).prod()
+
+
 def _recomputed(m: Any, x: Tensor) -> Tensor:
     def inside(x: Tensor) -> Tensor:
         return torch.tanh(m.first(x) @ m.weight + m.bias) * m.scale
@@ -124,6 +129,12 @@ BARE: dict[str, tuple[Any, dict[str, tuple[int, ...]]]] = {
     "time first": (lambda m, x: (m.layer(x).mT.transpose(0, 1) + m.p).transpose(0, 1), {"p": (5, 1, 6)}),
     "nothing but it": (lambda m, x: (x * m.p).sum(1), {"p": (5,)}),
     "unused": (lambda m, x: m.layer(x), {"p": (5,)}),
+    "complex filter": (lambda m, x: (torch.complex(m.layer(x), x) * torch.fft.fft(m.p)).abs(), {"p": (5,)}),
+    "complex product": (lambda m, x: (torch.complex(m.layer(x), x) @ torch.fft.fft(m.p)).abs(), {"p": (5, 3)}),
+    "complex places": (lambda m, x: (torch.complex(m.layer(x), x) * torch.complex(m.p, m.p**2)).abs(), {"p": (6, 5)}),
+    "turned by angles": (lambda m, x: (torch.complex(m.layer(x), x) * _turn(m.p)).real, {"p": (4, 1, 1)}),
+    "repeated in blocks": (lambda m, x: m.layer(x) + m.p.repeat(len(x), 3, 1), {"p": (2, 5)}),
+    "repeated rows": (lambda m, x: m.layer(x) * m.p.repeat(len(x), 1).view_as(x), {"p": (6, 5)}),
 }
 
 
@@ -138,7 +149,13 @@ def fallback_cases() -> Iterator[Case]:
     for name in BARE:
         yield Case(f"bare {name}", _bare(name), (x,))
     yield Case("bare alone", lambda nn: with_parameters(lambda m, x: x @ m.p, {"p": (5, 3)}), (x,))
-    tables = {"by index": lambda m, i: m.p[i], "by embedding": lambda m, i: F.embedding(i, m.p)}
+    tables = {
+        "by index": lambda m, i: m.p[i - 3],
+        "by index and place": lambda m, i: m.p[i, i[:, :1] % 5],
+        "by embedding": lambda m, i: F.embedding(i, m.p),
+        "by embedding, padded": lambda m, i: F.embedding(i, torch.tanh(m.p), padding_idx=2),
+        "by selection": lambda m, i: m.p.index_select(0, i.flatten()).view(*i.shape, 5),
+    }
     for name, wiring in tables.items():
         yield Case(f"bare {name}", lambda nn, w=wiring: with_parameters(w, {"p": (7, 5)}), (indices(7, 6),))
     shapes = {"token": (1, 1, 8), "place": (1, 7, 8), "scale": (8,)}

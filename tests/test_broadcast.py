@@ -48,6 +48,26 @@ def test_lengths_and_sizes_that_change_from_batch_to_batch():
         assert_close(clipper.norms(project(ghostclip.wrap(model)(tokens))), expected, 1e-10)
 
 
+REPEATED = {
+    "expanded": lambda place, examples: place[None].expand(examples, -1, -1).contiguous(),
+    "repeated": lambda place, examples: place.repeat(examples, 1, 1),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_positions_that_are_repeated_for_each_example(name, frozen):
+    def wiring(m, x):
+        return m.head(x) + REPEATED[name](m.place(torch.arange(6)), len(x))
+
+    for examples in (2, 3, 4, 6):
+        model = Wired(wiring, place=nn.Embedding(6, 5), head=nn.Linear(4, 5)).double()
+        model.head.requires_grad_(not frozen)
+        refused = exact_or_refused(model, (numbers(examples, 6, 4),))
+        # Frozen, the head's output is nothing that autograd knows of, and rows of it may be anything.
+        assert refused is None or (frozen and 6 % examples == 0)
+
+
 def towers(between):
     """Two layers of which the second's outputs for all examples are compared with the first's for each."""
     parts = {"first": nn.Linear(5, 3), "second": nn.Embedding(7, 3)}
@@ -155,7 +175,8 @@ def test_what_is_shared_costs_no_proof_twice():
     model = ghostclip.wrap(row.model())
     clipper = ghostclip.GhostClipper(model)
     clipper.norms(row.losses(model(*row.inputs())))
-    known = dict(clipper._passes._grouping._places.decisions)
+    (places,) = clipper._passes._grouping._places.values()
+    known = dict(places.decisions)
     clipper.norms(row.losses(model(*row.inputs(seed=12))))
     assert known
-    assert clipper._passes._grouping._places.decisions == known
+    assert places.decisions == known

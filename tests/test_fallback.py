@@ -190,6 +190,42 @@ def test_examples_that_mix_are_refused_by_the_parameters_name(name):
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("examples", [3, 5])
+def test_a_parameter_used_on_one_example_alone_is_refused(examples):
+    # What the operation hands down goes to the examples' own rows, too, which have been answered for.
+    apart = lambda m, x: torch.stack([row * m.p for row in x * m.q])  # noqa: E731
+    model = with_parameters(apart, {"p": (4,), "q": (4,)}).double()
+    with pytest.raises(UnsupportedModelError, match=r"^p is used.*no dimension of the result holds the examples"):
+        ghostclip.GhostClipper(model).backward(model(batch(examples, 7, 4)).square().mean((1, 2)))
+
+
+def test_a_forward_that_takes_another_way_later_is_proved_again():
+    mixing = lambda m, x: (lambda h: h + h.mT if len(h) == h.shape[1] else h)(m.layer(x).mean(2) * m.p)  # noqa: E731
+    model = with_parameters(mixing, {"p": ()}, layer=nn.Linear(4, 4)).double()
+    clipper = ghostclip.GhostClipper(model)
+    clipper.norms(model(batch(4, 3, 4)).square().mean(1))
+    with pytest.raises(UnsupportedModelError, match="mix"):
+        clipper.norms(model(batch(3, 3, 4)).square().mean(1))
+
+
+def test_a_bias_put_together_of_parameters_and_a_buffer():
+    whole = lambda m, x: x.repeat(1, 1, 3) * torch.cat([m.q, m.zeros, m.v])  # noqa: E731
+    model = with_parameters(whole, {"q": (4,), "v": (4,)}).double()
+    model.register_buffer("zeros", torch.zeros(4, dtype=torch.float64), persistent=False)
+    assert_exact(model, batch(4, 6, 4))
+    del model.zeros
+    model.zeros = batch(4)
+    with pytest.raises(UnsupportedModelError, match="register what is constant there as a buffer"):
+        ghostclip.GhostClipper(model).norms(project(model(batch(4, 6, 4))))
+
+
+def test_a_table_scaled_by_how_often_the_batch_reads_a_row_is_refused():
+    read = lambda m, i: F.embedding(i, m.p, scale_grad_by_freq=True)  # noqa: E731
+    model = with_parameters(read, {"p": (7, 4)}).double()
+    with pytest.raises(UnsupportedModelError, match="mixes examples; leave scale_grad_by_freq out"):
+        ghostclip.GhostClipper(model).norms(project(model(torch.randint(7, (4, 6)))))
+
+
 def test_complex_parameters_are_refused():
     model = nn.Sequential(nn.Linear(3, 4))
     model[0].register_parameter("phase", nn.Parameter(torch.zeros(4, dtype=torch.complex64)))

@@ -125,8 +125,10 @@ def size_class(examples: int) -> int:
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """The tensor in float32, or as it is when it is float32 or float64 already."""
-    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+    """The tensor in float32 (or complex64), or as it is when it is no narrower already."""
+    if tensor.dtype in (torch.float32, torch.float64):
+        return tensor
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def zero_examples(tensor: Tensor, keep: Tensor) -> Tensor:
