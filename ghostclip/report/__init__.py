@@ -122,7 +122,9 @@ def _page(record: Record, plots: list[_Plot]) -> str:
     accountants = list(dict.fromkeys(name for run in record.runs for name in run.epsilons))
     modes = {run.noise for run in record.runs}
     template = environment.get_template("page.html.jinja")
-    return template.render(record=record, plots=plots, accountants=accountants, modes=modes, version=ghostclip.__version__)
+    return template.render(
+        record=record, plots=plots, accountants=accountants, modes=modes, version=ghostclip.__version__
+    )
 
 
 def _figure(value: str | int | float) -> str:
