@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ghostclip.clipping import Groupwise, Policy, as_policy
+from ghostclip.clipping import Adaptive, Groupwise, Policy, as_policy
 from ghostclip.compiled import CompiledClip
 from ghostclip.convert import wrap
 from ghostclip.explain import Plan, plan_of
@@ -96,7 +96,15 @@ class GhostClipper:
             expected: about how many examples come in a batch, when batches vary in size; they are padded to few sizes
                 then, with rows of weight zero.
             largest: the most that ever come.
+
+        Raises:
+            ValueError: the clipping policy changes while training goes on, and a graph has its norm built in.
         """
+        if isinstance(self.clipping, Adaptive):
+            raise ValueError(
+                "compile and Adaptive clipping don't go together: a graph is made for one clipping norm; leave one of "
+                "them out"
+            )
         self.compiled = CompiledClip(self.model, self._passes, expected, largest)
 
     @property

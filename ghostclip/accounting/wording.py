@@ -35,10 +35,11 @@ def samples(event: Event) -> str:
     """How the event's examples are drawn and how much noise there is, to go after "steps over"."""
     once = event.events[0] if isinstance(event, JointGaussian) else event
     cap = f"{once.max_batch_size:,}" if isinstance(once, TruncatedGaussian) else ""
-    return (
-        f"{SAMPLES[once.sampling].format(cap=cap)} at rate {once.sample_rate:.4g} with noise multiplier "
-        f"{event.noise_multiplier:.4g}"
-    )
+    noise = f"noise multiplier {event.noise_multiplier:.4g}"
+    if isinstance(event, JointGaussian):
+        each = ", ".join(f"{part.noise_multiplier:.4g}" for part in event.events)
+        noise = f"noise multipliers {each} in one release ({event.noise_multiplier:.4g} together)"
+    return f"{SAMPLES[once.sampling].format(cap=cap)} at rate {once.sample_rate:.4g} with {noise}"
 
 
 def neighbours(event: Event) -> str:

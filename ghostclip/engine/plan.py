@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ghostclip import accounting
-from ghostclip.sampling import LogicalBatches
+from ghostclip.events import Event
 from ghostclip.validate import nonnegative, positive, positive_int
 
 __all__ = ["Plan", "plan_for"]
@@ -29,7 +30,8 @@ class Plan:
 
 
 def plan_for(
-    loader: LogicalBatches,
+    event_of: Callable[[float], Event],
+    steps_an_epoch: int,
     *,
     noise_multiplier: float | None,
     target_epsilon: float | None,
@@ -38,6 +40,12 @@ def plan_for(
     steps: int | None,
 ) -> Plan:
     """The plan from the engine's arguments: noise that was given, or the least noise for the target by PLD.
+
+    Args:
+        event_of: from a noise multiplier to what one step is charged as.
+        steps_an_epoch: how many there are.
+
+    The others as for `PrivacyEngine`.
 
     Raises:
         ValueError, TypeError: arguments that don't go together, are out of range, or a target no noise reaches.
@@ -59,9 +67,7 @@ def plan_for(
             "target_epsilon needs the length of training: give either epochs or steps; got "
             + ("neither" if epochs is None else "both")
         )
-    planned = positive_int(epochs=epochs) * len(loader) if epochs is not None else positive_int(steps=steps)
+    planned = positive_int(epochs=epochs) * steps_an_epoch if epochs is not None else positive_int(steps=steps)
     target_epsilon = positive(target_epsilon=target_epsilon)
-    noise = accounting.noise_multiplier(
-        target_epsilon=target_epsilon, sample_rate=loader.sample_rate, steps=planned, delta=target_delta
-    )
+    noise = accounting.noise_for(event_of, target_epsilon=target_epsilon, steps=planned, delta=target_delta)
     return Plan(noise, target_delta, planned, target_epsilon)

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ghostclip import accounting
 from ghostclip.clipper import ClippingResult, GhostClipper
+from ghostclip.clipping import as_policy
+from ghostclip.engine.adaptation import step_event
 from ghostclip.engine.optimizers import check_optimizer
 from ghostclip.engine.plan import plan_for
+from ghostclip.engine.snapshots import Restored, Snapshots, Stateful
 from ghostclip.engine.spending import Spending
 from ghostclip.engine.steps import PrivateSteps, refuse_second_engine
 from ghostclip.errors import PrivacyError
 from ghostclip.events import Event
 from ghostclip.ledger import Ledger
 from ghostclip.noise import noise_source
-from ghostclip.sampling import LogicalBatch, PoissonLoader
-from ghostclip.validate import open_fraction
+from ghostclip.sampling import LogicalBatch, LogicalBatches
+from ghostclip.validate import open_fraction, whole
 
 __all__ = ["PrivacyEngine", "StepRecord"]
 
@@ -72,6 +77,15 @@ class PrivacyEngine:
         self_check: look at the first batches (see `ghostclip.engine.self_check`): are gradients autograd's own, does an
             example's data move the losses of others (`step` calls the loss function once more for it), do the
             parameters move. What is wrong is a VerificationError before the first release, or a warning.
+        sampling: how logical batches are drawn: "poisson"; "without_replacement": ``batch_size`` different examples
+            each time; "truncated": Poisson, cut down at random to ``max_batch_size`` where it is more.
+        neighboring: which data sets the guarantee makes hard to tell apart: "add_or_remove_one": they differ by one
+            example's presence; "replace_one": in what one example is.
+        max_batch_size: with "truncated" only; None: ``max_physical_batch_size``, so that a batch is one physical one.
+        unit_ids: for user-level privacy, each row's user (anything hashable): a user's rows are sampled together, and
+            the gradient of the sum of their losses is clipped. ``batch_size`` counts users then, and
+            ``max_physical_batch_size`` rows; losses are still one for each row. None: every row is a unit of its own.
+        max_rows_per_unit: with ``unit_ids`` only: of users with more rows the first so many are used; None: all.
 
     Attributes:
         model, optimizer: as given.
@@ -81,6 +95,7 @@ class PrivacyEngine:
         ledger: the `Ledger`, or None.
         batch_size, sample_rate: of the logical batches.
         noise: the mode the noise is made in.
+        sampling, neighboring: as given.
 
     Raises:
         UnsupportedModelError: the model can't be clipped exactly.
@@ -110,13 +125,30 @@ class PrivacyEngine:
         seed: int | None = None,
         ledger: str | os.PathLike[str] | Ledger | None = None,
         self_check: bool = True,
+        sampling: str = "poisson",
+        neighboring: str = "add_or_remove_one",
+        max_batch_size: int | None = None,
+        unit_ids: Iterable[Hashable] | None = None,
+        max_rows_per_unit: int | None = None,
     ) -> None:
         check_optimizer(model, optimizer)
         refuse_second_engine(optimizer)
         source = noise_source(noise, seed)
-        loader = PoissonLoader(data, batch_size=batch_size, max_physical_batch_size=max_physical_batch_size, seed=seed)
+        loader = LogicalBatches(
+            data,
+            batch_size=batch_size,
+            max_physical_batch_size=max_physical_batch_size,
+            sampling=sampling,
+            neighboring=neighboring,
+            max_batch_size=max_batch_size,
+            unit_ids=unit_ids,
+            max_rows_per_unit=max_rows_per_unit,
+            seed=seed,
+        )
+        event_of = partial(step_event, loader, as_policy(clipping))
         plan = plan_for(
-            loader,
+            event_of,
+            len(loader),
             noise_multiplier=noise_multiplier,
             target_epsilon=target_epsilon,
             target_delta=open_fraction(target_delta=target_delta),
@@ -129,19 +161,30 @@ class PrivacyEngine:
         self.target_epsilon, self.target_delta = plan.target_epsilon, plan.target_delta
         self.batch_size, self.sample_rate = loader.batch_size, loader.sample_rate
         self.noise = source.mode
+        self.sampling, self.neighboring = sampling, neighboring
         self._largest = max_physical_batch_size
         # Noise that can be foretold protects no one, so it is charged as none.
-        event = loader.event(plan.noise_multiplier if source.private else 0.0)
-        self._spending = Spending(event, plan, max_epsilon=max_epsilon, ledger=ledger, noise=noise)
+        self._event = event_of(plan.noise_multiplier if source.private else 0.0)
+        self._spending = Spending(self._event, plan, max_epsilon=max_epsilon, ledger=ledger, noise=noise)
         self.max_epsilon, self.ledger = self._spending.max_epsilon, self._spending.ledger
         charge = self._spending.charge
         self._steps = PrivateSteps(
             clipper, optimizer, source, plan.noise_multiplier, loader.batch_size, charge, self_check
         )
         loader.begin, loader.left = self._steps.begin, self._steps.left
-        self._loader: PoissonLoader | None = loader
+        agreed = {
+            "noise_multiplier": plan.noise_multiplier,
+            "noise": noise,
+            "seed": seed,
+            "target_epsilon": plan.target_epsilon,
+            "planned_steps": plan.steps,
+        }
+        self._snapshots = Snapshots(
+            model, optimizer, clipper.clipping, loader, source, self._spending, self._steps, agreed
+        )
+        self._loader: LogicalBatches | None = loader
 
-    def batches(self) -> PoissonLoader:
+    def batches(self) -> LogicalBatches:
         """An epoch of logical batches each time it is iterated, ``len()`` of them; take them one at a time.
 
         Raises:
@@ -208,6 +251,10 @@ class PrivacyEngine:
         padded to one size (few, when they may be of any), with rows of weight zero, so that their varying sizes compile
         nothing anew. See `GhostClipper.clip` for what a loss function may depend on then.
         """
+        if self._event.unit == "user":
+            raise ValueError(
+                "compile() and unit_ids don't go together: a compiled step pads batches by rows; leave one of them out"
+            )
         self._steps.compile(self._largest)
 
     def epsilon(self, delta: float | None = None, accountant: str = "pld") -> float:
@@ -224,6 +271,30 @@ class PrivacyEngine:
         """
         return self._spending.epsilon(delta, accountant)
 
+    def forecast(self, steps: int, delta: float | None = None, accountant: str = "pld") -> float:
+        """Epsilon after that many further steps, everything spent so far included.
+
+        Args:
+            steps: a whole number >= 0.
+            delta, accountant: as for `epsilon`.
+
+        Raises:
+            ValueError, TypeError: an argument is out of range.
+        """
+        events = [*self.events, replace(self._event, count=whole(steps=steps))]
+        return accounting.epsilon_of(events, delta=self._delta(delta), accountant=accountant)
+
+    def guarantee(self, delta: float | None = None, accountant: str = "pld") -> str:
+        """What was spent so far in words: epsilon, how examples were drawn, which data sets are neighbours.
+
+        Raises:
+            ValueError, TypeError: an argument is out of range.
+        """
+        return accounting.guarantee(self.events, delta=self._delta(delta), accountant=accountant)
+
+    def _delta(self, delta: float | None) -> float:
+        return self.target_delta if delta is None else open_fraction(delta=delta)
+
     @property
     def events(self) -> list[Event]:
         """Everything that was charged."""
@@ -234,13 +305,42 @@ class PrivacyEngine:
         """How many steps were charged."""
         return self._spending.steps
 
-    def save(self, path: str) -> None:
-        """Not part of this version: raises NotImplementedError."""
-        raise NotImplementedError("engine.save is not there yet")
+    def save(self, path: str | os.PathLike[str], extra: Mapping[str, Stateful] | None = None) -> None:
+        """Saves model, optimizer, what was spent and where training stands; returns when it is on the disk.
 
-    def restore(self, path: str) -> None:
-        """Not part of this version: raises NotImplementedError."""
-        raise NotImplementedError("engine.restore is not there yet")
+        ``path`` becomes a folder, whole or not at all; the one before is kept as ``<path>.previous``. Its files
+        ``private.*`` hold random states and ``extra``, and must not be published. Noise is never among it.
+
+        Args:
+            path: of the folder.
+            extra: {name: object with ``state_dict()`` and ``load_state_dict()``}, such as learning rate schedulers.
+
+        Raises:
+            PrivacyError: called inside of a logical batch, or with a state that can't be stored.
+            OSError: the disk is full, or the like; what was saved before is still there.
+        """
+        self._snapshots.save(path, extra)
+
+    def restore(self, path: str | os.PathLike[str], extra: Mapping[str, Stateful] | None = None) -> Restored:
+        """Goes back to what `save` wrote, or to the one before where that is damaged, which the log tells.
+
+        What was spent is never less afterwards: the steps this engine was charged since, and those in its ledger, stay.
+        Noise and samples to come are fresh, but with ``noise="test"``, where the run goes on as if never interrupted.
+
+        Args:
+            path: as given to `save`.
+            extra: the same names as were saved, each with an object that takes its state back.
+
+        Returns:
+            Steps and epochs done. The next loop over `batches` gives what is left of the epoch.
+
+        Raises:
+            PrivacyError: it was saved under another configuration or by another version, is damaged with no older one
+                beside it, or this is called inside of a logical batch. Nothing was changed.
+            LedgerError: the ledger isn't the one that the checkpoint goes with.
+            FileNotFoundError, OSError: there is none, or it can't be read.
+        """
+        return self._snapshots.restore(path, extra)
 
     def detach(self) -> None:
         """Takes the engine off the optimizer, whose steps are unprotected from then on; ends the data's workers.

@@ -10,13 +10,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ghostclip.clipper import ClippingResult, GhostClipper
+from ghostclip.clipping import Adaptive
+from ghostclip.engine.adaptation import Adaptation
 from ghostclip.engine.compiled_steps import CompiledSteps, DrawsAhead
 from ghostclip.engine.optimizers import held_parameters, refuse_scaling, show_scaling, with_closure
 from ghostclip.engine.self_check import SelfCheck
 from ghostclip.engine.sums import ClippedSums
 from ghostclip.errors import LossShapeError, PrivacyError
 from ghostclip.noise import Noise
-from ghostclip.sampling import LogicalBatch
+from ghostclip.sampling import LogicalBatch, UserRows
 
 __all__ = ["PrivateSteps", "refuse_second_engine"]
 
@@ -48,6 +50,8 @@ class PrivateSteps:
         self._noise_multiplier, self.batch_size, self.charge = noise_multiplier, batch_size, charge
         self.owned = set(clipper.model.parameters())
         self._sums = ClippedSums(clipper.model)
+        policy = clipper.clipping
+        self._adaptation = Adaptation(policy, batch_size) if isinstance(policy, Adaptive) else None
         self._self_check = SelfCheck(clipper, optimizer, self_check)
         self._batch: LogicalBatch | None = None
         self._sensitivity = 0.0
@@ -61,7 +65,7 @@ class PrivateSteps:
 
     def begin(self, batch: LogicalBatch | None) -> None:
         """A logical batch starts, or none: what an earlier one gathered and didn't release is discarded."""
-        self._sums.discard()
+        self._discard()
         self._batch = batch
         self._stepping = False
         self._sensitivity = self._clipper.sensitivity
@@ -69,7 +73,12 @@ class PrivateSteps:
     def left(self, batch: LogicalBatch) -> None:
         """A logical batch was left before its last physical one: its sums are discarded, its step will be refused."""
         if batch is self._batch:
-            self._sums.discard()
+            self._discard()
+
+    def _discard(self) -> None:
+        self._sums.discard()
+        if self._adaptation is not None:
+            self._adaptation.discard()
 
     def detach(self) -> None:
         """Discards what was gathered and takes the hooks off the optimizer."""
@@ -106,11 +115,13 @@ class PrivateSteps:
         self.check_turn()
         self._check_count(losses)
         self._self_check.backward(losses)
-        return self._gather(lambda: self._clipper.backward(losses, retain_graph=retain_graph))
+        return self._gather(lambda: self._clipper.backward(self._by_unit(losses), retain_graph=retain_graph))
 
     def clip(self, loss_fn: Callable[[nn.Module, Any], Tensor], examples: Any) -> ClippingResult:
         """Forward and `backward` of the physical batch that was handed out last, compiled where that was asked for."""
         self.check_turn()
+        if self._users is not None:
+            return self.clip_eagerly(loss_fn, examples)
 
         def checked(model: nn.Module, examples: Any) -> Tensor:
             return self._self_check.forward(loss_fn, examples, self._check_count)
@@ -133,7 +144,7 @@ class PrivateSteps:
         self.check_turn()
 
         def clip() -> ClippingResult:
-            losses = self._self_check.forward(loss_fn, examples, self._check_count)
+            losses = self._by_unit(self._self_check.forward(loss_fn, examples, self._check_count))
             return replace(self._clipper.backward(losses), losses=losses.detach())
 
         return self._gather(clip)
@@ -159,10 +170,22 @@ class PrivateSteps:
                 "out a loss of zero"
             )
 
+    @property
+    def _users(self) -> UserRows | None:
+        """Whose rows the physical batch that was handed out last has; None where every row is a unit of its own."""
+        batch = self.current("engine.backward()")
+        return batch.users[batch.handed - 1]
+
+    def _by_unit(self, losses: Tensor) -> Tensor:
+        """The losses of the units of privacy, [examples] or [users]."""
+        return losses if self._users is None else self._users.add_up(losses)
+
     def _gather(self, clip: Callable[[], ClippingResult]) -> ClippingResult:
         result = self._sums.gather(clip)
-        if result.losses is not None:
+        if result.losses is not None and self._users is None:
             self._check_count(result.losses)
+        if self._adaptation is not None:
+            self._adaptation.saw(result.norms)
         self._sensitivity = max(self._sensitivity, result.sensitivity)
         return result
 
@@ -217,7 +240,10 @@ class PrivateSteps:
         self._self_check.released(held)
 
     def _make_private(self, sums: list[Tensor]) -> list[Tensor]:
-        return self._noise.release(sums, self._noise_multiplier * self._sensitivity, self.batch_size)
+        std = self._noise_multiplier * self._sensitivity
+        if self._adaptation is not None:
+            return self._adaptation.release(sums, std, self._noise)
+        return self._noise.release(sums, std, self.batch_size)
 
     def fill_with_noise(self, out: Tensor) -> None:
         """Overwrites ``out`` [n] with the noise of this logical batch's release, divided as its sums will be."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ghostclip.errors import LossShapeError
 from ghostclip.validate import positive_int
 
 __all__ = ["UserRows", "Users"]
@@ -36,7 +37,16 @@ class UserRows:
     shares: list[float]
 
     def add_up(self, losses: Tensor) -> Tensor:
-        """The users' losses [users] from the rows' [rows]: sums over their rows."""
+        """The users' losses [users] from the rows' [rows]: sums over their rows.
+
+        Raises:
+            LossShapeError: there isn't exactly one loss for each row.
+        """
+        if losses.shape != (len(self.shares),):
+            raise LossShapeError(
+                f"losses must have shape exactly [{len(self.shares)}], one for each row of the physical batch (the "
+                f"engine adds up those of a user); got {list(losses.shape)}"
+            )
         shares = torch.tensor(self.shares, dtype=losses.dtype, device=losses.device)
         return (losses * shares).view(self.users, -1).sum(1)
 

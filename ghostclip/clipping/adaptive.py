@@ -1,0 +1,96 @@
+"""A clipping norm that follows a quantile of the gradients' norms, seen through a noisy count alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ghostclip.clipping.policies import flat_weights
+from ghostclip.validate import open_fraction, positive
+
+__all__ = ["Adaptive"]
+
+# The default noise on the count is that share of the expected batch size (Andrew et al. 2021, section 3).
+COUNT_NOISE_SHARE = 0.05
+# The norm stays within this factor of where it began, so that noise alone can't carry it out of floating point.
+MOST_CHANGE = 1e12
+
+
+class Adaptive:
+    """Flat clipping at ``max_norm``, which moves with each step of a `PrivacyEngine` towards a quantile of the norms.
+
+    Each step also releases how many examples had a norm of at most ``max_norm``: the sum of +1/2 for each that had and
+    -1/2 for each other one, so that one example moves it by at most 1/2, with Gaussian noise of standard deviation
+    ``count_noise``. With b the share of the expected batch size that this makes, plus 1/2,
+    ``max_norm <- max_norm * exp(-learning_rate * (b - target_quantile))`` (Andrew et al. 2021, "Differentially private
+    learning with adaptive clipping", algorithm 1). The engine draws that noise together with the gradients' and charges
+    both as one joint release, so a step costs more than one of fixed clipping with the same ``noise_multiplier``;
+    ``target_epsilon`` is met with both counted.
+
+    A `GhostClipper` alone clips at ``max_norm`` and never moves it, since a count without noise isn't private.
+
+    Args:
+        max_norm: where it begins.
+        target_quantile: the share of norms that are to be at most ``max_norm``; in (0, 1).
+        learning_rate: how fast it moves.
+        count_noise: standard deviation of the noise on the count, in examples; None: a twentieth of the engine's
+            ``batch_size``.
+
+    Attributes:
+        max_norm: as it is now.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        max_norm: float,
+        target_quantile: float = 0.5,
+        learning_rate: float = 0.2,
+        count_noise: float | None = None,
+    ) -> None:
+        self.max_norm = positive(max_norm=max_norm)
+        self.target_quantile = open_fraction(target_quantile=target_quantile)
+        self.learning_rate = positive(learning_rate=learning_rate)
+        self.count_noise = None if count_noise is None else positive(count_noise=count_noise)
+        self._lowest, self._highest = self.max_norm / MOST_CHANGE, self.max_norm * MOST_CHANGE
+
+    def __repr__(self) -> str:
+        return (
+            f"Adaptive(max_norm={self.max_norm!r}, target_quantile={self.target_quantile!r}, "
+            f"learning_rate={self.learning_rate!r}, count_noise={self.count_noise!r})"
+        )
+
+    @property
+    def sensitivity(self) -> float:
+        """``max_norm``."""
+        return self.max_norm
+
+    def weights(self, norms: Tensor) -> Tensor:
+        """``min(1, max_norm / norms)``, [B]."""
+        return flat_weights(norms, self.max_norm)
+
+    def count_noise_for(self, batch_size: int) -> float:
+        """The standard deviation of the noise on the count, for an expected batch size."""
+        return COUNT_NOISE_SHARE * batch_size if self.count_noise is None else self.count_noise
+
+    def count(self, norms: Tensor) -> Tensor:
+        """The sum of +1/2 for each norm of at most ``max_norm`` and -1/2 for each other (NaN too), float64; private."""
+        return torch.where(norms <= self.max_norm, 0.5, -0.5).sum(dtype=torch.float64)
+
+    def update(self, share: float) -> None:
+        """Moves ``max_norm``, given a noisy share of norms of at most ``max_norm``."""
+        moved = math.log(self.max_norm) - self.learning_rate * (share - self.target_quantile)
+        self.max_norm = math.exp(min(max(moved, math.log(self._lowest)), math.log(self._highest)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What training changes: ``max_norm``."""
+        return {"max_norm": self.max_norm}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes a `state_dict` back; raises ValueError or TypeError when it holds no norm."""
+        self.max_norm = positive(max_norm=state.get("max_norm"))
