@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader
 
 from ghostclip.errors import PrivacyError
@@ -175,7 +176,12 @@ class LogicalBatches:
         self._taken, self._skip = self._skip, 0
         draws = Draws(generator, self.scheme, self._divide, len(self) - self._taken)
         self._draws = self._chunks.draws = draws
-        return _Epoch(draws, iter(self._loader), self)
+        before = torch.get_rng_state()
+        loaded = iter(self._loader)
+        if self._taken:
+            # The loader takes a number for its workers; in this epoch it had been taken when it was left.
+            torch.set_rng_state(before)
+        return _Epoch(draws, loaded, self)
 
     def position(self, again: bool = False) -> tuple[int, int, Mapping[str, Any] | None]:
         """Where sampling stands: epochs that are over, batches taken in this one, the state of a seeded generator.
