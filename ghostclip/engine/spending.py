@@ -159,22 +159,28 @@ class Spending:
         """
         own, state = self._own[self._event], (self._run, written, self._added)
         if state != self._room_for or (own >= self._limit and self._more_to_ask):
-            spent = _listed(self._with_known(others))
-            room = self._room(spent)
-            self._limit, self._room_for, self._more_to_ask = own + room, state, room == MOST
+            room, self._more_to_ask = self._room(_listed(self._with_known(others)), self._limit - own)
+            self._limit, self._room_for = own + room, state
         if own >= self._limit:
             self._refuse(_listed(self._with_known(others)))
         return self._limit - own
 
-    def _room(self, spent: list[Event]) -> int:
-        """How many steps plan and budget allow on top of ``spent``; MOST stands for more than that, too."""
-        room = MOST
-        if self._plan.steps is not None:
-            room = min(room, max(0, self._plan.steps - self._charged_in(spent)))
+    def _room(self, spent: list[Event], before: int) -> tuple[int, bool]:
+        """How many steps plan and budget allow on top of ``spent``, and whether there may be more.
+
+        Args:
+            spent: by everyone.
+            before: how many steps there was room for when this was asked last.
+        """
+        planned = None if self._plan.steps is None else max(0, self._plan.steps - self._charged_in(spent))
+        room = MOST if planned is None else min(planned, MOST)
         epsilon = self._epsilon_limit(spent)
-        if epsilon is None or not room:
-            return room
-        return affordable(spent, self._event, max_epsilon=epsilon, delta=self._plan.target_delta, most=room)
+        if epsilon is not None and room:
+            # Most of what there was room for will still have some: one question instead of a dozen.
+            most = min(room, before // 2) if before > 1 else room
+            room = affordable(spent, self._event, max_epsilon=epsilon, delta=self._plan.target_delta, most=most)
+            return room, room == most != planned
+        return room, room != planned
 
     def _epsilon_limit(self, spent: list[Event]) -> float | None:
         """What epsilon may not pass. The planned steps keep to the target by themselves, as long as they are alone."""

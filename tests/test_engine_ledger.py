@@ -1,0 +1,278 @@
+"""The engine and its ledger: charged before release, counted across runs, stopped before a budget is passed."""
+
+import errno
+import gc
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import private_runs as runs
+import pytest
+import torch
+from ledgers import charged, in_child, records, spent
+
+from ghostclip import accounting
+from ghostclip.engine import PrivacyEngine, budget, spending
+from ghostclip.engine.budget import affordable
+from ghostclip.errors import BudgetExceededError, LedgerError, PrivacyError
+from ghostclip.events import FixedSizeGaussian, SampledGaussian
+from ghostclip.ledger import Ledger
+
+PRIVATE = {"noise_multiplier": 1.0, "clipping": 0.5, "target_delta": 1e-3}
+EVENT = SampledGaussian(1 / 3, 1.0)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run.ledger"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An accountant of a closed form, and noise of 1 for every target, where it doesn't matter what they are."""
+
+    def epsilon_of(events: Any, *, delta: float, accountant: str = "pld") -> float:
+        terms = [event.count * (event.sample_rate / event.noise_multiplier) ** 2 for event in events]
+        return 4 * math.sqrt(sum(terms)) + sum(terms)
+
+    monkeypatch.setattr(accounting, "epsilon_of", epsilon_of)
+    monkeypatch.setattr(accounting, "noise_for", lambda *arguments, **more: 1.0)
+
+
+def stepped(engine: PrivacyEngine, steps: int) -> PrivacyEngine:
+    """The engine after so many steps more, on batches of no influence."""
+    while steps:
+        for batch in engine.batches():
+            engine.step(batch, runs.losses_of)
+            steps -= 1
+            if not steps:
+                break
+    return engine
+
+
+def engine_for(path: Path | None, **changes: Any) -> PrivacyEngine:
+    return runs.engine_for(runs.network(), ledger=path, **{**PRIVATE, **changes})
+
+
+def steps_until_refused(engine: PrivacyEngine, match: str) -> int:
+    with pytest.raises(BudgetExceededError, match=match):
+        stepped(engine, 10**6)
+    return engine.steps_taken
+
+
+def epsilon(steps: int, before: list[Any] | None = None) -> float:
+    return accounting.epsilon_of([*(before or []), replace(EVENT, count=steps)], delta=1e-3)
+
+
+@pytest.mark.parametrize("block", [1, 4])
+def test_each_release_is_in_the_file_before_it_happens(path: Path, block: int) -> None:
+    engine = engine_for(Ledger(path, block=block))  # type: ignore[arg-type]
+    seen: list[int] = []
+    release = engine._steps._noise.release
+    engine._steps._noise.release = lambda *a: (seen.append(spent(path)), release(*a))[1]  # type: ignore[method-assign]
+    stepped(engine, 6)
+    assert seen == [-(-step // block) * block for step in range(1, 7)]
+    engine.detach()
+    assert spent(path) == 6
+
+
+@pytest.mark.usefixtures("quick")
+def test_epsilon_is_of_everything_in_the_ledger(path: Path) -> None:
+    engine = stepped(engine_for(path), 3)
+    assert engine.epsilon() == epsilon(3)
+    another = stepped(engine_for(path, noise_multiplier=2.0), 2)
+    more = SampledGaussian(1 / 3, 2.0, 2)
+    assert engine.epsilon() == pytest.approx(epsilon(3, [more]), rel=1e-12)
+    assert another.epsilon() == pytest.approx(epsilon(3, [more]), rel=1e-12)
+    engine.detach()
+    another.detach()
+    later = engine_for(path)
+    assert later.epsilon() == pytest.approx(epsilon(3, [more]), rel=1e-12)
+    assert sorted(later.events, key=str) == sorted([replace(EVENT, count=3), more], key=str)
+    assert (later.steps_taken, later.ledger.head.records) == (0, 5)
+
+
+def test_the_ledger_knows_the_run_s_settings(path: Path) -> None:
+    stepped(engine_for(path, noise="test", seed=3), 1).detach()
+    (charge,) = Ledger(path).charges
+    assert (charge.noise, charge.event.noise_multiplier, charge.event.sample_rate) == ("test", 0.0, 1 / 3)
+    assert engine_for(path).epsilon() == math.inf
+
+
+def test_an_engine_that_is_forgotten_lets_go_of_its_ledger(path: Path) -> None:
+    engine = stepped(engine_for(path), 2)
+    del engine
+    gc.collect()
+    assert spent(path) == 2
+    assert in_child(lambda: stepped(engine_for(path), 1).detach()) == 0
+    assert spent(path) == 3
+
+
+def test_an_engine_that_was_not_built_leaves_the_ledger_alone(path: Path) -> None:
+    with pytest.raises(ValueError, match="target_epsilon"):
+        engine_for(path, target_epsilon=1.0)
+    assert not path.exists()
+
+
+def test_a_full_disk_stops_the_step_and_nothing_else(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = stepped(engine_for(Ledger(path, block=2)), 2)  # type: ignore[arg-type]
+    before = runs.weights(engine.model)
+
+    def full(*arguments: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        with pytest.raises(LedgerError, match="the disk is full; nothing was released"):
+            stepped(engine, 1)
+    assert torch.equal(runs.weights(engine.model), before)
+    assert all(parameter.grad is None for parameter in engine.model.parameters())
+    stepped(engine, 1).detach()
+    assert spent(path) == 3
+
+
+def test_a_forked_engine_can_take_no_step(path: Path) -> None:
+    engine = stepped(engine_for(path), 1)
+
+    def child() -> None:
+        with pytest.raises(LedgerError, match="this one was forked from"):
+            stepped(engine, 1)
+        engine.detach()
+
+    assert in_child(child) == 0
+    stepped(engine, 1).detach()
+    assert spent(path) == 2
+
+
+def most_within(limit: float, before: list[Any] | None = None) -> int:
+    """How many steps stay within an epsilon, by counting."""
+    steps = 0
+    while epsilon(steps + 1, before) <= limit:
+        steps += 1
+    return steps
+
+
+@pytest.mark.usefixtures("quick")
+def test_planned_steps_are_counted_across_runs(path: Path) -> None:
+    planned = {"noise_multiplier": None, "target_epsilon": 2.0, "steps": 7}
+    stepped(engine_for(path, **planned), 4).detach()
+    assert steps_until_refused(engine_for(path, **planned), f"all 7 planned steps were taken .*{path}") == 3
+    assert spent(path) == 7
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_else_is_in_the_ledger_counts_for_the_target(path: Path) -> None:
+    stepped(engine_for(path, noise_multiplier=2.0), 2).detach()
+    planned = {"noise_multiplier": None, "target_epsilon": 4.0, "steps": 40}
+    engine = engine_for(path, **planned)
+    past = [SampledGaussian(1 / 3, 2.0, 2)]
+    assert steps_until_refused(engine, r"one more step would pass target_epsilon = 4\.0") == most_within(4.0, past) > 0
+
+
+def test_a_budget_stops_before_it_is_passed() -> None:
+    engine = engine_for(None, max_epsilon=2.0)
+    taken = steps_until_refused(engine, r"one more step would pass max_epsilon = 2\.0 at delta = 0\.001: epsilon = 1\.")
+    assert engine.epsilon() == epsilon(taken) <= 2.0 < epsilon(taken + 1)
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_budget_is_the_whole_ledger_s(path: Path) -> None:
+    charged(Ledger(path).account(), 5, SampledGaussian(0.5, 3.0)).close()
+    engine = engine_for(path, max_epsilon=8.0)
+    assert steps_until_refused(engine, "would pass max_epsilon") == most_within(8.0, [SampledGaussian(0.5, 3.0, 5)]) > 5
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("block", [1, 5])
+def test_two_engines_share_a_budget(path: Path, block: int) -> None:
+    ledger: Any = Ledger(path, block=block)
+    engines = engine_for(ledger, max_epsilon=20.0), engine_for(ledger, max_epsilon=20.0, noise_multiplier=0.8)
+    while True:
+        try:
+            stepped(min(engines, key=lambda engine: engine.steps_taken), 1)
+        except BudgetExceededError:
+            break
+    assert engines[0].epsilon() <= 20.0
+    # What the other one has in its block is out of reach.
+    more = [SampledGaussian(1 / 3, 0.8, block), *engines[0].events]
+    assert accounting.epsilon_of(more, delta=1e-3) > 20.0
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_accountant_is_asked_once_and_when_somebody_else_has_spent(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def watched(*arguments: Any, **more: Any) -> int:
+        asked.append(1)
+        return affordable(*arguments, **more)
+
+    monkeypatch.setattr("ghostclip.engine.spending.affordable", watched)
+    ledger: Any = Ledger(path, block=1)
+    engine, other = engine_for(ledger, max_epsilon=20.0), engine_for(ledger)
+    stepped(engine, 5)
+    assert len(asked) == 1
+    stepped(other, 5)
+    stepped(engine, 5)
+    assert len(asked) == 2
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_refused_step_computes_and_releases_nothing(path: Path) -> None:
+    engine = engine_for(path, max_epsilon=0.5)
+    before, calls = runs.weights(engine.model), []
+
+    def loss_fn(model: torch.nn.Module, examples: Any) -> torch.Tensor:
+        calls.append(1)
+        return runs.losses_of(model, examples)
+
+    with pytest.raises(BudgetExceededError):
+        engine.step(next(iter(engine.batches())), loss_fn)
+    assert not calls
+    assert torch.equal(runs.weights(engine.model), before)
+    assert [record["kind"] for record in records(path)] == ["ghostclip ledger"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_epsilon": 0.0}, "max_epsilon must be a finite number > 0"),
+        ({"max_epsilon": math.nan}, "max_epsilon must be a finite number > 0"),
+        ({"max_epsilon": 3.0, "noise_multiplier": 0.0}, r"max_epsilon=3\.0 can't be kept without private noise"),
+        ({"max_epsilon": 3.0, "noise": "test", "seed": 1}, r"max_epsilon=3\.0 can't be kept without private noise"),
+    ],
+)
+def test_budgets_that_mean_nothing(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine_for(None, **changes)
+
+
+@pytest.mark.parametrize(
+    "other", [replace(EVENT, relation="replace_one"), replace(EVENT, unit="user")], ids=["relation", "unit"]
+)
+def test_a_ledger_about_other_neighbours_is_refused(path: Path, other: SampledGaussian) -> None:
+    charged(Ledger(path).account(), 1, other).close()
+    with pytest.raises(PrivacyError, match="protect different things and don't add up"):
+        engine_for(path)
+    charged(Ledger(path).account(), 1, other).close()  # and it isn't kept open
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("past", [[], [SampledGaussian(0.3, 2.0, 3), FixedSizeGaussian(0.1, 1.5, 2)]], ids=len)
+@pytest.mark.parametrize("limit", [0.1, 1.0, 2.5, 20.0, 300.0])
+def test_affordable_steps_are_those_a_slow_count_finds(past: list[Any], limit: float) -> None:
+    found = affordable(past, EVENT, max_epsilon=limit, delta=1e-3)
+    assert found == most_within(limit, past)
+    for most in (0, 1, found, found + 1, 2 * found):
+        assert affordable(past, EVENT, max_epsilon=limit, delta=1e-3, most=most) == min(most, found)
+
+
+@pytest.mark.usefixtures("quick")
+def test_more_steps_than_anyone_takes_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "MOST", 4)
+    monkeypatch.setattr(spending, "MOST", 4)
+    taken = steps_until_refused(engine_for(None, max_epsilon=15.0), "would pass max_epsilon")
+    assert taken == most_within(15.0) > 8
