@@ -16,7 +16,7 @@ What is not exact: noise ends at 13 standard deviations (probability 2^-125 a nu
 What is not covered: S is a sum that floating point rounded, so that an example's presence may move it by more than the
 sum of its own parts by rounding (Casacuberta et al. 2022); and how long it takes, which depends on the numbers.
 
-A coordinate beyond 2^40 steps, which is above 2^29 standard deviations, is released as if it were there; a coordinate
+A coordinate beyond 2^40 steps, which is above 2^31 standard deviations, is released as if it were there; a coordinate
 that is not a number, as if it were zero. Neither brings neighbours further apart.
 """
 
@@ -30,19 +30,19 @@ import numpy as np
 
 from ghostclip.native import library
 from ghostclip.noise.cipher import KeyStream
-from ghostclip.noise.ziggurat import ziggurat
+from ghostclip.noise.ziggurat import DIGITS, LAYER_BITS, LAYERS, ziggurat
 
 __all__ = ["FINENESS", "Lattice"]
 
-# The step is 2^-10 to 2^-11 of the noise, which adds 1e-7 of its variance and leaves float32 exact up to 8192 of it.
-FINENESS = 10
+# The step is 2^-8 to 2^-9 of the noise: it adds a millionth of its variance, and float32 holds 2^15 times the noise.
+FINENESS = 8
 LIMIT = 2.0**40
 # Below it a step would leave float64.
 LEAST_EXPONENT = -1000
 # Coordinates worked on together, so that their words stay in the cache.
 CHUNK = 1 << 16
-# Digits drawn at once for a coordinate that 52 don't settle.
-MORE = 128
+# Digits in float64, and those that are drawn at once where they don't settle it.
+ENOUGH, MORE = 52, 128
 
 
 class Lattice:
@@ -79,9 +79,8 @@ class Lattice:
         out = np.empty_like(sums)
         left, words = [np.empty(0, np.intp)], [np.empty(0, np.uint32)]
         for start in range(0, len(sums), CHUNK):
-            part = slice(start, start + CHUNK)
-            fresh = stream.halves(len(sums[part]))
-            found = self._look(sums[part], out[part], fresh)
+            fresh = stream.halves(min(CHUNK, len(sums) - start))
+            found = self._look(sums[start : start + CHUNK], out[start : start + CHUNK], fresh)
             left.append(found + start)
             words.append(fresh[found])
         rest = np.concatenate(left)
@@ -93,15 +92,12 @@ class Lattice:
         compiled = library("lattice")
         if compiled is None:
             return np.arange(len(sums))
-        call = compiled.ghostclip_lattice_float if sums.dtype == np.float32 else compiled.ghostclip_lattice_double
-        left = np.empty(len(sums), bool)
-        arrays = (sums, out, left, words)
-        pointers = [ctypes.c_void_p(array.ctypes.data) for array in arrays]
-        numbers = [ctypes.c_double(number) for number in (self._scale, self.step, LIMIT)]
-        tables = [ctypes.c_void_p(array.ctypes.data) for array in (self._widths, self._layers.inside)]
-        call.restype = None
-        call(*pointers, ctypes.c_int64(len(sums)), *numbers, *tables)
-        return np.flatnonzero(left)
+        look = compiled.ghostclip_lattice_float if sums.dtype == np.float32 else compiled.ghostclip_lattice_double
+        look.restype = ctypes.c_int64
+        left = np.empty(len(sums) + 1, np.int64)
+        arrays = [ctypes.c_void_p(array.ctypes.data) for array in (sums, out, left, words, self._layers.table)]
+        numbers = [ctypes.c_double(number) for number in (self._scale, self.step, LIMIT, self.spread)]
+        return left[: look(*arrays, ctypes.c_int64(len(sums)), *numbers)]
 
     def _settle(self, sums: np.ndarray, words: np.ndarray, stream: KeyStream) -> np.ndarray:
         """The multiples [n] of the step, by more digits, and fresh words for points that are not under the curve."""
@@ -109,9 +105,10 @@ class Lattice:
         with np.errstate(over="ignore"):
             targets = np.nan_to_num(sums.astype(np.float64) * self._scale, nan=0.0).clip(-LIMIT, LIMIT)
         while len(waiting):
-            layers, signs = (words & 255).astype(np.intp), np.where(words & 256, -1.0, 1.0)
-            digits = ((words >> 9).astype(np.uint64) << np.uint64(29)) | (stream.words(len(words)) >> np.uint64(35))
-            shares = (digits.astype(np.float64) + 0.5) * 2.0**-52
+            layers, signs = (words & (LAYERS - 1)).astype(np.intp), np.where(words & LAYERS, -1.0, 1.0)
+            digits = (words >> (LAYER_BITS + 1)).astype(np.uint64) << np.uint64(ENOUGH - DIGITS)
+            digits |= stream.words(len(words)) >> np.uint64(64 - ENOUGH + DIGITS)
+            shares = (digits.astype(np.float64) + 0.5) * 2.0**-ENOUGH
             accepted, doubtful, heights = self._layers.under(layers, shares, stream)
             noisy = targets[waiting] + signs * self._widths[layers] * shares
             whole = np.rint(noisy)
@@ -131,7 +128,7 @@ class Lattice:
         """The multiple of the step by 180 digits; None when the point (layer, digits, height's) is not under f."""
         layer, digits, height = point
         more = [int.from_bytes(stream.words(MORE // 64).tobytes(), "little") for _ in range(2)]
-        x = Fraction(self._layers.widths[layer]) * Fraction((digits << MORE) + more[0], 1 << (52 + MORE))
+        x = Fraction(self._layers.widths[layer]) * Fraction((digits << MORE) + more[0], 1 << (ENOUGH + MORE))
         if not self._layers.certainly_under(layer, x, Fraction((height << MORE) + more[1], 1 << (53 + MORE))):
             return None
         limit = Fraction(LIMIT)

@@ -1,11 +1,11 @@
 """Exact samples of the normal distribution, by a ziggurat whose random digits are revealed only as far as needed.
 
-The half plane under f(x) = exp(-x^2 / 2), x >= 0, is covered by 256 horizontal layers of one area (Marsaglia and Tsang
-2000): layer i reaches from x = 0 to its width w_i, and from floor Y_i up by its height A / w_i, where A is the area
+What is under f(x) = exp(-x^2 / 2), x >= 0, is covered by 1024 horizontal layers of one area (Marsaglia and Tsang 2000):
+layer i reaches from x = 0 to its width w_i, and from floor Y_i up by its height A / w_i, where A is the area
 and Y_i the sum of the heights below. A point drawn uniformly in a layer drawn uniformly is uniform in their union, and
 those under f have a normal x. Three things make that exact rather than approximate:
 
-- The widths are float64 numbers, and *by definition* exact; the heights are A / w_i as real numbers. The widths are a
+- The widths are float32 numbers, and *by definition* exact; the heights are A / w_i as real numbers. The widths are a
   little larger than they must be, so that the layers certainly cover what is under f.
 - x = w_i U is not a float but a real number, whose first binary digits are known; further ones are drawn when a
   decision needs them ("interval refining", Haney et al. 2022). Decisions are made in float64 with a bound on its
@@ -25,12 +25,14 @@ import numpy as np
 
 from ghostclip.noise.cipher import KeyStream
 
-__all__ = ["LAYERS", "REACH", "Ziggurat", "ziggurat"]
+__all__ = ["DIGITS", "LAYERS", "LAYER_BITS", "REACH", "Ziggurat", "ziggurat"]
 
-LAYERS = 256
+# What a random word of 32 bits holds, as lattice.c has it too: a layer, a sign, and digits of a share of its width.
+LAYER_BITS, DIGITS = 10, 21
+LAYERS = 1 << LAYER_BITS
 REACH = 13.0
-# Widths are this much too large, and what is taken for inside of f this much too small: both far above rounding.
-WIDER, NARROWER = 1 + 2.0**-30, 1 - 2.0**-20
+# Widths are about this much too large, and what is taken for inside of f that much too small: far above rounding.
+WIDER, NARROWER = 1 + 2.0**-23, 1 - 2.0**-20
 # Bounds the error in float64 of the height of a point minus f there; both are at most about 1.
 DOUBT = 2.0**-45
 PRECISION = Context(prec=60)
@@ -42,9 +44,10 @@ class Ziggurat:
 
     Attributes:
         area: of each layer.
-        widths: [256], exact.
-        floors, heights: [256], rounded to float64.
-        inside: [256], the share of each width that is certainly under f at all of the layer's heights.
+        widths: [1024], exact.
+        floors, heights: [1024], rounded to float64.
+        inside: [1024], the share of each width that is certainly under f at all of the layer's heights.
+        table: [1024], what lattice.c reads of them: the width, and the first digits below which all is inside.
     """
 
     area: float
@@ -52,6 +55,7 @@ class Ziggurat:
     floors: np.ndarray
     heights: np.ndarray
     inside: np.ndarray
+    table: np.ndarray
 
     def under(self, layers: np.ndarray, shares: np.ndarray, stream: KeyStream) -> tuple[np.ndarray, ...]:
         """Which points are under f, at heights drawn from ``stream``.
@@ -86,16 +90,20 @@ class Ziggurat:
 
 @functools.cache
 def ziggurat() -> Ziggurat:
-    """The layers, with the least area that lets 256 of them reach up to f(0) = 1."""
-    low, high = 0.004, 0.006
-    while high - low > 1e-9:
+    """The layers, with the least area that lets 1024 of them reach up to f(0) = 1."""
+    low = math.sqrt(math.pi / 2) / LAYERS
+    high = 1.2 * low
+    while high - low > 2.0**-20 * low:
         area = (low + high) / 2
         low, high = (low, area) if _stack(area) is not None else (area, high)
     stacked = _stack(high)
     assert stacked is not None
     widths, floors = stacked
-    inside = [widths[i + 1] / widths[i] * NARROWER for i in range(LAYERS - 1)]
-    return Ziggurat(high, np.array(widths), np.array(floors), high / np.array(widths), np.array([*inside, 0.0]))
+    wide = np.array(widths)
+    inside = np.append(wide[1:] / wide[:-1] * NARROWER, 0.0)
+    table = np.empty(LAYERS, [("width", np.float32), ("inside", np.uint32)])
+    table["width"], table["inside"] = wide, np.floor(inside * 2**DIGITS)
+    return Ziggurat(high, wide, np.array(floors), high / wide, inside, table)
 
 
 def _stack(area: float) -> tuple[list[float], list[float]] | None:
@@ -105,7 +113,7 @@ def _stack(area: float) -> tuple[list[float], list[float]] | None:
         floors.append(floors[-1] + area / widths[-1])
         if floors[-1] >= 1:
             return widths + [widths[-1]] * (LAYERS - len(widths)), floors + [1.0] * (LAYERS - len(floors))
-        widths.append(math.sqrt(-2 * math.log(floors[-1])) * WIDER)
+        widths.append(float(np.float32(math.sqrt(-2 * math.log(floors[-1])) * WIDER)))
     return (widths, floors) if floors[-1] + area / widths[-1] > 1 else None
 
 
@@ -119,7 +127,7 @@ def _area_floors(area: float, widths: tuple[float, ...]) -> list[Decimal]:
 
 
 def _exact_floors(layers: Ziggurat) -> list[Decimal]:
-    """The floors [257], the top included, to 60 digits."""
+    """The floors [1025], the top included, to 60 digits."""
     return _area_floors(layers.area, tuple(layers.widths.tolist()))
 
 
