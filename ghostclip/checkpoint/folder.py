@@ -133,7 +133,12 @@ def _locked(partial: Path) -> Iterator[None]:
 
     with suppress(FileExistsError):
         partial.mkdir()
-    descriptor = os.open(partial, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(partial, os.O_RDONLY | os.O_CLOEXEC)
+    except BaseException:
+        with suppress(OSError):
+            partial.rmdir()
+        raise
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

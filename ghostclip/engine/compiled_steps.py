@@ -72,7 +72,7 @@ class CompiledSteps:
             # A whole step's graph is made as soon as the optimizer has state; one of the passes alone isn't needed.
             eagerly = in_one and (update == NOT_YET or not self._steps.watched)
             clip = self._steps.clip_eagerly if eagerly else self._steps.clip
-            seen.append(clip(loss_fn, examples))
+            seen += self._steps.in_pieces(clip, loss_fn, examples)
         if not (isinstance(update, Update) and self._steps.watched and self._update(update)):
             self._optimizer.step()
         return seen

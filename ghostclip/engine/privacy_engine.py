@@ -96,6 +96,7 @@ class PrivacyEngine:
         batch_size, sample_rate: of the logical batches.
         noise: the mode the noise is made in.
         sampling, neighboring: as given.
+        clipping: the policy.
 
     Raises:
         UnsupportedModelError: the model can't be clipped exactly.
@@ -161,7 +162,7 @@ class PrivacyEngine:
         self.target_epsilon, self.target_delta = plan.target_epsilon, plan.target_delta
         self.batch_size, self.sample_rate = loader.batch_size, loader.sample_rate
         self.noise = source.mode
-        self.sampling, self.neighboring = sampling, neighboring
+        self.sampling, self.neighboring, self.clipping = sampling, neighboring, clipper.clipping
         self._largest = max_physical_batch_size
         # Noise that can be foretold protects no one, so it is charged as none.
         self._event = event_of(plan.noise_multiplier if source.private else 0.0)
@@ -233,10 +234,10 @@ class PrivacyEngine:
         self._spending.check()
         try:
             seen = self._steps.step(batch, loss_fn)
+            self.optimizer.zero_grad()
         except BaseException:
-            self._steps.begin(None)
+            self._steps.abandon()
             raise
-        self.optimizer.zero_grad()
         return StepRecord(
             _joined([result.losses for result in seen]),
             _joined([result.norms for result in seen]),

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.clipping import Adaptive
 from ghostclip.engine.adaptation import Adaptation
-from ghostclip.engine.compiled_steps import CompiledSteps, DrawsAhead
+from ghostclip.engine.compiled_steps import CompiledSteps, DrawsAhead, LossFunction
 from ghostclip.engine.optimizers import held_parameters, refuse_scaling, show_scaling, with_closure
+from ghostclip.engine.pieces import Pieces
 from ghostclip.engine.self_check import SelfCheck
 from ghostclip.engine.sums import ClippedSums
 from ghostclip.errors import LossShapeError, PrivacyError
@@ -57,6 +58,9 @@ class PrivateSteps:
         self._sensitivity = 0.0
         self._stepping = False
         self._compiled: CompiledSteps | None = None
+        self._pieces = Pieces()
+        # Of the physical batch in the making: (first unit, the one after the last, units in all).
+        self._piece: tuple[int, int, int] | None = None
         self._undo = [
             optimizer.register_step_pre_hook(self._before_step).remove,
             optimizer.register_step_post_hook(self._after_step).remove,
@@ -74,6 +78,11 @@ class PrivateSteps:
         """A logical batch was left before its last physical one: its sums are discarded, its step will be refused."""
         if batch is self._batch:
             self._discard()
+
+    def abandon(self) -> None:
+        """Ends the logical batch after a failure wherever in its step: nothing stands in the way of the next one."""
+        self.begin(None)
+        self._sums.discard_released()
 
     def _discard(self) -> None:
         self._sums.discard()
@@ -135,9 +144,26 @@ class PrivateSteps:
         """Clips all physical batches, then steps the optimizer; compiled where that was asked for."""
         if self._compiled is not None:
             return self._compiled.step(batch, loss_fn)
-        seen = [self.clip(loss_fn, examples) for examples in batch.physical()]
+        seen = [result for examples in batch.physical() for result in self.in_pieces(self.clip, loss_fn, examples)]
         self._optimizer.step()
         return seen
+
+    def in_pieces(
+        self, clip: Callable[[LossFunction, Any], ClippingResult], loss_fn: LossFunction, examples: Any
+    ) -> list[ClippingResult]:
+        """``clip`` of the physical batch that was handed out last, in pieces that fit into memory."""
+        batch = self.current("engine.step()")
+        rows, users = batch.sizes[batch.handed - 1], batch.users[batch.handed - 1]
+        units = rows if users is None else users.users
+
+        def work(piece: Any, start: int, stop: int) -> ClippingResult:
+            self._piece = start, stop, units
+            return clip(loss_fn, piece)
+
+        try:
+            return self._pieces.run(work, examples, units, rows)
+        finally:
+            self._piece = None
 
     def clip_eagerly(self, loss_fn: Callable[[nn.Module, Any], Tensor], examples: Any) -> ClippingResult:
         """`clip` without compiling."""
@@ -163,6 +189,9 @@ class PrivateSteps:
         """Raises LossShapeError unless there is a loss for each example of the physical batch."""
         batch = self.current("engine.backward()")
         expected = batch.sizes[batch.handed - 1]
+        if self._piece is not None:
+            start, stop, units = self._piece
+            expected = expected // units * (stop - start)
         if isinstance(losses, Tensor) and losses.dim() == 1 and losses.shape[0] != expected:
             raise LossShapeError(
                 f"losses must have one entry for each of the {expected} examples of this physical batch; got "
@@ -174,19 +203,26 @@ class PrivateSteps:
     def _users(self) -> UserRows | None:
         """Whose rows the physical batch that was handed out last has; None where every row is a unit of its own."""
         batch = self.current("engine.backward()")
-        return batch.users[batch.handed - 1]
+        users = batch.users[batch.handed - 1]
+        return users if users is None or self._piece is None else users.part(*self._piece[:2])
 
     def _by_unit(self, losses: Tensor) -> Tensor:
         """The losses of the units of privacy, [examples] or [users]."""
         return losses if self._users is None else self._users.add_up(losses)
 
     def _gather(self, clip: Callable[[], ClippingResult]) -> ClippingResult:
-        result = self._sums.gather(clip)
+        def clipped() -> ClippingResult:
+            result = clip()
+            # Before the sums count as gathered, lest an interruption part them from their noise.
+            self._sensitivity = max(self._sensitivity, result.sensitivity)
+            return result
+
+        piece = self._piece
+        result = self._sums.gather(clipped, apart=piece is not None, more=piece is not None and piece[1] < piece[2])
         if result.losses is not None and self._users is None:
             self._check_count(result.losses)
         if self._adaptation is not None:
             self._adaptation.saw(result.norms)
-        self._sensitivity = max(self._sensitivity, result.sensitivity)
         return result
 
     def _before_step(

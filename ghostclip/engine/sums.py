@@ -13,6 +13,8 @@ from ghostclip.errors import GradientLeakError, PrivacyError
 __all__ = ["ClippedSums"]
 
 T = TypeVar("T")
+# Types in which sums are gathered as they are.
+WIDE = (torch.float32, torch.float64)
 # Each parameter's p.grad and its version.
 Snapshot = list[tuple[Tensor | None, int]]
 
@@ -27,44 +29,81 @@ class ClippedSums:
         model: whose parameters are watched.
 
     Attributes:
-        count: how many backwards the sums hold.
+        count: how many physical batches the sums hold.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.count = 0
         self._named = list(model.named_parameters())
-        self._narrow = [p for _, p in self._named if p.dtype not in (torch.float32, torch.float64)]
+        self._narrow = [p for _, p in self._named if p.dtype not in WIDE]
         self._wide: dict[nn.Parameter, Tensor] = {}
         self._known: Snapshot = []
         self._released: Snapshot = []
 
-    def gather(self, backward: Callable[[], T]) -> T:
-        """Runs ``backward``, which adds clipped sums to the p.grads; all is discarded when it fails half-way.
+    def gather(self, backward: Callable[[], T], *, apart: bool = False, more: bool = False) -> T:
+        """Runs ``backward``, which adds clipped sums to the p.grads.
+
+        Where it fails before it changed a p.grad, or ``apart``, all is as it was; else everything is discarded.
+
+        Args:
+            backward: its result is returned.
+            apart: what was gathered before is set aside meanwhile, which takes memory of its own.
+            more: what comes next belongs to the same physical batch.
 
         Raises:
             GradientLeakError: a p.grad is not what it was after the backward before.
             PrivacyError: zero_grad was forgotten after the last step.
         """
         self.check()
-        if self.count:
-            _drop(self._narrow)
+        aside = self._set_aside(apart)
         before = self._snapshot()
+        kept = True
         try:
             result = backward()
+            first = self._first_of_narrow()
+            kept = False
+            self._join(aside, first)
+            self._known = self._snapshot()
+            self.count += not more
         except BaseException:
-            self._known = before
-            if self._changed_since(before) is not None:
+            if kept and apart:
                 _drop(parameter for _, parameter in self._named)
-                self.discard()
+            elif not kept or self._changed_since(before) is not None:
+                self._discard_all()
+                raise
+            for parameter, grad in aside.items():
+                parameter.grad = grad
             raise
-        self._take_narrow()
-        self._known = self._snapshot()
-        self.count += 1
         return result
+
+    def _set_aside(self, apart: bool) -> dict[nn.Parameter, Tensor]:
+        """Takes p.grads off their parameters: all, or those of which the sum is beside them."""
+        taken = [p for _, p in self._named] if apart else self._narrow if self._known else []
+        aside = {parameter: parameter.grad for parameter in taken if parameter.grad is not None}
+        _drop(aside)
+        return aside
+
+    def _first_of_narrow(self) -> dict[nn.Parameter, Tensor]:
+        """Float32 copies of narrow p.grads of which there is no sum yet; all that `_join` needs memory for."""
+        return {p: p.grad.float() for p in self._narrow if p.grad is not None and p not in self._wide}
+
+    @torch.no_grad()
+    def _join(self, aside: dict[nn.Parameter, Tensor], first: dict[nn.Parameter, Tensor]) -> None:
+        """Adds what came now to what was set aside or stands beside the p.grads."""
+        for parameter in self._narrow:
+            if parameter.grad is not None and parameter not in first:
+                self._wide[parameter] += parameter.grad
+        self._wide.update(first)
+        back = {p: grad for p, grad in aside.items() if p.dtype in WIDE}
+        pairs = [(grad, p.grad) for p, grad in back.items() if p.grad is not None]
+        if pairs:
+            torch._foreach_add_([old for old, _ in pairs], [new for _, new in pairs])
+        for parameter, grad in back.items():
+            parameter.grad = grad
 
     def check(self) -> None:
         """Raises GradientLeakError or PrivacyError unless the p.grads hold what was gathered here, and nothing else."""
-        if self.count:
+        if self._known:
             if (name := self._changed_since(self._known)) is not None:
                 raise GradientLeakError(
                     f"the gradient of {name!r} was changed between engine.backward() and the step (by zero_grad, a "
@@ -90,13 +129,16 @@ class ClippedSums:
         """
         stepped = [p for p in held if p.requires_grad or p.grad is not None]
         sums = self.of(stepped)
-        for parameter, total in zip(stepped, make_private(sums), strict=True):
-            parameter.grad = total if total.dtype == parameter.dtype else total.to(parameter.dtype)
-        _drop(p for _, p in self._named if p not in held)
-        self._wide.clear()
-        self._known = []
-        self.count = 0
-        self._released = self._snapshot()
+        try:
+            for parameter, total in zip(stepped, make_private(sums), strict=True):
+                parameter.grad = total if total.dtype == parameter.dtype else total.to(parameter.dtype)
+            _drop(p for _, p in self._named if p not in held)
+            self._forget()
+            self._released = self._snapshot()
+        except BaseException:
+            # Some may have their noise by now and some not.
+            self._discard_all()
+            raise
 
     def of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """The sums of some of the parameters, float32 or wider; zeros where a parameter took no part."""
@@ -108,13 +150,27 @@ class ClippedSums:
 
     def is_released(self) -> bool:
         """Whether the p.grads are what `release` left there."""
-        return bool(self._released) and not self.count and self._changed_since(self._released) is None
+        return bool(self._released) and not self._known and self._changed_since(self._released) is None
 
     def discard(self) -> None:
         """Drops what was gathered; a p.grad that holds something of someone else's is left to be complained about."""
         for (_, parameter), (grad, _) in zip(self._named, self._known, strict=False):
             if parameter.grad is grad:
                 parameter.grad = None
+        self._forget()
+
+    def discard_released(self) -> None:
+        """Drops what a step left in the p.grads, as zero_grad would."""
+        for (_, parameter), (grad, _) in zip(self._named, self._released, strict=False):
+            if parameter.grad is grad:
+                parameter.grad = None
+        self._released = []
+
+    def _discard_all(self) -> None:
+        _drop(parameter for _, parameter in self._named)
+        self._forget()
+
+    def _forget(self) -> None:
         self._wide.clear()
         self._known = []
         self.count = 0
@@ -129,15 +185,6 @@ class ClippedSums:
             if parameter.grad is not grad or (grad is not None and grad._version != version):
                 return name
         return None
-
-    def _take_narrow(self) -> None:
-        for parameter in self._narrow:
-            if (grad := parameter.grad) is None:
-                continue
-            if parameter in self._wide:
-                self._wide[parameter] += grad
-            else:
-                self._wide[parameter] = grad.float()
 
     def _sum_of(self, parameter: nn.Parameter) -> Tensor:
         wide = torch.promote_types(parameter.dtype, torch.float32)

@@ -36,6 +36,11 @@ class UserRows:
     users: int
     shares: list[float]
 
+    def part(self, start: int, stop: int) -> UserRows:
+        """Users ``start`` to ``stop``, where memory is short."""
+        each = len(self.shares) // self.users
+        return UserRows(stop - start, self.shares[start * each : stop * each])
+
     def add_up(self, losses: Tensor) -> Tensor:
         """The users' losses [users] from the rows' [rows]: sums over their rows.
 

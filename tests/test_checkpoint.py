@@ -1,0 +1,426 @@
+"""Checkpoints on disk: they come back exactly, whole or not at all, and whatever happens to the files is noticed."""
+
+import copy
+import errno
+import fcntl
+import json
+import logging
+import math
+import os
+import pickle
+import resource
+import stat
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ghostclip import checkpoint
+from ghostclip.checkpoint import files, folder
+from ghostclip.errors import PrivacyError
+
+DTYPES = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
+
+
+def public(value: float = 1.0) -> dict[str, Any]:
+    return {
+        "model": {"weight": torch.full((2, 3), value), "count": torch.tensor(3)},
+        "optimizer": {
+            "state": {0: {"momentum": torch.full((3,), value)}},
+            "param_groups": [{"lr": 0.1, "params": [0]}],
+        },
+        "progress": {"steps": value},
+    }
+
+
+PRIVATE: dict[str, Any] = {"random": torch.arange(5), "sampler": None}
+
+
+def save(place: Path, value: float) -> None:
+    checkpoint.save(place, public(value), PRIVATE)
+
+
+def value_at(place: Path) -> float:
+    """The value that was saved there, all of it seen to belong together."""
+    stored = checkpoint.load(place)
+    value = stored.public["progress"]["steps"]
+    assert same(stored.public, public(value))
+    assert same(stored.private, PRIVATE)
+    return value
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equality of values and types all the way down."""
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and left.shape == right.shape and left.tolist() == right.tolist()
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, float):
+        return (
+            math.isnan(left) == math.isnan(right)
+            and math.copysign(1, left) == math.copysign(1, right)
+            and (left == right or math.isnan(left))
+        )
+    return left == right
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Where checkpoints 1 and 2 were saved one after the other."""
+    save(tmp_path / "run.v1", 1.0)
+    save(tmp_path / "run.v1", 2.0)
+    return tmp_path / "run.v1"
+
+
+def packed(value: Any) -> Any:
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(checkpoint.packed(value, tensors, "it"), allow_nan=False)
+    return checkpoint.unpacked(json.loads(text), tensors)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, True, 0, -(2**130), 0.1, -0.0, math.inf, -math.inf, math.nan, 5e-324, "", "\u00e9\n\"{}", [], (), {},
+        [1, (2.0, [None])], {"a": {1: {"b": (True,)}}}, {0: "int", "0": "str"}, OrderedDict(b=1, a=2),
+        Counter({3: 2}), torch.tensor(2.5), {"x": torch.zeros(0, 3), 7: [torch.ones(2, 2)[:, 0]]},
+        {"float": 1}, {"tensor": "x"}, {"tuple": []}, [["dict", 1]],
+    ],
+)  # fmt: skip
+def test_plain_state_comes_back_exactly(value: Any) -> None:
+    assert same(packed(value), value)
+
+
+def test_tensors_of_every_type_come_back_exactly(tmp_path: Path) -> None:
+    state = {"model": {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES}}
+    checkpoint.save(tmp_path / "x", state, {})
+    assert same(checkpoint.load(tmp_path / "x").public, state)
+
+
+def test_tensors_that_share_memory_are_stored_apart(tmp_path: Path) -> None:
+    whole = torch.arange(6.0)
+    state = {"model": {"a": whole[:4], "b": whole[2:], "c": whole, "again": whole}}
+    checkpoint.save(tmp_path / "x", state, {})
+    assert same(checkpoint.load(tmp_path / "x").public, state)
+    assert torch.equal(whole, torch.arange(6.0))
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (object(), r"it is a builtins\.object"),
+        ([{"f": len}], r"it\.0\.f is a builtins\.builtin_function"),
+        ({1, 2}, r"it is a builtins\.set"),
+        (np.zeros(2), r"it is a numpy\.ndarray"),
+        (torch.float32, r"it is a torch\.dtype"),
+        ({(1, 2): 3}, r"it has the key \(1, 2\)"),
+        ({True: 3}, "it has the key True"),
+        (torch.zeros(2, dtype=torch.complex64), "it is of type torch.complex64"),
+        (torch.zeros(2).to_sparse(), "it is a Tensor of layout torch.sparse_coo"),
+    ],
+)
+def test_what_would_need_code_is_refused_by_name(value: Any, name: str) -> None:
+    with pytest.raises(PrivacyError, match=name):
+        packed(value)
+
+
+def test_the_newest_and_the_one_before_are_kept(place: Path) -> None:
+    assert (value_at(place), value_at(checkpoint.previous_of(place))) == (2.0, 1.0)
+    save(place, 3.0)
+    assert (value_at(place), value_at(checkpoint.previous_of(place))) == (3.0, 2.0)
+    assert sorted(os.listdir(place.parent)) == ["run.v1", "run.v1.previous"]
+
+
+def test_private_files_are_their_owners(place: Path) -> None:
+    modes = {name: stat.S_IMODE((place / name).stat().st_mode) for name in os.listdir(place)}
+    assert {name for name, mode in modes.items() if mode == 0o600} == {"private.json", "private.safetensors"}
+    assert all(mode & 0o400 for mode in modes.values())
+
+
+def test_the_model_s_tensors_can_be_read_by_others(place: Path) -> None:
+    from safetensors.torch import load_file
+
+    found = load_file(place / "model.safetensors")
+    assert same(dict(sorted(found.items())), {"count": torch.tensor(3), "weight": torch.full((2, 3), 2.0)})
+
+
+def test_nothing_is_unpickled(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("pickle")
+
+    for module, name in [(pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")]:
+        monkeypatch.setattr(module, name, refuse)
+    assert value_at(place) == 2.0
+
+
+def flipped(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "bytes have changed": flipped,
+    "cut short": lambda file: file.write_bytes(file.read_bytes()[:-1]),
+    "emptied": lambda file: file.write_bytes(b""),
+    "longer": lambda file: file.write_bytes(file.read_bytes() + b" x"),
+    "missing": lambda file: file.unlink(),
+}
+NAMES = sorted(files.NAMES - {"clipping.safetensors"})
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+    place: Path, name: str, damage: Callable[[Path], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(place / name)
+    with caplog.at_level(logging.WARNING):
+        assert value_at(place) == 1.0
+    assert f"the checkpoint {place} is damaged" in caplog.text
+    assert f"went back to the one before, {place}.previous" in caplog.text
+    damage(checkpoint.previous_of(place) / name)
+    with pytest.raises(PrivacyError, match=r"is damaged: .* the one before is of no use either: .*previous is damaged"):
+        checkpoint.load(place)
+    save(place, 3.0)
+    assert value_at(place) == 3.0
+
+
+def test_a_torn_checkpoint_does_not_displace_a_whole_one(place: Path) -> None:
+    DAMAGE["cut short"](place / "model.safetensors")
+    save(place, 3.0)
+    assert (value_at(place), value_at(checkpoint.previous_of(place))) == (3.0, 1.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_flipped_bit_goes_unseen(place: Path, name: str) -> None:
+    whole = (place / name).read_bytes()
+    for at in range(0, len(whole), 7):
+        changed = bytearray(whole)
+        changed[at] ^= 1 << at % 8
+        (place / name).write_bytes(changed)
+        # A change that leaves all values as they are, between two words of JSON, may pass.
+        assert value_at(place) in ((1.0, 2.0) if name == "manifest.json" else (1.0,))
+
+
+def rewritten(place: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes the manifest, with a digest that fits."""
+    manifest = json.loads((place / "manifest.json").read_text())["manifest"]
+    change(manifest)
+    text = json.dumps({"digest": files._digest(manifest), "manifest": manifest})
+    (place / "manifest.json").write_text(text)
+
+
+def test_another_version_is_refused_and_not_passed_over(place: Path) -> None:
+    rewritten(place, lambda manifest: manifest.update(version=2))
+    with pytest.raises(PrivacyError, match="is of format version 2, and this GhostClip reads version 1"):
+        checkpoint.load(place)
+
+
+def test_a_manifest_can_t_lead_elsewhere(place: Path) -> None:
+    rewritten(place, lambda manifest: manifest["files"].update({"../../secret": {"size": 1, "sha256": ""}}))
+    with pytest.raises(PrivacyError, match="lists files that no checkpoint has"):
+        checkpoint.load(place)
+
+
+def linked(file: Path) -> None:
+    file.rename(file.parent.parent / "elsewhere")
+    file.symlink_to(file.parent.parent / "elsewhere")
+
+
+def piped(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "private.json"])
+@pytest.mark.parametrize(
+    ("change", "message"), [(linked, "is a symbolic link"), (piped, "is not a regular file")], ids=["link", "pipe"]
+)
+def test_files_that_are_no_files_are_refused(place: Path, name: str, change: Any, message: str) -> None:
+    change(place / name)
+    with pytest.raises(PrivacyError, match=f"{name} {message}"):
+        checkpoint.load(place)
+
+
+def test_a_file_that_does_not_belong_there_is_refused_and_never_deleted(place: Path) -> None:
+    (place / "notes.txt").write_text("mine")
+    with pytest.raises(PrivacyError, match=r"holds notes\.txt, which its manifest doesn't know"):
+        checkpoint.load(place)
+    with pytest.raises(PrivacyError, match=r"holds notes\.txt, which is not part of a checkpoint and would be lost"):
+        save(place, 3.0)
+    assert (place / "notes.txt").read_text() == "mine"
+
+
+def test_what_is_in_the_way_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "x.previous").mkdir()
+    (tmp_path / "x.previous" / "thesis.tex").write_text("mine")
+    with pytest.raises(PrivacyError, match="in the way of a checkpoint: it is not a folder"):
+        save(tmp_path / "file", 1.0)
+    with pytest.raises(PrivacyError, match=r"x\.previous holds thesis\.tex"):
+        save(tmp_path / "x", 1.0)
+    with pytest.raises(FileExistsError):
+        save(tmp_path / "file" / "x", 1.0)
+    assert sorted(os.listdir(tmp_path)) == ["file", "x.previous"]
+
+
+def test_where_none_is(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+        checkpoint.load(tmp_path / "none")
+    with pytest.raises(ValueError, match="path must name a folder"):
+        checkpoint.load("")
+    save(tmp_path / "new" / "deep" / "x", 1.0)
+    assert value_at(tmp_path / "new" / "deep" / "x") == 1.0
+
+
+def test_a_link_to_a_checkpoint_is_followed(place: Path) -> None:
+    link = place.parent / "latest"
+    link.symlink_to(place)
+    save(link, 3.0)
+    assert link.is_symlink()
+    assert (value_at(link), value_at(place), value_at(checkpoint.previous_of(place))) == (3.0, 3.0, 2.0)
+
+
+class Calls:
+    """Counts the system calls of a save, and does something instead of one of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, instead: Callable[[], Any]) -> None:
+        self.count, self._at, self._instead = 0, at, instead
+        for name in ("open", "fsync", "rename"):
+            monkeypatch.setattr(folder.os, name, self._counted(getattr(os, name)))
+
+    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            if self.count == self._at:
+                self._instead()
+            return call(*args, **kwargs)
+
+        return counted
+
+
+def save_with(place: Path, value: float, at: int, instead: Callable[[], Any]) -> int:
+    """Saves with something else at one call; returns how many calls there were."""
+    with pytest.MonkeyPatch.context() as patch:
+        calls = Calls(patch, at, instead)
+        save(place, value)
+    return calls.count
+
+
+def calls_of_a_save(place: Path) -> int:
+    return save_with(place, 2.0, 0, lambda: None)
+
+
+def failing(code: int) -> Callable[[], Any]:
+    def fail() -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EIO])
+def test_a_full_disk_at_any_call_leaves_what_was_there(place: Path, code: int) -> None:
+    count, failures = calls_of_a_save(place), 0
+    assert count > 15
+    for at in range(1, count + 1):
+        error = None
+        try:
+            save_with(place, 3.0, at, failing(code))
+        except OSError as raised:
+            error = raised
+        failed = error is not None
+        if error is not None:
+            assert error.errno in (code, errno.ENOTEMPTY)
+            assert error.filename == str(place)
+            assert "what was saved before is still there" in str(error)
+        # The one call that may fail in silence is a look at the old one, which gives way to a whole new one then.
+        assert value_at(place) in ((2.0, 3.0) if failed else (3.0,))
+        assert not Path(f"{place}.partial").exists()
+        failures += failed
+        save(place, 2.0)
+    assert failures == count - 1
+
+
+def test_a_limit_in_the_middle_of_a_file(place: Path) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        with pytest.raises(OSError, match="what was saved before is still there"):
+            save(place, 3.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert value_at(place) == 2.0
+    assert not Path(f"{place}.partial").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_kill_at_any_call_leaves_one_or_the_other(place: Path) -> None:
+    found = set()
+    for at in range(1, calls_of_a_save(place) + 1):
+        if (child := os.fork()) == 0:
+            save_with(place, 3.0, at, lambda: os._exit(9))
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        found.add(value_at(place))
+        save(place, 2.0)
+        assert value_at(place) == 2.0
+        assert not Path(f"{place}.partial").exists()
+    assert found == {2.0, 3.0}
+
+
+def test_ctrl_c_at_any_call_leaves_one_or_the_other(place: Path) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    for at in range(1, calls_of_a_save(place) + 1):
+        with pytest.raises(KeyboardInterrupt):
+            save_with(place, 3.0, at, interrupt)
+        assert value_at(place) in (2.0, 3.0)
+        save(place, 2.0)
+
+
+@pytest.fixture
+def being_written(place: Path) -> Iterator[None]:
+    """Another process is saving there."""
+    partial = Path(f"{place}.partial")
+    partial.mkdir()
+    descriptor = os.open(partial, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    yield
+    os.close(descriptor)
+
+
+@pytest.mark.usefixtures("being_written")
+def test_two_processes_do_not_write_at_once(place: Path) -> None:
+    with pytest.raises(PrivacyError, match=r"another process is saving a checkpoint at .*run\.v1; give each run its"):
+        save(place, 3.0)
+    assert value_at(place) == 2.0
+    assert Path(f"{place}.partial").exists()
+
+
+def test_a_missing_library_is_named_in_one_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.delitem(sys.modules, "safetensors.torch", raising=False)
+    for call in (lambda: save(place, 3.0), lambda: checkpoint.load(place)):
+        with pytest.raises(PrivacyError, match=r'^[^\n]*pip install "ghostclip\[checkpoint\]"$'):
+            call()
+
+
+def test_saving_changes_nothing_of_what_is_saved(tmp_path: Path) -> None:
+    state = public()
+    before = copy.deepcopy(state)
+    checkpoint.save(tmp_path / "x", state, PRIVATE)
+    assert same(state, before)
