@@ -1,0 +1,225 @@
+"""Adaptive clipping: it finds the quantile, one example moves the count by 1/2, and the count is charged."""
+
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+import private_runs as runs
+import pytest
+import torch
+from torch import nn
+
+from ghostclip import GhostClipper, accounting
+from ghostclip.clipping import Adaptive, Custom, Flat
+from ghostclip.engine.adaptation import step_event
+from ghostclip.events import JointGaussian, SampledGaussian
+from ghostclip.sampling import LogicalBatches
+
+
+class Rows(nn.Module):
+    """Example i's gradient is its own row of numbers, whatever the parameters are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1, bias=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.linear(rows)[:, 0]
+
+
+def data(norms: torch.Tensor) -> torch.utils.data.TensorDataset:
+    rows = torch.randn(len(norms), 4)
+    return torch.utils.data.TensorDataset(rows / rows.norm(dim=1, keepdim=True) * norms[:, None])
+
+
+def losses_of(model: nn.Module, examples: list[torch.Tensor]) -> torch.Tensor:
+    return model(examples[0])
+
+
+def engine_for(norms: torch.Tensor, clipping: Adaptive, **options: Any) -> Any:
+    model = Rows()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    return runs.engine_for(
+        model, optimizer, data(norms), clipping=clipping, self_check=False,
+        **{"batch_size": 50, "noise_multiplier": 1.0, "noise": "test", "seed": 3, **options},
+    )  # fmt: skip
+
+
+def run(engine: Any, epochs: int) -> list[float]:
+    """Trains; the clipping norm after each step."""
+    found = []
+    for _ in range(epochs):
+        for batch in engine.batches():
+            engine.step(batch, losses_of)
+            found.append(engine.clipping.max_norm)
+    return found
+
+
+@pytest.mark.parametrize(("quantile", "start"), [(0.5, 0.01), (0.8, 40.0), (0.2, 1.0)])
+def test_the_norm_finds_its_quantile(quantile: float, start: float) -> None:
+    norms = torch.exp(torch.randn(400))
+    path = run(engine_for(norms, Adaptive(start, quantile)), 25)
+    settled = np.median(path[len(path) // 2 :])
+    assert float((norms <= settled).float().mean()) == pytest.approx(quantile, abs=0.06)
+
+
+def test_one_step_follows_the_formula() -> None:
+    """The count is over the physical batches together, and divided by the public batch size, not the realised one."""
+    policy = Adaptive(1.0, target_quantile=0.3, learning_rate=0.5)
+    norms = torch.linspace(0.2, 2.0, 100)
+    engine = engine_for(norms, policy, noise_multiplier=0.0, noise="standard", seed=None, max_physical_batch_size=7)
+    batch = next(iter(engine.batches()))
+    record = engine.step(batch, losses_of)
+    below = float((record.norms <= 1.0).sum())
+    share = (below - len(record.norms) / 2) / 50 + 0.5
+    assert policy.max_norm == pytest.approx(math.exp(-0.5 * (share - 0.3)), rel=1e-5)
+
+
+def test_one_example_moves_the_count_by_a_half() -> None:
+    policy = Adaptive(1.0)
+    norms = torch.tensor([0.5, 1.0, 1.5, math.inf, math.nan])
+    assert policy.count(norms) == -0.5
+    for extra in (0.0, 1.0, 7.0, math.inf, math.nan):
+        moved = policy.count(torch.cat([norms, torch.tensor([extra])])) - policy.count(norms)
+        assert abs(moved) == 0.5
+
+
+def test_noise_on_the_count_has_its_standard_deviation(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, shares = Adaptive(2.0, count_noise=3.0), []
+    monkeypatch.setattr(policy, "update", shares.append)
+    run(engine_for(torch.full((400,), 5.0), policy, noise_multiplier=0.7, batch_size=4, seed=11), 8)
+    # All are above: the count is minus half the sample's size, whose variance is that of a binomial number.
+    spread = np.std(np.array(shares) * 4)
+    expected = math.sqrt(3.0**2 + 400 * 0.01 * 0.99 / 4)
+    assert len(shares) == 800
+    assert spread == pytest.approx(expected, rel=0.12)
+
+
+def test_gradients_and_count_come_from_one_draw() -> None:
+    engine = engine_for(torch.rand(400), Adaptive(1.0))
+    source = engine._steps._noise
+    before = source.draws
+    steps = len(run(engine, 1))
+    assert source.draws - before == steps
+
+
+@pytest.mark.parametrize("mode", ["standard", "hardened"])
+def test_private_modes_adapt_too(mode: str) -> None:
+    if mode == "hardened":
+        pytest.importorskip("cryptography")
+    policy = Adaptive(0.01)
+    engine = engine_for(torch.full((400,), 5.0), policy, noise=mode, seed=None)
+    run(engine, 2)
+    assert 0.01 < policy.max_norm < 5.0 * 1.5
+
+
+def test_the_count_of_an_abandoned_batch_is_dropped() -> None:
+    found = []
+    for abandon in (False, True):
+        policy = Adaptive(1.0)
+        engine = engine_for(torch.linspace(0.2, 2.0, 100), policy, max_physical_batch_size=5, noise_multiplier=0.0)
+        epoch = iter(engine.batches())
+        for part in next(epoch).physical():
+            engine.backward(losses_of(engine.model, part))
+            if abandon:
+                break
+        engine.optimizer.zero_grad()
+        record = engine.step(next(epoch), losses_of)
+        share = float(((record.norms <= 1.0).float() - 0.5).sum()) / 50 + 0.5
+        found.append(policy.max_norm)
+        assert policy.max_norm == pytest.approx(math.exp(-0.2 * (share - 0.5)), rel=1e-5)
+    assert found[0] == found[1]
+
+
+def test_the_norm_is_one_within_a_logical_batch() -> None:
+    policy = Adaptive(1.0)
+    engine = engine_for(torch.linspace(0.2, 2.0, 100), policy, max_physical_batch_size=5)
+    for batch in engine.batches():
+        seen = {engine.backward(losses_of(engine.model, part)).sensitivity for part in batch.physical()}
+        assert seen == {policy.max_norm}
+        engine.optimizer.step()
+        assert policy.max_norm not in seen
+        engine.optimizer.zero_grad()
+
+
+def test_a_step_is_charged_as_both_releases() -> None:
+    """Row "adaptive clipping not charged; divided by realised size": the count is part of the event."""
+    engine = engine_for(torch.rand(400), Adaptive(1.0, count_noise=2.0), noise="standard", seed=None, batch_size=40)
+    steps = len(run(engine, 1))
+    parts = (SampledGaussian(0.1, 1.0), SampledGaussian(0.1, 4.0))
+    assert engine.events == [JointGaussian(parts, steps)]
+    together = (1.0**-2 + 4.0**-2) ** -0.5
+    setting: dict[str, Any] = {"sample_rate": 0.1, "steps": steps, "delta": 1e-5}
+    assert engine.epsilon() == accounting.epsilon(noise_multiplier=together, **setting)
+    assert engine.epsilon() > accounting.epsilon(noise_multiplier=1.0, **setting)
+
+
+def test_the_default_noise_is_a_twentieth_of_the_batch() -> None:
+    engine = engine_for(torch.rand(400), Adaptive(1.0), noise="standard", seed=None, batch_size=40)
+    run(engine, 1)
+    assert [part.noise_multiplier for part in engine.events[0].events] == [1.0, 2 * 40 / 20]
+
+
+def test_a_target_is_met_with_the_count_included() -> None:
+    loader = LogicalBatches(data(torch.rand(400)), batch_size=40)
+    target: dict[str, Any] = {"target_epsilon": 2.0, "steps": 10, "delta": 1e-5, "accountant": "rdp"}
+    fixed, adaptive = (
+        accounting.noise_for(partial(step_event, loader, policy), **target)
+        for policy in (Flat(1.0), Adaptive(1.0, count_noise=1.0))
+    )
+    assert adaptive == pytest.approx((fixed**-2 - 2.0**-2) ** -0.5, rel=1e-4)
+    with pytest.raises(ValueError, match=r"target_epsilon=2.0 can't be reached"):
+        accounting.noise_for(partial(step_event, loader, Adaptive(1.0, count_noise=0.1)), **target)
+
+
+@pytest.mark.parametrize("options", [{"noise_multiplier": 0.0, "noise": "standard", "seed": None}, {}])
+def test_without_private_noise_the_count_isnt_private_either(options: dict[str, Any]) -> None:
+    engine = engine_for(torch.rand(400), Adaptive(1.0), **options)
+    run(engine, 1)
+    assert engine.epsilon() == math.inf
+    assert all(event.noise_multiplier == 0 for event in engine.events)
+
+
+def test_a_clipper_alone_clips_and_never_moves_the_norm() -> None:
+    policy, model = Adaptive(0.5), Rows()
+    clipper = GhostClipper(model, policy)
+    result = clipper.backward(losses_of(model, list(data(torch.tensor([0.1, 2.0])).tensors)))
+    assert policy.max_norm == 0.5
+    assert result.weights == pytest.approx([1.0, 0.25], rel=1e-5)
+
+
+def test_a_state_is_kept() -> None:
+    policy = Adaptive(1.0)
+    policy.update(0.9)
+    other = Adaptive(7.0)
+    other.load_state_dict(policy.state_dict())
+    assert other.max_norm == policy.max_norm < 1.0
+    for wrong in ({}, {"max_norm": math.nan}, {"max_norm": -1.0}):
+        with pytest.raises((ValueError, TypeError), match="max_norm must be a finite number > 0"):
+            other.load_state_dict(wrong)
+    assert other.max_norm == policy.max_norm
+
+
+def test_noise_alone_never_leaves_floating_point() -> None:
+    policy = Adaptive(1.0)
+    for share in (-1e6, 1e6, math.inf):
+        for _ in range(1000):
+            policy.update(share)
+        assert 0.9e-12 < policy.max_norm < 1.1e12
+
+
+@pytest.mark.parametrize("name", ["max_norm", "target_quantile", "learning_rate", "count_noise"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 0.0, True, "1", None, Custom(torch.ones_like, 1.0)])
+def test_arguments_are_named_when_wrong(name: str, value: Any) -> None:
+    if name == "count_noise" and value is None:
+        return
+    with pytest.raises((ValueError, TypeError), match=f"^{name} must be a"):
+        Adaptive(**{"max_norm": 1.0, name: value})
+
+
+def test_graphs_are_refused_since_the_norm_would_be_built_in() -> None:
+    with pytest.raises(ValueError, match="compile and Adaptive clipping don't go together"):
+        engine_for(torch.rand(400), Adaptive(1.0)).compile()
+    with pytest.raises(ValueError, match="compile and Adaptive clipping"):
+        GhostClipper(Rows(), Adaptive(1.0), compile=True)

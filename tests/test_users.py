@@ -1,0 +1,224 @@
+"""User-level privacy: users are sampled, their rows stay together, and a user's whole gradient is clipped, exactly."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import private_runs as runs
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from ghostclip import LossShapeError, accounting
+from ghostclip.clipping import Adaptive, PerLayer
+from ghostclip.events import SampledGaussian
+from ghostclip.sampling import LogicalBatches, Users
+
+# Users with 1 to 6 rows, in no order.
+IDS = ["c", "a", "b", "a", "d", "a", "c", "e", "a", "e", "f", "g", "a", "h", "g", "a", "i", "d"]
+ROWS = len(IDS)
+
+
+class Tokens(nn.Module):
+    """Embedding, attention, normalization and a head over the mean of the positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(11, 6), nn.LayerNorm(6), nn.Linear(6, 3)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        seen = self.norm(self.embed(tokens))
+        return self.head((seen + self.attention(seen, seen, seen, need_weights=False)[0]).mean(1))
+
+
+class Recurrent(nn.Module):
+    """An LSTM over [time, rows, features], whose rows are not in dimension 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(3, 5), nn.Linear(5, 3)
+
+    def forward(self, sequences: Tensor) -> Tensor:
+        return self.head(self.lstm(sequences.transpose(0, 1))[0][-1])
+
+
+def image_network() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 9, 3))
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "linear": (runs.network, lambda: torch.randn(ROWS, 5)),
+    "images": (image_network, lambda: torch.randn(ROWS, 2, 5, 5)),
+    "tokens": (Tokens, lambda: torch.randint(0, 11, (ROWS, 4))),
+    "sequences": (Recurrent, lambda: torch.randn(ROWS, 6, 3)),
+}
+
+
+def build(name: str) -> tuple[nn.Module, TensorDataset]:
+    """A network in float64, and rows that end in their number."""
+    make_model, make_inputs = NETWORKS[name]
+    torch.manual_seed(3)
+    inputs = make_inputs()
+    inputs = inputs.double() if inputs.is_floating_point() else inputs
+    return make_model().double(), TensorDataset(inputs, torch.arange(ROWS) % 3, torch.arange(ROWS))
+
+
+def losses_of(model: nn.Module, examples: list[Tensor]) -> Tensor:
+    return F.cross_entropy(model(examples[0]), examples[1], reduction="none")
+
+
+def clipped_by_loop(model: nn.Module, data: TensorDataset, rows: set[int], bound: float) -> Tensor:
+    """The sum of the users' clipped gradients, one user after another."""
+    total = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
+    for user in {IDS[row] for row in rows}:
+        own = [row for row in rows if IDS[row] == user]
+        loss = losses_of(model, list(data[own])).sum()
+        gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+        total += gradient * min(1.0, bound / float(gradient.norm()))
+    return total
+
+
+@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+@pytest.mark.parametrize("limit", [None, 6])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_sums_equal_the_loop_over_users(name: str, limit: int | None, second_pass: str) -> None:
+    model, data = build(name)
+    reference, _ = build(name)
+    engine = runs.engine_for(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), data, unit_ids=IDS, batch_size=6, clipping=0.3,
+        max_physical_batch_size=limit, second_pass=second_pass,
+    )  # fmt: skip
+    found: list[Tensor] = []
+    runs.on_step(engine.optimizer, lambda: found.append(runs.grads(model)))
+    for batch in engine.batches():
+        rows: set[int] = set()
+        for examples in batch.physical():
+            assert limit is None or len(examples[2]) <= limit
+            rows |= set(examples[2].tolist())
+            engine.backward(losses_of(model, examples))
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        expected = clipped_by_loop(reference, data, rows, 0.3) / 6
+        assert torch.allclose(found[-1], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_one_user_moves_the_sum_by_at_most_the_bound() -> None:
+    """However large and however many a user's rows are."""
+    model, data = build("linear")
+    data.tensors[0][[row for row in range(ROWS) if IDS[row] == "a"]] *= 1e3
+    sums = []
+    for kept in (range(ROWS), [row for row in range(ROWS) if IDS[row] != "a"]):
+        part, ids = TensorDataset(*data[list(kept)]), [IDS[row] for row in kept]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        engine = runs.engine_for(model, optimizer, part, unit_ids=ids, batch_size=len(set(ids)), clipping=0.7)
+        runs.on_step(optimizer, lambda engine=engine: sums.append(runs.grads(model) * engine.batch_size))
+        for batch in engine.batches():
+            engine.step(batch, losses_of)
+        engine.detach()
+    assert (sums[0] - sums[1]).norm() == pytest.approx(0.7, rel=1e-6)
+
+
+@pytest.mark.parametrize("clipping", [PerLayer(0.5), Adaptive(0.5)])
+def test_other_policies_see_users(clipping: Any) -> None:
+    model, data = build("linear")
+    engine = runs.engine_for(model, None, data, unit_ids=IDS, batch_size=9, clipping=clipping)
+    for batch in engine.batches():
+        record = engine.step(batch, losses_of)
+        assert record.losses.shape == (9,)
+
+
+def test_rows_of_a_user_are_sampled_together_and_users_independently() -> None:
+    loader = LogicalBatches(TensorDataset(torch.arange(ROWS)), unit_ids=IDS, batch_size=3, max_physical_batch_size=6)
+    users = sorted(set(IDS))
+    found = []
+    for _ in range(500):
+        for batch in loader:
+            rows = {row for part in batch.physical() for row in part[0].tolist()}
+            inside = {IDS[row] for row in rows}
+            assert rows == {row for row in range(ROWS) if IDS[row] in inside}
+            found.append([user in inside for user in users])
+    share = np.array(found).mean(0)
+    assert np.abs(share - 3 / 9).max() < 5 * np.sqrt(2 / 9 / len(found))
+    assert np.abs(np.corrcoef(np.array(found).T) - np.eye(9)).max() < 5 / np.sqrt(len(found))
+
+
+def test_rates_lengths_and_events_count_users() -> None:
+    loader = LogicalBatches(TensorDataset(torch.arange(ROWS)), unit_ids=IDS, batch_size=3)
+    assert (loader.sample_rate, len(loader)) == (3 / 9, 3)
+    assert loader.event(1.5) == SampledGaussian(3 / 9, 1.5, unit="user")
+
+
+def test_padding_repeats_rows_with_shares_that_add_up_to_one() -> None:
+    users = Users(IDS, ROWS, None, None)
+    for rows, whose in users.divide(range(len(users))):
+        size = len(rows) // whose.users
+        total: dict[int, float] = {}
+        for row, share in zip(rows, whose.shares, strict=True):
+            total[row] = total.get(row, 0.0) + share
+        assert all(value == pytest.approx(1.0) for value in total.values())
+        assert all(len({IDS[row] for row in rows[start : start + size]}) == 1 for start in range(0, len(rows), size))
+        assert len(rows) <= 1.5 * len(set(rows))
+
+
+def test_the_first_rows_of_a_user_are_the_ones_used() -> None:
+    users = Users(IDS, ROWS, 2, 4)
+    used = {row for rows, _ in users.divide(range(len(users))) for row in rows}
+    assert used == {row for row in range(ROWS) if IDS[:row].count(IDS[row]) < 2}
+
+
+def test_epsilon_is_that_of_users_and_says_so() -> None:
+    model, data = build("linear")
+    engine = runs.engine_for(model, None, data, unit_ids=IDS, batch_size=3, noise_multiplier=2.0, clipping=1.0)
+    for batch in engine.batches():
+        engine.step(batch, losses_of)
+    assert engine.epsilon() == accounting.epsilon(noise_multiplier=2.0, sample_rate=3 / 9, steps=3, delta=1e-5)
+    assert "one user (all examples of theirs)" in engine.guarantee()
+
+
+def test_example_and_user_level_releases_are_not_added_up() -> None:
+    events = [SampledGaussian(0.1, 1.0), SampledGaussian(0.1, 1.0, unit="user")]
+    with pytest.raises(ValueError, match="must be about the same neighbours"):
+        accounting.epsilon_of(events, delta=1e-5)
+
+
+def test_losses_must_be_one_for_each_row() -> None:
+    model, data = build("linear")
+    engine = runs.engine_for(model, None, data, unit_ids=IDS, batch_size=9, self_check=False)
+    part = next(next(iter(engine.batches())).physical())
+    with pytest.raises(LossShapeError, match=r"exactly \[\d+\], one for each row"):
+        engine.backward(losses_of(model, part).unsqueeze(1))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"unit_ids": IDS[1:]}, ValueError, "unit_ids must have one id for each of the 18 rows"),
+        ({"unit_ids": [None, *IDS[1:]]}, ValueError, "unit_ids must name the user of every row; got None for row 0"),
+        ({"unit_ids": [*IDS[1:], float("nan")]}, ValueError, "got nan for row 17"),
+        ({"unit_ids": [[1]] * ROWS}, TypeError, "unit_ids must be hashable"),
+        ({"unit_ids": "abc"}, TypeError, "unit_ids must be a sequence"),
+        ({"unit_ids": 3}, TypeError, "unit_ids must be a sequence"),
+        ({"unit_ids": IDS, "batch_size": 10}, ValueError, "batch_size must be at most users = 9; got 10"),
+        ({"unit_ids": IDS, "max_physical_batch_size": 5}, ValueError, "a user has 6 rows.*max_rows_per_unit"),
+        ({"unit_ids": IDS, "max_rows_per_unit": 0}, ValueError, "max_rows_per_unit must be a whole number >= 1"),
+        ({"max_rows_per_unit": 2}, ValueError, "max_rows_per_unit must be left out without unit_ids"),
+    ],
+)
+def test_wrong_ids_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        LogicalBatches(TensorDataset(torch.arange(ROWS)), **{"batch_size": 3, **options})
+
+
+def test_ids_may_be_tensors_and_arrays() -> None:
+    numbers = [ord(name) for name in IDS]
+    for ids in (torch.tensor(numbers), np.array(numbers), np.array(IDS)):
+        assert len(Users(ids, ROWS, None, None)) == 9
+
+
+def test_compiling_is_refused() -> None:
+    model, data = build("linear")
+    with pytest.raises(ValueError, match="compile\\(\\) and unit_ids don't go together"):
+        runs.engine_for(model, None, data, unit_ids=IDS, batch_size=3).compile()
