@@ -16,7 +16,7 @@ from scipy import stats
 
 from ghostclip.native import library
 from ghostclip.noise import noise_source
-from ghostclip.noise.gaussian import CHUNK, ChaCha, Normal, Pcg, box_muller
+from ghostclip.noise.gaussian import CHUNK, SMALL, ChaCha, Normal, Pcg, box_muller
 from ghostclip.noise.standard import StandardNoise
 
 MILLION = 1_000_000
@@ -126,14 +126,14 @@ def compiled() -> ctypes.CDLL:
     return found
 
 
-def chacha20(key: bytes, counter: int) -> list[int]:
-    """A block of the key stream as RFC 8439 tells it, the nonce zero and the counter of 64 bits."""
+def chacha20(key: bytes, counter: int, nonce: int = 0) -> list[int]:
+    """A block of the key stream as RFC 8439 tells it, with a counter of 64 bits and as much of the nonce."""
     start = [
         *struct.unpack("<4I", b"expand 32-byte k"),
         *struct.unpack("<8I", key),
         counter % 2**32,
         counter >> 32,
-        0,
+        nonce,
         0,
     ]
     state = list(start)
@@ -170,20 +170,41 @@ def test_compiled_numbers_are_box_and_mullers_of_the_key_stream() -> None:
     found, expected = torch.empty(3 * group + 1), torch.empty(group)
     source.fill(found, 2.0)
     for part in found.split(group)[:3]:
-        box_muller(words.words(group), expected, 2.0)
+        box_muller(words.words, expected, 2.0)
         assert torch.allclose(part, expected, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_extreme_words_make_finite_numbers_of_the_right_size(dtype: torch.dtype) -> None:
-    words = {torch.float32: np.int32, torch.float64: np.int64}[dtype]
-    extremes = np.array([np.iinfo(words).min, 0, -1, 0, 1, np.iinfo(words).max], words).view(np.uint32)
-    out = torch.empty(6, dtype=dtype)
-    box_muller(extremes, out, 1.0)
-    assert torch.isfinite(out).all()
-    largest = np.sqrt(2 * np.log(2) * (32 if dtype == torch.float32 else 64))
-    assert float(out[1].hypot(out[4])) == pytest.approx(largest, rel=1e-6)
-    assert float(out[0].hypot(out[3])) < 1e-3
+    whole = {torch.float32: np.int32, torch.float64: np.int64}[dtype]
+    # Radii from the least and the greatest numbers, angles of zero; 32 bits of zeros or ones where more are asked for.
+    extremes = np.array([np.iinfo(whole).max, np.iinfo(whole).min, 0, -1, 0, 0, 0, 0], whole).view(np.uint32)
+    for more, bits in ((0, 64), (2**32 - 1, 31 if dtype == torch.float32 else 64)):
+        given = iter([extremes, np.full(2, more, np.uint32)])
+        out = torch.empty(8, dtype=dtype)
+        box_muller(lambda count, given=given: next(given), out, 1.0)
+        assert torch.isfinite(out).all()
+        radii = out[:4].hypot(out[4:])
+        assert radii[:2].max() < 1e-3
+        assert radii[2:].tolist() == pytest.approx(2 * [np.sqrt(2 * np.log(2) * bits)], rel=1e-6)
+
+
+def test_words_of_which_few_bits_are_left_get_more_of_another_nonce() -> None:
+    lanes = compiled().ghostclip_lanes()
+    group, source = 16 * lanes, ChaCha(compiled(), 5)
+    words = source.words(20_000 * group).reshape(-1, 16 * lanes)[:, : group // 2].view(np.int32)
+    places = np.argwhere((words ^ (words >> 31)) < SMALL)
+    assert len(places) > 0
+    out = torch.empty(group)
+    for at, pair in places:
+        again = ChaCha(compiled(), 5)
+        again.position = int(at) * lanes
+        again.fill(out, 1.0)
+        word, lane = divmod(int(pair), lanes)
+        more = chacha20(source._key, int(at) * lanes + lane, nonce=1)[word]
+        number = int(words[at, pair] ^ (words[at, pair] >> 31))
+        u = (number * 2.0**32 + more + 0.5) * 2.0**-63
+        assert float(out[pair].hypot(out[pair + group // 2])) == pytest.approx(np.sqrt(-2 * np.log(u)), rel=1e-6)
 
 
 def streams() -> list[Normal]:

@@ -16,6 +16,8 @@
 #endif
 #define WORDS (16 * LANES)
 #define PAIRS (WORDS / 2)
+/* Sizes of a word below it, one in 2^19, get more bits. */
+#define SMALL (1 << 12)
 
 typedef uint32_t lanes __attribute__((vector_size(4 * LANES)));
 
@@ -26,8 +28,8 @@ typedef uint32_t lanes __attribute__((vector_size(4 * LANES)));
 
 int ghostclip_lanes(void) { return LANES; }
 
-/* Blocks counter ... counter + LANES - 1 of the key stream: word w of block l at words[w * LANES + l]. */
-static void blocks(const uint32_t key[8], uint64_t counter, uint32_t words[WORDS]) {
+/* Blocks counter ... counter + LANES - 1 of a nonce's key stream: word w of block l at words[w * LANES + l]. */
+static void blocks(const uint32_t key[8], uint32_t nonce, uint64_t counter, uint32_t words[WORDS]) {
     lanes start[16], state[16];
     const uint32_t constants[4] = {0x61707865, 0x3320646e, 0x79622d32, 0x6b206574};
     for (int w = 0; w < 4; w++) start[w] = (lanes){0} + constants[w];
@@ -36,7 +38,8 @@ static void blocks(const uint32_t key[8], uint64_t counter, uint32_t words[WORDS
         start[12][l] = (uint32_t)(counter + l);
         start[13][l] = (uint32_t)((counter + l) >> 32);
     }
-    start[14] = start[15] = (lanes){0};
+    start[14] = (lanes){0} + nonce;
+    start[15] = (lanes){0};
     for (int w = 0; w < 16; w++) state[w] = start[w];
     for (int round = 0; round < 10; round++) {
         QUARTER(state[0], state[4], state[8], state[12]);
@@ -52,7 +55,7 @@ static void blocks(const uint32_t key[8], uint64_t counter, uint32_t words[WORDS
     memcpy(words, state, 4 * WORDS);
 }
 
-/* ln x for x in [2^-32, 1]: x = 2^e m, m in [sqrt(1/2), sqrt(2)), ln m = 2 artanh((m - 1) / (m + 1)). */
+/* ln x for x in [2^-64, 1]: x = 2^e m, m in [sqrt(1/2), sqrt(2)), ln m = 2 artanh((m - 1) / (m + 1)). */
 static inline float logarithm(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
@@ -65,9 +68,11 @@ static inline float logarithm(float x) {
     return (float)exponent * 0.69314718056f + 2.0f * s * series;
 }
 
-/* One pair from two words: the radius from the size of the first, in 0 ... 2^31, the angle from the second. */
-static inline void pair(uint32_t first, uint32_t second, float std, float *one, float *other) {
-    float u = fabsf((float)(int32_t)first) * 0x1p-31f + 0x1p-32f;
+/* 31 bits of a word: a number below 2^31, each from two words. */
+static inline int32_t size_of(uint32_t word) { return (int32_t)word < 0 ? (int32_t)~word : (int32_t)word; }
+
+/* One pair from u in (0, 1], which is its distance from zero, and the angle from a word. */
+static inline void pair(float u, uint32_t second, float std, float *one, float *other) {
     float square = -2.0f * logarithm(u);
     float radius = std * sqrtf(square > 0.0f ? square : 0.0f);
     /* The angle is quadrant * pi/2 + x with x in [-pi/4, pi/4), where few terms of the series are enough. */
@@ -80,8 +85,24 @@ static inline void pair(uint32_t first, uint32_t second, float std, float *one, 
     *other = radius * ((quadrant & 2) ? -up : up);
 }
 
-static void transform(const uint32_t words[WORDS], float std, float *restrict out) {
-    for (int i = 0; i < PAIRS; i++) pair(words[i], words[PAIRS + i], std, &out[i], &out[PAIRS + i]);
+/* Normal numbers out of a group of blocks. Where the size of a word is small, which makes a number far out, it gets 32
+ * more bits from the other nonce's stream: with 31 alone, numbers would end at 6.7 standard deviations. */
+static void transform(const uint32_t words[WORDS], float std, float *restrict out, const uint32_t key[8],
+                      uint64_t counter) {
+    int small = 0;
+    for (int i = 0; i < PAIRS; i++) {
+        pair((float)size_of(words[i]) * 0x1p-31f + 0x1p-32f, words[PAIRS + i], std, &out[i], &out[PAIRS + i]);
+        small |= size_of(words[i]) < SMALL;
+    }
+    if (!small) return;
+    uint32_t more[WORDS];
+    blocks(key, 1, counter, more);
+    for (int i = 0; i < PAIRS; i++) {
+        if (size_of(words[i]) >= SMALL) continue;
+        const double u = (size_of(words[i]) * 0x1p32 + more[i] + 0.5) * 0x1p-63;
+        pair((float)u, words[PAIRS + i], std, &out[i], &out[PAIRS + i]);
+    }
+    memset(more, 0, sizeof more);
 }
 
 /* Overwrites out[0 ... n) with normal numbers; returns the number of blocks used up. */
@@ -90,11 +111,11 @@ uint64_t ghostclip_normal(float *out, uint64_t n, float std, const uint32_t key[
     float rest[WORDS];
     uint64_t used = 0;
     for (uint64_t done = 0; done < n; done += WORDS, used += LANES) {
-        blocks(key, counter + used, words);
+        blocks(key, 0, counter + used, words);
         if (n - done >= WORDS) {
-            transform(words, std, out + done);
+            transform(words, std, out + done, key, counter + used);
         } else {
-            transform(words, std, rest);
+            transform(words, std, rest, key, counter + used);
             memcpy(out + done, rest, 4 * (n - done));
         }
     }
@@ -114,8 +135,8 @@ uint64_t ghostclip_release(const int64_t *parts, uint64_t count, float scale, fl
         uint64_t left = parts[2 * part + 1];
         while (left) {
             if (next == WORDS) {
-                blocks(key, counter + used, words);
-                transform(words, std, fresh);
+                blocks(key, 0, counter + used, words);
+                transform(words, std, fresh, key, counter + used);
                 used += LANES, next = 0;
             }
             const uint64_t some = left < WORDS - next ? left : WORDS - next;
@@ -133,7 +154,7 @@ uint64_t ghostclip_words(uint32_t *out, uint64_t n, const uint32_t key[8], uint6
     uint32_t words[WORDS];
     uint64_t used = 0;
     for (uint64_t done = 0; done < n; done += WORDS, used += LANES) {
-        blocks(key, counter + used, words);
+        blocks(key, 0, counter + used, words);
         memcpy(out + done, words, 4 * (n - done < WORDS ? n - done : WORDS));
     }
     return used;
