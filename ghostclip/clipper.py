@@ -18,7 +18,7 @@ from ghostclip.one_by_one import Alone, OneByOne
 from ghostclip.passes import add_to_gradient
 from ghostclip.planner import Planner
 from ghostclip.two_passes import TwoPasses
-from ghostclip.validate import one_of, positive
+from ghostclip.validate import one_of, positive, power_of_two
 from ghostclip.verify import compare_with_loop
 
 __all__ = ["ClippingResult", "GhostClipper"]
@@ -59,6 +59,9 @@ class GhostClipper:
             "reweight" sets aside for small layers it is the most, too.
         compile: let `clip` run as one compiled graph where the model allows it and where that is measured to be
             faster; `backward` is as it was.
+        loss_scale: a power of two that losses are multiplied with before the passes, and norms and sums divided by
+            after them, so that small float16 gradients don't vanish (1024 is a good start); an example whose gradients
+            grow past float16 for it is left out as one that is not finite. It changes no result beyond rounding.
 
     Raises:
         UnsupportedModelError: the model can't be clipped exactly; every obstacle is listed.
@@ -74,15 +77,19 @@ class GhostClipper:
         norm_strategy: str = "auto",
         memory_budget: int | None = None,
         compile: bool = False,
+        loss_scale: float = 1.0,
     ) -> None:
         self.clipping = as_policy(clipping)
         self.second_pass = one_of(("reweight", "cached"), second_pass=second_pass)
         self.memory_budget = None if memory_budget is None else int(positive(memory_budget=memory_budget))
         self._planner = Planner(one_of(("auto", "gram", "direct"), norm_strategy=norm_strategy))
         self.model = wrap(model)
-        self._passes = TwoPasses(self.model, self.clipping, self.second_pass, self._planner, self.memory_budget)
+        self.loss_scale = power_of_two(loss_scale=loss_scale)
+        self._passes = TwoPasses(
+            self.model, self.clipping, self.second_pass, self._planner, self.memory_budget, self.loss_scale
+        )
         index, partition = self._passes.index, self._passes.partition
-        measured = norm_strategy == "auto"
+        measured = norm_strategy == "auto" and self.loss_scale == 1.0
         self._alone = OneByOne(self.model, index, self.clipping, partition) if measured else None
         self._guard = GradientGuard()
         self.compiled: CompiledClip | None = None
@@ -98,12 +105,18 @@ class GhostClipper:
             largest: the most that ever come.
 
         Raises:
-            ValueError: the clipping policy changes while training goes on, and a graph has its norm built in.
+            ValueError: the clipping policy changes while training goes on, and a graph has its norm built in; or there
+                is a ``loss_scale``.
         """
         if isinstance(self.clipping, Adaptive):
             raise ValueError(
                 "compile and Adaptive clipping don't go together: a graph is made for one clipping norm; leave one of "
                 "them out"
+            )
+        if self.loss_scale != 1.0:
+            raise ValueError(
+                f"compile and loss_scale don't go together (got loss_scale={self.loss_scale:g}): compiled passes don't "
+                "scale; leave one of them out"
             )
         self.compiled = CompiledClip(self.model, self._passes, expected, largest)
 

@@ -237,12 +237,23 @@ def norm_dtype(trained: Sequence[tuple[str, nn.Parameter]]) -> torch.dtype:
 
 
 class FirstPass:
-    """The outcome of a first pass, by parameter, layer, or for the whole gradient."""
+    """The outcome of a first pass, by parameter, layer, or for the whole gradient.
+
+    Args:
+        collector: what was gathered.
+        trained: the model's trained parameters by name.
+        calls: the uses of layers behind the losses.
+        scale: what the losses were multiplied with, and results are divided by.
+    """
 
     def __init__(
-        self, collector: Collector, trained: Sequence[tuple[str, nn.Parameter]], calls: Sequence[Call]
+        self,
+        collector: Collector,
+        trained: Sequence[tuple[str, nn.Parameter]],
+        calls: Sequence[Call],
+        scale: float = 1.0,
     ) -> None:
-        self._found, self._trained, self.calls = collector, trained, calls
+        self._found, self._trained, self.calls, self._scale = collector, trained, calls, scale
         self._dtype = norm_dtype(trained)
 
     @property
@@ -263,7 +274,7 @@ class FirstPass:
     def _root(self, squared: Sequence[Tensor]) -> Tensor:
         if not squared:
             return torch.zeros(self._found.examples, dtype=self._dtype, device=self._found.device)
-        return norms(squared, self._dtype)
+        return self._unscaled(norms(squared, self._dtype))
 
     def _of_parameters(self) -> dict[int, list[Tensor]]:
         """Squared norms [B] by the id of the parameter."""
@@ -307,7 +318,7 @@ class FirstPass:
             for (_, rows), term in parts.items():
                 full[:, slice(*rows) if rows else slice(None)] += term.per_example()
             found[name] = full
-        return found
+        return {name: self._unscaled(gradients) for name, gradients in found.items()}
 
     def weighted_sums(self, weights: Tensor, finite: Tensor | None) -> Iterator[tuple[Part, Tensor]]:
         """``sum_i weights[i] g_i`` of each part, letting go of the terms one after another.
@@ -321,7 +332,7 @@ class FirstPass:
             term = terms.pop(part)
             with torch.no_grad():
                 amount = (term if finite is None else term.keep_only(finite)).weighted_sum(weights)
-            yield part, amount
+            yield part, self._unscaled(amount)
         while self._found.affines:
             yield from self._of_several(weights, finite)
 
@@ -336,8 +347,11 @@ class FirstPass:
         affines = [affine if finite is None else affine.keep_only(finite) for _, affine in taken]
         found: list[tuple[Part, Tensor]] = []
         for (owners, _), amounts in zip(taken, weighted_sums_of(affines, [weights] * len(affines)), strict=True):
-            found += [((owner, None), amount) for owner, amount in zip(owners, amounts, strict=True)]
+            found += [((owner, None), self._unscaled(each)) for owner, each in zip(owners, amounts, strict=True)]
         return found
+
+    def _unscaled(self, found: Tensor) -> Tensor:
+        return found if self._scale == 1.0 else found / self._scale
 
 
 def add_to_gradient(parameter: nn.Parameter, rows: tuple[int, int] | None, amount: Tensor) -> None:

@@ -28,6 +28,8 @@ __all__ = ["decide", "majors_of"]
 FACTOR_TOLERANCE = REST_TOLERANCE = 1e-3
 # Factors 1, 2, 4 and 8 tell four examples apart.
 BASE = 4
+# Below its normal numbers float16 scales no rounding error along; what seems to mix is tried on larger gradients.
+LIFTS = (2.0**10, 2.0**20)
 # Rows this much smaller than the largest of all layers are rounding where there should be nothing: they show nothing.
 NOISE = {torch.float64: 1e-10, torch.float32: 1e-3}
 
@@ -43,14 +45,26 @@ def majors_of(losses: Tensor, calls: Sequence[Call], pending: Sequence[Call]) ->
     Returns:
         "example" or "row" (see `ghostclip.regroup`), "" where both fit, None where rows of several examples mix.
     """
+    found = _majors(losses, calls, pending, 1.0)
+    for lift in LIFTS if any(call.dtype == torch.float16 for call in calls) else ():
+        if mixing := [call for call, major in found.items() if major is None]:
+            again = _majors(losses, calls, mixing, lift)
+            found |= {call: major for call, major in again.items() if major is not None}
+    return found
+
+
+def _majors(losses: Tensor, calls: Sequence[Call], pending: Sequence[Call], lift: float) -> dict[Call, str | None]:
+    """The same, for losses ``lift`` times as large."""
     examples = losses.shape[0]
-    base = _sketches(losses, calls, torch.ones_like(losses))
+    base = _sketches(losses, calls, torch.full_like(losses, lift))
     largest = _largest(list(base.values()))
     readable = {call: _readable(rows, largest) for call, rows in base.items()}
     fits = {call: {"example", "row"} for call in pending if call in readable and bool(readable[call].any())}
     for factors in _telling_factors(losses):
-        seen = _sketches(losses, pending, factors)
+        seen = _sketches(losses, pending, lift * factors)
         for call, ways in fits.items():
+            if lift != 1.0 and not bool((base[call].isfinite() & seen[call].isfinite()).all()):
+                ways.clear()  # what overflowed for the lift alone shows nothing
             _keep_what_follows(ways, base[call], seen[call], readable[call], factors)
     found: dict[Call, str | None] = {}
     for call, ways in fits.items():

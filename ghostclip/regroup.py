@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ghostclip.errors import LossShapeError, UnsupportedModelError
@@ -134,10 +135,12 @@ class Grouping:
         """From now on, the calls are tables of positions as long as a batch; raises where examples mix in truth."""
         if not are_positions(losses, mixing):
             call = next((call for call in mixing if call.sources), mixing[0])
+            narrow = ", or its float16 gradients are too small, which looks alike (give loss_scale=1024.0)"
             raise UnsupportedModelError(
                 f"{index.layer(call)}: the loss of one example depends on rows of its output (shape "
                 f"{list(call.shape)}, dimension {call.batch_dim}) that belong to others, so examples mix before or "
-                f"after it, change their order, or are not where they are said to be; {_remedy(call)}"
+                f"after it, change their order, or are not where they are said to be"
+                f"{narrow if call.dtype == torch.float16 else ''}; {_remedy(call)}"
             )
         self._positions |= {keys[id(call)][1:] for call in mixing}
 

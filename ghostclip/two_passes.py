@@ -6,7 +6,6 @@ The only place that runs autograd for clipping.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from ghostclip.norms.whole import all_finite, bounded_weights
 from ghostclip.passes import Collector, FirstPass, add_to_gradient, norm_dtype
 from ghostclip.planner import Choice, Planner
 from ghostclip.regroup import Grouping
+from ghostclip.second_pass import in_our_words, reweighted_backward
 
 __all__ = ["TwoPasses"]
 
@@ -38,9 +38,11 @@ class TwoPasses:
         second_pass: "reweight" or "cached".
         planner: chooses the way to each squared norm.
         memory_budget: bytes "cached" may keep, or None.
+        loss_scale: a power of two; the passes see losses this many times as large.
 
     Attributes:
         index: the model's names.
+        scale: what losses are multiplied with before the passes, and results divided by.
         choices: what the planner chose for the last batch, by id of parameter; None before one.
     """
 
@@ -51,9 +53,10 @@ class TwoPasses:
         second_pass: str,
         planner: Planner,
         memory_budget: int | None,
+        loss_scale: float = 1.0,
     ) -> None:
         self.clipping, self.cached, self._planner = clipping, second_pass == "cached", planner
-        self._memory_budget = memory_budget
+        self._memory_budget, self.scale = memory_budget, loss_scale
         self.index = ModelIndex(model)
         self.choices: Mapping[int, Choice] | None = None
         self._grouping = Grouping()
@@ -89,25 +92,27 @@ class TwoPasses:
             run = self.first_pass(losses, keep=True, retain_graph=retain_graph, ignore_budget=True)
         if run.holds_terms:
             self._add(run.weighted_sums(weights, finite))
-        else:
-            self._second_backward(losses, weights, run, retain_graph)
+        elif not self._second_backward(losses, weights, run, retain_graph):
+            run = self.first_pass(losses, keep=True, retain_graph=retain_graph, ignore_budget=True)
+            self._add(run.weighted_sums(weights, finite))
         return norms, weights
 
-    def _second_backward(self, losses: Tensor, weights: Tensor, run: FirstPass, retain_graph: bool) -> None:
-        """An ordinary backward of the reweighted losses, without the parameters whose gradients were set aside."""
+    def _second_backward(self, losses: Tensor, weights: Tensor, run: FirstPass, retain_graph: bool) -> bool:
+        """A backward of the reweighted losses, without the parameters whose gradients were set aside; see there."""
         aside = run.aside
-        left = [parameter for _, parameter in self.index.trained() if id(parameter) not in aside]
-        sums = list(run.weighted_sums(weights, None))
-        strays = bool(aside) and any(_is_lowest(call) and aside.issuperset(_owners(call)) for call in run.calls)
-        with _in_our_words():
-            if left:
-                seed = weights.to(losses.dtype)
-                # Autograd frees what it comes through, but it doesn't come to layers it has no business with any more.
-                torch.autograd.backward(losses, seed, retain_graph=retain_graph or strays, inputs=left)
-            if strays and not retain_graph:
-                let_go(losses, run.calls)
-        if sums:
-            self._add(iter(sums))
+        done = reweighted_backward(
+            losses,
+            weights,
+            [parameter for _, parameter in self.index.trained() if id(parameter) not in aside],
+            run.calls,
+            scale=self.scale,
+            strays=bool(aside) and any(_is_lowest(call) and aside.issuperset(_owners(call)) for call in run.calls),
+            retain_graph=retain_graph,
+            repeatable=not is_distributed(),
+        )
+        if done:
+            self._add(run.weighted_sums(weights, None))
+        return done
 
     def _clip_groups(
         self, losses: Tensor, policy: Groupwise, retain_graph: bool
@@ -133,13 +138,17 @@ class TwoPasses:
         if finite is not None or given is not None:
             sums = self.group_pass(losses, policy, given, finite)
         if not retain_graph:
-            with _in_our_words():
+            with in_our_words():
                 let_go(losses, sums.calls)
         return self._groups_added(losses, sums)
 
     def _groups_added(self, losses: Tensor, sums: GroupSums) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Adds the sums to the p.grads; returns norms and weights of all groups, those that took no part included."""
-        self._add(sums.taken())
+        taken = sums.taken()
+        if self.scale != 1.0:
+            taken = ((part, amount / self.scale) for part, amount in taken)
+            sums.norms = {group: norms / self.scale for group, norms in sums.norms.items()}
+        self._add(taken)
         groups = dict.fromkeys(self.partition().values())
         if len(sums.norms) == len(groups):
             return {group: sums.norms[group] for group in groups}, {group: sums.weights[group] for group in groups}
@@ -182,7 +191,7 @@ class TwoPasses:
         def weigh(groups: list[str], norms: Tensor) -> Tensor:
             if given is not None:
                 return torch.stack([given[group] for group in groups])
-            return bounded_weights(norms, [thresholds[group] for group in groups])
+            return bounded_weights(norms, [self.scale * thresholds[group] for group in groups])
 
         sums = GroupSums({id(p): partition[name] for name, p in trained}, weigh, finite, norm_dtype(trained), losses)
         self.first_pass(losses, keep=True, retain_graph=retain_graph, ignore_budget=True, groups=sums)
@@ -209,8 +218,9 @@ class TwoPasses:
             ignore_budget: hold terms whatever they take.
             groups: takes the terms, to clip them group by group.
         """
-        _check_losses(losses)
-        with _in_our_words():
+        _check_losses(losses, self.scale)
+        losses = losses if self.scale == 1.0 else losses * self.scale
+        with in_our_words():
             uses = captured_calls(losses, self.index)
             calls, majors = self._grouping.prove(losses, uses, self.index)
             budget = None if ignore_budget or materialise else self._memory_budget
@@ -227,7 +237,7 @@ class TwoPasses:
             if groups is not None:
                 groups.close()
                 self._note_size(shapes, groups.nbytes)
-        run = FirstPass(collector, self.index.trained(), calls)
+        run = FirstPass(collector, self.index.trained(), calls, self.scale)
         self.choices = run.choices
         return run
 
@@ -254,8 +264,8 @@ def is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _check_losses(losses: Tensor) -> None:
-    """Raises LossShapeError unless ``losses`` are one number per example, attached to a graph."""
+def _check_losses(losses: Tensor, scale: float) -> None:
+    """Raises LossShapeError or StaleInputError unless ``losses`` are one number per example, attached to a graph."""
     if not isinstance(losses, Tensor):
         raise LossShapeError(f"losses must be a tensor of shape [B], one per example; got {type(losses).__name__}")
     if losses.dim() != 1:
@@ -265,28 +275,13 @@ def _check_losses(losses: Tensor) -> None:
         )
     if not losses.dtype.is_floating_point:
         raise LossShapeError(f"losses must be floating point numbers; got {losses.dtype}")
+    if scale > torch.finfo(losses.dtype).max:
+        raise LossShapeError(
+            f"losses of {losses.dtype} can't be multiplied with loss_scale={scale:g}; compute them in float32 (from "
+            "output.float()), or take a smaller loss_scale"
+        )
     if not losses.requires_grad:
         raise StaleInputError(
             "the losses are not attached to a graph: they were detached or computed under no_grad, or nothing in the "
             "model is trained; compute them from the model's output with gradients on"
         )
-
-
-@contextmanager
-def _in_our_words() -> Iterator[None]:
-    """torch's errors about changed or freed tensors, said in ours."""
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error)
-        if "modified by an inplace operation" in text:
-            raise StaleInputError(
-                "a tensor that the per-example gradients need was modified in place after a layer had used it; "
-                f"clone it before the change. torch says: {text.splitlines()[0]}"
-            ) from error
-        if "backward through the graph a second time" in text or "freed" in text:
-            raise StaleInputError(
-                "the graph of these losses was freed by an earlier norms(), backward() or .backward(); run the forward "
-                "again, or pass retain_graph=True to the earlier call"
-            ) from error
-        raise

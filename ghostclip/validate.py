@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
-__all__ = ["fraction", "nonnegative", "one_of", "open_fraction", "positive", "positive_int", "whole"]
+__all__ = ["fraction", "nonnegative", "one_of", "open_fraction", "positive", "positive_int", "power_of_two", "whole"]
 
 
 def _single(arguments: dict[str, Any]) -> tuple[str, Any]:
@@ -28,6 +28,14 @@ def positive(**argument: Any) -> float:
     name, value = _real(argument, "a finite number > 0")
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name} must be a finite number > 0; got {value!r}")
+    return value
+
+
+def power_of_two(**argument: Any) -> float:
+    """The one keyword argument as a float: 2**k, k from -24 to 24. Raises ValueError or TypeError naming it."""
+    name, value = _real(argument, "a power of two, such as 1024.0")
+    if not 2.0**-24 <= value <= 2.0**24 or math.frexp(value)[0] != 0.5:
+        raise ValueError(f"{name} must be a power of two from 2**-24 to 2**24, such as 1024.0; got {value!r}")
     return value
 
 

@@ -55,7 +55,9 @@ def gradients_agree(passes: TwoPasses, losses: Tensor) -> list[str] | None:
     totals: dict[str, Tensor] = {}
     errors: dict[str, float] = {}
     for example in chosen:
-        own = _gradients(losses[example], trained)
+        own = _gradients(losses[example], trained, passes.scale)
+        if not all(bool(grad.isfinite().all()) for grad in own.values()):
+            return None
         _note_errors(errors, run.norms_by_parameter(), example, own)
         for name, grad in own.items():
             totals[name] = grad if name not in totals else totals[name] + grad
@@ -67,10 +69,10 @@ def gradients_agree(passes: TwoPasses, losses: Tensor) -> list[str] | None:
     return [name for name, _ in trained if name not in totals]
 
 
-def _gradients(loss: Tensor, trained: Trained) -> dict[str, Tensor]:
-    """{name: gradient} of one loss, for the parameters it depends on."""
-    grads = torch.autograd.grad(loss, [p for _, p in trained], retain_graph=True, allow_unused=True)
-    return {name: grad for (name, _), grad in zip(trained, grads, strict=True) if grad is not None}
+def _gradients(loss: Tensor, trained: Trained, scale: float) -> dict[str, Tensor]:
+    """{name: gradient} of one loss, for the parameters it depends on; ``scale`` keeps float16 from rounding to zero."""
+    grads = torch.autograd.grad(loss * scale, [p for _, p in trained], retain_graph=True, allow_unused=True)
+    return {name: grad / scale for (name, _), grad in zip(trained, grads, strict=True) if grad is not None}
 
 
 def _note_errors(

@@ -66,7 +66,9 @@ def refuse_scaling(optimizer: Optimizer) -> None:
     if any(mark is not None for mark in marks):
         raise PrivacyError(
             "a GradScaler called this step; it would scale the noise or the clipped sum, not both, and skip steps "
-            "depending on private gradients. Call optimizer.step() itself (bfloat16 needs no scaling)"
+            "depending on private gradients. Give it to the engine, PrivacyEngine(..., loss_scale=scaler), or leave it "
+            "out: PrivacyEngine(..., loss_scale=1024.0) scales as well. Call optimizer.step() itself then (bfloat16 "
+            "needs no scaling)"
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ghostclip import accounting
@@ -18,6 +19,7 @@ from ghostclip.clipping import as_policy
 from ghostclip.engine.adaptation import step_event
 from ghostclip.engine.optimizers import check_optimizer
 from ghostclip.engine.plan import plan_for
+from ghostclip.engine.scaling import LossScaling
 from ghostclip.engine.snapshots import Restored, Snapshots, Stateful
 from ghostclip.engine.spending import Spending
 from ghostclip.engine.steps import PrivateSteps, refuse_second_engine
@@ -86,6 +88,9 @@ class PrivacyEngine:
             the gradient of the sum of their losses is clipped. ``batch_size`` counts users then, and
             ``max_physical_batch_size`` rows; losses are still one for each row. None: every row is a unit of its own.
         max_rows_per_unit: with ``unit_ids`` only: of users with more rows the first so many are used; None: all.
+        loss_scale: for float16: a power of two such as 1024.0, which the passes scale by (see `GhostClipper`); or the
+            loop's GradScaler, for ``engine.backward(scaler.scale(losses))``, ``scaler.step(optimizer)`` and
+            ``scaler.update()``. Gradients are unscaled in p.grad already; ``scaler.unscale_`` is not needed.
 
     Attributes:
         model, optimizer: as given.
@@ -131,6 +136,7 @@ class PrivacyEngine:
         max_batch_size: int | None = None,
         unit_ids: Iterable[Hashable] | None = None,
         max_rows_per_unit: int | None = None,
+        loss_scale: float | GradScaler = 1.0,
     ) -> None:
         check_optimizer(model, optimizer)
         refuse_second_engine(optimizer)
@@ -156,7 +162,8 @@ class PrivacyEngine:
             epochs=epochs,
             steps=steps,
         )
-        clipper = GhostClipper(model, clipping, second_pass=second_pass)
+        scaling = LossScaling(loss_scale, optimizer)
+        clipper = GhostClipper(model, clipping, second_pass=second_pass, loss_scale=scaling.factor)
         self.model, self.optimizer = model, optimizer
         self.noise_multiplier, self.planned_steps = plan.noise_multiplier, plan.steps
         self.target_epsilon, self.target_delta = plan.target_epsilon, plan.target_delta
@@ -170,7 +177,7 @@ class PrivacyEngine:
         self.max_epsilon, self.ledger = self._spending.max_epsilon, self._spending.ledger
         charge = self._spending.charge
         self._steps = PrivateSteps(
-            clipper, optimizer, source, plan.noise_multiplier, loader.batch_size, charge, self_check
+            clipper, optimizer, source, plan.noise_multiplier, loader.batch_size, charge, self_check, scaling
         )
         loader.begin, loader.left = self._steps.begin, self._steps.left
         agreed = {

@@ -13,8 +13,9 @@ from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.clipping import Adaptive
 from ghostclip.engine.adaptation import Adaptation
 from ghostclip.engine.compiled_steps import CompiledSteps, DrawsAhead, LossFunction
-from ghostclip.engine.optimizers import held_parameters, refuse_scaling, show_scaling, with_closure
+from ghostclip.engine.optimizers import held_parameters, show_scaling, with_closure
 from ghostclip.engine.pieces import Pieces
+from ghostclip.engine.scaling import LossScaling
 from ghostclip.engine.self_check import SelfCheck
 from ghostclip.engine.sums import ClippedSums
 from ghostclip.errors import LossShapeError, PrivacyError
@@ -35,6 +36,7 @@ class PrivateSteps:
         batch_size: what the noisy sum is divided by; public.
         charge: called once for each step, after all checks and before anything is released; it may refuse by raising.
         self_check: whether the first steps are looked at, see `SelfCheck`.
+        scaling: what is known of the scale of losses; None: they come as they are.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class PrivateSteps:
         batch_size: int,
         charge: Callable[[], None],
         self_check: bool = True,
+        scaling: LossScaling | None = None,
     ) -> None:
         self._clipper, self._optimizer, self._noise = clipper, optimizer, noise
         self._noise_multiplier, self.batch_size, self.charge = noise_multiplier, batch_size, charge
@@ -54,6 +57,7 @@ class PrivateSteps:
         policy = clipper.clipping
         self._adaptation = Adaptation(policy, batch_size) if isinstance(policy, Adaptive) else None
         self._self_check = SelfCheck(clipper, optimizer, self_check)
+        self._scaling = LossScaling(1.0, optimizer) if scaling is None else scaling
         self._batch: LogicalBatch | None = None
         self._sensitivity = 0.0
         self._stepping = False
@@ -73,6 +77,7 @@ class PrivateSteps:
         self._batch = batch
         self._stepping = False
         self._sensitivity = self._clipper.sensitivity
+        self._scaling.begin()
 
     def left(self, batch: LogicalBatch) -> None:
         """A logical batch was left before its last physical one: its sums are discarded, its step will be refused."""
@@ -122,6 +127,7 @@ class PrivateSteps:
     def backward(self, losses: Tensor, retain_graph: bool) -> ClippingResult:
         """Gathers the clipped sum of the physical batch that was handed out last; see `PrivacyEngine.backward`."""
         self.check_turn()
+        losses = self._scaling.unscaled(losses)
         self._check_count(losses)
         self._self_check.backward(losses)
         return self._gather(lambda: self._clipper.backward(self._by_unit(losses), retain_graph=retain_graph))
@@ -186,7 +192,8 @@ class PrivateSteps:
             )
 
     def _check_count(self, losses: Tensor) -> None:
-        """Raises LossShapeError unless there is a loss for each example of the physical batch."""
+        """Raises LossShapeError unless there is a loss for each example of the physical batch, as large as it is."""
+        self._scaling.refuse_scaled(losses)
         batch = self.current("engine.backward()")
         expected = batch.sizes[batch.handed - 1]
         if self._piece is not None:
@@ -262,7 +269,7 @@ class PrivateSteps:
                 "early is discarded: go on with the next logical batch)"
             )
         held = held_parameters(self.owned, self._optimizer)
-        refuse_scaling(self._optimizer)
+        self._scaling.before_step()
         self._sums.check()
         return held
 

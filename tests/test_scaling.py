@@ -1,0 +1,263 @@
+"""Loss scaling: what it changes in float16, that it changes nothing else, and GradScalers around private steps."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import private_runs as runs
+import pytest
+import torch
+from cases import case
+from comparing import assert_close, assert_dicts_close, gradients
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+import ghostclip
+from ghostclip import LossShapeError, PrivacyError
+
+SCALE = 2.0**12
+every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+POLICIES = {"flat": 0.7, "layers": ghostclip.clipping.PerLayer(0.7), "automatic": ghostclip.clipping.Automatic(0.7)}
+
+
+@every_pass
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ["transformer", "bare added", "tied by F.linear", "bare repeated"])
+def test_a_scale_changes_no_result(name: str, policy: str, second_pass: str) -> None:
+    row = case(name)
+    found: list[Any] = []
+    for scale in (1.0, SCALE):
+        model = row.model()
+        clipper = ghostclip.GhostClipper(model, POLICIES[policy], second_pass=second_pass, loss_scale=scale)
+        losses = row.losses(model(*row.inputs()))
+        by_parameter = clipper.norms(losses, per="parameter", retain_graph=True)
+        each = clipper.per_example_grads(losses, retain_graph=True)
+        result = clipper.backward(losses, retain_graph=True)
+        clipper.backward(losses)
+        norms = result.norms if isinstance(result.norms, dict) else {"": result.norms}
+        found.append((by_parameter, each, norms, gradients(model)))
+    for plain, scaled in zip(*found, strict=True):
+        assert_dicts_close(scaled, plain, 1e-12)
+
+
+def faint(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Losses so small that float16 gradients of theirs vanish."""
+    with torch.autocast("cpu", torch.float16):
+        outputs = model(inputs)
+    return 1e-8 * (outputs.float() - 1).square().sum(1)
+
+
+@every_pass
+def test_small_gradients_under_autocast_need_it(second_pass: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.Linear(12, 16), nn.GELU(), nn.Linear(16, 3)), torch.randn(4, 12)
+    losses = lambda model, x: 1e-8 * (model(x) - 1).square().sum(1)  # noqa: E731
+    expected = oracle.norms(oracle.per_example_grads(model, lambda out: 1e-8 * (out - 1).square().sum(1), (inputs,)))
+    errors = []
+    for scale in (1.0, 2.0**20):
+        clipper = ghostclip.GhostClipper(copy.deepcopy(model), 1e-7, second_pass=second_pass, loss_scale=scale)
+        result = clipper.backward(faint(clipper.model, inputs))
+        errors.append(float(((result.norms - expected) / expected).abs().max()))
+        total = torch.cat([grad.flatten() for grad in gradients(clipper.model).values()])
+    exact = ghostclip.GhostClipper(model, 1e-7)
+    exact.backward(losses(model, inputs))
+    whole = torch.cat([grad.flatten() for grad in gradients(model).values()])
+    assert errors[0] > 0.2
+    assert errors[1] < 0.01
+    assert float((total - whole).norm() / whole.norm()) < 0.01
+
+
+@every_pass
+@pytest.mark.parametrize("layers", [1, 2])
+def test_sums_that_float16_cannot_hold_are_exact_nevertheless(second_pass: str, layers: int) -> None:
+    model = nn.Sequential(*[nn.Linear(3, 3, bias=False) for _ in range(layers)])
+    inputs = torch.ones(40, 3)
+
+    def losses(model: nn.Module) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            outputs = model(inputs)
+        return outputs.float().sum(1) * 4
+
+    clipper = ghostclip.GhostClipper(model, 1e4, second_pass=second_pass, loss_scale=4096.0)
+    for times in (1, 2):  # several backwards add up, in this case as well
+        clipper.backward(losses(model))
+        assert_close(model[-1].weight.grad, times * 40 * 4 * _last_inputs(model, inputs), 1e-2)
+
+
+def _last_inputs(model: nn.Sequential, inputs: Tensor) -> Tensor:
+    return model[:-1](inputs)[0].detach().expand(3, 3)
+
+
+@every_pass
+def test_an_example_that_overflows_for_the_scale_is_left_out(second_pass: str) -> None:
+    model = nn.Linear(3, 2)
+    inputs = torch.randn(4, 3)
+    factors = torch.tensor([1.0, 1.0, 1000.0, 1.0])
+
+    def losses(keep: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            outputs = model(inputs[keep])
+        return outputs.float().sum(1) * factors[keep]
+
+    clipper = ghostclip.GhostClipper(model, 1.0, second_pass=second_pass, loss_scale=4096.0)
+    result = clipper.backward(losses(torch.arange(4)))
+    assert result.weights[2] == 0
+    assert not result.norms[2].isfinite()
+    found = {name: grad.clone() for name, grad in gradients(model).items()}
+    model.zero_grad()
+    clipper.backward(losses(torch.tensor([0, 1, 3])))
+    assert_dicts_close(found, gradients(model), 1e-3)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9),
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.5, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, foreach=False),
+    "adam foreach": lambda p: torch.optim.Adam(p, lr=0.1, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+}
+
+
+def trained(optimizer: str, scaler: GradScaler | None, **options: Any) -> tuple[ghostclip.PrivacyEngine, list[Tensor]]:
+    """The engine after an epoch of the usual loop, and each step's released gradient and new weights."""
+    torch.manual_seed(5)
+    model = runs.network()
+    seen: list[Tensor] = []
+    engine = runs.engine_for(
+        model, OPTIMIZERS[optimizer](model.parameters()), batch_size=2, noise_multiplier=1.3, clipping=0.5,
+        max_physical_batch_size=2, noise="test", seed=3, loss_scale=1.0 if scaler is None else scaler, **options,
+    )  # fmt: skip
+    runs.on_step(engine.optimizer, lambda: seen.append(runs.grads(model).clone()))
+    for batch in engine.batches():
+        for examples in batch.physical():
+            losses = runs.losses_of(model, examples)
+            engine.backward(losses if scaler is None else scaler.scale(losses))
+        if scaler is None:
+            engine.optimizer.step()
+        else:
+            scaler.step(engine.optimizer)
+            scaler.update()
+        seen.append(runs.weights(model))
+        engine.optimizer.zero_grad()
+    return engine, seen
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("growth", [1, 2000])
+def test_the_loop_with_a_grad_scaler_is_the_loop_without(optimizer: str, growth: int) -> None:
+    """Same noise, same sums, same updates, empty batches among them; whatever the scale grows to."""
+    _, expected = trained(optimizer, None)
+    scaler = GradScaler("cpu", growth_interval=growth)
+    engine, found = trained(optimizer, scaler)
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other, 1e-5)
+    steps = engine.steps_taken
+    assert steps == 12
+    assert scaler.get_scale() == 65536.0 * (2.0**steps if growth == 1 else 1.0)
+    engine.detach()
+
+
+def test_a_disabled_grad_scaler_is_nothing() -> None:
+    for one, other in zip(trained("sgd", None)[1], trained("sgd", GradScaler("cpu", enabled=False))[1], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_batch_without_examples_and_one_with_infinite_ones_are_steps() -> None:
+    model, scaler = runs.network(), GradScaler("cpu", init_scale=64.0)
+    engine = runs.engine_for(
+        model, batch_size=1, loss_scale=scaler, noise_multiplier=1.0, clipping=1.0, noise="test", seed=2
+    )
+    sizes = set()
+    for batch in engine.batches():
+        sizes.add(len(batch.sizes) and batch.sizes[0])
+        before = runs.weights(model)
+        for examples in batch.physical():
+            engine.backward(scaler.scale(runs.losses_of(model, [examples[0] * float("inf"), examples[1]])))
+        scaler.step(engine.optimizer)
+        scaler.update()
+        engine.optimizer.zero_grad()
+        assert runs.weights(model).isfinite().all()
+        assert (runs.weights(model) != before).all()
+    assert {0, 1} <= sizes
+    assert scaler.get_scale() == 64.0
+
+
+def test_the_engines_own_step_scales_by_itself() -> None:
+    found = []
+    for scale in (1.0, 1024.0, GradScaler("cpu")):
+        model = runs.network()
+        engine = runs.engine_for(model, loss_scale=scale, noise_multiplier=1.0, clipping=0.5, noise="test", seed=4)
+        for batch in engine.batches():
+            engine.step(batch, runs.losses_of)
+        found.append(runs.weights(model))
+    assert_close(found[1], found[0], 1e-5)
+    assert torch.equal(found[1], found[2])
+
+
+def refusal(scaler: GradScaler, work: Callable[[ghostclip.PrivacyEngine, Tensor], Any]) -> str:
+    """What is said to ``work`` done with the losses of a batch, whose weights stay and which isn't charged."""
+    model = runs.network()
+    engine = runs.engine_for(model, loss_scale=scaler, noise_multiplier=1.0)
+    batch = next(batch for batch in engine.batches() if batch.sizes)
+    examples = next(iter(batch.physical()))
+    before = runs.weights(model)
+    with pytest.raises(PrivacyError) as error:
+        work(engine, runs.losses_of(model, examples))
+    assert torch.equal(runs.weights(model), before)
+    assert engine.steps_taken == 0
+    return str(error.value)
+
+
+def test_losses_that_were_not_scaled_last_are_refused() -> None:
+    scaler = GradScaler("cpu")
+    for wrong in (lambda losses: losses, lambda losses: scaler.scale(losses) / 2, lambda losses: 3 * losses):
+        said = refusal(scaler, lambda engine, losses, wrong=wrong: engine.backward(wrong(losses)))
+        assert "engine.backward(scaler.scale(losses))" in said
+
+
+def test_scaled_losses_in_float16_are_refused() -> None:
+    scaler = GradScaler("cpu", init_scale=8.0)
+    assert "output.float()" in refusal(scaler, lambda engine, losses: engine.backward(scaler.scale(losses.half())))
+
+
+def test_scaled_losses_in_the_engines_own_step_are_refused() -> None:
+    scaler, model = GradScaler("cpu"), runs.network()
+    engine = runs.engine_for(model, loss_scale=scaler, noise_multiplier=1.0)
+    batch = next(batch for batch in engine.batches() if batch.sizes)
+    with pytest.raises(PrivacyError, match=r"return them as they are, engine\.step\(\) scales by itself"):
+        engine.step(batch, lambda model, examples: scaler.scale(runs.losses_of(model, examples)))
+
+
+def test_another_grad_scaler_is_refused() -> None:
+    def step(engine: ghostclip.PrivacyEngine, losses: Tensor) -> None:
+        engine.backward(mine.scale(losses))
+        other.scale(torch.ones(()))
+        other.step(engine.optimizer)
+
+    mine, other = GradScaler("cpu"), GradScaler("cpu")
+    assert "PrivacyEngine(..., loss_scale=scaler)" in refusal(mine, step)
+
+
+def test_gradients_are_unscaled_already() -> None:
+    scaler, model = GradScaler("cpu"), runs.network()
+    engine = runs.engine_for(model, loss_scale=scaler, max_physical_batch_size=None)
+    batch = next(iter(engine.batches()))
+    for examples in batch.physical():
+        engine.backward(scaler.scale(runs.losses_of(model, examples)))
+        before = runs.grads(model).clone()
+        with pytest.raises(RuntimeError, match="already been called"):
+            scaler.unscale_(engine.optimizer)
+        assert torch.equal(runs.grads(model), before)
+
+
+def test_scales_that_make_no_sense_are_refused() -> None:
+    for wrong in (0.0, 3.0, -2.0, float("inf"), 2.0**30):
+        with pytest.raises(ValueError, match=r"loss_scale must be a power of two .*got"):
+            ghostclip.GhostClipper(nn.Linear(2, 2), loss_scale=wrong)
+    with pytest.raises(ValueError, match="compile and loss_scale"):
+        ghostclip.GhostClipper(nn.Linear(2, 2), loss_scale=2.0, compile=True)
+    clipper = ghostclip.GhostClipper(nn.Linear(2, 2), loss_scale=2.0**17)
+    with pytest.raises(LossShapeError, match=r"torch\.float16 can't be multiplied with loss_scale=131072"):
+        clipper.backward(clipper.model(torch.ones(3, 2)).sum(1).half())
