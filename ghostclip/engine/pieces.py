@@ -62,7 +62,7 @@ class Pieces:
                     raise
                 if reason := _whole_for_good(examples, stop - start, rows):
                     raise _advised(error, stop - start, reason) from error
-                failure = str(error).splitlines()[0]
+                failure = (str(error).splitlines() or [type(error).__name__])[0]
             # Outside of the handler: the error holds on to the tensors of the passes that failed.
             if failure is None:
                 start = stop
