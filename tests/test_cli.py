@@ -181,7 +181,7 @@ def test_ctrl_c_is_one_line(capsys, monkeypatch):
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "_load", interrupted)
+    monkeypatch.setattr(train, "load_data", interrupted)
     assert main(["train"]) == 130
     assert capsys.readouterr().err == "ghostclip: interrupted\n"
 
@@ -199,7 +199,7 @@ def test_another_missing_module_is_not_hidden(monkeypatch):
     def broken(arguments):
         raise ModuleNotFoundError("No module named 'mine'", name="mine")
 
-    monkeypatch.setattr(train, "_load", broken)
+    monkeypatch.setattr(train, "load_data", broken)
     with pytest.raises(ModuleNotFoundError, match="mine"):
         main(["train"])
 
@@ -214,7 +214,7 @@ def test_a_disk_that_fills_up_later_is_told(capsys, monkeypatch):
     def full(arguments):
         raise OSError(28, "No space left on device", "reports/index.html")
 
-    monkeypatch.setattr(train, "_load", full)
+    monkeypatch.setattr(train, "load_data", full)
     assert mistake(capsys, "train") == "ghostclip: reports/index.html: No space left on device\n"
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import ghostclip
-from ghostclip.cli import audit, bench, calibrate, check, epsilon, explain, train
+from ghostclip.cli import audit, bench, calibrate, check, epsilon, explain, ledger, train
 from ghostclip.cli.arguments import OneLineParser
 from ghostclip.errors import GhostClipError
 
@@ -22,6 +22,7 @@ COMMANDS = {
     "explain": explain,
     "bench": bench,
     "audit": audit,
+    "ledger": ledger,
 }
 # {package: the extra it comes with}
 EXTRAS = dict.fromkeys(("PIL", "jinja2", "matplotlib", "sklearn", "tqdm"), "cli") | {"cryptography": "hardened"}

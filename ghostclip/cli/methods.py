@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
 class Settings:
     """One run's settings; ``target_epsilon`` is what ``noise_multiplier`` was chosen for, ``noise`` the noise's mode.
 
-    All three are None without privacy.
+    All three are None without privacy. ``ledger`` is the file that steps are charged to, if any.
     """
 
     model: str
@@ -49,6 +49,7 @@ class Settings:
     noise_multiplier: float | None
     target_epsilon: float | None = None
     noise: str | None = "standard"
+    ledger: str | None = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ class Ghost:
             clipping=settings.max_norm,
             second_pass=settings.method,
             noise=settings.noise or "standard",
+            ledger=settings.ledger,
         )
 
     def __iter__(self) -> Iterator[Step]:

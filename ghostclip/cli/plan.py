@@ -30,7 +30,7 @@ class PlannedRun:
 def wants_comparison(arguments: argparse.Namespace) -> bool:
     """Whether other runs are made too: as asked, else for the digits, which train in seconds."""
     if arguments.compare is None:
-        return arguments.data == "digits" and arguments.method != "nonprivate"
+        return arguments.data == "digits" and arguments.method != "nonprivate" and arguments.ledger is None
     return arguments.compare
 
 
@@ -59,9 +59,13 @@ def runs_of(arguments: argparse.Namespace, examples: int) -> Iterator[PlannedRun
 def _check(arguments: argparse.Namespace, examples: int) -> None:
     """Everything that can be told before the first calculation."""
     if arguments.method == "nonprivate":
-        for option in ("epsilon", "noise_multiplier", "noise", "max_norm", "max_physical_batch_size"):
+        for option in ("epsilon", "noise_multiplier", "noise", "max_norm", "max_physical_batch_size", "ledger"):
             if getattr(arguments, option) is not None:
                 raise UsageError(f"--method nonprivate takes no --{option.replace('_', '-')}; leave it out")
+    if arguments.ledger is not None and arguments.method in ("nxbp", "multiloss"):
+        raise UsageError(f"--method {arguments.method} is there for comparison and keeps no --ledger; leave it out")
+    if arguments.ledger is not None and arguments.compare:
+        raise UsageError("the runs beside yours would be charged to the --ledger, too; give it or --compare, not both")
     if arguments.epsilon is not None and arguments.noise_multiplier is not None:
         raise UsageError("give --epsilon or --noise-multiplier, not both: each determines the other")
     if arguments.batch_size is not None and positive_int(batch_size=arguments.batch_size) > examples:
@@ -116,6 +120,7 @@ def _private(arguments: argparse.Namespace, examples: int, name: str, noise: flo
         noise_multiplier=noise,
         target_epsilon=target,
         noise=arguments.noise or "standard",
+        ledger=arguments.ledger,
     )
     return PlannedRun(name, settings, steps)
 

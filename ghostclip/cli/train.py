@@ -42,6 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     add_configuration(parser)
     output = parser.add_argument_group("output")
+    output.add_argument(
+        "--ledger",
+        metavar="FILE",
+        help="charge every step there first; a file that exists is continued, and epsilon is of all that is in it",
+    )
     output.add_argument("--report", type=Path, metavar="DIR", help="folder to write a page with plots and JSON to")
     output.add_argument(
         "--compare",
@@ -53,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_configuration(parser: argparse.ArgumentParser) -> None:
     """Adds what a training is made of, for every command that runs or examines one."""
+    parser.set_defaults(ledger=None)
     what = parser.add_argument_group("what to train")
     what.add_argument("--model", choices=models.NAMES, default="cnn", help="default: cnn")
     what.add_argument("--data", choices=datasets.NAMES, default="digits", help="default: digits, which are embedded")

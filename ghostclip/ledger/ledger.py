@@ -85,6 +85,15 @@ class Ledger:
         return 0 < head.records <= len(hashes) and hashes[head.records - 1] == head.hash
 
     @property
+    def torn(self) -> int:
+        """How many bytes of a last line that a crash cut short are at the end of the file; 0 for none.
+
+        Raises:
+            LedgerError: the file can't be read or is damaged.
+        """
+        return len(parsed(files.read(self.path), self.path).torn)
+
+    @property
     def charges(self) -> list[Charge]:
         """All intents, in order. Raises LedgerError when the file can't be read or is damaged."""
         return list(self._contents().charges.values())

@@ -63,6 +63,11 @@ class Charge:
     noise: str
     time: str
 
+    @property
+    def spent(self) -> Event:
+        """What counts as spent."""
+        return replace(self.event, count=self.event.count - self.returned)
+
 
 @dataclass
 class Contents:
