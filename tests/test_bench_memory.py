@@ -7,6 +7,7 @@ from ghostclip.bench.memory import ask, largest_batch, peaks, within
 MIB = 2**20
 
 
+@pytest.mark.slow  # three processes, each of which imports torch
 def test_a_fresh_process_finds_what_a_step_needs():
     found = peaks("mlp", ["nxbp"], batch_size=4096)
     plain = found["nonprivate"]

@@ -55,6 +55,7 @@ def test_the_readme_table_needs_its_markers():
         script("readme_table").with_table("no table here")
 
 
+@pytest.mark.slow
 def test_growth_writes_figures_and_a_plot(tmp_path):
     words = ["--seconds", "0.05", "--batches", "2", "8", "--lengths", "4", "16", "--model-lengths", "8"]
     assert script("growth").main([*words, "--workloads", "mlp", "--out", str(tmp_path)]) == 0

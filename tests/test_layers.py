@@ -16,7 +16,6 @@ from ghostclip.planner import Planner
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
 
 
 def assert_equal(found, expected):
@@ -75,8 +74,11 @@ def test_the_first_pass_equals_the_loop(case, dtype):
 
 
 @every_case
-@every_pass
-@pytest.mark.parametrize("norm_strategy", ["gram", "direct"])
+@pytest.mark.parametrize(
+    ("second_pass", "norm_strategy"),
+    [("reweight", "gram"), ("cached", "direct"),
+     *(pytest.param(*both, marks=pytest.mark.slow) for both in (("reweight", "direct"), ("cached", "gram")))],
+)  # fmt: skip
 def test_clipped_sums_equal_the_loop_and_add_up(case, second_pass, norm_strategy):
     max_norm = typical_norm(truth(case))
     model, clipper, losses = ready(case, clipping=max_norm, second_pass=second_pass, norm_strategy=norm_strategy)

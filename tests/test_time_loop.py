@@ -172,6 +172,7 @@ def test_without_a_compiler_tensor_operations_do_it(missing, monkeypatch, tmp_pa
     assert list(tmp_path.rglob("*.so")) == []
 
 
+@pytest.mark.slow  # test_native.py has the quick one
 def test_processes_may_race_for_the_cache(tmp_path):
     script = (
         "import torch; from ghostclip.nn import time_loop as t; from ghostclip.nn import LSTM;"
