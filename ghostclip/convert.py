@@ -79,8 +79,11 @@ def wrap(
     for path, module in model.named_modules():
         if (wrapper := _wrapper_for(module)) is not None:
             module.__class__ = wrapper
-        if isinstance(module, GhostLayer) and path in dims:
-            module.ghost_batch_dim = dims[path]
+        if isinstance(module, GhostLayer):
+            if path:
+                module.ghost_path = path
+            if path in dims:
+                module.ghost_batch_dim = dims[path]
     return model
 
 
@@ -89,7 +92,8 @@ def unwrap(model: torch_nn.Module) -> torch_nn.Module:
     for module in model.modules():
         if isinstance(module, GhostLayer):
             module.__class__ = module.wrapped  # type: ignore[assignment]
-            module.__dict__.pop("ghost_batch_dim", None)
+            for name in ("ghost_batch_dim", "ghost_path"):
+                module.__dict__.pop(name, None)
     return model
 
 
@@ -195,7 +199,10 @@ def _batch_dims(model: torch_nn.Module, batch_dim: int | Mapping[str, int]) -> d
             raise ValueError(f"batch_dim must be a dimension >= 0; got {dim!r} for {pattern!r}")
         matching = [name for name in names if fnmatchcase(name, pattern)]
         if not matching:
-            raise ValueError(f"batch_dim names {pattern!r}, but no module of the model has such a name")
+            raise ValueError(
+                f"batch_dim names {pattern!r}, but no module of the model has such a name; take names of "
+                "model.named_modules(), or patterns such as 'encoder.*'"
+            )
         found.update(dict.fromkeys(matching, dim))
     return {name: dim for name, dim in found.items() if dim != 0 or not isinstance(batch_dim, int)}
 

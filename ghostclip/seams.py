@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ghostclip.errors import UnsupportedModelError
 from ghostclip.norms.term import split_examples, wide
 
 __all__ = ["ELEMENTWISE", "EXPAND", "REPEAT", "Edge", "Seam", "broadcasts", "shape_of"]
@@ -164,11 +163,6 @@ class Seam:
         """The indices at which an operation looked up rows of a table, for each example its own; None for another."""
         node, indices = self.node, None
         if node.name() == "EmbeddingBackward0":
-            if node._saved_scale_grad_by_freq:
-                raise UnsupportedModelError(
-                    "F.embedding(..., scale_grad_by_freq=True) divides an example's gradient by how often others "
-                    "of the batch have the index, which mixes examples; leave scale_grad_by_freq out"
-                )
             indices = node._saved_indices
         elif node.name() == "IndexSelectBackward0" and node._saved_dim == 0:
             indices = node._saved_index

@@ -176,6 +176,11 @@ class Search:
             self._by_layers.add(node)
         if min(inputs) >= 0 and name not in CREATORS:
             return []
+        if getattr(node, "_saved_scale_grad_by_freq", False):
+            raise UnsupportedModelError(
+                f"{self.names[node]} is looked up with scale_grad_by_freq=True, which divides an example's gradient by "
+                "how often others of the batch have the index, and so mixes examples; leave scale_grad_by_freq out"
+            )
         decisions, unknown = {}, []
         for number in sorted(self._outputs[node]):
             candidate = self._candidate((node, number), place, inputs, shared)

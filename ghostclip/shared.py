@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.nn.base import PROBE, Call
+from ghostclip.nn.base import PROBE, Call, place_of
 from ghostclip.nn.fallback import Outside, bare, one_example, product, spread, spread_one_by_one
 from ghostclip.seams import Edge, Seam, shape_of
 
@@ -214,8 +214,8 @@ def _refuse_own_weight(call: Call, read: list[Tensor]) -> None:
     own = [p for p in call.layer._parameters.values() if p is not None]
     if any(p is tensor for p in own for tensor in read):
         raise UnsupportedModelError(
-            f"a {type(call.layer).__name__} read one of its own parameters as an input, where the two uses can't be "
-            "told apart; give it a copy of the parameter (parameter.clone())"
+            f"{place_of(call.layer)} read one of its own parameters as an input, where the two uses can't be told "
+            "apart; give it a copy of the parameter (parameter.clone())"
         )
 
 

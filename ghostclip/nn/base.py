@@ -20,7 +20,7 @@ from ghostclip.norms.affine import Affine
 from ghostclip.norms.dense import Dense
 from ghostclip.norms.term import Term
 
-__all__ = ["LAYERS", "NOTHING", "PROBE", "Call", "GhostLayer", "Sink", "is_capturing"]
+__all__ = ["LAYERS", "NOTHING", "PROBE", "Call", "GhostLayer", "Sink", "is_capturing", "place_of"]
 
 # A leaf that every captured pre-activation leads to: asking autograd for its gradient runs a backward that goes
 # to the pre-activations and no further, and so forms no weight gradient. It never has a value and never changes.
@@ -116,6 +116,8 @@ class GhostLayer(torch.nn.Module):
     wrapped: ClassVar[type[torch.nn.Module]]
     # The dimension of inputs and outputs that holds examples; `wrap(model, batch_dim=...)` sets it on the instance.
     ghost_batch_dim: int = 0
+    # The module's name in the model that was wrapped, for messages; `wrap` sets it on the instance.
+    ghost_path: str = ""
 
     def __init_subclass__(cls, wraps: type[torch.nn.Module] | None = None, **rest: Any) -> None:
         super().__init_subclass__(**rest)
@@ -204,15 +206,21 @@ class GhostLayer(torch.nn.Module):
         dim = self.ghost_batch_dim if batch_dim is None else batch_dim
         if preactivation.dim() < 2:
             raise UnsupportedModelError(
-                f"{type(self).__name__} got an input without a batch dimension (its output has shape "
+                f"{place_of(self)} got an input without a batch dimension (its output has shape "
                 f"{list(preactivation.shape)}); give it examples in a dimension of their own"
             )
         if dim >= preactivation.dim():
             raise UnsupportedModelError(
-                f"{type(self).__name__}: examples are said to be in dimension {dim}, but the output has shape "
+                f"{place_of(self)}: examples are said to be in dimension {dim}, but the output has shape "
                 f"{list(preactivation.shape)}; set wrap(model, batch_dim=...) to where they are"
             )
         return Call(self, trained, rows or {}, dim, preactivation, inputs, extra)
+
+
+def place_of(layer: torch.nn.Module) -> str:
+    """How messages call a layer: by its name in the model and its class."""
+    kind, path = type(layer).__name__, getattr(layer, "ghost_path", "")
+    return f"{path} ({kind})" if path else kind
 
 
 def _whole_base(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from ghostclip.norms.dense import Dense
 from ghostclip.norms.outer import Outer
 from ghostclip.norms.term import Term
 
-from .base import Call, GhostLayer, is_capturing
+from .base import Call, GhostLayer, is_capturing, place_of
 
 __all__ = ["GRUCell", "LSTMCell", "RNNCell"]
 
@@ -41,7 +41,7 @@ class _Cell(GhostLayer):
             return True
         if input.dim() == 1:
             raise UnsupportedModelError(
-                f"{type(self).__name__} got one step of one sequence, of shape {list(input.shape)}; give it a batch "
+                f"{place_of(self)} got one step of one sequence, of shape {list(input.shape)}; give it a batch "
                 "dimension: [B, features]"
             )
         return input.dim() != 2 or any(state.dim() not in (1, 2) for state in states)

@@ -13,7 +13,7 @@ from ghostclip.norms.convolution import Geometry, Patches
 from ghostclip.norms.dense import Dense
 from ghostclip.norms.term import Term, wide
 
-from .base import Call, GhostLayer, is_capturing
+from .base import Call, GhostLayer, is_capturing, place_of
 
 __all__ = ["Conv1d", "Conv2d", "Conv3d"]
 
@@ -33,7 +33,7 @@ class _ConvNd(GhostLayer):
     def forward(self, input: Tensor) -> Tensor:
         if is_capturing() and input.dim() != self.weight.dim():
             raise UnsupportedModelError(
-                f"{type(self).__name__} got an input of shape {list(input.shape)} without a batch dimension; "
+                f"{place_of(self)} got an input of shape {list(input.shape)} without a batch dimension; "
                 f"add one: {self.weight.dim()} dimensions, examples first"
             )
         return self.capture(super().forward(input), input)

@@ -17,7 +17,7 @@ from ghostclip.norms.convolution import Geometry, Patches
 from ghostclip.norms.dense import Dense
 from ghostclip.norms.term import Term, wide
 
-from .base import Call, GhostLayer, is_capturing
+from .base import Call, GhostLayer, is_capturing, place_of
 
 __all__ = ["ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"]
 
@@ -35,7 +35,7 @@ class _ConvTransposeNd(GhostLayer):
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         if is_capturing() and input.dim() != self.weight.dim():
             raise UnsupportedModelError(
-                f"{type(self).__name__} got an input of shape {list(input.shape)} without a batch dimension; "
+                f"{place_of(self)} got an input of shape {list(input.shape)} without a batch dimension; "
                 f"add one: {self.weight.dim()} dimensions, examples first"
             )
         return self.capture(super().forward(input, output_size), input, batch_dim=0)

@@ -13,7 +13,7 @@ from ghostclip.norms.bags import Bags
 from ghostclip.norms.rows import Rows
 from ghostclip.norms.term import Term, wide
 
-from .base import Call, is_capturing
+from .base import Call, is_capturing, place_of
 from .embedding import Table
 
 __all__ = ["EmbeddingBag"]
@@ -27,7 +27,7 @@ class EmbeddingBag(Table, torch.nn.EmbeddingBag, wraps=torch.nn.EmbeddingBag):
             return super().forward(input, offsets, per_sample_weights)
         if input.is_nested:
             raise UnsupportedModelError(
-                f"{type(self).__name__} got nested indices, which have no gradient rule; "
+                f"{place_of(self)} got nested indices, which have no gradient rule; "
                 "give it indices.values() and indices.offsets() with include_last_offset=True"
             )
         well_formed = input.dim() == 2 if offsets is None else input.dim() == offsets.dim() == 1

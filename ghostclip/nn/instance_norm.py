@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.norms.term import Term, wide
 
-from .base import Call, GhostLayer, is_capturing
+from .base import Call, GhostLayer, is_capturing, place_of
 from .normalization import over_channels
 
 __all__ = ["InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"]
@@ -35,10 +35,10 @@ class _InstanceNorm(GhostLayer):
     def forward(self, input: Tensor) -> Tensor:
         if is_capturing():
             if self._updates_statistics(self):
-                raise UnsupportedModelError(f"a {self.wrapped.__name__} {UPDATES}; {UNTRACKED}")
+                raise UnsupportedModelError(f"{place_of(self)} {UPDATES}; {UNTRACKED}")
             if input.dim() == self._get_no_batch_dim():
                 raise UnsupportedModelError(
-                    f"{type(self).__name__} got an input of shape {list(input.shape)} without a batch dimension; "
+                    f"{place_of(self)} got an input of shape {list(input.shape)} without a batch dimension; "
                     f"add one: {input.dim() + 1} dimensions, examples first"
                 )
         if not len(input):  # which torch's own kernel can't take

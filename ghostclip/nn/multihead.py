@@ -18,7 +18,7 @@ from ghostclip.errors import UnsupportedModelError
 from ghostclip.norms.outer import Outer
 from ghostclip.norms.term import Term
 
-from .base import Call, GhostLayer, is_capturing
+from .base import Call, GhostLayer, is_capturing, place_of
 from .linear import Linear, examples_first, summed_positions
 from .parts import built_of_wrappers
 
@@ -51,7 +51,7 @@ class MultiheadAttention(GhostLayer, torch.nn.MultiheadAttention, wraps=torch.nn
         trained = is_capturing() and any(parameter.requires_grad for parameter in self.parameters())
         if trained and query.dim() == 2:
             raise UnsupportedModelError(
-                f"MultiheadAttention got a query of shape {list(query.shape)}; give it a batch dimension: [B, T, E] "
+                f"{place_of(self)} got a query of shape {list(query.shape)}; give it a batch dimension: [B, T, E] "
                 "with batch_first=True, else [T, B, E]"
             )
         hint = is_causal and key_padding_mask is None and not need_weights

@@ -16,7 +16,7 @@ from ghostclip.errors import UnsupportedModelError
 from ghostclip.norms.dense import Dense
 from ghostclip.norms.term import Term, wide
 
-from .base import Call, GhostLayer, is_capturing
+from .base import Call, GhostLayer, is_capturing, place_of
 
 __all__ = [
     "BatchNorm1d",
@@ -106,7 +106,7 @@ class _BatchNorm(GhostLayer):
     def forward(self, input: Tensor) -> Tensor:
         if self._uses_batch_statistics(self) and is_capturing():
             raise UnsupportedModelError(
-                f"a {self.wrapped.__name__} is in train mode, where it mixes the examples of a batch; "
+                f"{place_of(self)} is in train mode, where it mixes the examples of a batch; "
                 f"{INSTEAD_OF_BATCHNORM}"
             )
         return self.capture(super().forward(input), input)

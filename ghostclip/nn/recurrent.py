@@ -20,7 +20,7 @@ from ghostclip.norms.dense import Dense
 from ghostclip.norms.outer import Outer
 from ghostclip.norms.term import Term
 
-from .base import PROBE, Call, GhostLayer, is_capturing
+from .base import PROBE, Call, GhostLayer, is_capturing, place_of
 from .packed import Order
 from .recurrence import Recurrence, native, native_packed
 
@@ -66,7 +66,7 @@ class _Recurrent(GhostLayer):
             return self._packed_forward(input, hx)
         if input.dim() != 3:
             raise UnsupportedModelError(
-                f"{type(self).__name__} got an input of shape {list(input.shape)}; it needs 3 dimensions, examples in "
+                f"{place_of(self)} got an input of shape {list(input.shape)}; it needs 3 dimensions, examples in "
                 "one of them: " + ("[B, T, features]" if self.batch_first else "[T, B, features]")
             )
         x = input.transpose(0, 1) if self.batch_first else input

@@ -1,0 +1,290 @@
+"""Every message about what can't be trained is read here: it names the module, what is wrong, what to write instead.
+
+A row makes one message come up. That no message is missing is checked against the source: every string of words in the
+files that refuse must be part of a message that a row brought up.
+"""
+
+import ast
+import functools
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from case_fallback import with_parameters
+from case_models import Wired
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import ghostclip
+from ghostclip import GhostClipError, GhostClipper, check, wrap
+
+ROOT = Path(ghostclip.__file__).parent
+FILES = sorted((ROOT / "nn").glob("*.py")) + [
+    ROOT / f"{name}.py"
+    for name in ("convert", "graph", "index", "positions", "proof", "regroup", "search", "seams", "second_pass",
+                 "separation", "shared", "two_passes")
+]  # fmt: skip
+# Words that are no messages: a rule's name, and what torch says, to be told by.
+OTHERS = {"BatchNorm in eval mode", "modified by an inplace operation", "backward through the graph a second time"}
+
+X = torch.linspace(-1, 2, 4 * 6 * 3).view(4, 6, 3)
+
+
+def losses(output: Tensor) -> Tensor:
+    return output.float().square().flatten(1).mean(1)
+
+
+def one(layer: nn.Module) -> nn.Module:
+    """A model that hands its input to ``layer``, which it calls that."""
+    return Wired(lambda m, x: m.layer(x), layer=layer)
+
+
+def clip(model: nn.Module, inputs: Any = X, loss: Callable[[Any], Tensor] = losses, **options: Any) -> None:
+    clipper = GhostClipper(model, **options)
+    clipper.backward(loss(model(inputs)))
+
+
+def used(wiring: Callable[[Any, Tensor], Tensor], **shapes: tuple[int, ...]) -> nn.Module:
+    """A model with a Linear of 3 and Parameters of the given shapes."""
+    return with_parameters(wiring, shapes, layer=nn.Linear(3, 3))
+
+
+class OwnBatchNorm(nn.BatchNorm1d):
+    """With a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(0)) * self.weight
+
+
+class Tracking(nn.Module):
+    """Keeps a mean of what it has seen."""
+
+    track_running_stats = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(3))
+
+
+class Complex(nn.Module):
+    """Has a complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+
+
+class ScaleAndDouble(torch.autograd.Function):
+    """Gives examples times a parameter, and the parameter doubled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x)
+        return x * p, 2 * p
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, of_double: Tensor) -> tuple[None, Tensor]:
+        return None, (grad * ctx.saved_tensors[0]).sum((0, 1)) + 2 * of_double
+
+
+def switched(layer: nn.Module) -> nn.Module:
+    """A model that was wrapped in eval mode, and trains now."""
+    return wrap(one(layer).eval()).train()
+
+
+def stale(change: str) -> None:
+    model = wrap(one(nn.Linear(3, 3)))
+    inputs = X.clone()
+    clipper, found = GhostClipper(model), losses(model(inputs))
+    if change == "input":
+        inputs.mul_(2)
+    else:
+        clipper.norms(found)
+    clipper.backward(found)
+
+
+def both_outputs(m: Any, x: Tensor) -> Tensor:
+    scaled, doubled = ScaleAndDouble.apply(x, m.p)
+    return m.layer(scaled) + doubled
+
+
+def mixed(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Tensor = X) -> str:
+    """What `check` finds in a batch."""
+    return " | ".join(str(finding) for finding in check(model, loss, batch))
+
+
+def apart(m: Any, x: Tensor) -> Tensor:
+    return torch.stack([row * m.p for row in x * m.q])
+
+
+def half(m: Any, x: Tensor) -> Tensor:
+    return (lambda h: h - h.mean(0))(m.layer(x.half()))
+
+
+# name: (what brings the message up, or returns it; the module it names; what is wrong; what to write instead)
+Row = tuple[Callable[[], Any], str, str, str]
+GROUPNORM = "use GroupNorm, LayerNorm or InstanceNorm"
+FIRST = "examples first"
+NO_BATCH = "without a batch dimension"
+DIMENSION = "wrap(model, batch_dim={...})"
+OWN_COPY = "Give each example its own copy first (parameter.expand(B, ...))"
+ROWS: dict[str, Row] = {
+    # check and wrap
+    "batchnorm in a model": (lambda: wrap(one(nn.BatchNorm1d(6))), "layer: BatchNorm1d", "which mixes", GROUPNORM),
+    "own batchnorm": (lambda: wrap(one(OwnBatchNorm(6))), "layer: OwnBatchNorm", "mixes the examples", GROUPNORM),
+    "lazy": (lambda: wrap(one(nn.LazyLinear(3))), "layer: LazyLinear", "has no sizes yet", "run one batch through"),
+    "statistics": (lambda: wrap(one(Tracking())), "layer: Tracking", "private data", "set track_running_stats=False"),
+    "complex": (lambda: wrap(one(Complex())), "layer: Complex", "has complex parameters", "use real ones"),
+    "max_norm": (lambda: wrap(one(nn.Embedding(3, 2, max_norm=1.0))), "layer: Embedding", "max_norm rescales",
+                 "set max_norm=None"),
+    "by frequency": (lambda: wrap(one(nn.Embedding(3, 2, scale_grad_by_freq=True))), "layer: Embedding",
+                     "mixes examples", "set scale_grad_by_freq=False"),
+    "sparse": (lambda: wrap(one(nn.Embedding(3, 2, sparse=True))), "layer: Embedding", "can't hold noise",
+               "set sparse=False"),
+    "instance statistics": (lambda: wrap(one(nn.InstanceNorm1d(6, track_running_stats=True))),
+                            "layer: InstanceNorm1d", "without noise", "build it with track_running_stats=False"),
+    "half a try": (lambda: check(one(nn.Linear(3, 3)), batch=X), "", "or neither", "takes loss_fn and batch together"),
+    "batch_dim below zero": (lambda: wrap(one(nn.Linear(3, 3)), batch_dim=-1), "", "got -1", "a dimension >= 0"),
+    "batch_dim of nothing": (lambda: wrap(one(nn.Linear(3, 3)), batch_dim={"head": 1}), "head", "has such a name",
+                             "take names of model.named_modules()"),
+    "replacement": (lambda: wrap(one(nn.BatchNorm1d(6)), replace={"BatchNorm1d": "Linear"}), "", "got 'BatchNorm1d'",
+                    "into GroupNorm, LayerNorm or Identity"),
+    "replacing itself": (lambda: wrap(nn.BatchNorm1d(6), replace={"BatchNorm1d": "GroupNorm"}), "",
+                         "can't replace the model itself", "put it into a Sequential"),
+    "replacing nothing": (lambda: wrap(one(nn.Linear(3, 3)), replace={"BatchNorm1d": "GroupNorm"}), "",
+                          "but the model has none", "replace named BatchNorm1d"),
+    # layers by themselves
+    "constructor": (lambda: ghostclip.nn.BatchNorm2d(3), "BatchNorm2d", "no per-example gradient exists", GROUPNORM),
+    "batchnorm switched": (lambda: clip(switched(nn.BatchNorm1d(6))), "layer: BatchNorm1d", "which mixes", GROUPNORM),
+    "batchnorm switched later": (lambda: switched(nn.BatchNorm1d(6))(X), "layer (BatchNorm1d)", "is in train mode",
+                                 GROUPNORM),
+    "statistics switched later": (lambda: switched(nn.InstanceNorm1d(6, affine=True, track_running_stats=True))(X),
+                                  "layer (InstanceNorm1d)", "from private data", "call .eval() on it and keep it so"),
+    "one row": (lambda: clip(one(nn.Linear(3, 3)), X[0, 0]), "layer (Linear)", NO_BATCH, "a dimension of their own"),
+    "no such dimension": (lambda: clip(wrap(one(nn.Linear(3, 3)), batch_dim=4)), "layer (Linear)", "in dimension 4",
+                          "set wrap(model, batch_dim=...)"),
+    "one step": (lambda: clip(one(nn.GRUCell(3, 3)), X[0, 0]), "layer (GRUCell)", "one step of one sequence",
+                 "[B, features]"),
+    "one image": (lambda: clip(one(nn.Conv1d(6, 2, 1)), X[0]), "layer (Conv1d)", NO_BATCH, FIRST),
+    "one image up": (lambda: clip(one(nn.ConvTranspose1d(6, 2, 1)), X[0]), "layer (ConvTranspose1d)", NO_BATCH, FIRST),
+    "one image normalized": (lambda: clip(one(nn.InstanceNorm1d(6, affine=True)), X[0]), "layer (InstanceNorm1d)",
+                             NO_BATCH, FIRST),
+    "one sequence": (lambda: clip(one(nn.LSTM(3, 3, batch_first=True)), X[0]), "layer (LSTM)", "of shape [6, 3]",
+                     "examples in one of them: [B, T, features]"),
+    "one query": (lambda: clip(Wired(lambda m, x: m.layer(x, x, x)[0], layer=nn.MultiheadAttention(3, 1)), X[0]),
+                  "layer (MultiheadAttention)", "a query of shape [6, 3]", "[B, T, E] with batch_first=True"),
+    "nested bags": (lambda: wrap(one(nn.EmbeddingBag(7, 3)))(torch.nested.as_nested_tensor(
+                        [torch.tensor([1, 2]), torch.tensor([3])], layout=torch.jagged)),
+                    "layer (EmbeddingBag)", "nested indices", "give it indices.values() and indices.offsets()"),
+    "parts' parameters": (lambda: ghostclip.nn.TransformerEncoderLayer(4, 1).per_example("weight", None, (), X),
+                          "TransformerEncoderLayer", "has no parameter 'weight'", "of its own"),
+    # how examples go through the model
+    "checkpoint": (lambda: clip(Wired(lambda m, x: checkpoint(m.a, m.b(x), use_reentrant=True), a=nn.Linear(3, 3),
+                                      b=nn.Linear(3, 3))),
+                   "", "hides the layers inside", "use_reentrant=False"),
+    "F.batch_norm": (lambda: clip(one(nn.Linear(3, 3)),
+                                  loss=lambda h: losses(F.batch_norm(h, None, None, training=True))),
+                     "", "a batch of shape [4, 6, 3] is normalized", "use F.group_norm, F.layer_norm"),
+    "time first": (lambda: clip(Wired(lambda m, x: m.layer(x.mT.mT.transpose(0, 1)).transpose(0, 1),
+                                      layer=nn.Linear(3, 3))), "layer", "for 4 losses", DIMENSION),
+    "token losses": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: h.square().mean(2).flatten()), "layer",
+                     "losses must have shape exactly [B]; got [24]", "average them by .mean(1)"),
+    "centred": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: losses(h - h.mean(0))), "layer",
+                "belong to others", DIMENSION),
+    "centred in float16": (lambda: clip(with_parameters(half, {}, layer=nn.Linear(3, 3)).half()), "layer",
+                           "examples mix", "give loss_scale=1024.0"),
+    "not shown": (lambda: clip(one(nn.Linear(3, 3)), X.flatten(0, 1), lambda h: 0 * losses(h.view(4, 6, 3))), "layer",
+                  "this batch doesn't show how", "give it inputs [B, positions, features]"),
+    "parameter of all": (lambda: clip(used(lambda m, x: (lambda h: h - h.mean(0))(x * m.p), p=(3,))), "p",
+                         "depends on what belongs to others", OWN_COPY),
+    "parameter of one": (lambda: clip(used(apart, p=(3,), q=(3,))), "p", "no dimension of the result", OWN_COPY),
+    "parameter of some results": (lambda: clip(used(both_outputs, p=(3,))), "p", "only some of its results", OWN_COPY),
+    "parameter by frequency": (lambda: clip(used(lambda m, x: F.embedding((x[..., 0] > 0).long(), m.p,
+                                                                          scale_grad_by_freq=True), p=(2, 3))),
+                               "p is looked up", "how often others", "leave scale_grad_by_freq out"),
+    "no example at all": (lambda: clip(used(lambda m, x: 2 * m.p, p=(4,)), loss=lambda h: h), "p",
+                          "without any example entering", "shape exactly [B], one per example"),
+    "own weight": (lambda: clip(Wired(lambda m, x: m.layer(x) @ m.layer(m.layer.weight), layer=nn.Linear(3, 3))),
+                   "layer (Linear)", "read one of its own parameters", "parameter.clone()"),
+    # losses
+    "a number": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: 1.0), "", "got float", "shape [B], one per example"),
+    "a mean": (lambda: clip(one(nn.Linear(3, 3)), loss=torch.mean), "", "got []", 'Use reduction="none"'),
+    "whole numbers": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: torch.ones(4, dtype=torch.int64)), "",
+                      "got torch.int64", "must be floating point"),
+    "too large a scale": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: losses(h).half(), loss_scale=2.0**17), "",
+                          "can't be multiplied", "compute them in float32"),
+    "detached": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: losses(h).detach()), "", "not attached to a graph",
+                 "compute them from the model's output with gradients on"),
+    "changed in place": (lambda: stale("input"), "", "was modified in place", "clone it before the change"),
+    "freed": (lambda: stale("graph"), "", "was freed", "retain_graph=True"),
+    # check with a batch
+    "check: module": (lambda: mixed(one(OwnBatchNorm(3).eval()), lambda m, x: losses(m(x))), "layer: OwnBatchNorm",
+                      "depends on the data of example 0", "use a layer that treats each example by itself"),
+    "check: loss": (lambda: mixed(one(nn.Linear(3, 3)), lambda m, x: losses(m(x)) / losses(m(x)).sum()),
+                    "the model itself", "depends on the data of example", "compute each loss from its own example"),
+    "check: shape": (lambda: mixed(one(nn.Linear(3, 3)), lambda m, x: m(x)), "the model itself", "not [B]",
+                     'reduction="none"'),
+    "check: one example": (lambda: mixed(one(nn.Linear(3, 3)), lambda m, x: losses(m(x)), X[:1]), "", "got 1",
+                           "at least two examples"),
+}  # fmt: skip
+
+
+@functools.cache
+def said(name: str) -> str:
+    """The message of one row."""
+    torch.manual_seed(0)
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            found = ROWS[name][0]()
+    except (GhostClipError, ValueError, AttributeError) as error:
+        return str(error)
+    return found if isinstance(found, str) else "".join(str(each.message) for each in warned)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_message_names_the_module_what_is_wrong_and_what_to_write_instead(name: str) -> None:
+    _, module, problem, remedy = ROWS[name]
+    message = said(name)
+    assert re.search(rf"(^|[\s(']){re.escape(module)}", message), message
+    assert problem in message
+    assert remedy in message
+
+
+def templates(source: str) -> Iterator[tuple[int, str, str]]:
+    """(line, pattern, words) of every string of at least four words in ``source`` that is no docstring."""
+    tree = ast.parse(source)
+    skipped = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        skipped |= set(node.values) if isinstance(node, ast.JoinedStr) else set()
+    for node in ast.walk(tree):
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+        if node in skipped or not isinstance(node, ast.JoinedStr | ast.Constant):
+            continue
+        words = [
+            part.value if isinstance(part, ast.Constant) and isinstance(part.value, str) else None for part in parts
+        ]
+        text = "".join(word or "{}" for word in words)
+        if text.count(" ") >= 3:
+            yield node.lineno, "".join(".*" if word is None else re.escape(word) for word in words), text
+
+
+def test_no_message_is_left_unread() -> None:
+    messages = [said(name) for name in ROWS]
+    unread = [
+        f"{file.relative_to(ROOT)}:{line}: {text}"
+        for file in FILES
+        for line, pattern, text in templates(file.read_text())
+        if text not in OTHERS and not any(re.search(pattern, message, re.DOTALL) for message in messages)
+    ]
+    assert unread == []
+
+
+def test_a_message_that_nobody_reads_is_noticed() -> None:
+    source = 'def f(x):\n    """A docstring of several words."""\n    raise ValueError(f"{x} must not be like this")\n'
+    assert [text for _, _, text in templates(source)] == ["{} must not be like this"]
