@@ -162,7 +162,7 @@ def _white_box(training: Training, setting: Setting, draws: int, failure: float,
         trials = white_box_trials(training, setting, count, watch)
     with phase("sampling", SAMPLED_BATCHES) as watch:
         share = sampled_share(training, SAMPLED_BATCHES, watch)
-    rate = min(share.lower_bound(failure), 1.0)
+    rate = share.lower_bound(failure)
     marks = _marks(count, setting.steps)
     with phase("bounds", len(marks)) as watch:
         curve = []

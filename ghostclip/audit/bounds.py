@@ -12,7 +12,7 @@ from ghostclip.audit.tradeoff import composed_false_negatives
 
 __all__ = ["epsilon_from_rates", "error_bound", "gaussian_mu", "noise_from_rates"]
 
-LEAST_NOISE, MOST_NOISE = 0.05, 1e4
+LEAST_NOISE, MOST_NOISE, TOLERANCE = 0.05, 1e4, 2e-3
 
 
 def error_bound(errors: np.ndarray | float, trials: int, failure: float) -> np.ndarray:
@@ -64,7 +64,7 @@ def gaussian_mu(false_positives: np.ndarray, false_negatives: np.ndarray, sample
 
 
 def noise_from_rates(false_positives: float, false_negatives: float, sample_rate: float, steps: int) -> float:
-    """The largest noise multiplier of ``steps`` sampled Gaussian releases that allows so few errors; inf: any does.
+    """The largest noise multiplier of ``steps`` sampled Gaussian releases that allows so few errors.
 
     Closed forms for one release and for full batches; otherwise the trade-off curve by PLD, which bounds both
     directions at once and so gives away a little.
@@ -73,6 +73,9 @@ def noise_from_rates(false_positives: float, false_negatives: float, sample_rate
         false_positives, false_negatives: upper bounds on the error rates of one test on all ``steps`` releases.
         sample_rate: of each release.
         steps: releases that the test saw together.
+
+    Returns:
+        inf where any noise allows them; 0 where none does at this rate.
     """
     if steps == 1 or sample_rate == 1.0:
         mu = float(gaussian_mu(np.asarray(false_positives), np.asarray(false_negatives), sample_rate))
@@ -82,10 +85,13 @@ def noise_from_rates(false_positives: float, false_negatives: float, sample_rate
         least = composed_false_negatives(false_positives, math.exp(log_noise), sample_rate, steps)
         return least - false_negatives
 
-    low, high = math.log(LEAST_NOISE), math.log(MOST_NOISE)
-    if excess(high) <= 0:
+    # From much noise downwards: curves of little noise take long to compute.
+    unexplained = math.log(MOST_NOISE)
+    if excess(unexplained) <= 0:
         return math.inf
-    if excess(low) > 0:
-        return LEAST_NOISE
-    # The end of the bracket that still explains what was seen would understate; the other one is the valid bound.
-    return math.exp(brentq(excess, low, high, xtol=1e-3)) * math.exp(1e-3)
+    while excess(explained := unexplained - math.log(2.0)) > 0:
+        unexplained = explained
+        if unexplained < math.log(LEAST_NOISE):
+            return 0.0
+    # The valid end of what the root finder leaves open is that of more noise.
+    return math.exp(brentq(excess, explained, unexplained, xtol=TOLERANCE) + TOLERANCE)

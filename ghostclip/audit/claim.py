@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ghostclip import accounting
 
@@ -31,19 +32,32 @@ class Claim:
     @property
     def epsilon(self) -> float:
         """What is claimed, by PLD."""
-        return self.with_noise(self.noise_multiplier)
+        return _epsilon(self.noise_multiplier, self.sample_rate, self.steps, self.delta)
 
     def with_noise(self, noise_multiplier: float, sample_rate: float | None = None) -> float:
-        """Epsilon by the same accountant if the noise (and the rate) were these: inf for no noise, 0 for endless noise.
+        """Epsilon if the noise (and the rate) were these: inf for no noise, 0 for endless noise.
 
-        The accountant's curve is monotone in both, so an audited epsilon passes the claimed one exactly where the
-        audited noise falls below the claimed one (or the rate rises above it).
+        By the same accountant, whose curve is monotone in both: an audited epsilon passes the claimed one exactly where
+        the audited noise falls below the claimed one (or the rate rises above it). For full batches it is exact.
         """
         rate = self.sample_rate if sample_rate is None else sample_rate
         if noise_multiplier >= NOTHING_SHOWN or rate <= 0:
             return 0.0
         if noise_multiplier <= 0:
             return math.inf
-        return accounting.epsilon(
-            noise_multiplier=noise_multiplier, sample_rate=rate, steps=self.steps, delta=self.delta
-        )
+        if rate == 1.0:
+            return _exact(noise_multiplier / math.sqrt(self.steps), self.delta)
+        return _epsilon(noise_multiplier, rate, self.steps, self.delta)
+
+
+@lru_cache(maxsize=256)
+def _epsilon(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
+    """By PLD; the same claim is asked about again and again."""
+    return accounting.epsilon(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps, delta=delta)
+
+
+def _exact(noise_multiplier: float, delta: float) -> float:
+    """Of one Gaussian release, without any error of composition (Balle, Wang 2018)."""
+    from dp_accounting import gaussian_mechanism
+
+    return float(gaussian_mechanism.get_epsilon_gaussian(noise_multiplier, delta))

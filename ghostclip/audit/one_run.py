@@ -143,7 +143,7 @@ def _best_number_of_guesses(training: Training, canaries: int, confidence: float
 
     Chosen before the training is looked at, so the bound needs no correction for the choice.
     """
-    choices = sorted({max(1, round(canaries / 2 * share)) for share in SHARES})
+    choices = sorted({max(1, round(canaries // 2 * share)) for share in SHARES})
     generator = np.random.default_rng()
     gains = np.zeros(len(choices))
     for _ in range(REHEARSALS):
@@ -152,7 +152,8 @@ def _best_number_of_guesses(training: Training, canaries: int, confidence: float
         for place, guesses in enumerate(choices):
             rehearsed = OneRun(canaries, 2 * guesses, _correct(scores, inside, guesses))
             gains[place] += rehearsed.epsilon(training.target_delta, confidence)
-    return choices[int(gains.argmax())]
+    # Where no number promises a bound, guessing about all leaves a mechanism that breaks its claim most to show.
+    return choices[int(gains.argmax())] if gains.any() else choices[-1]
 
 
 def _simulated(training: Training, inside: np.ndarray, generator: np.random.Generator) -> np.ndarray:

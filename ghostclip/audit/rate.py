@@ -33,10 +33,11 @@ class SampledShare:
     def lower_bound(self, failure: float) -> float:
         """The sampling rate is at least this, but with that probability (Clopper, Pearson 1934); 0 when none was taken.
 
-        It is the mean over all examples, which the rate of the example that is sampled most can't be below.
+        It is the mean over all examples, which the rate of the example that is sampled most can't be below. Where all
+        were taken every time nothing was left to chance, and it is 1.
         """
-        if self.taken == 0:
-            return 0.0
+        if self.taken in (0, self.coins):
+            return float(self.taken > 0)
         return float(beta.ppf(failure, self.taken, self.coins - self.taken + 1))
 
 

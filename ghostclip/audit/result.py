@@ -106,7 +106,7 @@ class Audit:
     @property
     def verdict(self) -> str:
         """One sentence."""
-        sure = f"at confidence {self.confidence:.4g}"
+        sure = f"at confidence {self.confidence:.8g}"
         if not self.violated:
             share = f", {self.audited / self.claimed:.0%} of it" if math.isfinite(self.claimed) else ""
             return (

@@ -55,9 +55,9 @@ class Setting:
     @classmethod
     def of(cls, training: Training, sampled: bool, steps: int) -> Setting:
         """Full batches, or small sampled ones at (nearly) the training's rate."""
-        if not sampled:
-            return cls(BYSTANDERS + 1, BYSTANDERS + 1, steps)
         rate = training.claim.sample_rate
+        if not sampled or rate == 1:
+            return cls(BYSTANDERS + 1, BYSTANDERS + 1, steps)
         near = min(
             ((size, round(size / rate)) for size in range(1, LARGEST_BATCH + 1)),
             key=lambda pair: (abs(pair[0] / max(pair) - rate), pair),
