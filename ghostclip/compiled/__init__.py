@@ -2,7 +2,7 @@
 
 from ghostclip.compiled.clip import CompiledClip
 from ghostclip.compiled.release import CompiledRelease, Release
-from ghostclip.compiled.update import NOT_YET, Update, read_update
+from ghostclip.compiled.update import NOT_YET, Update, UpdateReader
 from ghostclip.compiled.whole import CompiledStep, WholeStep
 
 __all__ = [
@@ -12,6 +12,6 @@ __all__ = [
     "CompiledStep",
     "Release",
     "Update",
+    "UpdateReader",
     "WholeStep",
-    "read_update",
 ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,52 +13,87 @@ from torch.optim import optimizer as torch_optimizer
 
 from ghostclip.compiled.rules import Rule, rule_of
 
-__all__ = ["NOT_YET", "Update", "read_update"]
+__all__ = ["NOT_YET", "Update", "UpdateReader"]
 
 # Why there is no update before the optimizer's own first step has made its state.
 NOT_YET = "the optimizer has no state yet"
 
 
-@dataclass(frozen=True)
 class Update:
     """One step of an optimizer, to be written into a graph.
 
-    Attributes:
+    Args:
         optimizer: whose step it is in place of.
         parameters: those it steps, in the optimizer's order.
         rules: of each parameter.
-        states: of each parameter, the tensors of its rule.
-        counts: the optimizer's own counters of steps.
+
+    Attributes:
+        parameters, rules: as given.
+        written: what the step changes: the parameters, then the tensors of their rules one after another.
+        size: how many numbers all parameters have.
+        key: equal as long as a graph holds.
+        obstacle: why it can't be written into a graph; None where it can.
     """
 
-    optimizer: Optimizer
-    parameters: list[nn.Parameter]
-    rules: list[Rule]
-    states: list[list[Tensor]]
-    counts: list[Tensor]
+    def __init__(self, optimizer: Optimizer, parameters: list[nn.Parameter], rules: list[Rule]) -> None:
+        self._optimizer, self.parameters, self.rules = optimizer, parameters, rules
+        self._states = [optimizer.state.get(parameter) for parameter in parameters]
+        self._found: list[tuple[dict[str, Any], str, Tensor | None]] = []
+        for state, rule in zip(self._states, rules, strict=True):
+            names = (*rule.state, "step") if rule.counts else rule.state
+            self._found += [(state or {}, name, (state or {}).get(name)) for name in names]
+        self.obstacle = self._obstacle()
+        kept = [tensor for _, name, tensor in self._found if name != "step" and tensor is not None]
+        self.written: list[Tensor] = [*parameters, *kept]
+        self._counts: list[Tensor] = [
+            tensor for _, name, tensor in self._found if name == "step" and tensor is not None
+        ]
+        self.size = sum([parameter.numel() for parameter in parameters])
+        self.key = tuple((id(p), *rule.switches) for p, rule in zip(parameters, rules, strict=True))
+        self._taken: list[float] = []
+        self._table = torch.empty(0)
 
-    @property
-    def key(self) -> tuple:
-        """Equal as long as a graph holds."""
-        return tuple((id(p), *rule.switches) for p, rule in zip(self.parameters, self.rules, strict=True))
+    def _obstacle(self) -> str | None:
+        if not self.parameters:
+            return "no parameter is trained"
+        first = self.parameters[0]
+        if first.dtype not in (torch.float32, torch.float64):
+            return f"parameters in {first.dtype} have no compiled update"
+        if any(p.dtype != first.dtype or p.device != first.device for p in self.parameters):
+            return "the parameters are of several types or on several devices"
+        if any(tensor is None for _, _, tensor in self._found):
+            return NOT_YET
+        for parameter, state, rule in zip(self.parameters, self._states, self.rules, strict=True):
+            for name in rule.state:
+                kept = (state or {})[name]
+                if kept.dtype != parameter.dtype or kept.stride() != parameter.stride():
+                    return f"the optimizer's {name} doesn't lie in memory as its parameter does"
+        return None
 
-    @property
-    def size(self) -> int:
-        """How many numbers all parameters have."""
-        return sum([parameter.numel() for parameter in self.parameters])
-
-    @property
-    def written(self) -> list[Tensor]:
-        """What the step changes: the parameters, then their states one after another."""
-        return [*self.parameters, *(tensor for state in self.states for tensor in state)]
+    def holds(self) -> bool:
+        """Whether the optimizer still keeps the tensors it kept when this was made."""
+        of = self._optimizer.state.get
+        if not _same([of(parameter) for parameter in self.parameters], self._states):
+            return False
+        return _same([state.get(name) for state, name, _ in self._found], [tensor for _, _, tensor in self._found])
 
     def numbers(self, divisor: float) -> Tensor:
-        """1 / divisor, and each rule's numbers one after another, [n] float64."""
+        """1 / divisor, and each parameter's numbers one after another, float64; valid until asked for again."""
+        self._taken = [count.item() for count in self._counts]
+        counts, known = iter(self._taken), {}
         found = [1.0 / divisor]
-        counts = iter(self.counts)
         for rule in self.rules:
-            found += rule.numbers(next(counts).item() if rule.counts else 0.0)
-        return torch.tensor(found, dtype=torch.float64, device=self.parameters[0].device)
+            key = (id(rule), next(counts) if rule.counts else 0.0)
+            if key not in known:
+                known[key] = rule.numbers(key[1])
+            found += known[key]
+        if self._table.shape[0] != len(found):
+            self._table = torch.empty(len(found), dtype=torch.float64, device=self.parameters[0].device)
+        if self._table.is_cpu:
+            self._table.numpy()[:] = found
+        else:
+            self._table.copy_(torch.tensor(found, dtype=torch.float64))
+        return self._table
 
     def formula(
         self, sums: Sequence[Tensor | None], noise: Tensor, numbers: Tensor, written: Sequence[Tensor]
@@ -85,72 +120,62 @@ class Update:
             kept += new_state
         return [*stepped, *kept]
 
+    @torch.no_grad()
     def took_place(self) -> None:
         """Leaves on the optimizer what its own step would have left besides what was written."""
-        if self.counts:
-            torch._foreach_add_(self.counts, 1.0)
+        for counter, count in zip(self._counts, self._taken, strict=True):
+            counter.fill_(count + 1)
         # By this mark torch's schedulers know that they don't come before the first step.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def read_update(optimizer: Optimizer, held: Collection[nn.Parameter], hooks: int) -> Update | str:
-    """The optimizer's next step; or why it must be left to the optimizer, which is `NOT_YET` for its first one.
+class UpdateReader:
+    """Reads an optimizer's next step, which as a rule is like the last one.
 
     Args:
-        optimizer: as its user has set it now.
-        held: its parameters.
+        optimizer: whose user may change anything about it between two steps.
         hooks: how many hooks before its step, and how many after it, are of no concern.
     """
-    if (reason := _obstacle(optimizer, hooks)) is not None:
-        return reason
-    found = Update(optimizer, [], [], [], [])
-    for group in optimizer.param_groups:
-        rule = rule_of(type(optimizer), group)
-        if isinstance(rule, str):
-            return rule
-        for parameter in group["params"]:
-            if parameter.requires_grad and (reason := _take(found, parameter, rule)) is not None:
-                return reason
-    first = found.parameters[0] if found.parameters else None
-    if first is None or any(parameter.grad is not None for parameter in held if not parameter.requires_grad):
-        return "no parameter is trained, or one that isn't has a gradient"
-    if first.dtype not in (torch.float32, torch.float64):
-        return f"parameters in {first.dtype} have no compiled update"
-    if any(p.dtype != first.dtype or p.device != first.device for p in found.parameters):
-        return "the parameters are of several types or on several devices"
-    return found
+
+    def __init__(self, optimizer: Optimizer, hooks: int) -> None:
+        self._optimizer, self._hooks = optimizer, hooks
+        self._settings: list[list[Any]] = []
+        self._last: Update | None = None
+
+    def read(self) -> Update | str:
+        """The update as the optimizer is set now; or why it must be left to it, which is `NOT_YET` for its first."""
+        optimizer, last = self._optimizer, self._last
+        if (reason := _elsewhere(optimizer, self._hooks)) is not None:
+            return reason
+        groups = optimizer.param_groups
+        settings = [[value for name, value in group.items() if name != "params"] for group in groups]
+        parameters = [p for group in groups for p in group["params"] if p.requires_grad]
+        if last is not None and _same(parameters, last.parameters) and settings == self._settings and last.holds():
+            return last
+        rules: list[Rule] = []
+        for group in groups:
+            rule = rule_of(type(optimizer), group)
+            if isinstance(rule, str):
+                return rule
+            rules += [rule for p in group["params"] if p.requires_grad]
+        found = Update(optimizer, parameters, rules)
+        if found.obstacle is not None:
+            return found.obstacle
+        self._settings, self._last = settings, found
+        return found
 
 
-def _obstacle(optimizer: Optimizer, hooks: int) -> str | None:
+def _same(these: Sequence[Any], those: Sequence[Any]) -> bool:
+    return len(these) == len(those) and all(map(operator.is_, these, those))
+
+
+def _elsewhere(optimizer: Optimizer, hooks: int) -> str | None:
     """What someone else wants to happen around the step, or in place of it."""
     own: dict[str, Any] = vars(optimizer)
     if "step" in own and not hasattr(own["step"], "_wrapped_by_lr_sched"):
         return "the optimizer's step was replaced by another function"
     elsewhere = torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
-    if (
-        elsewhere
-        or len(optimizer._optimizer_step_pre_hooks) > hooks
-        or len(optimizer._optimizer_step_post_hooks) > hooks
-    ):
+    here = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    if elsewhere or any(len(registered) > hooks for registered in here):
         return "hooks on the optimizer's step want to be called"
-    return None
-
-
-def _take(found: Update, parameter: nn.Parameter, rule: Rule) -> str | None:
-    """Adds a parameter to the update, if its state is as the rule expects it."""
-    state = found.optimizer.state.get(parameter, {})
-    if rule.counts:
-        if (count := state.get("step")) is None:
-            return NOT_YET
-        found.counts.append(count)
-    tensors = []
-    for name in rule.state:
-        if (tensor := state.get(name)) is None:
-            return NOT_YET
-        if tensor.dtype != parameter.dtype or tensor.stride() != parameter.stride():
-            return f"the optimizer's {name} doesn't lie in memory as its parameter does"
-        tensors.append(tensor)
-    found.parameters.append(parameter)
-    found.rules.append(rule)
-    found.states.append(tensors)
     return None

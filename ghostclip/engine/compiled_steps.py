@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ghostclip.clipper import ClippingResult, GhostClipper
-from ghostclip.compiled import NOT_YET, CompiledRelease, CompiledStep, Release, Update, WholeStep, read_update
+from ghostclip.compiled import NOT_YET, CompiledRelease, CompiledStep, Release, Update, UpdateReader, WholeStep
 from ghostclip.compiled.clip import in_a_line, random_numbers, random_state
 from ghostclip.compiled.signature import Asked
 from ghostclip.compiled.trial import copies_of, drift, movement, timed
-from ghostclip.engine.optimizers import held_parameters
 from ghostclip.sampling import LogicalBatch
 from ghostclip.two_passes import is_distributed
 
@@ -56,6 +55,8 @@ class CompiledSteps:
         self._whole, self._release = CompiledStep(self._clip), CompiledRelease(self._clip)
         # Where nearly all logical batches come in several pieces, one graph for the others isn't worth its compilation.
         self._in_one_as_a_rule = self._clip.largest is None or self._clip.largest >= steps.batch_size
+        self._reader = UpdateReader(optimizer, OWN_HOOKS)
+        self._draws_ahead = steps.draws_ahead
         self._noise = torch.empty(0)
         self._refused: str | None = None
 
@@ -68,23 +69,24 @@ class CompiledSteps:
             if in_one and isinstance(update, Update) and self._steps.watched:
                 found = self._whole.find(loss_fn, examples, update, self._buffer(update))
                 if found is not None:
-                    return [self._take_whole(*found, update, loss_fn, examples)]
+                    return self._take_whole(*found, update, loss_fn, examples)
             # A whole step's graph is made as soon as the optimizer has state; one of the passes alone isn't needed.
             eagerly = in_one and (update == NOT_YET or not self._steps.watched)
             clip = self._steps.clip_eagerly if eagerly else self._steps.clip
             seen += self._steps.in_pieces(clip, loss_fn, examples)
         if not (isinstance(update, Update) and self._steps.watched and self._update(update)):
             self._optimizer.step()
+        self._optimizer.zero_grad()
         return seen
 
     def _read(self) -> Update | str:
         """The optimizer's next step, or why it is left to the optimizer."""
         if is_distributed():
-            return "several processes train together"
-        if not self._steps.fills:
-            return "hardened noise is made together with the sums"
-        held = held_parameters(self._steps.owned, self._optimizer)
-        update = read_update(self._optimizer, held, OWN_HOOKS)
+            update: Update | str = "several processes train together"
+        elif not self._draws_ahead:
+            update = "its noise can't be had before the sums are there"
+        else:
+            update = self._reader.read()
         if isinstance(update, str) and update not in (NOT_YET, self._refused):
             self._refused = update
             self._clip.refuse(f"the update: {update}")
@@ -92,31 +94,34 @@ class CompiledSteps:
 
     def _take_whole(
         self, plan: WholeStep, asked: Asked, update: Update, loss_fn: LossFunction, examples: Any
-    ) -> ClippingResult:
+    ) -> list[ClippingResult]:
         """One graph from the forward to the update, or a trial of it."""
         if plan.trial.left:
             return self._try_whole(plan, asked, update, loss_fn, examples)
         self._steps.check_turn()
         held = self._steps.check(missing=1)
+        sensitivity = self._steps.sensitivity
         self._steps.charge()
         noise, numbers = self._draw(update)
         found = plan.run(asked, self._clip.keep_rows(asked), update.written, noise, numbers)
         if found is None:
             # Charged already, and with the noise that was drawn: an example that isn't finite is left out eagerly.
-            result = self._steps.clip_eagerly(loss_fn, examples)
+            seen = self._steps.in_pieces(self._steps.clip_eagerly, loss_fn, examples)
             self._steps.put_in_place(held, self._private_with(noise))
             self._optimizer.step()
-            return result
+            self._optimizer.zero_grad()
+            return seen
         self._steps.updated()
         update.took_place()
-        return ClippingResult(found.norms, found.weights, self._clipper.sensitivity, found.losses)
+        return [ClippingResult(found.norms, found.weights, sensitivity, found.losses)]
 
     def _try_whole(
         self, plan: WholeStep, asked: Asked, update: Update, loss_fn: LossFunction, examples: Any
-    ) -> ClippingResult:
+    ) -> list[ClippingResult]:
         """The eager step, and beside it the graph's on copies, with the same noise and random numbers."""
         clip, before = self._clip, random_state(asked)
-        result, clipping = timed(lambda: self._steps.clip_eagerly(loss_fn, examples))
+        clip_eagerly = self._steps.clip_eagerly
+        seen, clipping = timed(lambda: self._steps.in_pieces(clip_eagerly, loss_fn, examples))
         # Padding shifts which random number is whose, so that only whole batches of a random model can be compared.
         comparable = asked.examples == asked.key[0] or torch.equal(before, random_state(asked))
 
@@ -127,7 +132,7 @@ class CompiledSteps:
         reason = self._try(plan, update, clipping, comparable, run)
         if reason is not None:
             self._whole.refuse(plan, asked, reason)
-        return result
+        return seen
 
     def _update(self, update: Update) -> bool:
         """Noise and update of what was gathered as one graph, or its trial; False: that is left to the optimizer."""
@@ -182,6 +187,7 @@ class CompiledSteps:
         moved = [movement(copies[part], update.written[part]) for part in (slice(count), slice(count, None))]
         self._steps.put_in_place(held, self._private_with(noise))
         _, updating = timed(self._optimizer.step)
+        self._optimizer.zero_grad()
         error = 0.0
         if taken and comparable:
             linear = all(rule.linear for rule in update.rules)

@@ -241,7 +241,6 @@ class PrivacyEngine:
         self._spending.check()
         try:
             seen = self._steps.step(batch, loss_fn)
-            self.optimizer.zero_grad()
         except BaseException:
             self._steps.abandon()
             raise

@@ -60,7 +60,7 @@ class PrivateSteps:
         self._scaling = LossScaling(1.0, optimizer) if scaling is None else scaling
         self._batch: LogicalBatch | None = None
         self._sensitivity = 0.0
-        self._stepping = False
+        self._stepping = self.pending = False
         self._compiled: CompiledSteps | None = None
         self._pieces = Pieces()
         # Of the physical batch in the making: (first unit, the one after the last, units in all).
@@ -75,6 +75,7 @@ class PrivateSteps:
         """A logical batch starts, or none: what an earlier one gathered and didn't release is discarded."""
         self._discard()
         self._batch = batch
+        self.pending = self.pending or batch is not None
         self._stepping = False
         self._sensitivity = self._clipper.sensitivity
         self._scaling.begin()
@@ -105,15 +106,14 @@ class PrivateSteps:
         self._clipper.compile(expected=self.batch_size, largest=largest)
         self._compiled = CompiledSteps(self, self._clipper, self._optimizer)
 
-    def check_between(self, caller: str) -> bool:
-        """Whether a logical batch was handed out that has no step yet; raises PrivacyError when it is half done."""
+    def check_between(self, caller: str) -> None:
+        """Raises PrivacyError when a logical batch is half done."""
         if self._sums.count:
             raise PrivacyError(
                 f"{caller} was called inside of a logical batch, with private sums of {self._sums.count} of its "
                 "physical batches gathered, which may not be stored; call it after optimizer.step(), or when the batch "
                 "was left by break or an exception"
             )
-        return self._batch is not None
 
     def current(self, caller: str) -> LogicalBatch:
         """The logical batch in the making; raises PrivacyError, which names the caller, when there is none."""
@@ -147,11 +147,12 @@ class PrivateSteps:
         return self._gather(lambda: self._clipper.clip(loss_fn, examples, whole=checked))
 
     def step(self, batch: LogicalBatch, loss_fn: Callable[[nn.Module, Any], Tensor]) -> list[ClippingResult]:
-        """Clips all physical batches, then steps the optimizer; compiled where that was asked for."""
+        """Clips all physical batches, steps the optimizer, ``zero_grad()``; compiled where that was asked for."""
         if self._compiled is not None:
             return self._compiled.step(batch, loss_fn)
         seen = [result for examples in batch.physical() for result in self.in_pieces(self.clip, loss_fn, examples)]
         self._optimizer.step()
+        self._optimizer.zero_grad()
         return seen
 
     def in_pieces(
@@ -279,7 +280,7 @@ class PrivateSteps:
         """Ends the logical batch, charged, with its private gradient in the p.grads, for the optimizer's own step."""
         self._batch = None
         self._sums.release(held, make_private)
-        self._stepping = True
+        self._stepping, self.pending = True, False
         self._self_check.released(held)
 
     def _make_private(self, sums: list[Tensor]) -> list[Tensor]:
@@ -290,17 +291,22 @@ class PrivateSteps:
 
     def fill_with_noise(self, out: Tensor) -> None:
         """Overwrites ``out`` [n] with the noise of this logical batch's release, divided as its sums will be."""
-        assert isinstance(self._noise, DrawsAhead)
-        self._noise.fill(out, self._noise_multiplier * self._sensitivity / self.batch_size)
+        fill = self._noise.fill  # type: ignore[attr-defined]
+        fill(out, self._noise_multiplier * self._sensitivity / self.batch_size)
 
     def sums_of(self, parameters: list[nn.Parameter]) -> list[Tensor]:
         """What was gathered for the parameters."""
         return self._sums.of(parameters)
 
     @property
-    def fills(self) -> bool:
+    def draws_ahead(self) -> bool:
         """Whether noise can be had before the sums are there."""
-        return isinstance(self._noise, DrawsAhead)
+        return self._adaptation is None and isinstance(self._noise, DrawsAhead)
+
+    @property
+    def sensitivity(self) -> float:
+        """Of what the logical batch in the making has gathered."""
+        return self._sensitivity
 
     @property
     def watched(self) -> bool:
@@ -310,7 +316,7 @@ class PrivateSteps:
     def updated(self) -> None:
         """Ends the logical batch, charged and stepped with, without gradients ever having been in place."""
         self._sums.discard()
-        self._batch = None
+        self._batch, self.pending = None, False
         self._sums.remember_released()
 
 
