@@ -22,7 +22,7 @@ from ghostclip.datasets import Data
 from ghostclip.report import plain
 from ghostclip.report.audit_plot import AuditPanel, audit_plot
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "panels_of", "plot_of", "run"]
 
 AUDITED = ("reweight", "cached")
 
@@ -99,18 +99,26 @@ def run(arguments: argparse.Namespace) -> int:
 
 def plot_of(found: Audit) -> bytes:
     """The bounds over the number of releases, a panel for each claim they are about."""
+    return audit_plot(panels_of(found), found.delta, found.confidence)
+
+
+def panels_of(found: Audit) -> list[AuditPanel]:
+    """One panel for a white-box trial's claim, where there were any, and one for the training's."""
     panels = []
-    curve = found.white_box.curve if found.white_box is not None else []
-    trial = [bound for bound in found.bounds if bound.about == "trial"]
-    if trial and found.white_box is not None:
-        steps, rate = found.white_box.steps_per_trial, found.white_box.sample_rate
-        what = "one release" if steps == 1 else f"{steps} releases"
-        lines = {"Gaussian": [p.gaussian for p in curve], "Clopper-Pearson": [p.clopper_pearson for p in curve]}
-        panels.append(AuditPanel(f"{what}, sampling rate {rate:.3g}", trial[0].claimed, lines))
-    lines = {"Gaussian": [p.training for p in curve]} if curve else {}
+    white, lines = found.white_box, {}
+    releases = [point.releases for point in white.curve] if white is not None else []
+    if white is not None:
+        what = "one release" if white.steps_per_trial == 1 else f"{white.steps_per_trial} releases"
+        claimed = next(bound.claimed for bound in found.bounds if bound.about == "trial")
+        both = {
+            "Gaussian": [point.gaussian for point in white.curve],
+            "Clopper-Pearson": [point.clopper_pearson for point in white.curve],
+        }
+        panels.append(AuditPanel(f"{what}, sampling rate {white.sample_rate:.3g}", claimed, releases, both))
+        lines = {"Gaussian": [point.training for point in white.curve]}
     levels = {bound.method: bound.epsilon for bound in found.bounds if bound.method == "one-run"}
-    panels.append(AuditPanel("the whole training", found.claimed, lines, levels))
-    return audit_plot([point.releases for point in curve], panels, found.delta, found.confidence)
+    panels.append(AuditPanel("the whole training", found.claimed, releases, lines, levels))
+    return panels
 
 
 def _check(arguments: argparse.Namespace) -> None:

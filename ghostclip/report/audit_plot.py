@@ -22,35 +22,37 @@ class AuditPanel:
     Attributes:
         title: what the claim is about.
         claimed: epsilon.
+        releases: numbers of audited releases.
         lines: {method: lower bound after each number of releases}.
         levels: {method: lower bound} of attacks that don't grow with the releases.
     """
 
     title: str
     claimed: float
+    releases: Sequence[int] = ()
     lines: Mapping[str, Sequence[float]] = field(default_factory=dict)
     levels: Mapping[str, float] = field(default_factory=dict)
 
 
-def audit_plot(releases: Sequence[int], panels: Sequence[AuditPanel], delta: float, confidence: float) -> bytes:
-    """A PNG with one panel for each claim.
+def audit_plot(panels: Sequence[AuditPanel], delta: float, confidence: float) -> bytes:
+    """A PNG with one panel for each claim, two in a row.
 
     Args:
-        releases: numbers of audited releases, at which the lines of all panels were taken.
-        panels: from left to right.
+        panels: as one reads.
         delta: of all epsilons.
         confidence: of the lower bounds.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(1.2 + 4.6 * len(panels), 4.4), dpi=RESOLUTION, layout="constrained")
-    figure.suptitle(f"Claimed and audited epsilon (delta = {delta:g}, lower bounds at confidence {confidence:.4g})")
+    columns, rows = min(len(panels), 2), -(-len(panels) // 2)
+    figure = Figure(figsize=(1.2 + 4.6 * columns, 0.4 + 4.0 * rows), dpi=RESOLUTION, layout="constrained")
+    figure.suptitle(f"Claimed and audited epsilon (delta = {delta:g}, lower bounds at confidence {confidence:.8g})")
     for number, panel in enumerate(panels, 1):
-        _draw(figure.add_subplot(1, len(panels), number), releases, panel)
+        _draw(figure.add_subplot(rows, columns, number), panel)
     return _png(figure)
 
 
-def _draw(axes: Axes, releases: Sequence[int], panel: AuditPanel) -> None:
+def _draw(axes: Axes, panel: AuditPanel) -> None:
     """One panel: the claim as a dashed line, bounds with markers, levels dotted."""
     axes.set_title(panel.title, fontsize=11)
     axes.set_xlabel("audited releases" if panel.lines else "")
@@ -65,11 +67,11 @@ def _draw(axes: Axes, releases: Sequence[int], panel: AuditPanel) -> None:
     for method, values in panel.lines.items():
         shown = [value if math.isfinite(value) else math.nan for value in values]
         label = f"{method}: {values[-1]:.3g}"
-        axes.plot(releases, shown, color=next(colours), linewidth=1.8, marker="o", markersize=4, label=label)
+        axes.plot(panel.releases, shown, color=next(colours), linewidth=1.8, marker="o", markersize=4, label=label)
     for method, value in panel.levels.items():
         axes.axhline(value, color=next(colours), linewidth=1.8, linestyle=":", label=f"{method}: {value:.3g}")
     if panel.lines:
-        _count_axis(axes, releases)
+        _count_axis(axes, panel.releases)
     else:
         axes.set_xticks([])
     highest = [panel.claimed, *panel.levels.values(), *(value for line in panel.lines.values() for value in line)]
