@@ -1,4 +1,4 @@
-"""Poisson sampling: the distribution of batches, their division, what is kept of a DataLoader, and what is refused."""
+"""Sampling: the distribution of batches, their division, what is kept of a DataLoader, and what is refused."""
 
 import warnings
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ from torch.utils.data import (
 )
 
 from ghostclip.errors import PrivacyError
-from ghostclip.events import SampledGaussian
-from ghostclip.sampling import LogicalBatches
+from ghostclip.events import FixedSizeGaussian, SampledGaussian, TruncatedGaussian
+from ghostclip.sampling import LogicalBatches, scheme_named
 
 # A false alarm once in a hundred thousand runs for each test.
 RARE = 1e-5
@@ -78,6 +78,7 @@ def test_examples_are_included_at_the_sampling_rate_and_independently() -> None:
 
 
 def test_sizes_are_binomial_and_empty_batches_come_at_their_rate() -> None:
+    """Row "empty Poisson batch skipped": they are handed out like any other."""
     steps, size = 6000, 10
     found = members(LogicalBatches(numbered(size), batch_size=2), steps).sum(1)
     law = stats.binom(size, 0.2)
@@ -85,6 +86,79 @@ def test_sizes_are_binomial_and_empty_batches_come_at_their_rate() -> None:
     pooled = [*counts[:6], counts[6:].sum()]
     assert stats.chisquare(pooled, steps * np.array([*law.pmf(range(6)), law.sf(5)])).pvalue > RARE
     assert stats.binomtest(int(counts[0]), steps, (1 - 0.2) ** size).pvalue > RARE
+
+
+@pytest.mark.parametrize("sampling", ["without_replacement", "truncated"])
+def test_of_a_given_size_all_sets_are_equally_likely(sampling: str) -> None:
+    """Of pairs of a fixed size, and of Poisson samples that were cut down to two."""
+    steps, size = 6000, 5
+    options: dict[str, Any] = {"batch_size": 2, "sampling": sampling, "max_physical_batch_size": 2}
+    found = members(LogicalBatches(numbered(size), **options), steps)
+    pairs = found[found.sum(1) == 2]
+    counts = np.array([(pairs[:, left] & pairs[:, right]).sum() for left in range(size) for right in range(left)])
+    assert counts.sum() == len(pairs)
+    assert stats.chisquare(counts).pvalue > RARE
+    if sampling == "without_replacement":
+        assert len(pairs) == steps
+    else:
+        law = stats.binom(size, 0.4)
+        sizes = np.bincount(found.sum(1), minlength=3)
+        assert len(sizes) == 3
+        assert stats.chisquare(sizes, steps * np.array([law.pmf(0), law.pmf(1), law.sf(1)])).pvalue > RARE
+
+
+def test_batches_of_a_fixed_size_are_drawn_anew_from_all() -> None:
+    found = members(LogicalBatches(numbered(8), batch_size=2, sampling="without_replacement"), 3000).astype(float)
+    for example in range(8):
+        assert stats.binomtest(int(found[:, example].sum()), 3000, 0.25).pvalue > RARE
+        assert stats.pearsonr(found[:-1, example], found[1:, example]).pvalue > RARE
+
+
+@pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
+def test_each_way_to_sample_has_its_own_event(neighboring: str) -> None:
+    """Row "shuffled or fixed-size batches accounted as Poisson": whoever samples says what is charged."""
+    options: dict[str, Any] = {"batch_size": 4, "max_physical_batch_size": 7, "neighboring": neighboring}
+    expected = {
+        "poisson": SampledGaussian(0.1, 1.5, relation=neighboring),
+        "without_replacement": FixedSizeGaussian(0.1, 1.5, relation=neighboring),
+        "truncated": TruncatedGaussian(0.1, 1.5, relation=neighboring, dataset_size=40, max_batch_size=7),
+    }
+    for sampling, event in expected.items():
+        loader = LogicalBatches(numbered(40), **options, sampling=sampling)
+        assert loader.event(1.5) == event
+        assert loader.event(1.5).sampling == sampling
+        assert all(sum(batch.sizes) <= 7 for batch in loader) or sampling == "poisson"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"sampling": "shuffled"},
+            "sampling must be one of 'poisson', 'without_replacement', 'truncated'; got 'shuffled'",
+        ),
+        ({"sampling": None}, "sampling must be one of"),
+        ({"neighboring": "replace"}, "neighboring must be one of 'add_or_remove_one', 'replace_one'; got 'replace'"),
+        ({"max_batch_size": 20}, 'max_batch_size must be left out but with sampling="truncated"; got 20'),
+        ({"sampling": "truncated"}, r"max_batch_size must be given with sampling=.truncated."),
+        ({"sampling": "truncated", "max_batch_size": 9}, "max_batch_size must be at least batch_size = 10"),
+        ({"sampling": "truncated", "max_batch_size": float("nan")}, "max_batch_size must be a whole number >= 1"),
+        ({"sampling": "truncated", "max_physical_batch_size": 9}, "max_batch_size must be at least batch_size = 10"),
+    ],
+)
+def test_schemes_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        LogicalBatches(numbered(40), **{"batch_size": 10, **options})
+
+
+def test_the_replacement_of_a_sampler_names_the_way() -> None:
+    for sampling, name in [
+        ("without_replacement", "without replacement .4 different examples"),
+        ("truncated", "truncated"),
+    ]:
+        with pytest.warns(UserWarning, match=rf"is replaced by {'sampling ' if 'out' in sampling else ''}{name}"):
+            LogicalBatches(DataLoader(Squares(), 4), sampling=sampling, max_physical_batch_size=8)
+    assert "each user is in a batch" in scheme_named("poisson", 10, 2, unit="user").words
 
 
 def test_successive_batches_are_independent() -> None:
@@ -183,6 +257,72 @@ def test_options_of_a_loader_are_kept() -> None:
     made = taken_over(given)._loader
     assert (made.num_workers, made.timeout, made.prefetch_factor, made.pin_memory) == (1, 5, 3, True)
     assert made.generator is generator
+
+
+class Record:
+    """A batch of a class of its own, which can be pinned."""
+
+    def __init__(self, examples: list[Any]) -> None:
+        self.examples, self.pinned = examples, False
+
+    def pin_memory(self) -> "Record":
+        self.pinned = True
+        return self
+
+
+class Mixed(Dataset[Any]):
+    """Examples of an array, a text and a number, as real data sets give them."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"array": np.full(3, index, np.float32), "text": f"number {index}", "number": index}
+
+
+class AllAtOnce(Mixed):
+    """Reads a whole batch by one call, which torch asks for where it is there."""
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("single examples are slow")
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [Mixed.__getitem__(self, index) for index in indices]
+
+
+@pytest.mark.parametrize("kind", [Mixed, AllAtOnce])
+def test_arrays_and_texts_in_dicts_come_as_default_collation_gives_them(kind: type[Mixed]) -> None:
+    loader = LogicalBatches(kind(), batch_size=20, max_physical_batch_size=4)
+    for batch in loader:
+        for part, size in zip(batch.physical(), batch.sizes, strict=True):
+            assert part["array"].shape == (size, 3)
+            assert part["array"].dtype == torch.float32
+            assert part["text"] == [f"number {number}" for number in part["number"].tolist()]
+
+
+@pytest.mark.parametrize("collate", [Record, lambda examples: {"all": examples}, lambda examples: examples])
+def test_collation_may_return_anything(collate: Any) -> None:
+    loader = taken_over(DataLoader(Mixed(), 10, collate_fn=collate))
+    part = next(part for batch in loader for part in batch.physical())
+    assert isinstance(part, (Record, dict, list))
+
+
+def test_pinning_is_asked_for_as_given() -> None:
+    made = taken_over(DataLoader(Mixed(), 10, pin_memory=True))._loader
+    assert made.pin_memory
+    assert not LogicalBatches(Mixed(), batch_size=4)._loader.pin_memory
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+def test_persistent_workers_prefetch_and_leave_users_together() -> None:
+    given = DataLoader(Mixed(), 4, num_workers=1, persistent_workers=True, prefetch_factor=4)
+    ids = [row // 3 for row in range(30)]
+    loader = taken_over(given, unit_ids=ids, max_physical_batch_size=6)
+    for _ in range(2):
+        for batch in loader:
+            rows = [row for part in batch.physical() for row in part["number"].tolist()]
+            assert all(rows.count(row // 3 * 3 + place) == 1 for row in rows for place in range(3))
 
 
 def test_rows_of_tensors_come_as_default_collation_gives_them() -> None:

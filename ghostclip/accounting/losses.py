@@ -55,7 +55,7 @@ def _of_one_release(event: SampledRelease, interval: float) -> Any:
     if event.relation == "replace_one":
         return _without_replacement(event.noise_multiplier, event.sample_rate, interval)
     # Where an example is left out of the sample another one takes its place, so a sum moves by twice the bound; and it
-    # is in the sample with the probability of a Poisson sample of that rate (Zhu, Dong, Wang 2022, theorem 11).
+    # is in the sample with the probability of a Poisson sample of that rate (Zhu, Dong, Wang 2022, on subsets).
     return distributions.from_gaussian_mechanism(event.noise_multiplier / 2, sampling_prob=event.sample_rate, **grid)
 
 
@@ -95,7 +95,8 @@ def _second_divergence(event: SampledRelease) -> float:
     if not isinstance(event, TruncatedGaussian):
         return plain
     cut = stats.binom.sf(event.max_batch_size - 1, event.dataset_size - 1, event.sample_rate)
-    return plain if cut == 0 else float(np.logaddexp(plain, math.log(cut) + _poisson_divergence(1.0, twice)))
+    moved = _poisson_divergence(event.sample_rate, twice)
+    return plain if cut == 0 else max(plain + cut * (moved - plain), math.log(cut) + moved)
 
 
 def _poisson_divergence(rate: float, sigma: float) -> float:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from ghostclip import accounting
-from ghostclip.cli.arguments import add_accounting, add_json, add_sampling, print_json, sampling_of
+from ghostclip.cli.arguments import UsageError, add_accounting, add_json, print_json
+from ghostclip.cli.sampling import Sampled, add_sampling, sampling_of
+from ghostclip.report.plots import epsilon_plot
+from ghostclip.validate import positive
 
 __all__ = ["add_arguments", "run"]
 
@@ -24,25 +28,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_accounting(parser, "which bound is the answer; both are shown (default: pld, the tighter one)")
     add_sampling(parser)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also write epsilon over the steps to a .png file")
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints epsilon by both accountants."""
-    sample_rate, steps = sampling_of(arguments)
+    """Prints epsilon by each accountant that bounds it, and draws it over the steps."""
+    if arguments.plot is not None and arguments.plot.suffix != ".png":
+        raise UsageError(f"--plot must name a .png file; got {arguments.plot}")
+    sampled = sampling_of(arguments)
     setting = {
-        "noise_multiplier": arguments.noise_multiplier,
-        "sample_rate": sample_rate,
-        "steps": steps,
+        "noise_multiplier": positive(noise_multiplier=arguments.noise_multiplier),
+        **sampled.keywords,
+        "steps": sampled.steps,
         "delta": arguments.delta,
     }
-    spent = {name: accounting.epsilon(**setting, accountant=name) for name in accounting.ACCOUNTANTS}
+    event = sampled.event(arguments.noise_multiplier)
+    names = dict.fromkeys([arguments.accountant, *accounting.accountants_for(event)])
+    spent = {name: accounting.epsilon(**setting, accountant=name) for name in names}
+    if arguments.plot is not None:
+        _plot(sampled, arguments, list(spent))
     if arguments.json:
         print_json(
             {"epsilon": spent[arguments.accountant], "accountant": arguments.accountant, "epsilons": spent, **setting}
         )
         return 0
-    for name in sorted(spent, key=lambda name: name != arguments.accountant):
-        print(f"epsilon {spent[name]:.4g} ({name.upper()})")
-    print(f"at delta {arguments.delta:g}, after {steps:,} steps of sample rate {sample_rate:.4g}")
+    for name, value in spent.items():
+        print(f"epsilon {value:.4g} ({name.upper()})")
+    print(f"at delta {arguments.delta:g}, after {sampled.steps:,} steps over {accounting.samples(event)}")
+    print(accounting.neighbours(event))
     return 0
+
+
+def _plot(sampled: Sampled, arguments: argparse.Namespace, accountants: list[str]) -> None:
+    """Epsilon over the steps, in the file the arguments name."""
+    curves = {}
+    for name in accountants:
+        marks, curves[name.upper()] = accounting.epsilon_over_time(
+            noise_multiplier=arguments.noise_multiplier,
+            steps=sampled.steps,
+            delta=arguments.delta,
+            accountant=name,
+            **sampled.keywords,
+        )
+    about = accounting.neighbours(sampled.event(arguments.noise_multiplier))
+    arguments.plot.write_bytes(epsilon_plot(marks, curves, arguments.delta, None, about=about))

@@ -101,8 +101,11 @@ def _plots(record: Record) -> list[_Plot]:
         caption = "Mean loss of each step's batch; faint as it was, strong smoothed. Not private."
         found.append(_Plot("loss.png", caption, loss_plot(losses)))
     if (spent := record.privacy) is not None:
-        caption = "Epsilon spent by the main run after so many steps, by each accountant's upper bound."
-        png = epsilon_plot(spent.steps, spent.epsilons, spent.delta, spent.target)
+        caption = (
+            "Epsilon spent by the main run after so many steps, by each accountant's upper bound; dotted: a forecast."
+        )
+        forecast = (spent.forecast_steps, spent.forecasts) if spent.forecast_steps else None
+        png = epsilon_plot(spent.steps, spent.epsilons, spent.delta, spent.target, forecast)
         found.append(_Plot("epsilon.png", caption, png))
     if record.norms is not None:
         caption = (

@@ -40,12 +40,31 @@ def loss_plot(losses: Mapping[str, tuple[int, Sequence[float]]]) -> bytes:
 
 
 def epsilon_plot(
-    steps: Sequence[int], epsilons: Mapping[str, Sequence[float]], delta: float, target: float | None
+    steps: Sequence[int],
+    epsilons: Mapping[str, Sequence[float]],
+    delta: float,
+    target: float | None,
+    forecast: tuple[Sequence[int], Mapping[str, Sequence[float]]] | None = None,
+    about: str = "",
 ) -> bytes:
-    """Epsilon spent after so many steps, by accountant; ``target`` is drawn as a line."""
-    figure, axes = _axes(f"Privacy spent (delta = {delta:g})", "steps", "epsilon")
+    """Epsilon spent after so many steps, by accountant; ``target`` is drawn as a line.
+
+    Args:
+        steps: numbers of steps.
+        epsilons: {accountant: epsilon after each number}; values that are not finite leave a gap.
+        delta: at which they hold.
+        target: what the noise was calibrated to.
+        forecast: the same two for steps that would follow, from the last one taken on; dashed.
+        about: a sentence under the title.
+    """
+    title = f"Privacy spent (delta = {delta:g})" + (f"\n{about}" if about else "")
+    figure, axes = _axes(title, "steps", "epsilon")
     for colour, (accountant, values) in zip(_cycle(len(epsilons)), epsilons.items(), strict=True):
         axes.plot(steps, values, color=colour, linewidth=1.8, marker="o", markersize=3, label=accountant)
+        if forecast is not None:
+            axes.plot(forecast[0], forecast[1][accountant], color=colour, linewidth=1.4, linestyle=":")
+    if forecast is not None:
+        axes.plot([], [], color=GREY, linewidth=1.4, linestyle=":", label="if training went on")
     if target is not None:
         axes.axhline(target, color=GREY, linewidth=1, linestyle="--", label=f"target: {target:g}")
     axes.set_xlim(left=0)

@@ -43,12 +43,20 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class PrivacyCurve:
-    """Epsilon at ``delta`` after so many steps, by accountant; ``target``: what noise was calibrated to."""
+    """Epsilon at ``delta`` after so many steps, by accountant.
+
+    Attributes:
+        target: what noise was calibrated to.
+        forecast_steps, forecasts: the same as ``steps`` and ``epsilons``, from the last step taken on, if training went
+            on as before; empty where that isn't known.
+    """
 
     steps: Sequence[int]
     epsilons: Mapping[str, Sequence[float]]
     delta: float
     target: float | None = None
+    forecast_steps: Sequence[int] = ()
+    forecasts: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,6 @@ from .batches import LogicalBatch, LogicalBatches
 from .schemes import Poisson, Scheme, Truncated, WithoutReplacement, scheme_named
 from .users import UserRows, Users
 
-PoissonLoader = LogicalBatches
-
 __all__ = [
     "LogicalBatch",
     "LogicalBatches",

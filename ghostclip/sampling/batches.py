@@ -84,6 +84,7 @@ class LogicalBatches:
         seed: makes the sampling repeatable, and worthless for privacy; None: the operating system's entropy.
         begin: told of each logical batch that is handed out, and with None when the one before is over.
         left: told of a logical batch whose physical ones were not all taken.
+        generator: makes the generator of an epoch's samples, without a ``seed``; hardened noise brings its own.
 
     Raises:
         PrivacyError: the examples can't be drawn at random, or the loader samples in a way that is not ours to replace.
@@ -104,6 +105,7 @@ class LogicalBatches:
         seed: int | None = None,
         begin: Callable[[LogicalBatch | None], None] = lambda batch: None,
         left: Callable[[LogicalBatch], None] = lambda batch: None,
+        generator: Callable[[], Any] = np.random.default_rng,
     ) -> None:
         given = data if isinstance(data, DataLoader) else None
         dataset = data if given is None else given.dataset
@@ -123,10 +125,13 @@ class LogicalBatches:
             self._users = Users(unit_ids, self.dataset_size, max_rows_per_unit, self._limit)
         elif max_rows_per_unit is not None:
             raise ValueError(f"max_rows_per_unit must be left out without unit_ids; got {max_rows_per_unit!r}")
+        # A function of its own: a method would put the samples into a reference cycle.
+        self._divide = partial(_divided, self._users, self._limit)
         self.scheme = self._scheme(batch_size, sampling, neighboring, max_batch_size)
         self.batch_size = self.scheme.batch_size
         self.begin, self.left = begin, left
         self._seeded = None if seed is None else np.random.default_rng(seed)
+        self._generator = generator
         self._chunks = Chunks()
         self._open = partial(loader_of, dataset, given, self._chunks)
         self._loader = self._open()
@@ -149,13 +154,6 @@ class LogicalBatches:
             max_batch_size=self._limit if sampling == "truncated" and max_batch_size is None else max_batch_size,
         )
 
-    def _divide(self, chosen: list[int]) -> Sequence[Physical]:
-        """The physical batches of a sample."""
-        if self._users is not None:
-            return self._users.divide(chosen)
-        limit = self._limit or max(1, len(chosen))
-        return [(chosen[start : start + limit], None) for start in range(0, len(chosen), limit)]
-
     @property
     def sample_rate(self) -> float:
         """The expected share of the examples (or users) in a logical batch."""
@@ -170,7 +168,7 @@ class LogicalBatches:
         return max(1, round(self.scheme.population / self.batch_size))
 
     def __iter__(self) -> Iterator[LogicalBatch]:
-        generator = np.random.default_rng() if self._seeded is None else self._seeded
+        generator = self._generator() if self._seeded is None else self._seeded
         if self._draws is not None:
             self._epoch += 1
         self._taken, self._skip = self._skip, 0
@@ -216,6 +214,14 @@ class LogicalBatches:
         self._chunks.draws = draws
         self._loader = self._open()
         return iter(self._loader)
+
+
+def _divided(users: Users | None, limit: int | None, chosen: list[int]) -> Sequence[Physical]:
+    """The physical batches of a sample."""
+    if users is not None:
+        return users.divide(chosen)
+    size = limit or max(1, len(chosen))
+    return [(chosen[start : start + size], None) for start in range(0, len(chosen), size)]
 
 
 class _Epoch:
