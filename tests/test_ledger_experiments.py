@@ -1,4 +1,4 @@
-"""A short version of experiments/kills.py, and that it notices what it is there to notice."""
+"""Short versions of experiments/kills.py and privacy_overhead.py; the kills notice what they are there to notice."""
 
 import json
 import random
@@ -34,3 +34,14 @@ def test_a_run_that_forgets_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(kills, "spent_in", lambda place: 10**6)
     with pytest.raises(kills.Broken, match="1000000 charged"):
         kills.one_run(tmp_path, [kills.RANDOM], {kills.RANDOM: []}, random.Random(1))
+
+
+def test_overhead_is_a_share_of_the_step_of_the_same_round(tmp_path):
+    module = script("privacy_overhead")
+    words = ["--workloads", "mlp", "--batch-size", "4", "--seconds", "0.2", "--out", str(tmp_path)]
+    assert module.main(words) == 0
+    found = json.loads((tmp_path / "privacy_overhead.json").read_text())["workloads"]["mlp"]
+    assert {*module.STEPS, "noise", "ledger", "ledger, every step", "together"} <= set(found["ms"])
+    ms = {part: spread["median"] for part, spread in found["ms"].items()}
+    assert ms["noise"] < ms["together"]
+    assert "standard noise and ledger in blocks" in (tmp_path / "privacy_overhead.md").read_text()
