@@ -1,5 +1,6 @@
 """Saving and restoring an engine: a run goes on as if never interrupted, and never forgets what it spent."""
 
+import contextlib
 import logging
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from torch.optim import lr_scheduler
 
 import ghostclip
 from ghostclip import BudgetExceededError, LedgerError, PrivacyError, accounting, checkpoint
-from ghostclip.clipping import Adaptive, Custom, Flat, PerLayer
+from ghostclip.clipping import Adaptive, Custom, PerLayer
 from ghostclip.engine import PrivacyEngine
 
 
@@ -349,6 +350,26 @@ def test_an_interrupted_batch_is_discarded_and_the_rest_stored(tmp_path: Path) -
     go(other, 1)
 
 
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_interrupted_batch_comes_again(at: int, tmp_path: Path) -> None:
+    def losses_of(model: nn.Module, examples: list[Tensor]) -> Tensor:
+        if engine.steps_taken >= at - 1:
+            raise KeyboardInterrupt
+        return runs.losses_of(model, examples)
+
+    engine, other = private(batch_size=12, self_check=False), private(batch_size=12)
+    with contextlib.suppress(KeyboardInterrupt):
+        for batch in engine.batches():
+            engine.step(batch, losses_of)
+    taken = engine._snapshots.loader._taken
+    engine.save(tmp_path / "x")
+    found = other.restore(tmp_path / "x")
+    assert found.steps == found.steps_in_epoch == engine.steps_taken == taken - 1 == at - 1
+    other.save(tmp_path / "x")
+    assert other.restore(tmp_path / "x") == found
+    assert len([*other.batches()]) == 2 - (at - 1)
+
+
 def test_an_epoch_goes_on_where_it_was(tmp_path: Path) -> None:
     engine = private(batch_size=4)
     assert len(engine.batches()) == 6
@@ -476,7 +497,7 @@ def test_with_a_ledger_what_a_run_spent_after_its_checkpoint_counts(tmp_path: Pa
     go(other, 1)
     assert found.steps == 2
     assert sum(event.count for event in other.events) == 5
-    assert other.epsilon() == accounting.epsilon_of(other.ledger.events, delta=1e-5)
+    assert other.events == other.ledger.events
     other.save(tmp_path / "x")
     other.detach()
     again = private(ledger=ledger)
@@ -522,5 +543,11 @@ def test_a_compiled_engine_goes_on(tmp_path: Path) -> None:
     other.restore(tmp_path / "x")
     assert state_of(other) == state_of(first)
     assert other.steps_taken == 12
-    go(other, 12).save(tmp_path / "x")
-    assert Flat(1.0) == other._snapshots.policy
+    # Going back changes tensors that graphs were made for.
+    ends = []
+    for _ in range(2):
+        other.restore(tmp_path / "x")
+        ends.append(runs.weights(go(other, 12).model))
+    assert not torch.allclose(ends[0], runs.weights(first.model))
+    torch.testing.assert_close(*ends)
+    torch.testing.assert_close(runs.weights(go(first, 12).model), ends[0])

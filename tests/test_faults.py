@@ -379,6 +379,26 @@ def test_ctrl_c_at_every_line_with_narrow_sums(by_hand: bool) -> None:
         assert float(moved) <= 0.5 * NORM * sum(batch.sizes) / 8 * 1.05 + 1e-2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [None, 4])
+def test_ctrl_c_at_every_line_of_a_compiled_step(limit: int | None) -> None:
+    engine = small_engine(max_physical_batch_size=limit)
+    engine.compile()
+    training = Training(engine)
+    for _ in range(15):
+        training.step()
+    for at in range(1, lines_of_a_step(training, ("engine", "compiled")) + 1):
+        before, charged = runs.weights(engine.model), engine.steps_taken
+        with contextlib.suppress(KeyboardInterrupt), Interruption(at, ("engine", "compiled")):
+            training.step()
+        assert torch.equal(runs.weights(engine.model), before) or engine.steps_taken == charged + 1
+        before, charged = runs.weights(engine.model), engine.steps_taken
+        batch = training.step()
+        assert engine.steps_taken == charged + 1
+        moved = float((runs.weights(engine.model) - before).norm())
+        assert moved <= RATE * NORM * sum(batch.sizes) / 8 * (1 + 1e-4) + 1e-6
+
+
 # --- exceptions of others
 
 

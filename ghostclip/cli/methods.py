@@ -104,15 +104,15 @@ class Nonprivate:
 
 
 class Ghost:
-    """PrivacyEngine with one of its second passes."""
+    """PrivacyEngine with one of its second passes, from the first epoch that isn't over."""
 
     private: bool = True
     noise_multiplier: float | None
 
     def __init__(self, settings: Settings, model: nn.Module, data: TensorDataset) -> None:
         self.noise_multiplier = settings.noise_multiplier
-        self._epochs = settings.epochs
-        self._engine = ghostclip.PrivacyEngine(
+        self._epochs, self.first_epoch = settings.epochs, 0
+        self.engine = ghostclip.PrivacyEngine(
             model,
             OPTIMIZERS[settings.optimizer](model.parameters(), settings.learning_rate),
             data,
@@ -127,14 +127,14 @@ class Ghost:
         )
 
     def __iter__(self) -> Iterator[Step]:
-        for _ in range(self._epochs):
-            for batch in self._engine.batches():
-                losses = self._engine.step(batch, cross_entropy).losses
+        for _ in range(self.first_epoch, self._epochs):
+            for batch in self.engine.batches():
+                losses = self.engine.step(batch, cross_entropy).losses
                 yield Step(len(losses), float(losses.mean()))
 
     def epsilon(self, accountant: str) -> float:
         """What the steps taken so far spent."""
-        return self._engine.epsilon(accountant=accountant)
+        return self.engine.epsilon(accountant=accountant)
 
 
 class Naive:
@@ -148,10 +148,13 @@ class Naive:
         self._settings, self._model = settings, ghostclip.unwrap(model)
         self._clipped_sum = {"nxbp": naive.nxbp, "multiloss": naive.multiloss}[settings.method]
         self._optimizer = OPTIMIZERS[settings.optimizer](model.parameters(), settings.learning_rate)
-        self._batches = LogicalBatches(
-            data, batch_size=settings.batch_size, max_physical_batch_size=settings.max_physical_batch_size
-        )
         self._noise, self._charged = noise_source(settings.noise or "standard"), 0
+        self._batches = LogicalBatches(
+            data,
+            batch_size=settings.batch_size,
+            max_physical_batch_size=settings.max_physical_batch_size,
+            generator=self._noise.generator,
+        )
 
     def __iter__(self) -> Iterator[Step]:
         for _ in range(self._settings.epochs):

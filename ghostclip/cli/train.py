@@ -12,6 +12,8 @@ import torch
 from ghostclip import datasets, models, report
 from ghostclip.bench.machine import describe
 from ghostclip.cli.arguments import UsageError, add_json, print_json
+from ghostclip.cli.forecast import with_forecast
+from ghostclip.cli.keeping import add_checkpoints, keeping_of, told
 from ghostclip.cli.methods import METHODS, OPTIMIZERS, Settings
 from ghostclip.cli.plan import DEFAULT_EPSILON, PlannedRun, runs_of, wants_comparison
 from ghostclip.cli.progress import bar
@@ -33,7 +35,8 @@ that no accountant here counts. The noise is never seeded; --seed sets the initi
 
 examples:
   ghostclip train --model cnn --data digits --report reports/demo
-  ghostclip train --model lstm --data mnist --data-dir ~/mnist --epsilon 3 --delta 1e-5
+  ghostclip train --model lstm --data mnist --data-dir ~/mnist --epsilon 3 --delta 1e-5 --checkpoint runs/lstm
+  ghostclip train --model lstm --data mnist --data-dir ~/mnist --epsilon 3 --delta 1e-5 --checkpoint runs/lstm --resume
   ghostclip train --model transformer --data imdb --data-dir ~/aclImdb --vocabulary words.txt --epsilon 8"""
 
 
@@ -41,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.epilog = EPILOG
     add_configuration(parser)
+    add_checkpoints(parser)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--ledger",
@@ -101,6 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Trains, compares, prints, writes the report."""
     if arguments.report is not None:
         _prepare(arguments.report)
+    keeping = keeping_of(arguments)
     set_threads(arguments)
     data = load_data(arguments)
     build(
@@ -112,8 +117,8 @@ def run(arguments: argparse.Namespace) -> int:
     for plan in runs_of(arguments, len(data.train)):
         planned.append(plan)
         marks = _marks(plan.steps) if not outcomes else ()
-        with bar(plan.name, plan.steps) as watch:
-            outcomes.append(train(plan.settings, data, plan.name, watch, marks))
+        with bar(plan.name, plan.steps) as watch, told(keeping):
+            outcomes.append(train(plan.settings, data, plan.name, watch, marks, keeping))
     record = _record(arguments, data, planned[0].settings, outcomes)
     page = report.write(record, arguments.report) if arguments.report is not None else None
     if arguments.json:
@@ -155,7 +160,7 @@ def _record(arguments: argparse.Namespace, data: Data, main: Settings, outcomes:
         runs=[outcome.run for outcome in outcomes],
         speeds=speeds,
         speed_batch_size=min(SPEED_BATCH, len(data.train)) if speeds else 0,
-        privacy=first.curve,
+        privacy=with_forecast(first.curve, main, len(data.train)),
         norms=snapshot,
         machine=describe(),
     )

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import GhostClipper, models
 from ghostclip.accounting import ACCOUNTANTS
-from ghostclip.cli.methods import Settings, cross_entropy, steps_of
+from ghostclip.cli.keeping import History, Keeping
+from ghostclip.cli.methods import Ghost, Settings, Steps, cross_entropy, steps_of
 from ghostclip.datasets import Data
 from ghostclip.report import PrivacyCurve, TrainingRun
 
@@ -41,7 +42,14 @@ def build(name: str, data: Data, seed: int) -> nn.Module:
         return models.build(name, data.input_shape, data.classes, data.vocabulary)
 
 
-def train(settings: Settings, data: Data, name: str, watch: Watch, marks: Sequence[int] = ()) -> Outcome:
+def train(
+    settings: Settings,
+    data: Data,
+    name: str,
+    watch: Watch,
+    marks: Sequence[int] = (),
+    keeping: Keeping | None = None,
+) -> Outcome:
     """Trains once and evaluates on the test part.
 
     Args:
@@ -50,38 +58,65 @@ def train(settings: Settings, data: Data, name: str, watch: Watch, marks: Sequen
         name: of the run, for tables and plots.
         watch: told of every step.
         marks: steps after which epsilon is computed by PLD, for ``watch`` and the curve.
+        keeping: of checkpoints, for the methods that are engines.
 
     Raises:
-        ValueError, GhostClipError: settings the method or the model does not take.
+        ValueError, GhostClipError: settings the method or the model does not take, or a checkpoint that does not fit.
+        OSError: a checkpoint can't be written or read.
     """
     model = build(settings.model, data, settings.seed)
     steps = steps_of(settings, model, data.train)
-    curve: dict[str, list[float]] = {accountant: [] for accountant in ACCOUNTANTS}
-    losses, examples, seconds = [], 0, 0.0
+    seen = History()
+    if keeping is not None and isinstance(steps, Ghost):
+        keeping.start(steps, seen)
+        for loss in seen.losses:
+            watch(loss, None)
+        try:
+            _take(steps, seen, watch, marks, lambda: keeping.after_step(steps, seen))
+        finally:
+            # However it ended: at the last step, by Ctrl-C, or by an error, after which nothing half done is stored.
+            keeping.save(steps, seen)
+    else:
+        _take(steps, seen, watch, marks, lambda: None)
+    return _outcome(settings, data, name, marks, model, steps, seen)
+
+
+def _take(steps: Steps, seen: History, watch: Watch, marks: Sequence[int], after_step: Callable[[], None]) -> None:
+    """All steps that are left."""
     iterator, started = iter(steps), time.perf_counter()
     while (step := next(iterator, None)) is not None:
-        seconds += time.perf_counter() - started
-        losses.append(step.loss)
-        examples += step.examples
-        if steps.private and len(losses) in marks:
-            for accountant, values in curve.items():
+        seen.seconds += time.perf_counter() - started
+        seen.losses.append(step.loss)
+        seen.examples += step.examples
+        if steps.private and len(seen.losses) in marks:
+            for accountant, values in seen.epsilons.items():
                 values.append(steps.epsilon(accountant))
-        watch(step.loss, curve["pld"][-1] if curve["pld"] else None)
+        watch(step.loss, seen.epsilons["pld"][-1] if seen.epsilons["pld"] else None)
+        after_step()
         started = time.perf_counter()
+
+
+def _outcome(
+    settings: Settings, data: Data, name: str, marks: Sequence[int], model: nn.Module, steps: Steps, seen: History
+) -> Outcome:
+    """The figures of a run that is over."""
+    curve = seen.epsilons
     run = TrainingRun(
         name=name,
         method=settings.method,
         accuracy=accuracy(model, data.test),
         epochs=settings.epochs,
-        steps=len(losses),
-        seconds=seconds,
-        examples_per_second=examples / seconds if seconds else 0.0,
+        steps=len(seen.losses),
+        seconds=seen.seconds,
+        examples_per_second=seen.examples / seen.seconds if seen.seconds else 0.0,
         noise_multiplier=steps.noise_multiplier,
         noise=settings.noise if steps.noise_multiplier else None,
         epsilons={key.upper(): steps.epsilon(key) for key in ACCOUNTANTS} if steps.private else {},
-        losses=losses,
+        losses=seen.losses,
     )
-    bounded = bool(curve["pld"]) and all(math.isfinite(value) for values in curve.values() for value in values)
+    bounded = len(curve["pld"]) == len(marks) > 0 and all(
+        math.isfinite(value) for values in curve.values() for value in values
+    )
     return Outcome(model, run, _curve(settings, marks, curve) if bounded else None)
 
 

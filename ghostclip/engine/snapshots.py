@@ -89,7 +89,9 @@ class Snapshots:
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Stateful] | None) -> None:
         """See `PrivacyEngine.save`."""
-        epoch, taken, sampler = self.loader.position(again=self.steps.check_between("engine.save()"))
+        self.steps.check_between("engine.save()")
+        # A batch that was handed out and had no step, because it was interrupted, comes again.
+        epoch, taken, sampler = self.loader.position(again=self.steps.pending)
         ledger = self.spending.ledger
         public = {
             "configuration": self._configuration(),
@@ -118,6 +120,7 @@ class Snapshots:
         # First of all, so that whatever fails after it, nothing that was spent is forgotten.
         self.spending.add(_runs(public["spent"]))
         self.steps.begin(None)
+        self.steps.pending = False
         self.model.load_state_dict(public["model"])
         put_optimizer_state(self.optimizer, public["optimizer"])
         if public["clipping"] is not None:

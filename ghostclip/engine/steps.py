@@ -37,6 +37,9 @@ class PrivateSteps:
         charge: called once for each step, after all checks and before anything is released; it may refuse by raising.
         self_check: whether the first steps are looked at, see `SelfCheck`.
         scaling: what is known of the scale of losses; None: they come as they are.
+
+    Attributes:
+        pending: whether the logical batch handed out last has had no step.
     """
 
     def __init__(

@@ -1,0 +1,141 @@
+"""`ghostclip train --checkpoint` and `--resume`: a run that was interrupted or killed ends as it should have."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ghostclip import accounting, checkpoint
+from ghostclip.cli import main, methods, train
+from ghostclip.ledger import Ledger
+
+# Two epochs of three steps.
+RUN = ["train", "--model", "mlp", "--noise-multiplier", "1", "--batch-size", "500", "--epochs", "2", "--json"]
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def epsilon_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end only, since it takes longer than the steps."""
+    monkeypatch.setattr(train, "MARKS", 1)
+
+
+def spent(steps: int) -> float:
+    return accounting.epsilon(noise_multiplier=1.0, sample_rate=500 / 1437, steps=steps, delta=1e-5)
+
+
+def steps_at(folder: Path) -> int:
+    return checkpoint.load(folder).public["progress"]["steps"]
+
+
+def trained(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:
+    assert main([*RUN, *map(str, arguments)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (run,), (losses,) = found["runs"], found["not_private"]["losses"].values()
+    return run | {"losses": losses}
+
+
+def interrupt_at(patch: pytest.MonkeyPatch, call: int) -> None:
+    """Ctrl-C inside of a step."""
+    calls = [0]
+
+    def losses_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] == call:
+            raise KeyboardInterrupt
+        return losses_before(model, batch)
+
+    losses_before = methods.cross_entropy
+    patch.setattr(methods, "cross_entropy", losses_of)
+
+
+def test_an_interrupted_run_goes_on_and_forgets_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        # The self-check of the first step calls the loss function once more.
+        interrupt_at(patch, 6)
+        assert main([*RUN, "--checkpoint", str(folder)]) == 130
+    assert f"the run is kept at {folder}; add --resume" in capsys.readouterr().err
+    done = steps_at(folder)
+    assert 3 <= done < STEPS
+    run = trained(capsys, "--checkpoint", folder, "--resume")
+    assert run["steps"] == len(run["losses"]) == STEPS
+    assert run["epsilons"]["PLD"] == spent(STEPS)
+    assert steps_at(folder) == STEPS
+    assert sum(event.count for event in Ledger(f"{folder}.ledger").events) == STEPS
+
+
+def test_every_so_many_steps(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trained(capsys, "--checkpoint", tmp_path / "run", "--every", 4, "--ledger", tmp_path / "other.ledger")
+    assert steps_at(tmp_path / "run") == STEPS
+    assert steps_at(checkpoint.previous_of(tmp_path / "run")) == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other.ledger", "run", "run.previous"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resume"], "--resume needs --checkpoint DIR"),
+        (["--every", "2"], "--every needs --checkpoint DIR"),
+        (["--checkpoint", "run", "--resume"], "there is no checkpoint at run to go on from; leave out --resume"),
+        (["--checkpoint", "there"], "there is a checkpoint at there; add --resume to go on from it"),
+        (["--checkpoint", "run", "--compare"], "give --checkpoint or --compare, not both"),
+        (
+            ["--checkpoint", "run", "--method", "nxbp"],
+            "--method nxbp is there for comparison and keeps no --checkpoint",
+        ),
+        (["--checkpoint", "run", "--every", "0"], "every must be a whole number >= 1; got 0"),
+    ],
+)
+def test_what_does_not_go_together(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "manifest.json").touch()
+    assert main([*RUN, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_other_settings_are_refused_by_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    where = ["--checkpoint", str(tmp_path / "run")]
+    assert main([*RUN, *where, "--epochs", "1"]) == 0
+    assert main([*RUN, *where, "--resume", "--noise-multiplier", "2"]) == 2
+    assert "noise_multiplier is 1.0 in it and 2.0 here" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.0, 0.02, 0.1])
+def test_a_killed_run_goes_on_and_forgets_nothing(
+    seconds: float, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "ghostclip", *RUN, "--epochs", "400", "--checkpoint", str(folder), "--every", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (folder / "manifest.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    done = steps_at(folder)
+    # It is over when it was killed after the end of the second epoch; then nothing is left to do.
+    epochs = max(2, math.ceil(done / 3) + 1)
+    run = trained(capsys, "--checkpoint", folder, "--resume", "--epochs", epochs)
+    assert run["steps"] == 3 * epochs
+    charged = sum(event.count for event in Ledger(f"{folder}.ledger").events)
+    assert charged >= 3 * epochs
+    assert run["epsilons"]["PLD"] == spent(charged)
