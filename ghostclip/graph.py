@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ghostclip.errors import UnsupportedModelError
@@ -22,7 +22,7 @@ from ghostclip.nn.base import NOTHING, PROBE, Call
 from ghostclip.nn.fallback import Outside
 from ghostclip.seams import Edge
 
-__all__ = ["Uses", "captured_calls", "first_pass", "gradients_at", "let_go"]
+__all__ = ["WIDE", "Uses", "captured_calls", "first_pass", "gradients_at", "let_go"]
 
 ACCUMULATE = type(torch.zeros((), requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
@@ -33,8 +33,28 @@ REORDERING = {
                  "Scatter", "ScatterAdd", "Sort", "Take")
 }  # fmt: skip
 
+# Operations whose backward gives a scaled gradient for a scaled one, up to the rounding of each number: they multiply,
+# select, move and add up. Others (the softmax of an attention, a normalization) take differences in which all digits
+# may cancel, and then nothing is left but rounding errors, others for each scale.
+STEADY = {
+    f"{name}Backward{number}"
+    for name in ("Abs", "AdaptiveAvgPool1D", "AdaptiveAvgPool2D", "AdaptiveMaxPool2D", "Add", "Alias", "AvgPool2D",
+                 "AvgPool3D", "BinaryCrossEntropyWithLogits", "Cat", "Clone", "Convolution", "Elu", "Expand", "Gelu",
+                 "Hardtanh", "Index", "LeakyRelu", "LogSoftmax", "MaxPool2DWithIndices", "MaxPool3DWithIndices", "Mean",
+                 "MseLoss", "Mul", "NativeDropout", "Neg", "NllLoss", "NllLoss2D", "Permute", "Relu", "Select",
+                 "Sigmoid", "Silu", "Slice", "SmoothL1Loss", "Softplus", "Split", "SplitWithSizes", "Squeeze", "Stack",
+                 "Sub", "Sum", "T", "Tanh", "Transpose", "Unbind", "UnsafeSplit", "UnsafeView", "Unsqueeze", "View")
+    for number in (0, 1, 2)
+}  # fmt: skip
+STEADY_LAYERS = (
+    nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+    nn.Embedding, nn.EmbeddingBag, nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell,
+)  # fmt: skip
+
 # Functions that normalize by the statistics of a batch, whatever module calls them.
 BATCH_STATISTICS = {f"{name}BatchNormBackward0" for name in ("Native", "Cudnn", "Miopen")}
+# Types in which sums may be formed.
+WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 # Nodes of torch's own that more has to be known of than where they lead.
 TOLD = REORDERING | BATCH_STATISTICS
 
@@ -48,12 +68,14 @@ class Uses:
         leaves: nodes at which trained parameters enter outside of every layer.
         reorders: whether something between the layers may order the examples differently from batch to batch.
         size: how many nodes there are, by which a forward that took another way is told.
+        steady: whether a backward from scaled losses gives scaled gradients, up to the rounding of each number.
     """
 
     calls: list[Call]
     leaves: list[Any]
     reorders: bool
     size: int
+    steady: bool
 
 
 def captured_calls(losses: Tensor, index: ModelIndex) -> Uses:
@@ -68,7 +90,7 @@ def captured_calls(losses: Tensor, index: ModelIndex) -> Uses:
     """
     calls: list[Call] = []
     leaves: list[Any] = []
-    reorders = False
+    reorders, steady = False, True
     seen: set[Any] = set()
     stack: list[Any] = [losses.grad_fn]
     while stack:
@@ -78,6 +100,7 @@ def captured_calls(losses: Tensor, index: ModelIndex) -> Uses:
         seen.add(node)
         kind: Any = type(node)
         if _is_plain(kind):
+            steady = steady and kind.__name__ in STEADY
             stack += [edge[0] for edge in node.next_functions]
         elif kind is ACCUMULATE:
             if index.name_of(node.variable) is not None:
@@ -89,8 +112,11 @@ def captured_calls(losses: Tensor, index: ModelIndex) -> Uses:
                 index.refresh()
             if index.own_parameters(call):
                 calls.append(call)
+                layer: Any = type(call.layer)
+                steady = steady and call.dtype in WIDE and _is_steady(layer)
             stack += call.sources
         else:
+            steady = steady and kind.__name__ in STEADY
             reorders = reorders or (kind.__name__ in REORDERING and _moves_first_dimension(node))
             if kind.__name__ == "CheckpointFunctionBackward":
                 raise UnsupportedModelError(
@@ -100,7 +126,13 @@ def captured_calls(losses: Tensor, index: ModelIndex) -> Uses:
             if kind.__name__ in BATCH_STATISTICS:
                 _refuse_statistics(node)
             stack += [edge[0] for edge in node.next_functions]
-    return Uses(calls, leaves, reorders, len(seen))
+    return Uses(calls, leaves, reorders, len(seen), steady and not leaves)
+
+
+@functools.cache
+def _is_steady(layer: Any) -> bool:
+    """Whether the class is a wrapper of one of STEADY_LAYERS, and of nothing of a user's own."""
+    return getattr(layer, "wrapped", None) in STEADY_LAYERS
 
 
 @functools.cache

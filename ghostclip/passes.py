@@ -243,6 +243,7 @@ class FirstPass:
         collector: what was gathered.
         trained: the model's trained parameters by name.
         calls: the uses of layers behind the losses.
+        majors: how each call's rows are grouped, by id(call).
         scale: what the losses were multiplied with, and results are divided by.
     """
 
@@ -251,9 +252,11 @@ class FirstPass:
         collector: Collector,
         trained: Sequence[tuple[str, nn.Parameter]],
         calls: Sequence[Call],
+        majors: Mapping[int, str],
         scale: float = 1.0,
     ) -> None:
-        self._found, self._trained, self.calls, self._scale = collector, trained, calls, scale
+        self._found, self._trained, self._scale = collector, trained, scale
+        self.calls, self.majors = calls, majors
         self._dtype = norm_dtype(trained)
 
     @property

@@ -9,6 +9,7 @@ whatever the operation is.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,12 +202,35 @@ class Seam:
     def _one_by_one(self, grad: Tensor, places: list[tuple[int, Edge]]) -> Iterator[tuple[Edge, Tensor]]:
         rows = self._examples_first(grad)
         found: list[list[Tensor]] = [[] for _ in places]
-        for example in range(rows.shape[0]):
-            alone = torch.zeros_like(grad, memory_format=torch.contiguous_format)
-            self._examples_first(alone)[example] = rows[example]
-            parts = self._inputs_gradients(alone)
-            for gathered, (place, edge) in zip(found, places, strict=True):
-                part, shape = parts[place], shape_of(edge)
-                gathered.append(grad.new_zeros(shape) if part is None else part.sum_to_size(shape))
+        with _finite_inside(self.node):
+            for example in range(rows.shape[0]):
+                alone = torch.zeros_like(grad, memory_format=torch.contiguous_format)
+                self._examples_first(alone)[example] = rows[example]
+                parts = self._inputs_gradients(alone)
+                for gathered, (place, edge) in zip(found, places, strict=True):
+                    part, shape = parts[place], shape_of(edge)
+                    gathered.append(grad.new_zeros(shape) if part is None else part.sum_to_size(shape))
         for (_, edge), gathered in zip(places, found, strict=True):
             yield edge, torch.stack(gathered)
+
+
+@contextmanager
+def _finite_inside(node: Any) -> Iterator[None]:
+    """Zeros for what isn't finite among the tensors a node kept: 0 * inf would spoil the other examples.
+
+    The example it belongs to is left out anyway, by its loss or by its gradient at the node.
+    """
+    kept = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+    kept += getattr(node, "saved_tensors", ())
+    wrong = [
+        (tensor.data, tensor.data.clone())
+        for tensor in kept
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
+    ]
+    for tensor, _ in wrong:
+        tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    try:
+        yield
+    finally:
+        for tensor, before in wrong:
+            tensor.copy_(before)

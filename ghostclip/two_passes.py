@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ghostclip.clipping import Groupwise, Policy, Thresholds
 from ghostclip.errors import LossShapeError, StaleInputError
-from ghostclip.graph import captured_calls, first_pass, let_go
+from ghostclip.graph import WIDE, captured_calls, first_pass, let_go
 from ghostclip.groupwise import POSTPONED_BYTES, GroupSums, Part
 from ghostclip.index import ModelIndex
 from ghostclip.nn.base import Call
@@ -21,6 +21,7 @@ from ghostclip.norms.whole import all_finite, bounded_weights
 from ghostclip.passes import Collector, FirstPass, add_to_gradient, norm_dtype
 from ghostclip.planner import Choice, Planner
 from ghostclip.regroup import Grouping
+from ghostclip.reweighting import Reweighting
 from ghostclip.second_pass import in_our_words, reweighted_backward
 
 __all__ = ["TwoPasses"]
@@ -44,6 +45,8 @@ class TwoPasses:
         index: the model's names.
         scale: what losses are multiplied with before the passes, and results divided by.
         choices: what the planner chose for the last batch, by id of parameter; None before one.
+        steady: whether the last batch's gradients scale with its losses (`Uses.steady`).
+        wide_sums: where clipped sums of parameters narrower than float32 are gathered besides, by id; None: nowhere.
     """
 
     def __init__(
@@ -59,6 +62,9 @@ class TwoPasses:
         self._memory_budget, self.scale = memory_budget, loss_scale
         self.index = ModelIndex(model)
         self.choices: Mapping[int, Choice] | None = None
+        self.steady = True
+        self.wide_sums: dict[int, Tensor] | None = None
+        self._parameters: dict[int, nn.Parameter] = {}
         self._grouping = Grouping()
         # Shapes of pre-activations whose terms are small in all.
         self._small: set[tuple[torch.Size, ...]] = set()
@@ -68,6 +74,8 @@ class TwoPasses:
 
     def clip(self, losses: Tensor, *, retain_graph: bool) -> tuple[Any, Any]:
         """Adds the clipped sum to each p.grad; returns norms and weights, [B] or {group: [B]}."""
+        if self.wide_sums is not None:
+            self.wide_sums.clear()
         if isinstance(self.clipping, Groupwise):
             return self._clip_groups(losses, self.clipping, retain_graph)
         return self._clip_whole(losses, self.clipping, retain_graph)
@@ -99,6 +107,9 @@ class TwoPasses:
 
     def _second_backward(self, losses: Tensor, weights: Tensor, run: FirstPass, retain_graph: bool) -> bool:
         """A backward of the reweighted losses, without the parameters whose gradients were set aside; see there."""
+        if not (self.steady or self._is_hooked()):
+            self._sum_by_rules(losses, weights, run, retain_graph)
+            return True
         aside = run.aside
         done = reweighted_backward(
             losses,
@@ -113,6 +124,24 @@ class TwoPasses:
         if done:
             self._add(run.weighted_sums(weights, None))
         return done
+
+    def _is_hooked(self) -> bool:
+        """Whether there are hooks on parameters, or processes that wait for each other: they need a backward."""
+        trained = [parameter for _, parameter in self.index.trained()]
+        return is_distributed() or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in trained)
+
+    def _sum_by_rules(self, losses: Tensor, weights: Tensor, run: FirstPass, retain_graph: bool) -> None:
+        """Adds what a backward of reweighted losses would, where rounding might undo their weights."""
+        aside = frozenset(run.aside)
+        self._add(run.weighted_sums(weights, None))
+        sink = Reweighting(len(losses), run.majors, self.index, aside, weights / self.scale, self._add_part)
+        losses = losses if self.scale == 1.0 else losses * self.scale
+        with in_our_words():
+            if len(aside) < len(self.index.trained()):
+                first_pass(losses, run.calls, sink.receive, retain_graph=retain_graph)
+                sink.finish()
+            elif not retain_graph:
+                let_go(losses, run.calls)
 
     def _clip_groups(
         self, losses: Tensor, policy: Groupwise, retain_graph: bool
@@ -159,9 +188,18 @@ class TwoPasses:
 
     def _add(self, sums: Iterator[tuple[Part, Tensor]]) -> None:
         """Adds the clipped sums of parts to the p.grads."""
-        parameters = {id(parameter): parameter for _, parameter in self.index.trained()}
-        for (owner, rows), amount in sums:
-            add_to_gradient(parameters[owner], rows, amount)
+        for part, amount in sums:
+            self._add_part(part, amount)
+
+    def _add_part(self, part: Part, amount: Tensor) -> None:
+        """The same for one part; with ``wide_sums``, sums of narrow parameters are gathered in float32 there, too."""
+        owner, rows = part
+        parameter = self._parameters[owner]
+        add_to_gradient(parameter, rows, amount)
+        if self.wide_sums is not None and parameter.dtype not in WIDE:
+            if owner not in self.wide_sums:
+                self.wide_sums[owner] = torch.zeros_like(parameter, dtype=torch.float32)
+            self.wide_sums[owner][slice(*rows) if rows else slice(None)] += amount
 
     def partition(self) -> dict[str, str]:
         """{name of a trained parameter: group} under a group-wise policy; {} under another."""
@@ -222,6 +260,10 @@ class TwoPasses:
         losses = losses if self.scale == 1.0 else losses * self.scale
         with in_our_words():
             uses = captured_calls(losses, self.index)
+            trained = self.index.trained()
+            self._parameters = {id(parameter): parameter for _, parameter in trained}
+            narrow = any(parameter.dtype not in WIDE for _, parameter in trained)
+            self.steady = uses.steady and not narrow
             calls, majors = self._grouping.prove(losses, uses, self.index)
             budget = None if ignore_budget or materialise else self._memory_budget
             collector = Collector(
@@ -237,7 +279,7 @@ class TwoPasses:
             if groups is not None:
                 groups.close()
                 self._note_size(shapes, groups.nbytes)
-        run = FirstPass(collector, self.index.trained(), calls, self.scale)
+        run = FirstPass(collector, trained, calls, majors, self.scale)
         self.choices = run.choices
         return run
 

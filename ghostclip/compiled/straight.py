@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.clipping import Automatic, Flat, Groupwise, Thresholds
-from ghostclip.graph import captured_calls
+from ghostclip.graph import WIDE, captured_calls
 from ghostclip.groupwise import Part
 from ghostclip.passes import norm_dtype
 from ghostclip.two_passes import TwoPasses
@@ -78,6 +78,8 @@ def learn(passes: TwoPasses, losses: Tensor, padded: bool) -> str | None:
     uses = captured_calls(losses, passes.index)
     if uses.reorders:
         return "its forward may order examples differently from batch to batch, which is proved anew for each"
+    if any(parameter.dtype not in WIDE for _, parameter in passes.index.trained()):
+        return "sums of parameters narrower than float32 are gathered in float32, which a graph doesn't do"
     keep = passes.cached or isinstance(passes.clipping, Groupwise)
     passes.first_pass(losses, keep=keep, retain_graph=False)
     return None
@@ -102,7 +104,8 @@ def straight(passes: TwoPasses, losses: Tensor, keep: Tensor) -> tuple[Tensor, C
         norms, weights, parts = _straight_groups(passes, losses, passes.clipping, keep)
         whole = torch.stack(list(norms.values())).sum(0)
     else:
-        run = passes.first_pass(losses, keep=passes.cached, retain_graph=True)
+        # Known from the eager step before: only steady gradients stand a backward of reweighted losses.
+        run = passes.first_pass(losses, keep=passes.cached or not passes.steady, retain_graph=True)
         norms = whole = run.norms()
         weights = passes.clipping.weights(norms) * keep
         parts = run.weighted_sums(weights, None) if run.holds_terms else _reweighted(passes, losses, weights)

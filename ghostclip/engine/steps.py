@@ -56,7 +56,8 @@ class PrivateSteps:
         self._clipper, self._optimizer, self._noise = clipper, optimizer, noise
         self._noise_multiplier, self.batch_size, self.charge = noise_multiplier, batch_size, charge
         self.owned = set(clipper.model.parameters())
-        self._sums = ClippedSums(clipper.model)
+        clipper._passes.wide_sums = {}
+        self._sums = ClippedSums(clipper.model, clipper._passes.wide_sums)
         policy = clipper.clipping
         self._adaptation = Adaptation(policy, batch_size) if isinstance(policy, Adaptive) else None
         self._self_check = SelfCheck(clipper, optimizer, self_check)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeVar
 
 import torch
@@ -27,13 +27,15 @@ class ClippedSums:
 
     Args:
         model: whose parameters are watched.
+        exact: where a backward leaves its sums for narrow parameters, by id, before they are rounded; read if there.
 
     Attributes:
         count: how many physical batches the sums hold.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, exact: Mapping[int, Tensor] | None = None) -> None:
         self.count = 0
+        self._exact = {} if exact is None else exact
         self._named = list(model.named_parameters())
         self._narrow = [p for _, p in self._named if p.dtype not in WIDE]
         self._wide: dict[nn.Parameter, Tensor] = {}
@@ -85,14 +87,18 @@ class ClippedSums:
 
     def _first_of_narrow(self) -> dict[nn.Parameter, Tensor]:
         """Float32 copies of narrow p.grads of which there is no sum yet; all that `_join` needs memory for."""
-        return {p: p.grad.float() for p in self._narrow if p.grad is not None and p not in self._wide}
+        return {
+            p: self._exact[id(p)].clone() if id(p) in self._exact else p.grad.float()
+            for p in self._narrow
+            if p.grad is not None and p not in self._wide
+        }
 
     @torch.no_grad()
     def _join(self, aside: dict[nn.Parameter, Tensor], first: dict[nn.Parameter, Tensor]) -> None:
         """Adds what came now to what was set aside or stands beside the p.grads."""
         for parameter in self._narrow:
             if parameter.grad is not None and parameter not in first:
-                self._wide[parameter] += parameter.grad
+                self._wide[parameter] += self._exact.get(id(parameter), parameter.grad)
         self._wide.update(first)
         back = {p: grad for p, grad in aside.items() if p.dtype in WIDE}
         pairs = [(grad, p.grad) for p, grad in back.items() if p.grad is not None]

@@ -1,0 +1,90 @@
+"""The second pass of "reweight" where a backward of reweighted losses might not do: sums by the layers' rules.
+
+It goes to the pre-activations once more, and each layer's clipped sum is formed as its gradient comes. It starts from
+the losses as they are, not from weighted ones, so that every rounding error is the first pass's: what is summed has the
+norm that was measured. Reweighting the losses (Lee & Kifer 2020) is the same in exact arithmetic; in floating point an
+attention or a normalization of large, nearly constant or saturated inputs gives mostly rounding errors, others for
+other weights, and one example could move the sum by many times the bound. Sums in narrow types are float32's here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from ghostclip.index import ModelIndex
+from ghostclip.nn.base import Call
+from ghostclip.norms.affine import Affine, weighted_sums_of
+from ghostclip.regroup import row_count
+
+__all__ = ["Reweighting"]
+
+# Small layers wait for each other, up to so many bytes: one call serves all.
+POSTPONED_BYTES = 1 << 20
+
+# As in `ghostclip.groupwise`.
+Part = tuple[int, tuple[int, int] | None]
+
+
+class Reweighting:
+    """The sink of a second pass.
+
+    Args:
+        examples: B.
+        majors: how each call's rows are grouped, by id(call).
+        index: of the model.
+        done: ids of parameters whose sums are known already.
+        weights: [B].
+        add: told (parameter id, rows or None) and what is to be added to its sum.
+    """
+
+    def __init__(
+        self,
+        examples: int,
+        majors: Mapping[int, str],
+        index: ModelIndex,
+        done: Collection[int],
+        weights: Tensor,
+        add: Callable[[Part, Tensor], None],
+    ) -> None:
+        self._examples, self._majors, self._index, self._done = examples, majors, index, done
+        self._weights, self._add = weights, add
+        self._waiting: list[tuple[list[int], Affine]] = []
+        self._bytes = 0
+
+    @torch.no_grad()
+    def receive(self, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
+        """Takes the gradient at one pre-activation; called by the layer's node in the graph."""
+        own = call.layer._parameters
+        names = [name for name in self._index.own_parameters(call) if id(own[name]) not in self._done]
+        if not names:
+            return
+        inputs = tuple([tensor.detach() if tensor.requires_grad else tensor for tensor in inputs])
+        if len(names) == len(call.parameters) and call.shape[call.batch_dim] == self._examples and not call.rows:
+            affine = call.layer.joint(call, inputs, grad)
+            if affine is not None:
+                self._waiting.append(([id(own[name]) for name in names], affine))
+                self._bytes += affine.nbytes
+                if self._bytes > POSTPONED_BYTES:
+                    self.finish()
+                return
+        for name in names:
+            term = call.term(name, inputs, grad)
+            count = row_count(call, self._examples, name)
+            if count != 1:
+                term = term.regroup(count, self._majors[id(call)])
+            self._add((id(own[name]), call.rows.get(name)), term.weighted_sum(self._weights))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Answers for what waited; to be called when all gradients have come."""
+        waiting, self._waiting, self._bytes = self._waiting, [], 0
+        if not waiting:
+            return
+        affines = [affine for _, affine in waiting]
+        sums = weighted_sums_of(affines, [self._weights] * len(affines))
+        for (owners, _), amounts in zip(waiting, sums, strict=True):
+            for owner, amount in zip(owners, amounts, strict=True):
+                self._add((owner, None), amount)
