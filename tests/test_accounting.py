@@ -186,6 +186,14 @@ def test_the_full_batch_is_the_gaussian_mechanism() -> None:
     assert exact <= got <= exact * (1 + 1e-4)
 
 
+@pytest.mark.parametrize("sampling", ["poisson", "without_replacement"])
+def test_replacing_in_the_full_batch_moves_it_twice_as_far(sampling: str) -> None:
+    exact = gaussian_mechanism.get_epsilon_gaussian(4.0 / 2 / math.sqrt(9), 1e-5)
+    setting: dict[str, Any] = {"noise_multiplier": 4.0, "sample_rate": 1.0, "steps": 9, "delta": 1e-5}
+    got = accounting.epsilon(**setting, sampling=sampling, neighboring="replace_one")
+    assert exact <= got <= exact * (1 + 1e-4)
+
+
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_noise_and_steps_invert_epsilon(accountant: str) -> None:
     noise = accounting.noise_multiplier(**TARGET, accountant=accountant)

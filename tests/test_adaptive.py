@@ -223,3 +223,21 @@ def test_graphs_are_refused_since_the_norm_would_be_built_in() -> None:
         engine_for(torch.rand(400), Adaptive(1.0)).compile()
     with pytest.raises(ValueError, match="compile and Adaptive clipping"):
         GhostClipper(Rows(), Adaptive(1.0), compile=True)
+
+
+def test_a_checkpoint_keeps_the_norm_and_a_ledger_the_charge(tmp_path: Any) -> None:
+    options: dict[str, Any] = {"noise": "standard", "seed": None, "sampling": "truncated", "max_batch_size": 60}
+    norms = torch.rand(400)
+    engine = engine_for(norms, Adaptive(1.0), ledger=tmp_path / "run.ledger", **options)
+    path = run(engine, 1)
+    engine.save(tmp_path / "run")
+    steps = engine.steps_taken
+    engine.detach()
+    other = engine_for(norms, Adaptive(1.0), ledger=tmp_path / "run.ledger", **options)
+    other.restore(tmp_path / "run")
+    assert other.clipping.max_norm == path[-1] != 1.0
+    (event,) = other.events
+    assert isinstance(event, JointGaussian)
+    assert event.count == steps
+    run(other, 1)
+    assert other.events[0].count == 2 * steps

@@ -18,6 +18,8 @@ __all__ = ["as_dp_event", "epsilon_by_divergences"]
 
 # A relative step by which a bound is rounded up where it was found by iteration.
 ROUNDING = 1e-7
+# A bound that isn't found by then is none.
+MOST_ROUNDS = 1000
 
 
 def as_dp_event(event: SampledRelease) -> Any:
@@ -49,14 +51,17 @@ def epsilon_by_divergences(events: Sequence[SampledRelease], delta: float) -> fl
         total = sum(event.count * _of_one_release(replace(event, count=1, unit="example")) for event in events)
     cuts = sum(event.count * _probability_of_a_cut(event) for event in events)
     found = _epsilon_at(total, delta)
-    while cuts and math.isfinite(found):
+    if cuts == 0:
+        return found
+    for _ in range(MOST_ROUNDS):
         tried = found * (1 + ROUNDING) + ROUNDING
         left = delta - cuts * (1 + math.exp(min(tried, 700.0)))
-        needed = _epsilon_at(total, left) if left > 0 else math.inf
-        if needed <= tried:
+        found = _epsilon_at(total, left) if left > 0 else math.inf
+        if found <= tried:
             return tried
-        found = needed
-    return found
+        if found == math.inf:
+            break
+    return math.inf
 
 
 @lru_cache(maxsize=64)

@@ -43,8 +43,8 @@ def size_of(dataset: Any) -> int:
     """The number of examples; raises PrivacyError when they can't be drawn at random."""
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise PrivacyError(
-            f"{type(dataset).__name__} can't be read at random, but the privacy guarantee needs Poisson sampling of "
-            "single examples; give a map-style dataset (with __len__ and __getitem__), for instance by reading the "
+            f"{type(dataset).__name__} can't be read at random, but the privacy guarantee needs single examples drawn "
+            "at random; give a map-style dataset (with __len__ and __getitem__), for instance by reading the "
             "stream into a list first"
         )
     if len(dataset) == 0:
@@ -71,7 +71,7 @@ def check_sampling(loader: DataLoader[Any]) -> None:
         if found not in accepted:
             raise PrivacyError(
                 f"the DataLoader chooses its examples by {found.__qualname__}, which the privacy accounting doesn't "
-                f"know, and Poisson sampling in its place might not be what it is meant to do; {REMEDY}"
+                f"know, and the engine's own sampling in its place might not be what it is meant to do; {REMEDY}"
             )
 
 

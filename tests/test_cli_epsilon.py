@@ -1,0 +1,109 @@
+"""ghostclip epsilon and calibrate with every way to sample; the curve as a plot, and the forecast of a report."""
+
+import json
+
+import pytest
+
+from ghostclip import accounting
+from ghostclip.cli import main
+from ghostclip.cli.forecast import with_forecast
+from ghostclip.cli.methods import Settings
+from ghostclip.report import PrivacyCurve
+from ghostclip.report.plots import epsilon_plot
+
+NOISE = ["--noise-multiplier", "4"]
+COUNTED = ["--examples", "600", "--batch-size", "60", "--epochs", "2"]
+FIXED = ["--sampling", "without_replacement", "--neighboring", "replace_one"]
+TRUNCATED = ["--sampling", "truncated", "--max-batch-size", "90"]
+PNG = b"\x89PNG\r\n"
+
+
+def ran(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        (FIXED, {"sampling": "without_replacement", "neighboring": "replace_one"}),
+        (TRUNCATED, {"sampling": "truncated", "dataset_size": 600, "max_batch_size": 90}),
+        (["--neighboring", "replace_one"], {"neighboring": "replace_one"}),
+    ],
+)
+def test_every_kind_of_sampling_is_accounting_s(capsys, arguments, options):
+    found = json.loads(ran(capsys, "epsilon", *NOISE, *COUNTED, *arguments, "--json"))
+    setting = {"noise_multiplier": 4.0, "sample_rate": 0.1, "steps": 20, "delta": 1e-5, **options}
+    assert found["epsilon"] == accounting.epsilon(**setting)
+    assert {name: found[name] for name in setting} == setting
+    both = options.get("neighboring") != "replace_one" or "sampling" in options
+    assert set(found["epsilons"]) == ({"pld", "rdp"} if both else {"pld"})
+
+
+def test_text_says_how_and_about_whom(capsys):
+    shown = ran(capsys, "epsilon", *NOISE, *COUNTED, *FIXED).splitlines()
+    assert shown[2] == (
+        "at delta 1e-05, after 20 steps over samples of fixed size, drawn without replacement, at rate 0.1 with noise "
+        "multiplier 4"
+    )
+    assert shown[3] == "Neighbouring data sets differ in what one example is (replace_one)."
+    shown = ran(capsys, "calibrate", "--epsilon", "3", *COUNTED, "--accountant", "rdp").splitlines()
+    assert shown[-1] == "Neighbouring data sets differ by the presence of one example (add_or_remove_one)."
+
+
+def test_the_curve_is_drawn(capsys, tmp_path):
+    place = tmp_path / "epsilon.png"
+    ran(capsys, "epsilon", *NOISE, *COUNTED, "--plot", str(place))
+    assert place.read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*NOISE, *COUNTED, "--plot", "curve.pdf"], "--plot must name a .png file; got curve.pdf"),
+        ([*NOISE, *COUNTED, "--plot", "/nowhere/at/all.png"], "/nowhere/at/all.png: No such file"),
+        ([*NOISE, *COUNTED, "--max-batch-size", "9"], "--max-batch-size is for --sampling truncated"),
+        (
+            [*NOISE, *COUNTED, "--sampling", "truncated"],
+            "needs --examples, --batch-size, --epochs and --max-batch-size",
+        ),
+        ([*NOISE, "--sample-rate", "0.1", "--steps", "2", *TRUNCATED], "needs --examples"),
+        ([*NOISE, *COUNTED, "--sampling", "shuffled"], "invalid choice: 'shuffled'"),
+        ([*NOISE, *COUNTED, "--neighboring", "replace_one", "--accountant", "rdp"], "accountant='rdp' has no bound"),
+    ],
+)
+def test_mistakes_are_one_line(capsys, arguments, message):
+    assert main(["epsilon", *arguments]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("ghostclip: ")
+    assert shown.count("\n") == 1
+    assert message in shown
+
+
+def settings(**changes) -> Settings:
+    """Of a run of 20 steps of rate 0.1."""
+    known = {
+        "model": "mlp", "method": "cached", "epochs": 2, "batch_size": 60, "max_physical_batch_size": None,
+        "learning_rate": 0.1, "optimizer": "sgd", "max_norm": 1.0, "delta": 1e-5, "seed": 0, "target_epsilon": None,
+        "noise_multiplier": 4.0,
+    }  # fmt: skip
+    return Settings(**{**known, **changes})
+
+
+def test_a_forecast_goes_on_where_the_run_ended():
+    once = {"noise_multiplier": 4.0, "sample_rate": 0.1, "delta": 1e-5, "accountant": "rdp"}
+    curve = PrivacyCurve([0, 20], {"RDP": [0.0, accounting.epsilon(steps=20, **once)]}, 1e-5)
+    found = with_forecast(curve, settings(), 600)
+    assert found.forecast_steps[0] == 20
+    assert found.forecast_steps[-1] == 40
+    assert found.forecasts["RDP"][0] == curve.epsilons["RDP"][-1]
+    assert found.forecasts["RDP"][-1] == accounting.epsilon(steps=40, **once)
+    forecast = (found.forecast_steps, found.forecasts)
+    assert epsilon_plot(found.steps, found.epsilons, 1e-5, 2.0, forecast).startswith(PNG)
+
+
+def test_no_forecast_is_made_of_what_others_spent_too():
+    curve = PrivacyCurve([0, 20], {"RDP": [0.0, 1.0]}, 1e-5)
+    assert with_forecast(curve, settings(ledger="run.ledger"), 600) == curve
+    assert with_forecast(curve, settings(noise_multiplier=None), 600) == curve
+    assert with_forecast(None, settings(), 600) is None
