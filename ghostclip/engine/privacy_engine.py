@@ -151,6 +151,7 @@ class PrivacyEngine:
             unit_ids=unit_ids,
             max_rows_per_unit=max_rows_per_unit,
             seed=seed,
+            generator=source.generator,
         )
         event_of = partial(step_event, loader, as_policy(clipping))
         plan = plan_for(

@@ -11,24 +11,23 @@ import os
 
 import numpy as np
 
-__all__ = ["KEY_BYTES", "KeyStream"]
+__all__ = ["BLOCK_BYTES", "KEY_BYTES", "KeyStream"]
 
-KEY_BYTES = 32
-# A buffer must have room for what an incomplete block might add.
-SLACK = 16
+KEY_BYTES, BLOCK_BYTES = 32, 16
 
 
 class KeyStream:
-    """The key stream of AES-256-CTR (NIST SP 800-38A), the counter from zero.
+    """The key stream of AES-256-CTR (NIST SP 800-38A).
 
     Args:
         key: 32 bytes; None, as it must be where privacy depends on it, for the operating system's entropy.
+        block: where the counter starts.
 
     Raises:
         ModuleNotFoundError: the `cryptography` package is not installed.
     """
 
-    def __init__(self, key: bytes | None = None) -> None:
+    def __init__(self, key: bytes | None = None, block: int = 0) -> None:
         try:
             from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
         except ModuleNotFoundError as error:
@@ -37,8 +36,15 @@ class KeyStream:
                 'pip install "ghostclip[hardened]"',
                 name=error.name,
             ) from error
-        key = os.urandom(KEY_BYTES) if key is None else key
-        self._encrypt = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor().update_into
+        counter = modes.CTR(block.to_bytes(BLOCK_BYTES, "big"))
+        self._encrypt = (
+            Cipher(algorithms.AES(self.fresh_key() if key is None else key), counter).encryptor().update_into
+        )
+
+    @staticmethod
+    def fresh_key() -> bytes:
+        """A key of the operating system's entropy."""
+        return os.urandom(KEY_BYTES)
 
     def words(self, count: int) -> np.ndarray:
         """The next ``count`` words, uint64, whatever the machine's byte order."""
@@ -49,6 +55,7 @@ class KeyStream:
         return self._bytes(4 * count).view("<u4")
 
     def _bytes(self, count: int) -> np.ndarray:
-        found = np.empty(count + SLACK, np.uint8)
+        # A buffer must have room for what an incomplete block might add.
+        found = np.empty(count + BLOCK_BYTES, np.uint8)
         self._encrypt(bytes(count), found.data)
         return found[:count]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.noise.cipher import KeyStream
+from ghostclip.noise.generator import CipherGenerator
 from ghostclip.noise.lattice import Lattice
 from ghostclip.noise.release import check_release, flat, on_flat
 
@@ -66,6 +67,10 @@ class HardenedNoise:
             return torch.from_numpy(found).to(some[0].device)
 
         return on_flat(sums, released)
+
+    def generator(self) -> CipherGenerator:
+        """A fresh generator for sampling, from the same cipher under a key of its own."""
+        return CipherGenerator()
 
     def positions(self) -> dict[str, Any]:
         """{}: there is nothing that a checkpoint could hold."""

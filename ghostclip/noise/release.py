@@ -41,6 +41,10 @@ class Noise(Protocol):
         """
         ...
 
+    def generator(self) -> Any:
+        """A fresh generator for sampling: as much of `numpy.random.Generator` as `binomial` and `choice`."""
+        ...
+
     def positions(self) -> dict[str, Any]:
         """How far a repeatable source has come, for a checkpoint; {} for a private one, which nobody may repeat."""
         ...

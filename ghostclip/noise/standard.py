@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -102,6 +103,10 @@ class StandardNoise:
         noise = self.draw(sums, std / divisor)
         torch._foreach_add_(noise, list(sums), alpha=1.0 / divisor)
         return noise
+
+    def generator(self) -> np.random.Generator:
+        """A fresh generator for sampling, filled from the operating system's entropy."""
+        return np.random.default_rng()
 
     def positions(self) -> dict[str, Any]:
         """{device: how far its stream has come}, for a seeded source; {} for a private one, which nobody may repeat."""
