@@ -304,7 +304,7 @@ def test_events_of_different_relations_are_not_added_up() -> None:
 def test_epsilon_over_time_is_epsilon_at_each_step(accountant: str) -> None:
     setting = {**SETTING, "noise_multiplier": 3.0, "accountant": accountant}
     marks, spent = accounting.epsilon_over_time(**setting, points=4)
-    assert marks == [0, 25, 50, 75, 100]
+    assert marks == [0, 1, 25, 50, 75, 100]
     assert spent == [accounting.epsilon(**{**setting, "steps": mark}) for mark in marks]
     assert spent == sorted(spent)
     assert accounting.epsilon_over_time(**{**setting, "steps": 0}) == ([0], [0.0])

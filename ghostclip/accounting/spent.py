@@ -68,17 +68,18 @@ def epsilon_over_time(
     max_batch_size: int | None = None,
     points: int = 25,
 ) -> tuple[list[int], list[float]]:
-    """How epsilon grows: (numbers of steps, epsilon after each), evenly spaced from 0 to ``steps``.
+    """How epsilon grows: (numbers of steps, epsilon after each), from 0 over 1 in even steps to ``steps``.
 
     Args:
-        points: about how many after 0; each costs what composing a distribution costs, a quarter of a second under PLD.
+        points: about how many after 1; each costs what composing a distribution costs, a quarter of a second under PLD.
 
     The other arguments, and what is raised, as in `epsilon`.
     """
     positive(noise_multiplier=noise_multiplier)
     steps, points = whole(steps=steps), positive_int(points=points)
     setting = Setting(sample_rate, sampling, neighboring, dataset_size, max_batch_size)
-    marks = sorted({round(steps * part / points) for part in range(points + 1)})
+    # Most of what a long run spends may be due to its first step.
+    marks = sorted({min(1, steps), *(round(steps * part / points) for part in range(points + 1))})
     return marks, epsilons_of([], setting.event(noise_multiplier), marks, delta=delta, accountant=accountant)
 
 

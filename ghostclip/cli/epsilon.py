@@ -71,5 +71,5 @@ def _plot(sampled: Sampled, arguments: argparse.Namespace, accountants: list[str
             accountant=name,
             **sampled.keywords,
         )
-    about = accounting.neighbours(sampled.event(arguments.noise_multiplier))
+    about = f"{arguments.sampling} sampling, neighbours: {arguments.neighboring}"
     arguments.plot.write_bytes(epsilon_plot(marks, curves, arguments.delta, None, about=about))

@@ -178,8 +178,8 @@ def _print(record: Record, page: Path | None, delta: float) -> None:
 
 
 def _marks(steps: int) -> list[int]:
-    """The steps after which epsilon is computed: a few of them, the last included."""
-    return sorted({max(1, round(steps * part / MARKS)) for part in range(1, MARKS + 1)})
+    """The steps after which epsilon is computed: a few of them, the first, which may spend most, and the last."""
+    return sorted({1, *(max(1, round(steps * part / MARKS)) for part in range(1, MARKS + 1))})
 
 
 def _warn(arguments: argparse.Namespace, examples: int) -> None:

@@ -51,7 +51,7 @@ class StepRecord:
 class PrivacyEngine:
     """Differentially private training (DP-SGD, Abadi et al. 2016) of a torch model with any torch optimizer.
 
-    Every step releases (sum of clipped gradients + noise) / ``batch_size`` over a Poisson sample of the data, once, and
+    Every step releases (sum of clipped gradients + noise) / ``batch_size`` over a random sample of the data, once, and
     is charged before. The optimizer stays the user's: a hook adds the noise when its ``step`` is called.
 
     Args:

@@ -55,7 +55,7 @@ def epsilon_plot(
         delta: at which they hold.
         target: what the noise was calibrated to.
         forecast: the same two for steps that would follow, from the last one taken on; dashed.
-        about: a sentence under the title.
+        about: a line under the title, of up to 65 characters.
     """
     title = f"Privacy spent (delta = {delta:g})" + (f"\n{about}" if about else "")
     figure, axes = _axes(title, "steps", "epsilon")
