@@ -30,10 +30,13 @@ def charged(account: Account, steps: int, event: Event = EVENT) -> Account:
 
 def spent(path: Path) -> int:
     """How many steps the file counts, as a reader that has nothing to do with this process finds it."""
-    found = parsed(path.read_bytes(), path)
-    if found.rest:
-        found = parsed(path.read_bytes() + found.rest, path)
-    return sum(charge.event.count - charge.returned for charge in found.charges.values())
+    return sum(charge.spent.count for charge in parsed(path.read_bytes(), path).charges.values())
+
+
+def put(path: Path, content: bytes) -> None:
+    """A file as a crash leaves it: nothing beside its content tells what it had."""
+    path.unlink(missing_ok=True)
+    path.write_bytes(content)
 
 
 def records(path: Path) -> list[dict[str, Any]]:

@@ -171,10 +171,19 @@ def test_what_else_is_in_the_ledger_counts_for_the_target(path: Path) -> None:
     assert steps_until_refused(engine, r"one more step would pass target_epsilon = 4\.0") == most_within(4.0, past) > 0
 
 
+@pytest.mark.slow
 def test_a_budget_stops_before_it_is_passed() -> None:
     engine = engine_for(None, max_epsilon=2.0)
     taken = steps_until_refused(engine, r"one more step would pass max_epsilon = 2\.0 at delta = 0\.001: epsilon = 1\.")
     assert engine.epsilon() == epsilon(taken) <= 2.0 < epsilon(taken + 1)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("with_ledger", [False, True])
+def test_a_budget_is_used_to_the_last_step(path: Path, with_ledger: bool) -> None:
+    engine = engine_for(path if with_ledger else None, max_epsilon=9.0)
+    assert steps_until_refused(engine, r"one more step would pass max_epsilon = 9\.0") == most_within(9.0) > 1
+    assert spent(path) == most_within(9.0) if with_ledger else not path.exists()
 
 
 @pytest.mark.usefixtures("quick")

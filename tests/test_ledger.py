@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ledgers import EVENT, KINDS, OTHER, charged, in_child, records, spent
+from ledgers import EVENT, KINDS, OTHER, charged, in_child, put, records, spent
 
 from ghostclip import events
 from ghostclip.errors import LedgerError
@@ -327,7 +327,7 @@ def test_a_head_tells_an_older_copy_and_another_ledger(path: Path, tmp_path: Pat
     assert Ledger(path).contains(old)
     assert Ledger(path).contains(new)
     account.close()
-    path.write_bytes(copy)
+    put(path, copy)
     assert Ledger(path).contains(old)
     assert not Ledger(path).contains(new)
     assert not Ledger(path).contains(Head(0, old.hash))

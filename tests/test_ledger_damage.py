@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ledgers import EVENT, charged, records, some_records, spent
+from ledgers import EVENT, charged, put, records, some_records, spent
 
 from ghostclip.errors import LedgerError
 from ghostclip.ledger import Ledger
@@ -30,7 +30,7 @@ def test_a_line_cut_anywhere_is_recovered_and_counted_when_it_is_all_there(path:
     whole = path.read_bytes()
     complete = whole.index(b',"crc"', before)
     for size in range(before, len(whole)):
-        path.write_bytes(whole[:size])
+        put(path, whole[:size])
         assert spent(path) == (4 if size < complete else 8)
         Ledger(path).account().close()
         assert spent(path) == (4 if size < complete else 8)
@@ -44,11 +44,11 @@ def test_a_torn_return_does_not_count(path: Path) -> None:
     account.close()
     whole = path.read_bytes()
     for size in range(before, len(whole)):
-        path.write_bytes(whole[:size])
+        put(path, whole[:size])
         assert spent(path) == 4
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_flipped_bit_is_refused(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "flipped.ledger"
@@ -64,7 +64,7 @@ def test_a_flipped_bit_is_refused(tmp_path: Path, data: st.DataObject) -> None:
         path.write_bytes(whole)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_flipped_bit_in_a_file_that_was_cut_short_never_lowers_the_count(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "cut.ledger"
@@ -74,10 +74,38 @@ def test_a_flipped_bit_in_a_file_that_was_cut_short_never_lowers_the_count(tmp_p
     released = parsed(whole[: whole.rindex(b"\n", 0, size) + 1], path)
     flipped = bytearray(whole[:size])
     flipped[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(flipped)
+    put(path, flipped)
     with suppress(LedgerError):
-        assert spent(path) >= sum(charge.event.count - charge.returned for charge in released.charges.values())
+        assert spent(path) >= sum(charge.spent.count for charge in released.charges.values())
+    put(path, whole)
+
+
+def test_a_file_that_was_cut_or_written_over_with_an_older_copy_is_refused(path: Path) -> None:
+    older = [charged(Ledger(path, block=4).account(), 4).close() or path.read_bytes() for _ in range(3)]
+    whole = older.pop()
+    cuts = [whole[:size] for size in range(len(whole) - 120, len(older[0]), -1)]
+    for content in [*older, *cuts]:
+        path.write_bytes(content)
+        for refused in (lambda: Ledger(path).account(), lambda: Ledger(path).head):
+            with pytest.raises(LedgerError, match=r"was cut short, or an older .* was put in its place: it had 4"):
+                refused()
+        assert path.read_bytes() == content
     path.write_bytes(whole)
+    assert spent(path) == 12
+    Ledger(path).account().close()
+
+
+def test_file_systems_without_attributes_do_without(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*arguments: Any) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(os, "setxattr", unknown)
+    monkeypatch.setattr(os, "getxattr", unknown)
+    charged(Ledger(path).account(), 3).close()
+    monkeypatch.delattr(os, "setxattr")
+    monkeypatch.delattr(os, "getxattr")
+    charged(Ledger(path).account(), 3).close()
+    assert spent(path) == 6
 
 
 def without(number: int) -> Callable[[list[bytes]], list[bytes]]:

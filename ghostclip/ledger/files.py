@@ -10,12 +10,14 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ghostclip.errors import LedgerError
 
-__all__ = ["create", "cut", "flush", "is_at", "locked", "read", "read_end", "write"]
+__all__ = ["create", "cut", "flush", "is_at", "locked", "note", "noted", "read", "read_end", "write"]
+
+NOTE = "user.ghostclip.ledger"
 
 
 def create(path: Path, content: bytes) -> None:
@@ -107,6 +109,19 @@ def read_end(path: Path, descriptor: int, start: int) -> bytes:
         )
     with _explained(path, "be read", "see why, and start again"):
         return os.pread(descriptor, max(os.fstat(descriptor).st_size - start, 0), start)
+
+
+def note(descriptor: int, text: str) -> None:
+    """Writes a line beside the file's content, where the file system has room for one (an extended attribute)."""
+    with suppress(AttributeError, OSError):
+        os.setxattr(descriptor, NOTE, text.encode())
+
+
+def noted(file: Path | int) -> str:
+    """The line of `note`; empty where there is none."""
+    with suppress(AttributeError, OSError, UnicodeDecodeError):
+        return os.getxattr(file, NOTE).decode()
+    return ""
 
 
 def write(path: Path, descriptor: int, data: bytes) -> None:

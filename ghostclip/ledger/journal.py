@@ -13,7 +13,7 @@ from typing import Any
 from ghostclip.errors import LedgerError
 from ghostclip.events import Event
 from ghostclip.ledger import files
-from ghostclip.ledger.records import Contents, encoded, line_of, parsed
+from ghostclip.ledger.records import Contents, Head, check_kept, encoded, line_of, parsed
 from ghostclip.validate import positive_int
 
 __all__ = ["Journal", "Most", "now"]
@@ -52,7 +52,6 @@ class Journal:
         self._file, self._process = file, os.getpid()
         self._blocks: dict[str, Block] = {}
         self._written: Counter[str] = Counter()
-        self._last = b""
         self._sure, self._broken = False, False
         self._load()
 
@@ -140,11 +139,9 @@ class Journal:
             )
         if not self._sure:
             self._load()
-        if files.read_end(self.path, self._file, self.contents.size - len(self._last)) != self._last:
-            raise LedgerError(
-                f"the ledger {self.path} was changed by something else while it was in use; put back what was there "
-                "before you go on, or what this run spent is forgotten"
-            )
+        last = self.contents.last
+        if files.read_end(self.path, self._file, self.contents.size - len(last)) != last:
+            raise self._changed()
 
     def _append(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Writes records and returns when they are on the disk. Whatever comes in between, they may count as spent."""
@@ -161,7 +158,8 @@ class Journal:
         for record, hash in zip(records, hashes, strict=True):
             self.contents.add(record, hash)
         self.contents.size += sum(map(len, lines))
-        self._last, self._sure = lines[-1], True
+        self.contents.last, self._sure = lines[-1], True
+        files.note(self._file, str(self.contents.head))
 
     def _flush(self) -> None:
         try:
@@ -172,27 +170,29 @@ class Journal:
 
     def _load(self) -> None:
         """Reads the file, and mends a last line that a crash had cut short."""
-        known = self.contents.hashes
-        data = files.read(self.path, self._file)
-        contents = parsed(data, self.path)
-        if contents.hashes[: len(known)] != known:
-            raise LedgerError(
-                f"the ledger {self.path} was changed by something else while it was in use; put back what was there "
-                "before you go on, or what this run spent is forgotten"
-            )
+        known = self.contents.head
+        contents = parsed(files.read(self.path, self._file), self.path)
+        check_kept(contents, Head.read(files.noted(self._file)), self.path)
+        if known.records and not contents.contains(known):
+            raise self._changed()
         if contents.rest:
             files.write(self.path, self._file, contents.rest)
-            data += contents.rest
         elif contents.torn:
             files.cut(self.path, self._file, contents.size)
-            data = data[: contents.size]
         # Also what an earlier process wrote and was killed before it could flush.
         self._flush()
-        self.contents = parsed(data, self.path)
-        self._last = data[data.rindex(b"\n", 0, -1) + 1 :] if len(self.contents.hashes) > 1 else data
-        self._sure = True
-        if contents.torn and not contents.rest:
-            self._append([{"kind": "recovered", "time": now(), "bytes": len(contents.torn)}])
+        gone = 0 if contents.rest else len(contents.torn)
+        contents.torn = contents.rest = b""
+        self.contents, self._sure = contents, True
+        files.note(self._file, str(contents.head))
+        if gone:
+            self._append([{"kind": "recovered", "time": now(), "bytes": gone}])
+
+    def _changed(self) -> LedgerError:
+        return LedgerError(
+            f"the ledger {self.path} was changed by something else while it was in use; put back what was there "
+            "before you go on, or what this run spent is forgotten"
+        )
 
 
 def now() -> str:

@@ -14,7 +14,7 @@ from ghostclip.errors import LedgerError
 from ghostclip.events import Event, merged
 from ghostclip.ledger import files
 from ghostclip.ledger.journal import Most
-from ghostclip.ledger.records import Charge, Contents, Head, parsed
+from ghostclip.ledger.records import Charge, Contents, Head, check_kept, parsed
 from ghostclip.ledger.turns import end, found, give_up, joined, turn
 from ghostclip.validate import positive_int
 
@@ -37,8 +37,9 @@ class Ledger:
 
     One process at a time may write (a lock on the file tells the others); its engines may share the ledger. A forked
     process can't write through what its parent opened. CRC and hash chain show damage and careless edits; they are no
-    signature, and whoever can write the file can forge it. An older copy of the file put in its place is told by
-    `contains`, with a `head` that was kept elsewhere.
+    signature, and whoever can write the file can forge it. How far it had come is noted in an extended attribute of the
+    file too, where the file system has those, so that a file which was cut or written over with an older copy is
+    refused; one that was replaced by another file is told by `contains`, with a `head` that was kept elsewhere.
 
     Args:
         path: of the file; it is made when the first account is opened. On a local disk: locks and fsync of network file
@@ -81,8 +82,7 @@ class Ledger:
         Raises:
             LedgerError: the file can't be read or is damaged.
         """
-        hashes = self._contents().hashes
-        return 0 < head.records <= len(hashes) and hashes[head.records - 1] == head.hash
+        return self._contents().contains(head)
 
     @property
     def torn(self) -> int:
@@ -91,7 +91,7 @@ class Ledger:
         Raises:
             LedgerError: the file can't be read or is damaged.
         """
-        return len(parsed(files.read(self.path), self.path).torn)
+        return len(self._contents().torn)
 
     @property
     def charges(self) -> list[Charge]:
@@ -115,9 +115,11 @@ class Ledger:
         with turn():
             if journal := found(self.path):
                 return journal.contents
-        data = files.read(self.path)
-        contents = parsed(data, self.path)
-        return parsed(data + contents.rest, self.path) if contents.rest else contents
+        # In this order, since another process may be writing.
+        noted = Head.read(files.noted(self.path))
+        contents = parsed(files.read(self.path), self.path)
+        check_kept(contents, noted, self.path)
+        return contents
 
 
 class Account:

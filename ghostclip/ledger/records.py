@@ -24,7 +24,18 @@ from ghostclip.errors import LedgerError
 from ghostclip.events import EVENTS, Event
 from ghostclip.validate import positive_int
 
-__all__ = ["VERSION", "Charge", "Contents", "Head", "decoded", "encoded", "first_line", "line_of", "parsed"]
+__all__ = [
+    "VERSION",
+    "Charge",
+    "Contents",
+    "Head",
+    "check_kept",
+    "decoded",
+    "encoded",
+    "first_line",
+    "line_of",
+    "parsed",
+]
 
 FORMAT, VERSION = "ghostclip ledger", 1
 NO_HASH = "0" * 64
@@ -34,7 +45,7 @@ LINE = re.compile(rb'\{"record":(\{.*\}),"crc":"([0-9a-f]{8})","hash":"([0-9a-f]
 
 @dataclass(frozen=True)
 class Head:
-    """How far a ledger had come at some time: a witness that a later copy of it can be held against.
+    """How far a ledger had come at some time: what a later copy of it can be held against.
 
     Attributes:
         records: how many records it had.
@@ -43,6 +54,15 @@ class Head:
 
     records: int
     hash: str
+
+    def __str__(self) -> str:
+        return f"{self.records} {self.hash}"
+
+    @classmethod
+    def read(cls, text: str) -> Head | None:
+        """What `str` wrote; None for anything else."""
+        records, _, hash = text.partition(" ")
+        return cls(int(records), hash) if records.isdecimal() and records.isascii() else None
 
 
 @dataclass(frozen=True)
@@ -78,14 +98,17 @@ class Contents:
         charges: the intents by their record's number.
         totals: what each run spent, by its name: how often each event (of count 1).
         size: bytes of whole lines.
-        torn: bytes of a last line that a crash cut short.
-        rest: what completes that line, where it is an intent of which only the end is missing; else empty.
+        last: the last of them.
+        torn: a last line that a crash cut short.
+        rest: what completes that line, where it is an intent of which only the end is missing; else empty. Completed,
+            it is among the rest of all this.
     """
 
     hashes: list[str] = field(default_factory=list)
     charges: dict[int, Charge] = field(default_factory=dict)
     totals: dict[str, Counter[Event]] = field(default_factory=lambda: defaultdict(Counter))
     size: int = 0
+    last: bytes = b""
     torn: bytes = b""
     rest: bytes = b""
 
@@ -93,6 +116,10 @@ class Contents:
     def head(self) -> Head:
         """The last record's place and hash."""
         return Head(len(self.hashes), self.hashes[-1] if self.hashes else NO_HASH)
+
+    def contains(self, head: Head) -> bool:
+        """Whether this was once what ``head`` says."""
+        return 0 < head.records <= len(self.hashes) and self.hashes[head.records - 1] == head.hash
 
     def add(self, record: Mapping[str, Any], hash: str) -> None:
         """Takes in the next record.
@@ -187,9 +214,10 @@ def parsed(data: bytes, path: Any) -> Contents:
     *lines, last = data.split(b"\n")
     for line in lines:
         _take(contents, line, path)
-        contents.size += len(line) + 1
     if last:
         contents.torn, contents.rest = last, _completion(last, contents, path)
+    if contents.rest:
+        _take(contents, last + contents.rest[:-1], path)
     if not contents.hashes:
         raise _damaged(path, 0, "it is cut short")
     return contents
@@ -212,6 +240,7 @@ def _take(contents: Contents, line: bytes, path: Any) -> None:
                 path, number, "it doesn't continue the record before, so records were taken out, moved or edited"
             )
         contents.add(record, hash.decode())
+        contents.last, contents.size = line + b"\n", contents.size + len(line) + 1
     except (ValueError, TypeError, KeyError) as error:
         raise _damaged(path, number, f"it can't be read ({error})") from error
 
@@ -241,16 +270,19 @@ def _completion(last: bytes, contents: Contents, path: Any) -> bytes:
         raise _damaged(path, number, "it is not a record") from error
     except json.JSONDecodeError:
         return b""
-    whole, hash = _line(last[len(START) : len(START) + length], contents.head.hash)
+    whole, _ = _line(last[len(START) : len(START) + length], contents.head.hash)
     if not whole.startswith(last):
         raise _damaged(path, number, "its CRC or its hash is wrong, so bytes in it have changed")
-    if record.get("kind") != "intent":
-        return b""
-    try:
-        Contents(list(contents.hashes)).add(record, hash)
-    except (ValueError, TypeError, KeyError) as error:
-        raise _damaged(path, number, f"it can't be read ({error})") from error
-    return whole[len(last) :]
+    return whole[len(last) :] if record.get("kind") == "intent" else b""
+
+
+def check_kept(contents: Contents, noted: Head | None, path: Any) -> None:
+    """Raises LedgerError when the file had come further than its contents; ``noted`` is the furthest it had come."""
+    if noted is not None and not contents.contains(noted):
+        raise LedgerError(
+            f"the ledger {path} was cut short, or an older or other one was put in its place: it had {noted.records} "
+            "records, and not all of them are there; put back a copy that has them, or what they charged is forgotten"
+        )
 
 
 def _damaged(path: Any, number: int, why: str) -> LedgerError:
