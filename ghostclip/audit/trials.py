@@ -66,7 +66,7 @@ class Trials:
         """
         held = max(2, round(CHOOSING * len(self)))
         choosing, judging = self.first(held), Trials(self.scores[held:], self.inside[held:])
-        threshold = choosing._best_threshold(merit, failure, judging)
+        threshold = choosing._best_threshold(merit, failure)
         out, within = judging._split()
         positives, negatives = int((out > threshold).sum()), int((within <= threshold).sum())
         return ErrorRates(
@@ -82,19 +82,14 @@ class Trials:
     def _split(self) -> tuple[np.ndarray, np.ndarray]:
         return self.scores[~self.inside], self.scores[self.inside]
 
-    def _best_threshold(self, merit: Merit, failure: float, judging: Trials) -> float:
-        """The candidate with the best merit that the judging trials would have if they erred as often as these."""
+    def _best_threshold(self, merit: Merit, failure: float) -> float:
+        """The candidate of the best merit, going by bounds on the error rates, so that few trials don't mislead."""
         candidates = self._candidates()
         out, within = (np.sort(scores) for scores in self._split())
-        sizes = [len(scores) for scores in judging._split()]
-        # Half an error more than was seen: none in a few is not none at all.
-        positives = (len(out) - np.searchsorted(out, candidates, side="right") + 0.5) / (len(out) + 1)
-        negatives = (np.searchsorted(within, candidates, side="right") + 0.5) / (len(within) + 1)
-        bounds = [
-            error_bound(rate * size, size, failure / 2)
-            for rate, size in zip((positives, negatives), sizes, strict=True)
-        ]
-        return float(candidates[int(np.argmax(merit(*bounds)))])
+        positives = len(out) - np.searchsorted(out, candidates, side="right")
+        negatives = np.searchsorted(within, candidates, side="right")
+        merits = merit(error_bound(positives, len(out), failure / 2), error_bound(negatives, len(within), failure / 2))
+        return float(candidates[int(np.argmax(merits))])
 
     def _candidates(self) -> np.ndarray:
         """Thresholds between the scores, at evenly spaced ranks."""

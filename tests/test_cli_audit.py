@@ -1,0 +1,105 @@
+"""`ghostclip audit`: figures, files, exit status, and mistakes in one line."""
+
+import json
+
+import pytest
+import torch
+
+from ghostclip import datasets
+from ghostclip.audit import Bound
+from ghostclip.cli import audit, main
+from ghostclip.noise import noise_source
+from ghostclip.report.audit_plot import AuditPanel, audit_plot
+
+QUICK = ["--model", "mlp", "--epochs", "1", "--noise-multiplier", "1", "--batch-size", "400"]
+
+
+@pytest.fixture(autouse=True)
+def _forty_digits(monkeypatch):
+    """A data set of 400 digits instead of all of them."""
+    data = datasets.digits()
+    part = torch.utils.data.TensorDataset(*(tensor[:400] for tensor in data.train.tensors))
+    fewer = datasets.Data("digits", part, part, data.input_shape, data.classes)
+    monkeypatch.setattr(datasets, "load", lambda *given: fewer)
+
+
+def audited(capsys, *words) -> tuple[int, dict]:
+    """Exit status and the JSON that an audit prints; so sure that a sound engine does not fail by chance."""
+    status = main(["audit", *QUICK, "--draws", "300", "--confidence", "0.9999999", "--json", *map(str, words)])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_a_sound_training_is_consistent(capsys, tmp_path):
+    out, plot = tmp_path / "audit.json", tmp_path / "audit.png"
+    status, found = audited(capsys, "--canaries", "20", "--out", out, "--plot", plot)
+    assert status == 0
+    assert found["violated"] is False
+    assert found["settings"]["model"] == "mlp"
+    assert found["settings"]["data"] == "digits"
+    assert found["one_run"]["canaries"] == 20
+    assert found["audited_epsilon"] < found["claimed_epsilon"]
+    assert json.loads(out.read_text()) == found
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_violation_is_exit_status_1_and_is_said(capsys, monkeypatch):
+    standard = type(noise_source("standard"))
+    release = standard.release
+    monkeypatch.setattr(standard, "release", lambda self, sums, std, divisor=1.0: release(self, sums, 0.0, divisor))
+    assert main(["audit", *QUICK, "--draws", "300", "--canaries", "0"]) == 1
+    printed = capsys.readouterr()
+    last = printed.out.splitlines()[-1]
+    assert last.startswith("VIOLATED: the audit found epsilon >= ")
+    assert "at confidence 0.95, above the claimed" in last
+    assert "white box: 100%" in printed.err
+
+
+def test_either_attack_alone(capsys):
+    _, found = audited(capsys, "--canaries", "0", "--steps-per-trial", "2", "--method", "reweight")
+    assert found["one_run"] is None
+    assert found["white_box"]["trials"] == 150
+    assert main(["audit", *QUICK, "--draws", "0", "--canaries", "10"]) in (0, 1)
+    assert "white box" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--method", "nxbp"], "the audit runs the engine, whose methods are reweight and cached; got --method nxbp"),
+        (["--draws", "0", "--canaries", "0"], "leave nothing to audit"),
+        (["--plot", "/nowhere/at/all.png"], "there is no folder /nowhere/at"),
+        (["--noise-multiplier", "0"], "noise multiplier 0 claims nothing"),
+        (["--draws", "5"], "draws must be at least 100"),
+        (["--confidence", "95"], "confidence must be a number in (0, 1); got 95.0"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(capsys, words, message):
+    assert main(["audit", *QUICK, *words]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_help_has_an_example(capsys):
+    assert main(["audit", "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert "ghostclip audit --model mlp" in printed
+    assert "exit status: 0 consistent with the claim, 1 more is spent than claimed" in printed
+
+
+def test_plots_of_one_and_of_three_panels_and_of_bounds_without_end():
+    panel = AuditPanel("all of it", 2.0, [100, 1000], {"Gaussian": [0.5, float("inf")]}, {"one-run": 0.3})
+    for panels in ([AuditPanel("one run", 2.0, levels={"one-run": 0.4})], [panel] * 3):
+        assert audit_plot(panels, 1e-5, 0.95).startswith(b"\x89PNG")
+
+
+def test_panels_show_what_was_audited(capsys, monkeypatch):
+    seen = []
+    monkeypatch.setattr(audit, "_print", lambda found, settings: seen.append(found))
+    main(["audit", *QUICK, "--draws", "200", "--canaries", "10"])
+    trial, training = audit.panels_of(seen[0])
+    assert trial.title == "one release, sampling rate 1"
+    assert list(trial.releases) == [200]
+    assert set(training.levels) == {"one-run"}
+    assert training.claimed == next(b.claimed for b in seen[0].bounds if isinstance(b, Bound) and b.about == "training")
