@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -289,8 +290,9 @@ class PrivacyEngine:
         Raises:
             ValueError, TypeError: an argument is out of range.
         """
-        events = [*self.events, replace(self._event, count=whole(steps=steps))]
-        return accounting.epsilon_of(events, delta=self._delta(delta), accountant=accountant)
+        further = replace(self._event, count=whole(steps=steps))
+        spent = accounting.epsilon_of([*self.events, further], delta=self._delta(delta), accountant=accountant)
+        return spent if self._event.noise_multiplier else math.inf
 
     def guarantee(self, delta: float | None = None, accountant: str = "pld") -> str:
         """What was spent so far in words: epsilon, how examples were drawn, which data sets are neighbours.

@@ -1,6 +1,7 @@
 """Sampling: which examples are in a batch, how they are loaded, and what a step over them is charged as."""
 
-from .batches import LogicalBatch, LogicalBatches
+from .batches import LogicalBatches
+from .logical import LogicalBatch
 from .schemes import Poisson, Scheme, Truncated, WithoutReplacement, scheme_named
 from .users import UserRows, Users
 

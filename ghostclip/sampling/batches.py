@@ -14,54 +14,12 @@ from ghostclip.errors import PrivacyError
 from ghostclip.events import SampledRelease
 from ghostclip.sampling.draws import Chunks, Draws, Physical
 from ghostclip.sampling.loading import check_sampling, loader_of, loaders_batch_size, say_sampler_is_replaced, size_of
+from ghostclip.sampling.logical import LogicalBatch
 from ghostclip.sampling.schemes import Scheme, scheme_named
-from ghostclip.sampling.users import UserRows, Users
+from ghostclip.sampling.users import Users
 from ghostclip.validate import positive_int
 
-__all__ = ["LogicalBatch", "LogicalBatches"]
-
-
-class LogicalBatch:
-    """One sample of the data set, handed out in physical batches. Which examples it holds is private data.
-
-    Attributes:
-        sizes: the number of rows in each physical batch; no numbers for an empty sample.
-        users: whose rows they are, for each physical batch; None where examples are the units of privacy.
-        handed: how many physical batches were handed out so far.
-    """
-
-    def __init__(
-        self, physical: Sequence[Physical], load: Callable[[], Any], left: Callable[[LogicalBatch], None]
-    ) -> None:
-        self.sizes = [len(rows) for rows, _ in physical]
-        self.users: list[UserRows | None] = [users for _, users in physical]
-        self.handed = 0
-        self._load, self._left = load, left
-        self._started = False
-
-    def physical(self) -> Iterator[Any]:
-        """The physical batches, as the data loader makes them; leaving before the last one discards the logical batch.
-
-        Raises:
-            PrivacyError: called twice, or used after the next logical batch was taken.
-        """
-        if self._started:
-            raise PrivacyError(
-                "physical() of this logical batch was called before, and its examples may be used in one pass only; "
-                "take the next batch of engine.batches()"
-            )
-        self._started = True
-        return self._hand_out()
-
-    def _hand_out(self) -> Iterator[Any]:
-        try:
-            for _ in self.sizes:
-                examples = self._load()
-                self.handed += 1
-                yield examples
-        finally:
-            if self.handed < len(self.sizes):
-                self._left(self)
+__all__ = ["LogicalBatches"]
 
 
 class LogicalBatches:

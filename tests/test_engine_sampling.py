@@ -1,0 +1,96 @@
+"""The engine's ways to sample: what is charged is what the sampler did, and forecasts go on from there."""
+
+import math
+from typing import Any
+
+import private_runs as runs
+import pytest
+import torch
+
+from ghostclip import accounting
+from ghostclip.engine import PrivacyEngine
+from ghostclip.events import SAMPLINGS
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "poisson": {},
+    "without_replacement": {},
+    "truncated": {"max_batch_size": 11},
+}
+
+
+def trained(epochs: int = 1, **options: Any) -> PrivacyEngine:
+    engine = runs.engine_for(runs.network(), **{"noise_multiplier": 6.0, "clipping": 1.0, **options})
+    for _ in range(epochs):
+        for batch in engine.batches():
+            engine.step(batch, runs.losses_of)
+    return engine
+
+
+@pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_epsilon_is_that_of_the_sampling_and_the_relation(sampling: str, neighboring: str) -> None:
+    engine = trained(sampling=sampling, neighboring=neighboring, **OPTIONS[sampling])
+    (event,) = engine.events
+    assert (event.sampling, event.relation, event.count) == (sampling, neighboring, 3)  # type: ignore[union-attr]
+    options = {"dataset_size": 24, **OPTIONS[sampling]} if sampling == "truncated" else {}
+    setting: dict[str, Any] = {"noise_multiplier": 6.0, "sample_rate": 8 / 24, "steps": 3, "delta": 1e-5, **options}
+    expected = accounting.epsilon(**setting, sampling=sampling, neighboring=neighboring)
+    assert engine.epsilon() == expected
+    assert (engine.sampling, engine.neighboring) == (sampling, neighboring)
+    assert f"({neighboring})" in engine.guarantee()
+    assert f"epsilon {expected:.4g} (PLD)" in engine.guarantee()
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_a_forecast_is_what_more_steps_will_have_spent(accountant: str) -> None:
+    engine = trained()
+    foretold = engine.forecast(3, accountant=accountant)
+    assert engine.forecast(0, accountant=accountant) == engine.epsilon(accountant=accountant) < foretold
+    assert engine.forecast(3, delta=1e-3, accountant=accountant) < foretold
+    for batch in engine.batches():
+        engine.step(batch, runs.losses_of)
+    assert engine.epsilon(accountant=accountant) == foretold
+
+
+@pytest.mark.parametrize("steps", [-1, 2.5, math.nan, math.inf, True, "3", None])
+def test_a_forecast_checks_its_arguments(steps: Any) -> None:
+    engine = runs.engine_for(runs.network(), noise_multiplier=1.0)
+    with pytest.raises((ValueError, TypeError), match=r"^steps must be a whole number >= 0"):
+        engine.forecast(steps)
+    with pytest.raises(ValueError, match=r"^delta must be "):
+        engine.forecast(1, delta=2.0)
+
+
+def test_a_forecast_without_private_noise_is_infinite() -> None:
+    engine = runs.engine_for(runs.network(), noise_multiplier=1.0, noise="test", seed=1)
+    assert engine.forecast(1) == engine.forecast(0) == engine.epsilon() == math.inf
+    assert engine.guarantee().endswith("nothing was released")
+
+
+def test_engines_on_one_data_set_add_up() -> None:
+    first, second = trained(), trained(noise_multiplier=8.0)
+    together = accounting.epsilon_of([*first.events, *second.events], delta=1e-5)
+    assert together > max(first.epsilon(), second.epsilon())
+    assert together < first.epsilon() + second.epsilon()
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_sums_are_divided_by_the_public_size_under_every_sampling(sampling: str) -> None:
+    """Row "dividing by the realised or floored batch size": the denominator is ``batch_size``."""
+    dataset = runs.data(24)
+    model, reference = runs.network(), runs.network()
+    engine = runs.engine_for(model, None, dataset, sampling=sampling, **OPTIONS[sampling])
+    found: list[torch.Tensor] = []
+    runs.on_step(engine.optimizer, lambda: found.append(runs.grads(model)))
+    batch = next(batch for batch in engine.batches() if sum(batch.sizes))
+    (examples,) = runs.gather(engine, batch)
+    engine.optimizer.step()
+    losses = runs.losses_of(reference, examples)
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(losses.sum(), list(reference.parameters()))]) / 8
+    assert torch.allclose(found[0], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_arguments_of_sampling_are_refused_by_name() -> None:
+    for wrong in ({"sampling": "shuffled"}, {"neighboring": "replace"}, {"max_batch_size": 9}, {"sampling": 1}):
+        with pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be "):
+            runs.engine_for(runs.network(), **wrong)
