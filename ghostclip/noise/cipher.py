@@ -1,8 +1,8 @@
 """Random words that nobody can foresee: AES-256 in counter mode, its key from the operating system.
 
-The cipher is OpenSSL's, through the `cryptography` package. A stream serves one release and is dropped: the next one,
-in whatever process, after whatever fork or copy of a virtual machine, has a key of its own, and a key that is gone
-can't be read out of memory later.
+The cipher is OpenSSL's, through the `cryptography` package. A stream serves one release and is dropped: the next one
+has a key of its own, in whatever process, after whatever fork, and where a virtual machine was copied if its operating
+system notices. Memory is not wiped.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class KeyStream:
         return os.urandom(KEY_BYTES)
 
     def words(self, count: int) -> np.ndarray:
-        """The next ``count`` words, uint64, whatever the machine's byte order."""
-        return self._bytes(8 * count).view("<u8")
+        """The next ``count`` words, uint64."""
+        return self._bytes(8 * count).view(np.uint64)
 
     def halves(self, count: int) -> np.ndarray:
         """The next ``count`` words, uint32."""
-        return self._bytes(4 * count).view("<u4")
+        return self._bytes(4 * count).view(np.uint32)
 
     def _bytes(self, count: int) -> np.ndarray:
         # A buffer must have room for what an incomplete block might add.

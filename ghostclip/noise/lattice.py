@@ -16,8 +16,8 @@ What is not exact: noise ends at 13 standard deviations (probability 2^-125 a nu
 What is not covered: S is a sum that floating point rounded, so that an example's presence may move it by more than the
 sum of its own parts by rounding (Casacuberta et al. 2022); and how long it takes, which depends on the numbers.
 
-A coordinate beyond 2^40 steps, which is above 2^31 standard deviations, is released as if it were there; a coordinate
-that is not a number, as if it were zero. Neither brings neighbours further apart.
+A coordinate beyond 2^40 steps, which is above 2^31 standard deviations, counts as 2^40 steps; that brings neighbours
+no further apart. One that is not a number, which clipped sums have none of, counts as zero.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ __all__ = ["FINENESS", "Lattice"]
 # The step is 2^-8 to 2^-9 of the noise: it adds a millionth of its variance, and float32 holds 2^15 times the noise.
 FINENESS = 8
 LIMIT = 2.0**40
-# Below it a step would leave float64.
-LEAST_EXPONENT = -1000
+# Released noise outside of it would come near the ends of float64, where numbers are rounded to zero or infinity.
+LEAST, MOST = 2.0**-900, 2.0**900
 # Coordinates worked on together, so that their words stay in the cache.
 CHUNK = 1 << 16
 # Digits in float64, and those that are drawn at once where they don't settle it.
@@ -56,11 +56,19 @@ class Lattice:
     Attributes:
         step: every released number is a multiple of it.
         spread: standard deviation of the noise, in steps.
+
+    Raises:
+        ValueError: ``std / divisor`` is too small or too large to be computed with.
     """
 
     def __init__(self, std: float, divisor: float, fineness: int = FINENESS) -> None:
         released = std / divisor * (1 + 2.0**-50)
-        self.step = math.ldexp(1.0, max(math.frexp(released)[1] - 1 - fineness, LEAST_EXPONENT))
+        if not LEAST < released < MOST:
+            raise ValueError(
+                f"the noise's standard deviation over the batch size must be between {LEAST:.3g} and {MOST:.3g} for "
+                f"hardened noise; got {std!r} / {divisor!r}"
+            )
+        self.step = math.ldexp(1.0, math.frexp(released)[1] - 1 - fineness)
         self.spread = released / self.step
         self._divisor, self._scale = divisor, 1.0 / divisor / self.step
         self._layers = ziggurat()

@@ -1,8 +1,8 @@
 """Exact samples of the normal distribution, by a ziggurat whose random digits are revealed only as far as needed.
 
 What is under f(x) = exp(-x^2 / 2), x >= 0, is covered by 1024 horizontal layers of one area (Marsaglia and Tsang 2000):
-layer i reaches from x = 0 to its width w_i, and from floor Y_i up by its height A / w_i, where A is the area
-and Y_i the sum of the heights below. A point drawn uniformly in a layer drawn uniformly is uniform in their union, and
+layer i reaches from x = 0 to its width w_i, and from its floor Y_i up by its height A / w_i, where A is the area and
+Y_i the sum of the heights below. A point drawn uniformly in a layer drawn uniformly is uniform in their union, and
 those under f have a normal x. Three things make that exact rather than approximate:
 
 - The widths are float32 numbers, and *by definition* exact; the heights are A / w_i as real numbers. The widths are a
@@ -33,7 +33,7 @@ LAYERS = 1 << LAYER_BITS
 REACH = 13.0
 # Widths are about this much too large, and what is taken for inside of f that much too small: far above rounding.
 WIDER, NARROWER = 1 + 2.0**-23, 1 - 2.0**-20
-# Bounds the error in float64 of the height of a point minus f there; both are at most about 1.
+# Bounds the error in float64 of a point's height minus f there, both at most 1, which is below 2^-49.
 DOUBT = 2.0**-45
 PRECISION = Context(prec=60)
 
@@ -45,7 +45,7 @@ class Ziggurat:
     Attributes:
         area: of each layer.
         widths: [1024], exact.
-        floors, heights: [1024], rounded to float64.
+        floors, heights: [1024], rounded to the nearest float64.
         inside: [1024], the share of each width that is certainly under f at all of the layer's heights.
         table: [1024], what lattice.c reads of them: the width, and the first digits below which all is inside.
     """
@@ -56,6 +56,11 @@ class Ziggurat:
     heights: np.ndarray
     inside: np.ndarray
     table: np.ndarray
+
+    @property
+    def exact_floors(self) -> list[Decimal]:
+        """The floors [1025], the top included, to 60 digits."""
+        return _exact_floors(self.area, tuple(self.widths.tolist()))
 
     def under(self, layers: np.ndarray, shares: np.ndarray, stream: KeyStream) -> tuple[np.ndarray, ...]:
         """Which points are under f, at heights drawn from ``stream``.
@@ -83,7 +88,7 @@ class Ziggurat:
     def certainly_under(self, layer: int, x: Fraction, height: Fraction) -> bool:
         """Whether the point ``x`` of a layer, at that share of its height, is under f; to 60 digits."""
         with localcontext(PRECISION):
-            floors = _exact_floors(self)
+            floors = self.exact_floors
             above = floors[layer] + _decimal(height) * (floors[layer + 1] - floors[layer])
             return above < (-_decimal(x * x) / 2).exp()
 
@@ -96,39 +101,34 @@ def ziggurat() -> Ziggurat:
     while high - low > 2.0**-20 * low:
         area = (low + high) / 2
         low, high = (low, area) if _stack(area) is not None else (area, high)
-    stacked = _stack(high)
-    assert stacked is not None
-    widths, floors = stacked
+    widths = _stack(high)
+    assert widths is not None
     wide = np.array(widths)
     inside = np.append(wide[1:] / wide[:-1] * NARROWER, 0.0)
     table = np.empty(LAYERS, [("width", np.float32), ("inside", np.uint32)])
     table["width"], table["inside"] = wide, np.floor(inside * 2**DIGITS)
-    return Ziggurat(high, wide, np.array(floors), high / wide, inside, table)
+    floors = np.array([float(floor) for floor in _exact_floors(high, widths)[:-1]])
+    return Ziggurat(high, wide, floors, high / wide, inside, table)
 
 
-def _stack(area: float) -> tuple[list[float], list[float]] | None:
-    """Widths and floors of the layers of that area; None when they don't reach the top."""
-    widths, floors = [REACH], [0.0]
+def _stack(area: float) -> tuple[float, ...] | None:
+    """Widths of the layers of that area, the last ones repeated above the top; None when they don't reach the top."""
+    widths, floor = [REACH], 0.0
     for _ in range(LAYERS - 1):
-        floors.append(floors[-1] + area / widths[-1])
-        if floors[-1] >= 1:
-            return widths + [widths[-1]] * (LAYERS - len(widths)), floors + [1.0] * (LAYERS - len(floors))
-        widths.append(float(np.float32(math.sqrt(-2 * math.log(floors[-1])) * WIDER)))
-    return (widths, floors) if floors[-1] + area / widths[-1] > 1 else None
+        floor += area / widths[-1]
+        higher = math.sqrt(-2 * math.log(floor)) * WIDER if floor < 1 else widths[-1]
+        widths.append(float(np.float32(higher)))
+    return tuple(widths) if floor + area / widths[-1] > 1 else None
 
 
 @functools.cache
-def _area_floors(area: float, widths: tuple[float, ...]) -> list[Decimal]:
+def _exact_floors(area: float, widths: tuple[float, ...]) -> list[Decimal]:
+    """The floors [1025], the top included, to 60 digits."""
     with localcontext(PRECISION):
         floors = [Decimal(0)]
         for width in widths:
             floors.append(floors[-1] + Decimal(area) / Decimal(width))
         return floors
-
-
-def _exact_floors(layers: Ziggurat) -> list[Decimal]:
-    """The floors [1025], the top included, to 60 digits."""
-    return _area_floors(layers.area, tuple(layers.widths.tolist()))
 
 
 def _decimal(number: Fraction) -> Decimal:
