@@ -54,6 +54,7 @@ class GhostClipper:
             need no second pass: each group is clipped while the first one goes by.
         second_pass: "reweight": a second ordinary backward of the reweighted losses (Lee & Kifer 2020), leanest in
             memory; "cached": the clipped sum is built from what the first pass kept (book-keeping, Bu et al. 2023).
+            Nothing is kept of layers under activation checkpointing, whose saving stays: they get a second backward.
         norm_strategy: "auto" by measured cost, or "gram" or "direct". Neither option changes a result beyond rounding.
         memory_budget: bytes "cached" may keep; where that is not enough, the batch falls back to "reweight". Of what
             "reweight" sets aside for small layers it is the most, too.

@@ -66,6 +66,8 @@ class Collector:
         planner: chooses the way to each squared norm.
         index: of the model; parameters of another model, in a layer that shares one with ours, are passed over.
         keep: hold terms for a clipped sum to come; otherwise nothing outlives its layer.
+        partly: of what is to be held, leave out the uses of layers whose inputs are computed again, and parameters of
+            which parts are used.
         materialise: form and hold every per-example gradient, and no norms.
         aside: hold the terms of single parameters where they are small beside the activations.
         budget: bytes that may be held; once passed, everything held is dropped and ``over_budget`` is set.
@@ -81,6 +83,7 @@ class Collector:
         index: ModelIndex,
         *,
         keep: bool,
+        partly: bool = False,
         materialise: bool = False,
         aside: bool = False,
         budget: int | None = None,
@@ -93,6 +96,9 @@ class Collector:
         self.choices: dict[int, Choice] = {}
         self.held_bytes, self.over_budget = 0, False
         self._keep, self._materialise, self._aside, self._budget = keep, materialise, aside, budget
+        self.partly = partly
+        packed = [call for call in calls if call.packed or call.rows] if partly else []
+        self._not_held = {id(call.layer._parameters[name]) for call in packed for name in call.parameters}
         self._majors, self._planner, self._index = majors, planner, index
         self._padded = overlapping_parts(calls)
         self._left = Counter([self._part(call, name) for call in calls for name in index.own_parameters(call)])
@@ -147,6 +153,8 @@ class Collector:
             return False
         if self._groups is not None and not self._groups.are_one_group(parts):
             return False
+        if not self._not_held.isdisjoint([owner for owner, _ in parts]):
+            return False
         affine = call.layer.joint(call, inputs, grad)
         if affine is None:
             return False
@@ -195,7 +203,7 @@ class Collector:
         if self._materialise:
             self.terms[part] = Dense(term.per_example())
             return
-        keep = self._groups is not None or (self._keep and not self.over_budget)
+        keep = self._groups is not None or (self._keep and not self.over_budget and part[0] not in self._not_held)
         answer, choice = self._planner.answer(term, keep, term.nbytes + self._room)
         self.squared.append(([part[0]], answer.squared_norms))
         self.choices[part[0]] = choice
@@ -262,12 +270,13 @@ class FirstPass:
     @property
     def holds_terms(self) -> bool:
         """Whether a clipped sum can be built without another backward."""
-        return self._found._keep and not self._found.over_budget
+        return self._found._keep and not self._found.over_budget and not self._found.partly
 
     @property
     def aside(self) -> set[int]:
         """Ids of parameters whose clipped sums can be built without another backward, though not all can."""
-        return {owner for owner, _ in self._found.terms}
+        together = [owner for owners, _ in self._found.affines for owner in owners]
+        return {*together, *(owner for owner, _ in self._found.terms)}
 
     @property
     def choices(self) -> Mapping[int, Choice]:

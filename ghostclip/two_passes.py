@@ -266,9 +266,13 @@ class TwoPasses:
             self.steady = uses.steady and not narrow
             calls, majors = self._grouping.prove(losses, uses, self.index)
             budget = None if ignore_budget or materialise else self._memory_budget
+            # What is computed again in order not to be kept is not kept here, either.
+            partly = self.cached and keep and groups is None and not (ignore_budget or materialise)
+            partly = partly and not is_distributed() and any(call.packed for call in calls)
+            retain_graph = retain_graph or partly
             collector = Collector(
                 losses, calls, majors, self._planner, self.index,
-                keep=keep, materialise=materialise, aside=aside, budget=budget, groups=groups,
+                keep=keep, partly=partly, materialise=materialise, aside=aside, budget=budget, groups=groups,
             )  # fmt: skip
             if groups is not None:
                 shapes = tuple([call.shape for call in calls])

@@ -169,9 +169,10 @@ def bytes_per_block(again: bool, prepare: Callable[[nn.Module], Callable[[Tensor
     return (peaks[1] - peaks[0]) / 10
 
 
-def test_checkpointing_keeps_its_saving():
+@every_pass
+def test_checkpointing_keeps_its_saving(second_pass):
     def clipped(model: nn.Module) -> Callable[[Tensor], Any]:
-        return ghostclip.GhostClipper(model, norm_strategy="gram").backward
+        return ghostclip.GhostClipper(model, norm_strategy="gram", second_pass=second_pass).backward
 
     def plain(model: nn.Module) -> Callable[[Tensor], Any]:
         return lambda losses: losses.sum().backward()

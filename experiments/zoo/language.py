@@ -100,10 +100,8 @@ def _subjects() -> Iterator[Subject]:
         build = from_config(model, config, **options)
         yield Subject(name, "transformers", about, build, texts, token_losses, refused=refused)
     for name, (about, model, config, options) in ENCODERS.items():
-        # Its bias [9, 9, heads] is taken for examples in batches of three; in the private steps there are such.
-        refused = "relative_attention_bias" if name == "MPNet" else ""
         build = from_config(model, config, **options)
-        yield Subject(name, "transformers", about, build, masked_texts, class_losses, refused=refused)
+        yield Subject(name, "transformers", about, build, masked_texts, class_losses)
 
 
 SUBJECTS = tuple(_subjects())

@@ -139,7 +139,7 @@ PIXELS: dict[str, tuple[str, str, Callable[[], nn.Module], int, dict[str, Any]]]
 
 
 # Part of a name: words of its refusal.
-REFUSED = {"kept": "GroupNorm", "EVA-02": "q_bias"}
+REFUSED = {"kept": "GroupNorm"}
 
 
 def pixel_losses(model: nn.Module, batch: Batch) -> Tensor:

@@ -22,6 +22,9 @@ from ghostclip.norms.term import Term
 
 __all__ = ["LAYERS", "NOTHING", "PROBE", "Call", "GhostLayer", "Sink", "is_capturing", "place_of"]
 
+# What packs saved tensors now, or None.
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
 # A leaf that every captured pre-activation leads to: asking autograd for its gradient runs a backward that goes
 # to the pre-activations and no further, and so forms no weight gradient. It never has a value and never changes.
 PROBE = torch.zeros(0, requires_grad=True)
@@ -46,10 +49,13 @@ class Call:
         batch_dim: the dimension of the pre-activation that holds examples.
         shape, dtype, device: of the pre-activation.
         sources: where the graph goes on below the layer: gradient nodes of the inputs, or leaf inputs themselves.
+        packed: whether what is saved goes through hooks, as activation checkpointing has it computed again.
         sink: told (call, inputs, gradient at the pre-activation) during a first pass; None at any other time.
     """
 
-    __slots__ = ("batch_dim", "device", "dtype", "extra", "layer", "parameters", "rows", "shape", "sink", "sources")
+    __slots__ = (
+        "batch_dim", "device", "dtype", "extra", "layer", "packed", "parameters", "rows", "shape", "sink", "sources",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -65,6 +71,7 @@ class Call:
         self.batch_dim, self.shape = batch_dim, preactivation.shape
         self.dtype, self.device = preactivation.dtype, preactivation.device
         self.sources = [t.grad_fn or t for t in inputs if t.requires_grad]
+        self.packed = _top_hooks(False) is not None
         self.sink: Sink | None = None
 
     def term(self, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:

@@ -57,7 +57,7 @@ class Outside(Call):
         self.layer: Any = _Owner(parameters)
         self.parameters, self.rows, self.batch_dim, self.shape = trained, {}, 0, torch.Size(shape)
         self.dtype, self.device, self.sources, self.extra = like.dtype, like.device, [], None
-        self.sink, self.answer = None, answer
+        self.sink, self.answer, self.packed = None, answer, False
         self.region: Any = None
         self.gathered: dict[str, list[Tensor]] = {name: [] for name in trained}
 

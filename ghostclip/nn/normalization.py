@@ -106,8 +106,7 @@ class _BatchNorm(GhostLayer):
     def forward(self, input: Tensor) -> Tensor:
         if self._uses_batch_statistics(self) and is_capturing():
             raise UnsupportedModelError(
-                f"{place_of(self)} is in train mode, where it mixes the examples of a batch; "
-                f"{INSTEAD_OF_BATCHNORM}"
+                f"{place_of(self)} is in train mode, where it mixes the examples of a batch; {INSTEAD_OF_BATCHNORM}"
             )
         return self.capture(super().forward(input), input)
 
