@@ -6,6 +6,7 @@ The only place that runs autograd for clipping.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -76,9 +77,10 @@ class TwoPasses:
         """Adds the clipped sum to each p.grad; returns norms and weights, [B] or {group: [B]}."""
         if self.wide_sums is not None:
             self.wide_sums.clear()
-        if isinstance(self.clipping, Groupwise):
-            return self._clip_groups(losses, self.clipping, retain_graph)
-        return self._clip_whole(losses, self.clipping, retain_graph)
+        with _without_autocast(losses):
+            if isinstance(self.clipping, Groupwise):
+                return self._clip_groups(losses, self.clipping, retain_graph)
+            return self._clip_whole(losses, self.clipping, retain_graph)
 
     def _clip_whole(self, losses: Tensor, policy: Policy, retain_graph: bool) -> tuple[Tensor, Tensor]:
         """Adds the clipped sum to each p.grad; returns norms and weights [B]."""
@@ -258,7 +260,7 @@ class TwoPasses:
         """
         _check_losses(losses, self.scale)
         losses = losses if self.scale == 1.0 else losses * self.scale
-        with in_our_words():
+        with in_our_words(), _without_autocast(losses):
             uses = captured_calls(losses, self.index)
             trained = self.index.trained()
             self._parameters = {id(parameter): parameter for _, parameter in trained}
@@ -308,6 +310,12 @@ def _is_lowest(call: Call) -> bool:
 def is_distributed() -> bool:
     """Whether several processes train together, who wait for each other's gradients of every parameter."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _without_autocast(losses: Tensor) -> AbstractContextManager[Any]:
+    """Norms and sums are not computed in narrow types where only the forward was meant to be."""
+    kind = losses.device.type if isinstance(losses, Tensor) else "cpu"
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def _check_losses(losses: Tensor, scale: float) -> None:
