@@ -18,7 +18,7 @@ from ghostclip.engine import PrivacyEngine, budget, spending
 from ghostclip.engine.budget import affordable
 from ghostclip.errors import BudgetExceededError, LedgerError, PrivacyError
 from ghostclip.events import FixedSizeGaussian, SampledGaussian
-from ghostclip.ledger import Ledger
+from ghostclip.ledger import Account, Ledger
 
 PRIVATE = {"noise_multiplier": 1.0, "clipping": 0.5, "target_delta": 1e-3}
 EVENT = SampledGaussian(1 / 3, 1.0)
@@ -184,6 +184,30 @@ def test_a_budget_is_used_to_the_last_step(path: Path, with_ledger: bool) -> Non
     engine = engine_for(path if with_ledger else None, max_epsilon=9.0)
     assert steps_until_refused(engine, r"one more step would pass max_epsilon = 9\.0") == most_within(9.0) > 1
     assert spent(path) == most_within(9.0) if with_ledger else not path.exists()
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("place", ["write", "fsync", "after the charge"])
+def test_what_an_interruption_leaves_counts_for_the_budget(
+    path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger: Any = Ledger(path, block=3)
+    engine = stepped(engine_for(ledger, max_epsilon=9.0), 3)
+
+    def interrupted(*arguments: Any) -> None:
+        work(*arguments)
+        raise KeyboardInterrupt
+
+    place_of, name = (Account, "charge") if place == "after the charge" else (os, place)
+    work = getattr(place_of, name)
+    monkeypatch.setattr(place_of, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        stepped(engine, 1)
+    monkeypatch.setattr(place_of, name, work)
+    lost = 1 if place == "after the charge" else 3
+    steps_until_refused(engine, "would pass max_epsilon")
+    assert engine.epsilon() <= 9.0
+    assert engine.steps_taken + lost == spent(path) == most_within(9.0)
 
 
 @pytest.mark.usefixtures("quick")

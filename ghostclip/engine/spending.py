@@ -147,22 +147,23 @@ class Spending:
             return math.inf
         return accounting.epsilon_of(self.events, delta=delta, accountant=accountant)
 
-    def _most(self, written: int, others: Runs) -> int:
+    def _most(self, written: int, ledger: Runs) -> int:
         """How many more steps may be charged, at least 1; computed anew only when another run has spent something.
 
         Args:
-            written: changes with ``others``.
-            others: what the ledger's other runs spent, or may still spend.
+            written: changes whenever other runs spend.
+            ledger: what all runs spent according to the ledger, or may still spend.
 
         Raises:
             BudgetExceededError: none.
         """
-        own, state = self._own[self._event], (self._run, written, self._added)
+        runs = self._with_known(ledger)
+        own, state = runs[self._run][self._event], (self._run, written, self._added)
         if state != self._room_for or (own >= self._limit and self._more_to_ask):
-            room, self._more_to_ask = self._room(_listed(self._with_known(others)), self._limit - own)
+            room, self._more_to_ask = self._room(_listed(runs), self._limit - own)
             self._limit, self._room_for = own + room, state
         if own >= self._limit:
-            self._refuse(_listed(self._with_known(others)))
+            self._refuse(_listed(runs))
         return self._limit - own
 
     def _room(self, spent: list[Event], before: int) -> tuple[int, bool]:

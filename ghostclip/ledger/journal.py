@@ -18,7 +18,7 @@ from ghostclip.validate import positive_int
 
 __all__ = ["Journal", "Most", "now"]
 
-# (how many records are other runs', what each of those spent) -> the most that may be reserved; it may raise instead.
+# (how many records aren't the run's own, what each run spent) -> the most that it may reserve; it may raise instead.
 Most = Callable[[int, dict[str, Counter[Event]]], int]
 
 
@@ -60,7 +60,7 @@ class Journal:
         self._check_owner()
         self._refresh()
         once = replace(event, count=1)
-        allowed = positive_int(most=min(count, most(*self._others(run))))
+        allowed = positive_int(most=min(count, most(*self._spent_for(run))))
         returned = self._given_up(run)
         intent = {"kind": "intent", "time": now(), "run": run, "noise": noise}
         self._append([*returned, intent | {"event": encoded(replace(event, count=allowed))}])
@@ -72,11 +72,15 @@ class Journal:
         self._check_owner()
         block = self._blocks.get(run)
         if block is None or not block.left or block.event != event:
-            most(*self._others(run))
+            most(*self._spent_for(run))
 
-    def _others(self, run: str) -> tuple[int, dict[str, Counter[Event]]]:
-        others = {name: spent for name, spent in self.contents.totals.items() if name != run}
-        return len(self.contents.hashes) - self._written[run], others
+    def _spent_for(self, run: str) -> tuple[int, dict[str, Counter[Event]]]:
+        """What `Most` is told: of other runs all that they reserved, of this one what it took."""
+        spent = dict(self.contents.totals)
+        if run in spent:
+            spent[run] = self.taken()[run]
+        # An intent that was interrupted counts as somebody else's: it is there, and the run doesn't have its block.
+        return len(self.contents.hashes) - self._written[run], spent
 
     def take(self, run: str, event: Event) -> bool:
         """Takes one from the run's block; False when a new block is needed."""

@@ -157,8 +157,8 @@ class Account:
 
         Args:
             event: with a count of 1.
-            most: (records that other runs wrote, {run: how often each event was charged}) -> the most steps that may
-                be reserved, at least 1, or it raises. The first argument changes whenever the second does.
+            most: (records that aren't the run's own, {run: how often each event was charged}) -> the most steps that
+                it may reserve, at least 1, or it raises. The first argument changes whenever others spend.
         """
         with turn():
             self._check_open()
