@@ -32,7 +32,7 @@ from ghostclip.audit import (
 from ghostclip.audit.scores import log_ratios
 from ghostclip.audit.tradeoff import composed_false_negatives
 from ghostclip.audit.white_box import Setting
-from ghostclip.clipping import PerLayer
+from ghostclip.clipping import Adaptive, PerLayer
 from ghostclip.noise import noise_source
 from ghostclip.report import plain
 from ghostclip.sampling import Poisson
@@ -259,6 +259,14 @@ def test_a_sound_engine_is_consistent_and_its_noise_is_found():
 
 
 @pytest.mark.slow
+def test_hardened_noise_is_audited_too():
+    pytest.importorskip("cryptography")
+    found = audited(confidence=SURE, noise="hardened", canaries=4, draws=300)
+    assert not found.violated
+    assert 0.5 < found.white_box.noise_multiplier < math.inf
+
+
+@pytest.mark.slow
 def test_noise_twice_is_no_violation_but_a_loose_bound(monkeypatch):
     noise_twice(monkeypatch)
     found = audited(confidence=SURE, noise_multiplier=0.25)
@@ -390,6 +398,7 @@ def test_a_bound_is_violated_above_its_claim_only():
         ({"noise_multiplier": 0.0}, "noise_multiplier must be a finite number > 0; got 0.0"),
         ({"confidence": 1.0}, "confidence must be a number in"),
         ({"batch_size": 9}, "batch_size must be at most the 8 examples; got 9"),
+        ({"clipping": Adaptive(1.0)}, "an adaptive clipping norm is released along with the gradients"),
         ({"noise": "test"}, "noise must be one of 'standard', 'hardened'; got 'test'"),
     ],
 )

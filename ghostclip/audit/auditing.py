@@ -71,6 +71,9 @@ def audit(
     the steps are sampled Gaussian releases of some noise and rate) and "one-run" (which assumes nothing). Those of a
     single trial are "clopper-pearson" (which assumes nothing) and "gaussian".
 
+    The claim is about Poisson sampling and data sets that differ by one example's presence. What the attacks release is
+    not charged: the result of an audit over private data is private data.
+
     Args:
         model: any that can be trained privately.
         loss_fn: (model, batch) -> losses [B].

@@ -14,6 +14,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from ghostclip.audit.claim import Claim
+from ghostclip.clipping import Adaptive
 from ghostclip.engine import PrivacyEngine
 from ghostclip.sampling import LogicalBatch
 from ghostclip.validate import one_of, open_fraction, positive, positive_int
@@ -39,7 +40,7 @@ class Training:
         optimizer: parameters -> the optimizer of the training; plain SGD by default.
 
     Raises:
-        ValueError, TypeError: an argument is out of range.
+        ValueError, TypeError: an argument is out of range, or the clipping norm is adaptive.
     """
 
     model: nn.Module
@@ -60,6 +61,11 @@ class Training:
         positive_int(steps=self.steps)
         open_fraction(target_delta=self.target_delta)
         one_of(("standard", "hardened"), noise=self.noise)
+        if isinstance(self.clipping, Adaptive):
+            raise ValueError(
+                "an adaptive clipping norm is released along with the gradients, which this audit does not attack; "
+                "give the norm that training settled on as a number"
+            )
         if positive_int(batch_size=self.batch_size) > self.size:
             raise ValueError(f"batch_size must be at most the {self.size} examples; got {self.batch_size}")
 

@@ -152,6 +152,7 @@ def _training(plan: PlannedRun, data: Data) -> Training:
         clipping=settings.max_norm,
         second_pass=settings.method,
         max_physical_batch_size=settings.max_physical_batch_size,
+        noise=settings.noise or "standard",
         optimizer=lambda parameters: OPTIMIZERS[settings.optimizer](parameters, settings.learning_rate),
     )
 
