@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import CASES
 from comparing import TOLERANCE, assert_close, assert_dicts_close, gradients, truth, typical_norm
+from graphs import interpret
 from torch.utils._pytree import tree_leaves
 
 import ghostclip
@@ -15,23 +16,9 @@ from ghostclip.compiled import trial
 from ghostclip.compiled.signature import capacity_for, function_key, leaves_of, pad
 
 
-class Interpreted:
-    """A graph run node by node, in place of inductor's: what is tested is what was written down."""
-
-    def __init__(self, graph, inputs):
-        self.graph, self.seconds, self.runs = graph, 0.0, 0
-
-    @torch.no_grad()
-    def __call__(self, *inputs):
-        self.runs += 1
-        return self.graph(*inputs)
-
-
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(compiling, "Region", Interpreted)
-    # A graph run node by node isn't faster, and is to be used all the same.
-    monkeypatch.setattr(trial, "clock", lambda: 0.0)
+    interpret(monkeypatch)
 
 
 def losses_of(model, batch):
@@ -201,12 +188,14 @@ def test_tables_of_the_loss_are_read_anew_each_time():
 
 def test_what_runs_eagerly_says_why():
     lstm = torch.nn.Sequential()
-    lstm.add_module("lstm", torch.nn.LSTM(6, 4, batch_first=True))
+    lstm.add_module("lstm", torch.nn.LSTM(6, 4, batch_first=True, proj_size=3))
     clipper = ghostclip.GhostClipper(lstm, 1.0, compile=True)
     x = torch.randn(3, 5, 6)
     for _ in range(2):
         clipper.clip(lambda m, b: m(b)[0].sum((1, 2)), x)
-    assert clipper.compiled.refusals == ["lstm is a LSTM, whose time steps would be compiled one by one"]
+    assert clipper.compiled.refusals == [
+        "lstm is an LSTM with projections, whose time steps would be compiled one by one"
+    ]
     custom = ghostclip.GhostClipper(classifier(), Custom(lambda n: 1 / (n + n.mean()), 1.0))
     custom.compile(expected=8)
     custom.clip(losses_of, batch_of(8))
@@ -278,6 +267,7 @@ def test_a_trial_draws_no_random_numbers_that_eager_training_would_not():
     assert torch.equal(*states)
 
 
+@pytest.mark.slow
 def test_inductor_trains_as_eager_does_with_one_graph_of_the_passes_and_one_of_the_update():
     weights = []
     for compiled in (False, True):

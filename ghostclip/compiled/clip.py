@@ -33,8 +33,6 @@ __all__ = [
 LossFunction = Callable[[nn.Module, Any], Tensor]
 # Graphs are made for so many keys; who needs more passes a function that is another one every time.
 MOST_GRAPHS = 16
-# Rules that go through time step by step: a graph of every step takes minutes to compile, and is slower.
-STEP_BY_STEP = (nn.RNN, nn.LSTM, nn.GRU)
 
 log = logging.getLogger("ghostclip")
 
@@ -272,7 +270,8 @@ def random_state(asked: Asked) -> Tensor:
 
 
 def _step_by_step(model: nn.Module) -> str | None:
+    """A layer that goes through time step by step: a graph of every step takes minutes to compile, and is slower."""
     for name, module in model.named_modules():
-        if isinstance(module, STEP_BY_STEP) and any(p.requires_grad for p in module.parameters()):
-            return f"{name or 'the model'} is a {type(module).__name__}, whose time steps would be compiled one by one"
+        if isinstance(module, nn.LSTM) and module.proj_size and any(p.requires_grad for p in module.parameters()):
+            return f"{name or 'the model'} is an LSTM with projections, whose time steps would be compiled one by one"
     return None

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import _VF, Tensor
 
-from ghostclip.norms.term import wide
+from ghostclip.norms.term import is_traced, wide
 
 from .base import NOTHING, Call
 from .gates import Trace
@@ -22,7 +22,7 @@ from .packed import Order, PackedTrace, forward_runs, way_back
 from .through_time import LOOPS, GateGradients, Incoming, Way
 from .time_loop import COMPILED, available
 
-__all__ = ["Recurrence", "native", "native_packed"]
+__all__ = ["Recurrence", "fused_forward", "native", "native_packed", "way_of"]
 
 
 # By the mode of torch's recurrent layers.
@@ -38,6 +38,17 @@ def native(
     mode: str, x: Tensor, initial: tuple[Tensor, ...], weights: list[Tensor], bias: bool, training: bool
 ) -> tuple[Tensor, ...]:
     """torch's output and last states of one direction, detached, with the values of a training forward."""
+    if is_traced() and len(weights) in (2, 4):
+        from .time_operations import forward
+
+        return forward(mode, x, initial, weights, bias, training)
+    return fused_forward(mode, x, initial, weights, bias, training)
+
+
+def fused_forward(
+    mode: str, x: Tensor, initial: tuple[Tensor, ...], weights: list[Tensor], bias: bool, training: bool
+) -> tuple[Tensor, ...]:
+    """`native` by torch's own kernel."""
     # oneDNN's LSTM has one kernel for training and one for inference, told apart by grad mode; they differ in the last
     # bit. The other kernels are told apart by the weights' requires_grad (matmul folds time into the batch).
     fused = mode == "LSTM" and x.device.type == "cpu" and x.dtype != torch.float64 and len(weights) in (2, 4)
@@ -133,8 +144,12 @@ def _stays() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def _way(mode: str, trace: Trace) -> Way:
-    """Compiled where that can be had, else by tensor operations."""
+def way_of(mode: str, trace: Trace) -> Way:
+    """Compiled where that can be had, else by tensor operations; while a graph is written down, as one operation."""
+    if is_traced() and trace.weight_hr is None:
+        from .time_operations import WRITTEN
+
+        return WRITTEN[mode]
     return (COMPILED if available(trace) else LOOPS)[mode]
 
 
@@ -143,7 +158,7 @@ def _back(ctx: Any, incoming: Incoming) -> tuple[Seen, GateGradients, list[Any]]
     x, states, c0, *saved = ctx.saved_tensors
     weights: list[Any] = [None if weight is None else wide(weight) for weight in saved]
     trace = Trace(wide(x).contiguous(), wide(states), None if c0 is None else wide(c0[0]), *weights)
-    way, kept = (_way(ctx.mode, trace), None) if ctx.kept is None else ctx.kept
+    way, kept = (way_of(ctx.mode, trace), None) if ctx.kept is None else ctx.kept
     if ctx.kept is None:
         kept = way.keep(trace)
     ctx.kept = (way, kept) if _stays() else None
@@ -161,7 +176,7 @@ def _back_packed(ctx: Any, incoming: Incoming) -> tuple[Seen, GateGradients, lis
     if runs is None:
         first_cell = None if c0 is None else wide(c0[0])
         packed = PackedTrace(order, x, order.turned(wide(output)), wide(h0[0]), first_cell, tuple(weights))
-        runs = forward_runs(packed, lambda trace: _way(ctx.mode, trace))
+        runs = forward_runs(packed, lambda trace: way_of(ctx.mode, trace))
     ctx.kept = runs if _stays() else None
     came = None if incoming.output is None else order.turned(incoming.output)
     found = way_back(runs, Incoming(came, incoming.h_n, incoming.c_n))

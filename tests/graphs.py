@@ -1,0 +1,24 @@
+"""Graphs run node by node, in place of inductor's: what is tested is what was written down."""
+
+import torch
+
+from ghostclip.compiled import clip, release, trial, whole
+
+
+class Interpreted:
+    """Stands in for a `Region`."""
+
+    def __init__(self, graph, inputs):
+        self.graph, self.seconds, self.runs = graph, 0.0, 0
+
+    @torch.no_grad()
+    def __call__(self, *inputs):
+        self.runs += 1
+        return self.graph(*inputs)
+
+
+def interpret(monkeypatch):
+    """From now on graphs are interpreted, and used though that isn't faster."""
+    for module in (clip, release, whole):
+        monkeypatch.setattr(module, "Region", Interpreted)
+    monkeypatch.setattr(trial, "clock", lambda: 0.0)
