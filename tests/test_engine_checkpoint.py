@@ -517,8 +517,8 @@ def test_a_checkpoint_with_a_ledger_needs_that_ledger(tmp_path: Path, ledger: Pa
     other = private(ledger=tmp_path / "other.ledger")
     with pytest.raises(LedgerError, match="is another one, or an older copy; put the file of that run back"):
         other.restore(tmp_path / "x")
-    ledger.write_bytes(old)
-    rolled_back = private(ledger=ledger)
+    (tmp_path / "old.ledger").write_bytes(old)
+    rolled_back = private(ledger=tmp_path / "old.ledger")
     with pytest.raises(LedgerError, match="another one, or an older copy"):
         rolled_back.restore(tmp_path / "x")
 
@@ -534,6 +534,8 @@ def test_a_checkpoint_without_a_ledger_adds_to_one(tmp_path: Path, ledger: Path)
 def test_a_compiled_engine_goes_on(tmp_path: Path) -> None:
     def fresh() -> PrivacyEngine:
         engine = engine_of("adam", torch.float64, max_physical_batch_size=None)
+        # Padding moves random numbers from one example to another.
+        engine.model[2].p = 0.0
         engine.compile()
         return engine
 

@@ -1,5 +1,6 @@
 """Private training: the pieces put together around the user's own optimizer."""
 
 from .privacy_engine import PrivacyEngine, StepRecord
+from .snapshots import Restored
 
-__all__ = ["PrivacyEngine", "StepRecord"]
+__all__ = ["PrivacyEngine", "Restored", "StepRecord"]

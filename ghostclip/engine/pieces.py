@@ -107,7 +107,9 @@ def rows_of(examples: Any, rows: int, start: int, stop: int) -> Any:
         return type(examples)(*(rows_of(value, rows, start, stop) for value in examples))
     if type(examples) in (tuple, list):
         return type(examples)(rows_of(value, rows, start, stop) for value in examples)
-    raise TypeError(f"it holds a {type(examples).__name__}, and not only tensors with a row for each example")
+    raise TypeError(
+        f"it holds something of type {type(examples).__name__}, and not only tensors with a row for each example"
+    )
 
 
 def _whole_for_good(examples: Any, units: int, rows: int) -> str | None:

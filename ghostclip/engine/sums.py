@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
 
 import torch
@@ -27,13 +27,13 @@ class ClippedSums:
 
     Args:
         model: whose parameters are watched.
-        exact: where a backward leaves its sums for narrow parameters, by id, before they are rounded; read if there.
+        exact: where a backward leaves its sums for narrow parameters, by id, before they are rounded; emptied before.
 
     Attributes:
         count: how many physical batches the sums hold.
     """
 
-    def __init__(self, model: nn.Module, exact: Mapping[int, Tensor] | None = None) -> None:
+    def __init__(self, model: nn.Module, exact: dict[int, Tensor] | None = None) -> None:
         self.count = 0
         self._exact = {} if exact is None else exact
         self._named = list(model.named_parameters())
@@ -59,6 +59,8 @@ class ClippedSums:
         self.check()
         aside = self._set_aside(apart)
         before = self._snapshot()
+        # Not every way to the sums leaves them there, and what another backward left is not this one's.
+        self._exact.clear()
         kept = True
         try:
             result = backward()
