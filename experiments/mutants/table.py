@@ -1,0 +1,427 @@
+"""The planted bugs: each replaces a piece of source text that is there exactly once, and names the tests to run."""
+
+from dataclasses import dataclass
+
+__all__ = ["MUTANTS", "Mutant"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One bug.
+
+    Attributes:
+        name: what it is.
+        file: where, from the root.
+        source, replacement: text.
+        tests: arguments of pytest.
+    """
+
+    name: str
+    file: str
+    source: str
+    replacement: str
+    tests: tuple[str, ...]
+
+
+PITFALLS = ("tests/test_pitfalls.py",)
+CLIPPER = ("tests/test_clipper.py",)
+PASSES, WHOLE, STEPS = "ghostclip/two_passes.py", "ghostclip/norms/whole.py", "ghostclip/engine/steps.py"
+SUMS, NOISE, SPENDING = "ghostclip/engine/sums.py", "ghostclip/noise/standard.py", "ghostclip/engine/spending.py"
+JOURNAL, RECORDS = "ghostclip/ledger/journal.py", "ghostclip/ledger/records.py"
+LEDGER = ("tests/test_ledger.py", "tests/test_ledger_damage.py")
+ENGINE_LEDGER = ("tests/test_engine_ledger.py", "tests/test_pitfalls.py")
+CHECKPOINT = ("tests/test_engine_checkpoint.py",)
+
+CLIPPING = [
+    Mutant(
+        "no clip",
+        PASSES,
+        "        weights = policy.weights(norms)\n",
+        "        weights = torch.ones_like(norms)\n",
+        CLIPPER,
+    ),
+    Mutant(
+        "clip of the mean",
+        PASSES,
+        "        weights = policy.weights(norms)\n",
+        "        weights = policy.weights(norms.mean().expand_as(norms))\n",
+        CLIPPER,
+    ),
+    Mutant(
+        "square of the norm",
+        "ghostclip/passes.py",
+        "        return self._unscaled(norms(squared, self._dtype))\n",
+        "        return self._unscaled(norms(squared, self._dtype)) ** 2\n",
+        CLIPPER,
+    ),
+    Mutant(
+        "bias omitted from the norm",
+        "ghostclip/nn/linear.py",
+        "            return summed_positions(grad)\n",
+        "            return summed_positions(grad * 0)\n",
+        ("tests/test_layers.py", "-k", "linear_3"),
+    ),
+    Mutant(
+        "bias not summed over positions",
+        "ghostclip/nn/linear.py",
+        "wide(grad).sum(1))",
+        "wide(grad)[:, 0])",
+        ("tests/test_layers.py", "-k", "linear_3"),
+    ),
+    Mutant(
+        "duplicates not summed",
+        "ghostclip/norms/rows.py",
+        "    starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]\n",
+        "",
+        ("tests/test_norms_rows.py",),
+    ),
+    Mutant(
+        "tied cross term dropped",
+        "ghostclip/norms/combine.py",
+        "outer.squared_norms + rows + 2 * cross(self.outer, self.rows)",
+        "outer.squared_norms + rows",
+        ("tests/test_layers.py", "-k", "tied_head"),
+    ),
+    Mutant(
+        "second use of a layer forgotten",
+        "ghostclip/norms/combine.py",
+        "    terms = [_as_positions(term) for term in terms]\n",
+        "    return terms[0]\n",
+        ("tests/test_layers.py", "-k", "same_layer"),
+    ),
+    Mutant(
+        "time taken for the batch",
+        "ghostclip/nn/linear.py",
+        "tensor = tensor.movedim(batch_dim, 0) if batch_dim else tensor",
+        "tensor = tensor",
+        ("tests/test_layers.py", "-k", "time_first and (encoder or attention_self)"),
+    ),
+    Mutant(
+        "mean-loss factor",
+        PASSES,
+        "weights / self.scale, self._add_part",
+        "weights / len(losses), self._add_part",
+        ("tests/test_layers.py", "-k", "encoder_layer"),
+    ),
+    Mutant("[B, 1] losses broadcast", PASSES, "    if losses.dim() != 1:\n", "    if losses.dim() > 2:\n", PITFALLS),
+    Mutant(
+        "stale norm of a repeated layer",
+        "ghostclip/passes.py",
+        "        parts = [self._part(call, name) for name in names]\n        if any(self._left[part] != 1",
+        "        parts = [self._part(call, name) for name in names]\n        if any(self._left[part] > 9",
+        ("tests/test_layers.py", "-k", "same_layer or one_module"),
+    ),
+    Mutant(
+        "NaN weight",
+        PASSES,
+        "            weights = torch.where(finite, weights, torch.zeros_like(weights))\n",
+        "            pass\n",
+        ("tests/test_nonfinite.py",),
+    ),
+    Mutant(
+        "bad example touches the sum",
+        "ghostclip/norms/outer.py",
+        "zero_examples(self.left, rows)",
+        "self.left",
+        ("tests/test_nonfinite.py",),
+    ),
+    Mutant(
+        "a kept NaN spoils the others",
+        "ghostclip/seams.py",
+        "        tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)\n",
+        "        pass\n",
+        PITFALLS,
+    ),
+    Mutant("no margin below the bound", WHOLE, "1.0 - 8.0 * torch", "1.0 + 3e5 * torch", CLIPPER),
+    Mutant(
+        "reweighting where rounding undoes it",
+        "ghostclip/graph.py",
+        "and _is_steady(layer)",
+        "and True",
+        ("tests/test_sensitivity.py",),
+    ),
+    Mutant(
+        "unsteady operations taken for steady",
+        "ghostclip/graph.py",
+        "            steady = steady and kind.__name__ in STEADY\n            stack",
+        "            stack",
+        ("tests/test_sensitivity.py",),
+    ),
+    Mutant(
+        "sums rounded to bfloat16",
+        "ghostclip/engine/sums.py",
+        "self._exact[id(p)].clone() if id(p) in self._exact else p.grad.float()",
+        "p.grad.float()",
+        PITFALLS,
+    ),
+    Mutant(
+        "norms in autocast's precision",
+        PASSES,
+        "    return torch.autocast(kind, enabled=False) if",
+        "    return nullcontext() if",
+        PITFALLS,
+    ),
+    Mutant(
+        "cancellation not tested for",
+        "ghostclip/norms/outer.py",
+        "    return ~(squared < CANCELLATION[squared.dtype] * scale)\n",
+        "    return ~(squared < 0.0 * scale)\n",
+        ("tests/test_guards.py",),
+    ),
+    Mutant(
+        "groups each with the whole bound",
+        "ghostclip/clipping/groups.py",
+        "dict.fromkeys(groups, max_norm / math.sqrt(max(1, len(groups))))",
+        "dict.fromkeys(groups, max_norm)",
+        ("tests/test_groupwise.py",),
+    ),
+    Mutant(
+        "custom weights not clamped",
+        "ghostclip/clipping/policies.py",
+        "        return torch.minimum(torch.maximum(found, -bound), bound)\n",
+        "        return found\n",
+        ("tests/test_clipping.py",),
+    ),
+    Mutant(
+        "mixing not looked for",
+        "ghostclip/proof.py",
+        "        found[call] = None if not ways else",
+        '        found[call] = "example" if not ways else',
+        ("tests/test_mixing.py", "tests/test_pitfalls.py"),
+    ),
+    Mutant(
+        "the self-check compares nothing",
+        "ghostclip/engine/agreement.py",
+        "    _refuse(errors, ",
+        "    (errors, ",
+        ("tests/test_self_check.py",),
+    ),
+    Mutant(
+        "the self-check exchanges nothing",
+        "ghostclip/engine/exchange.py",
+        "        leaf[0] = leaf[1]\n",
+        "",
+        ("tests/test_self_check.py",),
+    ),
+]
+
+ENGINE = [
+    Mutant(
+        "sigma without C",
+        STEPS,
+        "std = self._noise_multiplier * self._sensitivity\n        if",
+        "std = self._noise_multiplier\n        if",
+        PITFALLS,
+    ),
+    Mutant(
+        "noise twice",
+        STEPS,
+        "        return self._noise.release(sums, std, self.batch_size)\n",
+        "        return self._noise.release(self._noise.release(sums, std, self.batch_size), std / self.batch_size)\n",
+        PITFALLS,
+    ),
+    Mutant(
+        "noise never",
+        STEPS,
+        "        return self._noise.release(sums, std, self.batch_size)\n",
+        "        return self._noise.release(sums, 0.0, self.batch_size)\n",
+        PITFALLS,
+    ),
+    Mutant(
+        "realised denominator",
+        STEPS,
+        "        self._batch = None\n        self._sums.release(held, make_private)\n",
+        "        self.batch_size = max(1, sum(self._batch.sizes))\n"
+        "        self._batch = None\n        self._sums.release(held, make_private)\n",
+        PITFALLS,
+    ),
+    Mutant(
+        "noise for the narrowest sensitivity",
+        STEPS,
+        "self._sensitivity = max(self._sensitivity, result.sensitivity)",
+        "self._sensitivity = min(1.0, result.sensitivity)",
+        PITFALLS,
+    ),
+    Mutant(
+        "unused parameters without noise",
+        SUMS,
+        "if p.requires_grad or p.grad is not None]",
+        "if p.grad is not None]",
+        PITFALLS,
+    ),
+    Mutant(
+        "an interrupted batch is kept",
+        "ghostclip/sampling/logical.py",
+        "                self._left(self)\n",
+        "                pass\n",
+        PITFALLS,
+    ),
+    Mutant("a foreign gradient passes", SUMS, "        _refuse_filled(self._named)\n", "        return\n", PITFALLS),
+    Mutant(
+        "changed sums pass",
+        SUMS,
+        "if (name := self._changed_since(self._known)) is not None:\n                raise",
+        "if (name := self._changed_since(self._known)) is None:\n                raise",
+        ("tests/test_engine_guards.py",),
+    ),
+    Mutant(
+        "a step before all physical batches",
+        STEPS,
+        "        if self._sums.count + missing != len(batch.sizes):\n",
+        "        if self._sums.count + missing > len(batch.sizes):\n",
+        PITFALLS,
+    ),
+    Mutant(
+        "charged after the release",
+        STEPS,
+        "        self.charge()\n        self.put_in_place(held, self._make_private)\n",
+        "        self.put_in_place(held, self._make_private)\n        self.charge()\n",
+        (
+            "tests/test_faults.py",
+            "tests/test_engine_ledger.py",
+            "tests/test_engine.py",
+            "-k",
+            "charge or budget or ledger or release",
+        ),
+    ),
+    Mutant(
+        "the same numbers every time",
+        NOISE,
+        "self._streams[device] = normal_on(device, self._seed)",
+        "self._streams[device] = normal_on(device, 1)",
+        PITFALLS,
+    ),
+    Mutant(
+        "the same noise after a fork", NOISE, "if self.private and self._process != os.getpid():", "if False:", PITFALLS
+    ),
+    Mutant(
+        "the same noise in every step",
+        "ghostclip/noise/gaussian.py",
+        "        self._block += self._release(",
+        "        self._release(",
+        ("tests/test_noise.py",),
+    ),
+    Mutant(
+        "hardened noise off its lattice",
+        "ghostclip/noise/hardened.py",
+        "torch.from_numpy(found).to(",
+        "torch.from_numpy(found * 1.0000001).to(",
+        ("tests/test_noise_hardened.py",),
+    ),
+    Mutant(
+        "shuffle instead of Poisson",
+        "ghostclip/sampling/schemes.py",
+        "        return int(generator.binomial(self.population, self.sample_rate))\n",
+        "        return self.batch_size\n",
+        PITFALLS,
+    ),
+    Mutant(
+        "empty batches skipped",
+        "ghostclip/sampling/schemes.py",
+        "        return int(generator.binomial(self.population, self.sample_rate))\n",
+        "        return max(1, int(generator.binomial(self.population, self.sample_rate)))\n",
+        ("tests/test_sampling.py",),
+    ),
+    Mutant(
+        "sampling from numpy's global state",
+        "ghostclip/noise/standard.py",
+        "        return np.random.default_rng()\n",
+        "        return np.random.default_rng(np.random.randint(2**31))\n",
+        ("tests/test_sampling.py", "tests/test_engine.py"),
+    ),
+    Mutant(
+        "any sampler is replaced",
+        "ghostclip/sampling/loading.py",
+        "        if found not in accepted:\n",
+        "        if False:\n",
+        PITFALLS,
+    ),
+    Mutant(
+        "adaptive clipping not charged",
+        "ghostclip/engine/adaptation.py",
+        "JointGaussian(",
+        "(lambda *parts, **_: parts[0])(",
+        PITFALLS,
+    ),
+    Mutant(
+        "adaptive count without noise",
+        "ghostclip/engine/adaptation.py",
+        "            count += (self._count * scale).to(count)\n",
+        "            self._policy.update(float(self._count) / self._batch_size + 0.5)\n",
+        ("tests/test_adaptive.py",),
+    ),
+]
+
+ACCOUNTING = [
+    Mutant(
+        "NaN sigma accepted",
+        "ghostclip/validate.py",
+        '        raise ValueError(f"{name} must be a finite number >= 0; got {value!r}")\n',
+        "        pass\n",
+        PITFALLS,
+    ),
+    Mutant(
+        "seeded noise counted as private",
+        "ghostclip/noise/standard.py",
+        "self.private = seed is None",
+        "self.private = True",
+        PITFALLS,
+    ),
+    Mutant(
+        "step lost from the count",
+        SPENDING,
+        "        self._own[self._event] += 1\n",
+        "        self._own[self._event] += self.steps % 2 == 0\n",
+        PITFALLS,
+    ),
+    Mutant(
+        "restore takes the charges back",
+        "ghostclip/engine/snapshots.py",
+        '        self.spending.add(_runs(public["spent"]))\n',
+        '        self.spending._own.clear()\n        self.spending.add(_runs(public["spent"]))\n',
+        PITFALLS,
+    ),
+    Mutant(
+        "reset on load",
+        "ghostclip/engine/snapshots.py",
+        '        self.spending.add(_runs(public["spent"]))\n',
+        "",
+        CHECKPOINT,
+    ),
+    Mutant(
+        "an older ledger beside a checkpoint",
+        "ghostclip/engine/snapshots.py",
+        "        if not ledger.contains(Head(**head)):\n",
+        "        if False:\n",
+        ("tests/test_engine_checkpoint.py", "tests/test_faults.py"),
+    ),
+    Mutant(
+        "step lost from the ledger",
+        RECORDS,
+        'self.totals[record["run"]][replace(event, count=1)] += event.count',
+        'self.totals[record["run"]][replace(event, count=1)] += event.count - 1',
+        LEDGER,
+    ),
+    Mutant(
+        "intents not flushed", JOURNAL, "            files.flush(self.path, self._file)\n", "            pass\n", LEDGER
+    ),
+    Mutant("taken before it is written", JOURNAL, "        block.left -= 1\n", "        block.left -= 0\n", LEDGER),
+    Mutant(
+        "torn tail forgotten",
+        JOURNAL,
+        "        if contents.rest:\n            files.write(self.path, self._file, contents.rest)\n"
+        "        elif contents.torn:",
+        "        if contents.torn:",
+        LEDGER,
+    ),
+    Mutant("hash chain not checked", RECORDS, "hashlib.sha256(before.encode() + body)", "hashlib.sha256(body)", LEDGER),
+    Mutant(
+        "the budget is not asked",
+        SPENDING,
+        "        if own >= self._limit:\n",
+        "        if own > 2 * self._limit:\n",
+        ("tests/test_engine.py", "tests/test_engine_ledger.py"),
+    ),
+]
+
+MUTANTS = [*CLIPPING, *ENGINE, *ACCOUNTING]
