@@ -15,9 +15,10 @@ from torch import nn
 MOST = 1 + 1e-5
 ROWS = (
     "linear 3-D", "conv2d plain", "conv_transpose2d plain", "embedding repeated", "bag_sum", "layernorm 2-D",
-    "layernorm 3-D", "groupnorm 2-D", "instancenorm1d", "rmsnorm (6,)", "prelu 4 3-D", "bilinear 3-D (6,)", "lstm output",
-    "gru time first states", "cell rnn tanh", "attention self", "attention causal no weights",
-    "attention cross no bias", "encoder layer", "decoder layer", "same layer twice", "tied head", "bare scale", "own gate", "vision transformer",
+    "layernorm 3-D", "groupnorm 2-D", "instancenorm1d", "rmsnorm (6,)", "prelu 4 3-D", "bilinear 3-D (6,)",
+    "lstm output", "gru time first states", "cell rnn tanh", "attention self", "attention causal no weights",
+    "attention cross no bias", "encoder layer", "decoder layer", "same layer twice", "tied head", "bare scale",
+    "own gate", "vision transformer",
 )  # fmt: skip
 # What takes most digits away from attention and normalization.
 EXTREME = {"3e4": lambda x: 3e4 * x, "1e8": lambda x: 1e8 * x, "constant 1e5": lambda x: torch.full_like(x, 1e5)}

@@ -29,7 +29,6 @@ PASSES, WHOLE, STEPS = "ghostclip/two_passes.py", "ghostclip/norms/whole.py", "g
 SUMS, NOISE, SPENDING = "ghostclip/engine/sums.py", "ghostclip/noise/standard.py", "ghostclip/engine/spending.py"
 JOURNAL, RECORDS = "ghostclip/ledger/journal.py", "ghostclip/ledger/records.py"
 LEDGER = ("tests/test_ledger.py", "tests/test_ledger_damage.py")
-ENGINE_LEDGER = ("tests/test_engine_ledger.py", "tests/test_pitfalls.py")
 CHECKPOINT = ("tests/test_engine_checkpoint.py",)
 
 CLIPPING = [
