@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint bench experiments notebooks gpu-check clean
+.PHONY: help install demo test test-all lint mutants bench experiments notebooks gpu-check clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -30,6 +30,9 @@ lint: install  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+mutants: install  ## plant bugs in a copy of the package, one at a time: which test finds each (15 minutes)
+	$(BIN)/python experiments/mutants.py
 
 COMPILED := mlp,fcnn-adult,embedding,cnn,rnn,lstm,lstm-imdb
 bench: install  ## step times and memory beside non-private training; BENCH="--contenders all" for every library
