@@ -74,8 +74,9 @@ def test_equal_examples() -> None:
 @pytest.mark.parametrize("row", CASES, ids=str)
 def test_all_rows(row) -> None:
     found = worst(row, torch.float32, turns(CASES.index(row)))
-    # A normalization inside of which the batch decides how a convolution rounds may pass the bound by its rounding.
-    assert all(ratio <= (2 if row.name == "instancenorm2d no affine" else MOST) for ratio in found.values()), found
+    # Constant 1e5 below a normalization: positions cancel to rounding errors, which SECURITY.md tells.
+    most = 2.0 if row.name == "instancenorm2d no affine" else MOST
+    assert all(ratio <= most for ratio in found.values()), found
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
