@@ -2,6 +2,7 @@
 
 import bisect
 import copy
+import json
 import math
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import sys
 from decimal import Decimal, localcontext
 from fractions import Fraction
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,12 +23,14 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from ghostclip.cli import main
+from ghostclip.cli.summary import run_table
 from ghostclip.native import library
 from ghostclip.noise import noise_source
 from ghostclip.noise.cipher import KeyStream
 from ghostclip.noise.generator import CipherGenerator
 from ghostclip.noise.lattice import CHUNK, ENOUGH, FINENESS, LIMIT, Lattice
 from ghostclip.noise.ziggurat import DIGITS, LAYER_BITS, LAYERS, PRECISION, REACH, Ziggurat, ziggurat
+from ghostclip.report import TrainingRun
 
 # A false alarm once in a million runs for each p-value looked at.
 RARE = 1e-6
@@ -452,3 +456,48 @@ def test_low_digits_tell_sums_apart_in_floating_point_and_not_on_the_lattice() -
     assert share_of_multiples("hardened", 1.0, 2**-25) == share_of_multiples("hardened", 0.0, 2**-25) == 1.0
     step = Lattice(1.0, 1.0).step
     assert share_of_multiples("hardened", 1.0, step) == share_of_multiples("hardened", 1e-7, step) == 1.0
+
+
+@pytest.mark.slow
+def test_compiled_steps_release_through_the_lattice_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    release = Lattice.release
+    monkeypatch.setattr(Lattice, "release", lambda *of: given.append(release(*of)) or given[-1])
+    model = runs.network()
+    before = runs.weights(model)
+    engine = runs.engine_for(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), noise="hardened", noise_multiplier=1.0, clipping=1.0
+    )
+    engine.compile()
+    for _ in range(2):
+        for batch in engine.batches():
+            engine.step(batch, runs.losses_of)
+    assert engine._steps._noise.draws == len(given) == 6
+    # The parameters move by what was released, and by nothing else.
+    moved = before - runs.weights(model)
+    assert torch.allclose(moved, torch.from_numpy(np.sum(given, axis=0)), atol=1e-5)
+
+
+# Reports
+
+
+@pytest.mark.parametrize(("noise", "said"), [("hardened", "1.000 hardened"), ("test", "1.000 test"), (None, "1.000")])
+def test_a_table_of_runs_says_how_the_noise_was_made(noise: str | None, said: str) -> None:
+    run = TrainingRun("private", "cached", 0.5, 1, 2, 1.0, 3.0, noise_multiplier=1.0, noise=noise)
+    cells = run_table([run], 1e-5).splitlines()[2].split("  ")
+    assert said in [cell.strip() for cell in cells]
+
+
+@pytest.mark.slow
+def test_the_command_line_says_how_its_noise_was_made(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["train", "--model", "mlp", "--noise-multiplier", "1", "--epochs", "1", "--no-compare"]
+    assert main([*words, "--noise", "hardened", "--json", "--report", str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["noise"] == found["runs"][0]["noise"] == "hardened"
+    page = (tmp_path / "index.html").read_text()
+    assert "<td>hardened</td>" in page
+    assert "lattice of public step" in page
+    assert main(words) == 0
+    assert "1.000 standard" in capsys.readouterr().out
+    assert main(["train", "--method", "nonprivate", "--noise", "hardened"]) == 2
+    assert "--method nonprivate takes no --noise" in capsys.readouterr().err

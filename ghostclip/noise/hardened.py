@@ -5,7 +5,8 @@ Gaussian mechanism rounded to a lattice would give (`lattice`). It has no state:
 number of processes or of physical batches changes what is drawn from. It promises nothing about time: how long a
 release takes depends on the numbers drawn and, slightly, on the sums.
 
-Sums on another device are brought to the CPU for it, and back.
+Sums on another device are brought to the CPU for it, and back. Where several processes train together, it is to be
+called by one of them, on the sums of all, and what it returns given to the others.
 """
 
 from __future__ import annotations
