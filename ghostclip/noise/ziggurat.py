@@ -9,7 +9,7 @@ those under f have a normal x. Three things make that exact rather than approxim
   little larger than they must be, so that the layers certainly cover what is under f.
 - x = w_i U is not a float but a real number, whose first binary digits are known; further ones are drawn when a
   decision needs them ("interval refining", Haney et al. 2022). Decisions are made in float64 with a bound on its
-  error, and where that is not enough (once in 2^32 times) with 60 decimal digits.
+  error, and where that is not enough (for usual sums less than once in 2^32 times) with 60 decimal digits.
 - The one approximation is the lowest layer's end at 13 standard deviations: what lies beyond has probability 2^-125.
 """
 
