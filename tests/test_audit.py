@@ -5,12 +5,14 @@ import json
 import math
 from fractions import Fraction
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from private_runs import data, losses_of, network
 from scipy.stats import binom, binomtest, norm
+from test_experiments import script
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -405,6 +407,25 @@ def test_a_bound_is_violated_above_its_claim_only():
 def test_arguments_are_checked_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         audited(**{"draws": 0, **changes})
+
+
+@pytest.mark.slow
+def test_the_published_audits_run_and_find_the_planted_bug(tmp_path, capsys):
+    assert script("audit").main(["--draws", "600", "--only", "planted bug", "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "audit.json").read_text())
+    assert results["audits"]["planted bug"]["violated"] is True
+    assert "| planted bug | gaussian | training | 8.078 |" in (tmp_path / "audit.md").read_text()
+    assert (tmp_path / "audit.png").read_bytes().startswith(b"\x89PNG")
+    assert "VIOLATED" in capsys.readouterr().out
+
+
+def test_the_published_bound_at_a_hundred_thousand_draws_is_above_80_percent():
+    root = Path(__file__).resolve().parents[1]
+    audits = json.loads((root / "experiments" / "results" / "audit.json").read_text())["audits"]
+    first = audits["one release"]
+    assert first["white_box"]["releases"] == 100_000
+    assert 0.8 * first["claimed_epsilon"] < first["audited_epsilon"] < first["claimed_epsilon"]
+    assert [name for name, found in audits.items() if found["violated"]] == ["planted bug"]
 
 
 def test_a_model_that_no_example_moves_is_told():

@@ -129,7 +129,8 @@ class _Canary:
     def _losses(self, model: nn.Module, batch: Any) -> Tensor:
         examples, weights, positions = batch
         self._present.append(positions)
-        return self._loss_fn(model, examples) * weights
+        found = self._loss_fn(model, examples)
+        return found * weights.to(found)
 
     def _look_up(self, training: Training, rows: Any, size: int) -> Tensor:
         """Sets the direction to look along; returns each bystander's share of it [size], 0 for the canary."""
