@@ -331,6 +331,8 @@ def test_what_an_optimizer_may_not_have_to_be_compiled():
     assert "several types" in UpdateReader(mixed, 0).read()
     frozen = SGD([parameter.requires_grad_(False)], 0.1)
     assert UpdateReader(frozen, 0).read() == "no parameter is trained"
+    parameter.grad = torch.zeros(2)
+    assert "has a gradient, by which the optimizer steps it" in UpdateReader(frozen, 0).read()
 
 
 def test_an_optimizer_that_changed_is_read_anew():

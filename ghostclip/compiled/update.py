@@ -150,6 +150,8 @@ class UpdateReader:
         groups = optimizer.param_groups
         settings = [[value for name, value in group.items() if name != "params"] for group in groups]
         parameters = [p for group in groups for p in group["params"] if p.requires_grad]
+        if any(p.grad is not None for group in groups for p in group["params"] if not p.requires_grad):
+            return "a parameter that isn't trained has a gradient, by which the optimizer steps it all the same"
         if last is not None and _same(parameters, last.parameters) and settings == self._settings and last.holds():
             return last
         rules: list[Rule] = []
