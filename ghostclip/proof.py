@@ -18,7 +18,7 @@ from ghostclip.graph import first_pass, gradients_at
 from ghostclip.index import ModelIndex
 from ghostclip.nn.base import Call
 from ghostclip.seams import Edge, shape_of
-from ghostclip.search import OTHER, Candidate, Decision, Places, refusal
+from ghostclip.search import OTHER, PICKED, Candidate, Decision, Places, refusal
 
 __all__ = ["decide", "majors_of"]
 
@@ -123,6 +123,8 @@ def _choice(candidate: Candidate, ways: list[Decision], possible: list[Decision]
         return single[0]
     if OTHER not in candidate.inputs and (min(candidate.inputs) >= 0 or _constants_only(candidate, index)):
         return Decision(None, multiples=candidate.multiples)
+    if OTHER in candidate.inputs and candidate.shape[0] != 1 and 0 not in candidate.dims:
+        raise refusal(candidate, PICKED)
     raise refusal(
         candidate, "the loss of one example depends on what belongs to others, so examples mix before or after it"
     )

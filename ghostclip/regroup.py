@@ -65,7 +65,8 @@ def _key(call: Call, count: int) -> tuple:
 def _remedy(call: Call) -> str:
     return (
         "if the examples are in another dimension, say so by wrap(model, batch_dim={...}) or batch_first; if an input "
-        "is shared by all examples (position ids of shape [1, T]), expand it to one row per example"
+        "is shared by all examples (position ids of shape [1, T]), expand it to one row per example; if rows were "
+        "picked by index (a mixture of experts, masked positions), compute all of them and weigh them by a mask"
     )
 
 

@@ -20,7 +20,7 @@ from ghostclip.nn.base import Call
 from ghostclip.seams import ELEMENTWISE, EXPAND, REPEAT, Edge, Seam, broadcasts, shape_of
 from ghostclip.shared import Region, from_below, inputs_of
 
-__all__ = ["OTHER", "Candidate", "Decision", "NotShared", "Places", "Search", "refusal", "settle"]
+__all__ = ["OTHER", "PICKED", "Candidate", "Decision", "NotShared", "Places", "Search", "refusal", "settle"]
 
 # Operations on shared tensors alone whose result may have examples nevertheless: by its size, or by indices.
 CREATORS = {
@@ -28,6 +28,10 @@ CREATORS = {
     for name in ("Cat", "Embedding", "Expand", "Index", "IndexSelect", "Repeat", "Stack", "Take")
 }  # fmt: skip
 BROADCASTING = ELEMENTWISE | {EXPAND}
+PICKED = (
+    "no dimension of the result holds the examples (rows picked by index, as a mixture of experts picks them, aren't "
+    "followed: compute all rows, and weigh them by a mask)"
+)
 # What a node's input is where it is no shared tensor: nothing autograd knows of, something that is no parameter's
 # alone, or something that waits for a proof.
 NOTHING, OTHER, OPEN = -1, -2, -3
@@ -187,7 +191,7 @@ class Search:
             if not candidate.dims:
                 if OTHER in inputs:
                     # What examples went into has more to hand down than shared tensors have.
-                    raise refusal(candidate, "no dimension of the result holds the examples")
+                    raise refusal(candidate, PICKED)
                 decisions[number] = Decision(None)
             elif (known := self._known(candidate)) is not None:
                 decisions[number] = known

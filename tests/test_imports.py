@@ -20,7 +20,8 @@ LEVELS: list[tuple[str, ...] | set[str]] = [
     ("planner", "separation", "convert"),
     ("index", "seams", "shared", "graph", "search", "proof", "positions", "regroup"),
     ("clipping",),
-    ("gradients", "groupwise", "passes", "reweighting", "second_pass", "two_passes", "explain", "verify", "compiled", "one_by_one"),
+    ("gradients", "groupwise", "passes", "reweighting", "second_pass", "two_passes", "explain", "verify", "compiled")
+    + ("one_by_one",),
     ("clipper",),
     ("events",),
     {"noise", "sampling", "accounting", "ledger", "checkpoint"},

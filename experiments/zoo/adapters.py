@@ -18,7 +18,6 @@ LINEARS = {"target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]}
 IA3 = {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"],
        "init_ia3_weights": False}  # fmt: skip
 VIRTUAL = {"num_virtual_tokens": 3}
-PROMPT = r"its output has shape \[1, 3, 16\]"
 # name: (what is particular, base, config of peft, its options)
 ROWS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "GPT-2 + LoRA": ("LoRA on Conv1D", "GPT-2", "LoraConfig",
@@ -69,8 +68,7 @@ def _subjects() -> Iterator[Subject]:
     for name, (about, base, config, options) in ROWS.items():
         build = adapted(gpt2 if base == "GPT-2" else llama, config, **options, task_type="CAUSAL_LM")
         losses = prompted_losses if "prompt" in name else token_losses
-        refused = PROMPT if "prompt" in name else ""
-        yield Subject(name, "peft", about, build, texts, losses, refused=refused)
+        yield Subject(name, "peft", about, build, texts, losses)
     heads = adapted(bert, "LoraConfig", **LORA, target_modules=["query", "value"], task_type="SEQ_CLS")
     yield Subject("BERT + LoRA", "peft", "LoRA, and a classifier trained whole", heads, masked_texts, class_losses)
     again = "activations computed again in backward"

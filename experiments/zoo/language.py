@@ -96,7 +96,7 @@ ENCODERS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 
 def _subjects() -> Iterator[Subject]:
     for name, (about, model, config, options) in DECODERS.items():
-        refused = "Mm, result of shape" if name == "Mixtral" else ""
+        refused = "rows picked by index" if name == "Mixtral" else ""
         build = from_config(model, config, **options)
         yield Subject(name, "transformers", about, build, texts, token_losses, refused=refused)
     for name, (about, model, config, options) in ENCODERS.items():
