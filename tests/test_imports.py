@@ -20,8 +20,8 @@ LEVELS: list[tuple[str, ...] | set[str]] = [
     ("planner", "separation", "convert"),
     ("index", "seams", "shared", "graph", "search", "proof", "positions", "regroup"),
     ("clipping",),
-    ("gradients", "groupwise", "passes", "reweighting", "second_pass", "two_passes", "explain", "verify", "compiled")
-    + ("one_by_one",),
+    ("gradients", "groupwise", "passes", "reweighting", "second_pass", "two_passes", "explain", "verify", "compiled",
+     "one_by_one"),
     ("clipper",),
     ("events",),
     {"noise", "sampling", "accounting", "ledger", "checkpoint"},
@@ -30,7 +30,7 @@ LEVELS: list[tuple[str, ...] | set[str]] = [
     {"audit", "report", "bench", "integrations"},
     ("cli",),
     ("__main__",),
-]
+]  # fmt: skip
 
 
 def places() -> dict[str, tuple[int, int]]:
