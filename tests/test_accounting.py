@@ -375,7 +375,7 @@ def test_values_out_of_range_are_named(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("name", ["dataset_size", "max_batch_size"])
 def test_sizes_go_with_truncated_samples_alone(name: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name} must be left out but with sampling=.truncated"):
+    with pytest.raises(ValueError, match=f"^{name} must be left out unless sampling=.truncated"):
         accounting.epsilon(**SETTING, **{name: 100})
     with pytest.raises(ValueError, match=f"^{name} must be given with sampling=.truncated"):
         accounting.epsilon(**{**SETTING, **TRUNCATED, name: None})

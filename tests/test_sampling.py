@@ -139,7 +139,7 @@ def test_each_way_to_sample_has_its_own_event(neighboring: str) -> None:
         ),
         ({"sampling": None}, "sampling must be one of"),
         ({"neighboring": "replace"}, "neighboring must be one of 'add_or_remove_one', 'replace_one'; got 'replace'"),
-        ({"max_batch_size": 20}, 'max_batch_size must be left out but with sampling="truncated"; got 20'),
+        ({"max_batch_size": 20}, 'max_batch_size must be left out unless sampling="truncated"; got 20'),
         ({"sampling": "truncated"}, r"max_batch_size must be given with sampling=.truncated."),
         ({"sampling": "truncated", "max_batch_size": 9}, "max_batch_size must be at least batch_size = 10"),
         ({"sampling": "truncated", "max_batch_size": float("nan")}, "max_batch_size must be a whole number >= 1"),

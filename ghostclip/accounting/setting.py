@@ -49,7 +49,7 @@ class Setting:
                     raise ValueError(f'{name} must be given with sampling="truncated": a whole number >= 1; got None')
                 positive_int(**{name: value})
             elif value is not None:
-                raise ValueError(f'{name} must be left out but with sampling="truncated"; got {value!r}')
+                raise ValueError(f'{name} must be left out unless sampling="truncated"; got {value!r}')
 
     def event(self, noise_multiplier: float, steps: int = 1) -> SampledRelease:
         """What so many steps are charged as."""

@@ -159,6 +159,6 @@ def scheme_named(
             )
         return Truncated(population, batch_size, relation, unit, positive_int(max_batch_size=max_batch_size))
     if max_batch_size is not None:
-        raise ValueError(f'max_batch_size must be left out but with sampling="truncated"; got {max_batch_size!r}')
+        raise ValueError(f'max_batch_size must be left out unless sampling="truncated"; got {max_batch_size!r}')
     kind = Poisson if sampling == "poisson" else WithoutReplacement
     return kind(population, batch_size, relation, unit)
