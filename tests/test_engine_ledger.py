@@ -296,7 +296,16 @@ def test_a_ledger_about_other_neighbours_is_refused(path: Path, other: SampledGa
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("past", [[], [SampledGaussian(0.3, 2.0, 3), FixedSizeGaussian(0.1, 1.5, 2)]], ids=len)
 @pytest.mark.parametrize("limit", [0.1, 1.0, 2.5, 20.0, 300.0])
-def test_affordable_steps_are_those_a_slow_count_finds(past: list[Any], limit: float) -> None:
+@pytest.mark.parametrize("off", [0.5, 1.2])
+def test_affordable_steps_are_those_a_slow_count_finds(
+    past: list[Any], limit: float, off: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = accounting.epsilon_of
+
+    def epsilon_of(events: Any, *, delta: float, accountant: str = "pld") -> float:
+        return exact(events, delta=delta) * (off if accountant == "rdp" else 1.0)
+
+    monkeypatch.setattr(accounting, "epsilon_of", epsilon_of)
     found = affordable(past, EVENT, max_epsilon=limit, delta=1e-3)
     assert found == most_within(limit, past)
     for most in (0, 1, found, found + 1, 2 * found):
