@@ -79,7 +79,7 @@ def plant(folder: Path, mutant: Any) -> dict[str, Any]:
         status, output = run(folder, mutant.tests)
     finally:
         path.write_text(before)
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
     caught = found.group(1).removeprefix("tests/") if status == 1 and found else None
     row = {"name": mutant.name, "file": mutant.file, "caught_by": caught}
     return row | {"seconds": round(time.perf_counter() - started, 1), "output": "" if caught else output[-2000:]}

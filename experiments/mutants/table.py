@@ -326,7 +326,7 @@ ENGINE = [
         "ghostclip/noise/standard.py",
         "        return np.random.default_rng()\n",
         "        return np.random.default_rng(np.random.randint(2**31))\n",
-        ("tests/test_sampling.py", "tests/test_engine.py"),
+        PITFALLS,
     ),
     Mutant(
         "any sampler is replaced",
