@@ -251,7 +251,7 @@ def test_planted_bugs_are_found(monkeypatch, bug):
 
 
 def test_a_sound_engine_is_consistent_and_its_noise_is_found():
-    found = audited(confidence=SURE)
+    found = audited(confidence=0.9999)
     assert not found.violated
     assert found.verdict.startswith("consistent: at confidence")
     assert 0.5 < found.white_box.noise_multiplier < 3.0
@@ -263,7 +263,7 @@ def test_a_sound_engine_is_consistent_and_its_noise_is_found():
 @pytest.mark.slow
 def test_hardened_noise_is_audited_too():
     pytest.importorskip("cryptography")
-    found = audited(confidence=SURE, noise="hardened", canaries=4, draws=300)
+    found = audited(confidence=0.9999, noise="hardened", canaries=4)
     assert not found.violated
     assert 0.5 < found.white_box.noise_multiplier < math.inf
 
