@@ -26,10 +26,19 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import ghostclip
-from ghostclip import GradientLeakError, LossShapeError, PrivacyError, UnsupportedModelError, VerificationError
+from ghostclip import (
+    GradientLeakError,
+    LedgerError,
+    LossShapeError,
+    PrivacyError,
+    UnsupportedModelError,
+    VerificationError,
+)
 from ghostclip.clipper import ClippingResult
 from ghostclip.clipping import Adaptive
 from ghostclip.engine import StepRecord
+from ghostclip.events import SampledGaussian
+from ghostclip.ledger import Ledger
 from ghostclip.noise import noise_source
 
 EXACT = 1e-10
@@ -289,6 +298,20 @@ def test_a_ledger_outlives_its_engines(tmp_path):
         engine = whole(runs.network(), noise_multiplier=1.0, ledger=tmp_path / "spent.ledger")
         assert sum(event.count for event in engine.events) == taken
         engine.detach()
+
+
+def test_a_record_of_another_ledger(tmp_path):
+    """accountant reset (by hand): a record can't be exchanged, even for one that is whole and as old"""
+    event, lines = SampledGaussian(0.1, 1.0), []
+    for name in ("mine", "theirs"):
+        account = Ledger(tmp_path / name, block=1).account()
+        for _ in range(3):
+            account.charge(event)
+        account.close()
+        lines.append((tmp_path / name).read_bytes().splitlines(keepends=True))
+    (tmp_path / "copied").write_bytes(b"".join([*lines[0][:2], lines[1][2], *lines[0][3:]]))
+    with pytest.raises(LedgerError):
+        _ = Ledger(tmp_path / "copied").events
 
 
 def test_noise_is_never_the_same_again(tmp_path):

@@ -8,9 +8,12 @@ import math
 import private_runs as runs
 import pytest
 import torch
+from case_models import Wired
+from case_types import Case, normal
 from cases import CASES, case
 from paired import ADVERSARIES, POLICIES, SECOND_PASSES, STRATEGIES, Pair
 from torch import nn
+from torch.nn import functional as F
 
 MOST = 1 + 1e-5
 ROWS = (
@@ -59,6 +62,14 @@ def test_every_policy(policy: str, second_pass: str) -> None:
     pair = Pair(case("encoder layer"), torch.float32)
     clipper = pair.clipper(policy, second_pass)
     assert max(pair.ratio(clipper, name) for name in ADVERSARIES) <= MOST
+
+
+def test_attention_as_a_function_between_layers() -> None:
+    def wiring(m, x):
+        return F.scaled_dot_product_attention(m.q(x)[:, None], m.k(x)[:, None], m.v(x)[:, None], is_causal=True)
+
+    build = lambda nn: Wired(wiring, q=nn.Linear(8, 8), k=nn.Linear(8, 8), v=nn.Linear(8, 8))  # noqa: E731
+    assert max(worst(Case("attention of one's own", build, (normal(5, 8),)), torch.float32, turns(0)).values()) <= MOST
 
 
 def test_the_bound_is_reached() -> None:

@@ -255,7 +255,13 @@ ENGINE = [
         "                pass\n",
         PITFALLS,
     ),
-    Mutant("a foreign gradient passes", SUMS, "        _refuse_filled(self._named)\n", "        return\n", PITFALLS),
+    Mutant(
+        "a foreign gradient passes",
+        SUMS,
+        "        _refuse_filled(self._named)\n",
+        "        return\n",
+        ("tests/test_engine_guards.py",),
+    ),
     Mutant(
         "changed sums pass",
         SUMS,
