@@ -93,6 +93,13 @@ def decide(
     largest = _largest([*_sketches(losses, calls, ones).values(), *base.values()])
     readable = {key: _readable(rows, _largest([rows])) for key, rows in base.items()}
     fits: dict[Any, set[str]] = {(c.edge, dim): {"example", "row"} for c in candidates for dim in c.dims}
+    for candidate in candidates:
+        # Where examples have rows of their own, one that isn't finite spoils its own: this is what all of them share.
+        if min(candidate.inputs) >= 0:
+            for dim in candidate.dims:
+                rows = base.get((candidate.edge, dim))
+                if rows is not None and not bool(torch.isfinite(rows).all(1).any()):
+                    fits[candidate.edge, dim].clear()
     for factors in _telling_factors(losses):
         seen = _edge_sketches(losses, candidates, factors)
         for key, ways in fits.items():
