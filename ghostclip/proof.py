@@ -166,7 +166,8 @@ def _largest(sketches: Sequence[Tensor]) -> float:
 
 
 def _sizes(rows: Tensor) -> Tensor:
-    return torch.where(torch.isfinite(rows).all(1), rows.norm(dim=1), 0.0)
+    # In float64, as below: squares of what float32 can hold need not be.
+    return torch.where(torch.isfinite(rows).all(1), rows.double().norm(dim=1).to(rows.dtype), 0.0)
 
 
 def _readable(rows: Tensor, largest: float) -> Tensor:
@@ -241,7 +242,7 @@ def _owners(rows: int, examples: int, way: str, device: torch.device) -> Tensor:
 def _follow(base: Tensor, seen: Tensor, readable: Tensor, factors: Tensor) -> bool:
     """Whether readable rows of ``seen`` are those of ``base`` times their factors; zeros must be exact."""
     rows = readable & torch.isfinite(seen).all(1)
-    base, seen, factors = base[rows], seen[rows], factors[rows].to(base.dtype)
+    base, seen, factors = base[rows].double(), seen[rows].double(), factors[rows].double()
     if bool((seen[factors == 0] != 0).any()):
         return False
     size = base.square().sum(1)

@@ -99,16 +99,19 @@ def test_every_example_spoilt_adds_nothing():
     assert not any(value.any() for value in gradients(model).values())
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e200])
-def test_a_spoilt_example_in_a_first_batch_hides_nothing_of_what_all_share(value):
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(torch.nan, torch.float64), (torch.inf, torch.float64), (1e200, torch.float64), (1e15, torch.float32)],
+)
+def test_a_spoilt_example_in_a_first_batch_hides_nothing_of_what_all_share(value, dtype):
     # A table by position, as long as a batch: while nothing is proved, NaN in all of it looks like examples' own rows.
     row = case("bare table by position")
-    sound, spoilt = row.inputs(4), row.inputs(4)
+    sound, spoilt = row.inputs(4, dtype), row.inputs(4, dtype)
     spoilt[0][1] *= value
     results = []
     for inputs in (sound, spoilt):
-        model = row.model()
+        model = row.model(dtype=dtype)
         results.append(ghostclip.GhostClipper(model).norms(row.losses(model(*inputs))))
     others = [0, 2, 3]
-    torch.testing.assert_close(results[1][others], results[0][others], rtol=1e-12, atol=0)
+    torch.testing.assert_close(results[1][others], results[0][others], rtol=1e-6, atol=0)
     assert not results[1][1].isfinite()
