@@ -15,6 +15,8 @@ from paired import ADVERSARIES, POLICIES, SECOND_PASSES, STRATEGIES, Pair
 from torch import nn
 from torch.nn import functional as F
 
+import ghostclip
+
 MOST = 1 + 1e-5
 ROWS = (
     "linear 3-D", "conv2d plain", "conv_transpose2d plain", "embedding repeated", "bag_sum", "layernorm 2-D",
@@ -70,6 +72,23 @@ def test_attention_as_a_function_between_layers() -> None:
 
     build = lambda nn: Wired(wiring, q=nn.Linear(8, 8), k=nn.Linear(8, 8), v=nn.Linear(8, 8))  # noqa: E731
     assert max(worst(Case("attention of one's own", build, (normal(5, 8),)), torch.float32, turns(0)).values()) <= MOST
+
+
+STEADY = [lambda: nn.Linear(8, 8), lambda: nn.Conv1d(5, 5, 3), lambda: nn.LSTM(8, 8, batch_first=True)]
+UNSTEADY = [
+    lambda: nn.LayerNorm(8), lambda: nn.GroupNorm(1, 5), lambda: nn.InstanceNorm1d(5, affine=True),
+    lambda: nn.MultiheadAttention(8, 2, batch_first=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "steady"), [(m, True) for m in STEADY] + [(m, False) for m in UNSTEADY])
+def test_below_normalization_and_attention_sums_are_formed_from_the_rows_that_were_measured(make, steady) -> None:
+    layer, x = make(), torch.randn(3, 5, 8)
+    clipper = ghostclip.GhostClipper(nn.ModuleList([layer]))
+    out = layer(x, x, x) if isinstance(layer, nn.MultiheadAttention) else layer(x)
+    out = out[0] if isinstance(out, tuple) else out
+    clipper.backward(torch.tanh(out).flatten(1).mean(1))
+    assert clipper._passes.steady == steady
 
 
 def test_the_bound_is_reached() -> None:
