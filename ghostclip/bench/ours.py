@@ -49,22 +49,21 @@ def _nonprivate_compiled(model: nn.Module, losses: Losses, max_norm: float) -> P
 
 
 def _ghost(policy: Callable[[float], Any], options: dict[str, Any], trials: int) -> Fill:
-    """GhostClipper's `clip` with a policy and options; the first call goes on until the way to clip is chosen."""
+    """GhostClipper's `clip` with a policy and options; each size's first call goes on until the way is chosen."""
 
     def fill(model: nn.Module, losses: Losses, max_norm: float) -> Batch:
         clipper = GhostClipper(model, policy(max_norm), **options)
-        untried = True
+        tried: set[int] = set()
 
         def of_batch(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
             inputs, targets = batch
             return losses(model(inputs), targets)
 
         def add_clipped_sum(inputs: Tensor, targets: Tensor) -> None:
-            nonlocal untried
-            for _ in range(trials + 1 if untried else 0):
+            for _ in range(0 if len(inputs) in tried else trials + 1):
                 clipper.clip(of_batch, (inputs, targets))
                 model.zero_grad()
-            untried = False
+            tried.add(len(inputs))
             clipper.clip(of_batch, (inputs, targets))
 
         return add_clipped_sum
