@@ -237,7 +237,7 @@ class CompiledClip:
 
 def rolled(asked: Asked) -> list[Tensor]:
     """Another batch of the same shape."""
-    return [leaf.roll(1, 0) for leaf in asked.leaves]
+    return [_rolled(leaf) for leaf in asked.leaves]
 
 
 def in_a_line(error: Exception) -> str:
@@ -275,3 +275,12 @@ def _step_by_step(model: nn.Module) -> str | None:
         if isinstance(module, nn.LSTM) and module.proj_size and any(p.requires_grad for p in module.parameters()):
             return f"{name or 'the model'} is an LSTM with projections, whose time steps would be compiled one by one"
     return None
+
+
+def _rolled(leaf: Tensor) -> Tensor:
+    """Rows moved by one, in memory laid out as the leaf's is: another layout may make another graph."""
+    own = leaf
+    for dim, stride in enumerate(leaf.stride()):
+        own = own.narrow(dim, 0, 1) if stride == 0 else own
+    moved = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=own.device)
+    return moved.copy_(own.roll(1, 0)).expand_as(leaf)
