@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ghostclip import accounting
 from ghostclip.events import Event
@@ -27,6 +28,15 @@ class Plan:
     target_delta: float
     steps: int | None = None
     target_epsilon: float | None = None
+
+    @property
+    def agreed(self) -> dict[str, Any]:
+        """What must be the same when a run is taken up again, by the engine's names."""
+        return {
+            "noise_multiplier": self.noise_multiplier,
+            "target_epsilon": self.target_epsilon,
+            "planned_steps": self.steps,
+        }
 
 
 def plan_for(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -20,6 +19,7 @@ from ghostclip.clipping import as_policy
 from ghostclip.engine.adaptation import step_event
 from ghostclip.engine.optimizers import check_optimizer
 from ghostclip.engine.plan import plan_for
+from ghostclip.engine.record import StepRecord
 from ghostclip.engine.scaling import LossScaling
 from ghostclip.engine.snapshots import Restored, Snapshots, Stateful
 from ghostclip.engine.spending import Spending
@@ -31,22 +31,7 @@ from ghostclip.noise import noise_source
 from ghostclip.sampling import LogicalBatch, LogicalBatches
 from ghostclip.validate import open_fraction, whole
 
-__all__ = ["PrivacyEngine", "StepRecord"]
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What `PrivacyEngine.step` saw of one logical batch. All of it is private data: for debugging, not for release.
-
-    Attributes:
-        losses: [B], in the order of the physical batches.
-        norms: [B], gradient norms before clipping ({group: [B]} under group-wise clipping).
-        weights: [B], the factor each gradient was multiplied with (likewise).
-    """
-
-    losses: Tensor
-    norms: Any
-    weights: Any
+__all__ = ["PrivacyEngine"]
 
 
 class PrivacyEngine:
@@ -182,13 +167,7 @@ class PrivacyEngine:
             clipper, optimizer, source, plan.noise_multiplier, loader.batch_size, charge, self_check, scaling
         )
         loader.begin, loader.left = self._steps.begin, self._steps.left
-        agreed = {
-            "noise_multiplier": plan.noise_multiplier,
-            "noise": noise,
-            "seed": seed,
-            "target_epsilon": plan.target_epsilon,
-            "planned_steps": plan.steps,
-        }
+        agreed = plan.agreed | {"noise": noise, "seed": seed}
         self._snapshots = Snapshots(
             model, optimizer, clipper.clipping, loader, source, self._spending, self._steps, agreed
         )
@@ -246,11 +225,7 @@ class PrivacyEngine:
         except BaseException:
             self._steps.abandon()
             raise
-        return StepRecord(
-            _joined([result.losses for result in seen]),
-            _joined([result.norms for result in seen]),
-            _joined([result.weights for result in seen]),
-        )
+        return StepRecord.of(seen)
 
     def compile(self) -> None:
         """From now on `step` runs as one compiled graph, where the model allows it and it is faster.
@@ -363,10 +338,3 @@ class PrivacyEngine:
         self._steps.detach()
         self._loader = None
         self._spending.close()
-
-
-def _joined(parts: list[Any]) -> Any:
-    """The physical batches' values one after another: [B], or {group: [B]}."""
-    if parts and isinstance(parts[0], dict):
-        return {group: torch.cat([part[group] for part in parts]) for group in parts[0]}
-    return torch.cat(parts) if parts else torch.zeros(0)
