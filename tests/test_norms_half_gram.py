@@ -26,6 +26,7 @@ SIZES += [
     (2, 17, 5, 5),
     (2, 47, 1, 300),
     (1, 300, 20, 3),
+    (2, 165, 1700, 6),  # more than a cache holds, so that panels share a read: as many as go together, and one more
 ]
 
 

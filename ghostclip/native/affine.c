@@ -22,7 +22,6 @@
 /* Columns whose sums stay in the first-level cache, and rows after which a sum is put by, for precision. */
 #define COLUMNS 512
 #define STRETCH 128
-#define LESSER(a, b) ((a) < (b) ? (a) : (b))
 
 #define THIS "affine.c"
 #include "twice.h"

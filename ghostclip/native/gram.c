@@ -21,20 +21,25 @@
 int NAME(gram)(const REAL *left, long left_example, long left_position, const REAL *right, long right_example,
                long right_position, REAL *squared, REAL *scale, long positions, long outputs, long inputs, long first,
                long last) {
-    const long strip = (positions + BLOCK) * COLUMNS;
-    REAL *packed = aligned_alloc(BYTES, (DEPTH * COLUMNS + 2 * strip) * sizeof(REAL));
+    const long strip = (positions + BLOCK) * COLUMNS, panels = (positions + COLUMNS - 1) / COLUMNS;
+    const long wide = outputs > inputs ? outputs : inputs;
+    const long most = positions * wide * (long)sizeof(REAL) > CACHE ? LESSER(PANELS, panels) : 1;
+    REAL *packed = aligned_alloc(BYTES, (DEPTH * COLUMNS + 2 * most * strip) * sizeof(REAL));
     if (!packed) return 1;
-    REAL *lefts = packed + DEPTH * COLUMNS, *rights = lefts + strip;
+    REAL *lefts = packed + DEPTH * COLUMNS, *rights = lefts + most * strip;
     for (long example = first; example < last; example++) {
         const REAL *of_left = left + example * left_example, *of_right = right + example * right_example;
         double twice = 0, diagonal = 0;
-        for (long start = 0; start < positions; start += COLUMNS) {
-            const long count = positions - start < COLUMNS ? positions - start : COLUMNS;
-            NAME(fill)(lefts, packed, of_left, left_position, outputs, start, count);
-            NAME(fill)(rights, packed, of_right, right_position, inputs, start, count);
+        for (long panel = 0; panel < panels; panel++) {
+            const long start = panel * COLUMNS, end = LESSER(positions, start + COLUMNS), place = panel % most;
+            if (!place) {
+                const long some = LESSER(most, panels - panel);
+                NAME(fill)(lefts, strip, packed, of_left, left_position, outputs, positions, start, some);
+                NAME(fill)(rights, strip, packed, of_right, right_position, inputs, positions, start, some);
+            }
             VEC above = {0};
-            for (long s = 0; s < start + count; s++) {
-                const REAL *l = lefts + s * COLUMNS, *r = rights + s * COLUMNS;
+            for (long s = 0; s < end; s++) {
+                const REAL *l = lefts + place * strip + s * COLUMNS, *r = rights + place * strip + s * COLUMNS;
                 const INTEGER own = s < start ? -1 : s - start;
 #pragma GCC unroll 2
                 for (INTEGER v = 0; v < PANEL; v++) {
@@ -43,7 +48,7 @@ int NAME(gram)(const REAL *left, long left_example, long left_position, const RE
                     above += (VEC)((INTS)pairs & behind);
                 }
                 if (own >= 0) diagonal += (double)l[own] * r[own];
-                if (s % BLOCK == 0 || s == start + count - 1) {
+                if (s % BLOCK == 0 || s == end - 1) {
                     for (long lane = 0; lane < LANES; lane++) twice += above[lane];
                     above = (VEC){0};
                 }

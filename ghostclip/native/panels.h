@@ -7,6 +7,9 @@
 /* Vectors in a panel of columns, and the features of it that stay in the first-level cache. */
 #define PANEL 2
 #define DEPTH 128
+/* Panels that share one read of rows that are too many for the second-level cache, of about so many bytes. */
+#define PANELS 4
+#define CACHE (1 << 20)
 #define ROUND_UP(count, step) (((count) + (step) - 1) / (step) * (step))
 /* Rows in a block: as many as leave room in the registers for a panel's columns. */
 #if BYTES == 64
@@ -86,21 +89,28 @@ INLINE void NAME(block)(const REAL *const *rows, const REAL *packed, long depth,
         for (int v = skipped; v < PANEL; v++) *(VEC *)(into + (i * PANEL + v) * LANES) = sums[i][v];
 }
 
-/* strip [start + count, COLUMNS]: inner products of each position up to the panel's last with the panel's, positions
- * [start, start + count). Where a row's own column is behind a whole vector, that vector's are left out: zeros. */
-static void NAME(fill)(REAL *strip, REAL *packed, const REAL *from, long stride, long width, long start, long count) {
-    const long rows = start + count;
-    memset(strip, 0, (rows + BLOCK) * COLUMNS * sizeof(REAL));
+/* strips, one for each of so many panels from the one at start on, strip numbers apart: inner products [end, COLUMNS] of
+ * each position up to the panel's last, end, with the panel's. Where a row's own column is behind a whole vector, that
+ * vector's are left out: zeros. Some features of all rows are taken at a time, and serve all panels. */
+static void NAME(fill)(REAL *strips, long strip, REAL *packed, const REAL *from, long stride, long width, long positions,
+                       long start, long panels) {
+    for (long panel = 0; panel < panels; panel++)
+        memset(strips + panel * strip, 0,
+               (LESSER(positions, start + (panel + 1) * COLUMNS) + BLOCK) * COLUMNS * sizeof(REAL));
     for (long k = 0; k < width; k += DEPTH) {
-        const long depth = width - k < DEPTH ? width - k : DEPTH;
-        NAME(pack)(packed, from + start * stride + k, stride, count, depth);
-        for (long row = 0; row < rows; row += BLOCK) {
-            const REAL *these[BLOCK];
-            for (int i = 0; i < BLOCK; i++) these[i] = from + (row + i < rows ? row + i : rows - 1) * stride + k;
-            if (row >= start + LANES)
-                NAME(block)(these, packed, depth, strip + row * COLUMNS, 1);
-            else
-                NAME(block)(these, packed, depth, strip + row * COLUMNS, 0);
+        const long depth = LESSER(DEPTH, width - k);
+        for (long panel = 0; panel < panels; panel++) {
+            const long column = start + panel * COLUMNS, end = LESSER(positions, column + COLUMNS);
+            NAME(pack)(packed, from + column * stride + k, stride, end - column, depth);
+            for (long row = 0; row < end; row += BLOCK) {
+                const REAL *these[BLOCK];
+                REAL *into = strips + panel * strip + row * COLUMNS;
+                for (int i = 0; i < BLOCK; i++) these[i] = from + LESSER(row + i, end - 1) * stride + k;
+                if (row >= column + LANES)
+                    NAME(block)(these, packed, depth, into, 1);
+                else
+                    NAME(block)(these, packed, depth, into, 0);
+            }
         }
     }
 }

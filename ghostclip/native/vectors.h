@@ -16,6 +16,7 @@
 #endif
 /* Vectors that are added up together. */
 #define SUMS 16
+#define LESSER(a, b) ((a) < (b) ? (a) : (b))
 #define INLINE static inline __attribute__((always_inline))
 
 #else

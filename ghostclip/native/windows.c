@@ -24,7 +24,7 @@ static void NAME(pairs)(REAL *pairs, REAL *strip, REAL *packed, REAL *turned, co
         for (long s = 0; s < positions; s++) turned[s * channels + c] = from[c * positions + s];
     for (long start = 0; start < positions; start += COLUMNS) {
         const long count = positions - start < COLUMNS ? positions - start : COLUMNS;
-        NAME(fill)(strip, packed, turned, channels, channels, start, count);
+        NAME(fill)(strip, 0, packed, turned, channels, channels, positions, start, 1);
         for (long s = 0; s < start + count; s++)
             memcpy(pairs + s * positions + start, strip + s * COLUMNS, count * sizeof(REAL));
     }
