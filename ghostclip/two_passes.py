@@ -47,6 +47,7 @@ class TwoPasses:
         scale: what losses are multiplied with before the passes, and results divided by.
         choices: what the planner chose for the last batch, by id of parameter; None before one.
         steady: whether the last batch's gradients scale with its losses (`Uses.steady`).
+        reduced_apart: whether sums of several processes are added up apart from any backward: nobody waits for one.
         wide_sums: where clipped sums of parameters narrower than float32 are gathered besides, by id; None: nowhere.
     """
 
@@ -64,6 +65,7 @@ class TwoPasses:
         self.index = ModelIndex(model)
         self.choices: Mapping[int, Choice] | None = None
         self.steady = True
+        self.reduced_apart = False
         self.wide_sums: dict[int, Tensor] | None = None
         self._parameters: dict[int, nn.Parameter] = {}
         self._grouping = Grouping()
@@ -88,7 +90,7 @@ class TwoPasses:
         run = self.first_pass(
             losses,
             keep=cached,
-            aside=not cached and not is_distributed(),
+            aside=not cached and not self._is_waited_for(),
             retain_graph=retain_graph or not cached or self._memory_budget is not None,
         )
         norms = run.norms()
@@ -121,16 +123,20 @@ class TwoPasses:
             scale=self.scale,
             strays=bool(aside) and any(_is_lowest(call) and aside.issuperset(_owners(call)) for call in run.calls),
             retain_graph=retain_graph,
-            repeatable=not is_distributed(),
+            repeatable=not self._is_waited_for(),
         )
         if done:
             self._add(run.weighted_sums(weights, None))
         return done
 
+    def _is_waited_for(self) -> bool:
+        """Whether other processes wait for this one's backward."""
+        return is_distributed() and not self.reduced_apart
+
     def _is_hooked(self) -> bool:
         """Whether there are hooks on parameters, or processes that wait for each other: they need a backward."""
         trained = [parameter for _, parameter in self.index.trained()]
-        return is_distributed() or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in trained)
+        return self._is_waited_for() or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in trained)
 
     def _sum_by_rules(self, losses: Tensor, weights: Tensor, run: FirstPass, retain_graph: bool) -> None:
         """Adds what a backward of reweighted losses would, where rounding might undo their weights."""
@@ -270,7 +276,7 @@ class TwoPasses:
             budget = None if ignore_budget or materialise else self._memory_budget
             # What is computed again in order not to be kept is not kept here, either.
             partly = self.cached and keep and groups is None and not (ignore_budget or materialise)
-            partly = partly and not is_distributed() and any(call.packed for call in calls)
+            partly = partly and not self._is_waited_for() and any(call.packed for call in calls)
             retain_graph = retain_graph or partly
             collector = Collector(
                 losses, calls, majors, self._planner, self.index,

@@ -21,6 +21,19 @@ def test_bugs_are_many_and_their_names_their_own(tool):
     assert len(set(names)) == len(names) >= 30
 
 
+def test_the_published_table_is_complete(tool):
+    """Every bug that is defined was planted and caught, by a test that is there and was asked."""
+    results = tool.ROOT / "experiments" / "results"
+    rows = json.loads((results / "mutants.json").read_text())
+    assert [(row["name"], row["file"]) for row in rows] == [(mutant.name, mutant.file) for mutant in tool.table()]
+    for row, mutant in zip(rows, tool.table(), strict=True):
+        assert row["caught_by"] is not None, row["name"]
+        file, _, test = row["caught_by"].partition("::")
+        assert f"tests/{file}" in mutant.tests, row["name"]
+        assert f"def {test.partition('[')[0]}(" in (tool.ROOT / "tests" / file).read_text(), row["name"]
+    assert (results / "mutants.md").read_text() == tool.markdown(rows)
+
+
 def test_a_source_text_that_is_gone_or_there_twice_is_noticed(tool, tmp_path):
     mutant = tool.table()[0]
     (tmp_path / mutant.file).parent.mkdir(parents=True)

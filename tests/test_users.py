@@ -1,6 +1,7 @@
 """User-level privacy: users are sampled, their rows stay together, and a user's whole gradient is clipped, exactly."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from ghostclip import LossShapeError, accounting
+from ghostclip import LossShapeError, accounting, wrap
 from ghostclip.clipping import Adaptive, PerLayer
 from ghostclip.events import SampledGaussian
 from ghostclip.sampling import LogicalBatches, Users
@@ -45,6 +46,46 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(sequences.transpose(0, 1))[0][-1])
 
 
+class TimeFirst(nn.Module):
+    """Layers over [time, rows, features], which are told so by ``batch_dim``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.norm, self.gru, self.head = nn.Linear(3, 4), nn.LayerNorm(4), nn.GRU(4, 5), nn.Linear(5, 3)
+
+    def forward(self, sequences: Tensor) -> Tensor:
+        seen = self.norm(self.lift(sequences.transpose(0, 1))).tanh()
+        return self.head(self.gru(seen)[0]).mean(0)
+
+
+class Folded(nn.Module):
+    """Linear layers over [rows x positions, features], or [positions x rows, features]."""
+
+    def __init__(self, rows_first: bool) -> None:
+        super().__init__()
+        self.rows_first = rows_first
+        self.lift, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, sequences: Tensor) -> Tensor:
+        rows, steps, _ = sequences.shape
+        if self.rows_first:
+            return self.head(self.lift(sequences.flatten(0, 1)).tanh()).view(rows, steps, 3).mean(1)
+        folded = sequences.transpose(0, 1).flatten(0, 1)
+        return self.head(self.lift(folded).tanh()).view(steps, rows, 3).mean(0)
+
+
+class Positions(nn.Module):
+    """A table of positions that all rows share, added once by a parameter and once by a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.lift, self.head = nn.Embedding(6, 3), nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, sequences: Tensor) -> Tensor:
+        places = torch.arange(6).expand(len(sequences), 6)
+        return self.head(self.lift(sequences + self.places(places)).tanh()).mean(1)
+
+
 def image_network() -> nn.Module:
     return nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 9, 3))
 
@@ -54,6 +95,10 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "images": (image_network, lambda: torch.randn(ROWS, 2, 5, 5)),
     "tokens": (Tokens, lambda: torch.randint(0, 11, (ROWS, 4))),
     "sequences": (Recurrent, lambda: torch.randn(ROWS, 6, 3)),
+    "time first": (lambda: wrap(TimeFirst(), batch_dim=1), lambda: torch.randn(ROWS, 6, 3)),
+    "folded": (partial(Folded, True), lambda: torch.randn(ROWS, 6, 3)),
+    "folded time first": (partial(Folded, False), lambda: torch.randn(ROWS, 6, 3)),
+    "positions": (Positions, lambda: torch.randn(ROWS, 6, 3)),
 }
 
 

@@ -435,4 +435,80 @@ ACCOUNTING = [
     ),
 ]
 
-MUTANTS = [*CLIPPING, *ENGINE, *ACCOUNTING]
+SHARED, RANKS = "ghostclip/engine/shared.py", ("tests/test_ranks.py",)
+
+SEVERAL_RANKS = [
+    Mutant(
+        "noise drawn on every rank",
+        SHARED,
+        "        totals = self._ranks.total(sums)\n",
+        "        totals = self._ranks.total(self._source.release(sums, std))\n",
+        (*RANKS, "-k", "noise"),
+    ),
+    Mutant(
+        "no noise on several ranks",
+        SHARED,
+        "self._source.release(totals, std, divisor)",
+        "self._source.release(totals, 0.0, divisor)",
+        (*RANKS, "-k", "noise"),
+    ),
+    Mutant(
+        "each rank steps with noise of its own",
+        SHARED,
+        "        self._ranks.led(work)\n        self.draws = self._source.draws\n"
+        "        return self._ranks.spread(totals)\n",
+        "        work()\n        self.draws = self._source.draws\n        return totals\n",
+        (*RANKS, "-k", "drawn_once"),
+    ),
+    Mutant(
+        "the adaptive count of one rank only",
+        "ghostclip/engine/ranks.py",
+        "        return on_flat(tensors, summed)\n",
+        "        return [*on_flat(tensors[:-1], summed), tensors[-1]]\n",
+        (*RANKS, "-k", "adaptive"),
+    ),
+    Mutant(
+        "sums averaged over ranks",
+        "ghostclip/engine/ranks.py",
+        "            return numbers\n\n        return on_flat(tensors, summed)\n",
+        "            return numbers / self.size\n\n        return on_flat(tensors, summed)\n",
+        (*RANKS, "-k", "steps_of_one"),
+    ),
+    Mutant(
+        "every rank takes the whole sample",
+        "ghostclip/sampling/batches.py",
+        "    chosen = chosen[rank::ranks]\n",
+        "",
+        (*RANKS, "-k", "steps_of_one"),
+    ),
+    Mutant(
+        "every rank draws a sample of its own",
+        SHARED,
+        "self._source.generator(derived if key is None else key)",
+        "self._source.generator(key)",
+        (*RANKS, "-k", "drawn_once"),
+    ),
+    Mutant(
+        "ranks at different batches release together",
+        STEPS,
+        '            refuse_differences([each["same"] for each in said], "at every step")\n',
+        "",
+        (*RANKS, "-k", "refused_on_all"),
+    ),
+    Mutant(
+        "every rank charges the ledger",
+        SHARED,
+        "        return SharedSpending(ranks, event, plan, **options)\n",
+        "        return Spending(event, plan, **options)\n",
+        (*RANKS, "-k", "charges"),
+    ),
+    Mutant(
+        "DistributedDataParallel averages unseen",
+        "ghostclip/engine/processes.py",
+        "        wrapper.require_backward_grad_sync = False\n",
+        "        pass\n",
+        (*RANKS, "-k", "steps_of_one"),
+    ),
+]
+
+MUTANTS = [*CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS]

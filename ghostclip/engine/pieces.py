@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ghostclip.two_passes import is_distributed
-
 __all__ = ["Pieces", "is_out_of_memory", "rows_of"]
 
 T = TypeVar("T")
@@ -116,8 +114,6 @@ def _whole_for_good(examples: Any, units: int, rows: int) -> str | None:
     """Why a piece of so many units can't be made smaller; None when it can."""
     if units < 2:
         return "it is a single one"
-    if is_distributed():
-        return "several processes train together, and all would have to divide theirs"
     try:
         rows_of(examples, rows, 0, 1)
     except Exception as error:

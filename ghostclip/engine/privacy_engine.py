@@ -19,10 +19,11 @@ from ghostclip.clipping import as_policy
 from ghostclip.engine.adaptation import step_event
 from ghostclip.engine.optimizers import check_optimizer
 from ghostclip.engine.plan import plan_for
+from ghostclip.engine.processes import keep_unsynchronised, ranks_of
 from ghostclip.engine.record import StepRecord
 from ghostclip.engine.scaling import LossScaling
+from ghostclip.engine.shared import shared_noise, spending_of
 from ghostclip.engine.snapshots import Restored, Snapshots, Stateful
-from ghostclip.engine.spending import Spending
 from ghostclip.engine.steps import PrivateSteps, refuse_second_engine
 from ghostclip.errors import PrivacyError
 from ghostclip.events import Event
@@ -77,6 +78,9 @@ class PrivacyEngine:
         loss_scale: for float16: a power of two such as 1024.0, which the passes scale by (see `GhostClipper`); or the
             loop's GradScaler, for ``engine.backward(scaler.scale(losses))``, ``scaler.step(optimizer)`` and
             ``scaler.update()``. Gradients are unscaled in p.grad already; ``scaler.unscale_`` is not needed.
+        process_group: who trains together, each with an engine over the same model, data and options: the processes of
+            that group of torch.distributed; None: those of the model's DistributedDataParallel, or else all there are.
+            ``batch_size`` is that of all ranks together; each gets its share of every sample.
 
     Attributes:
         model, optimizer: as given.
@@ -123,10 +127,12 @@ class PrivacyEngine:
         unit_ids: Iterable[Hashable] | None = None,
         max_rows_per_unit: int | None = None,
         loss_scale: float | GradScaler = 1.0,
+        process_group: Any = None,
     ) -> None:
         check_optimizer(model, optimizer)
         refuse_second_engine(optimizer)
-        source = noise_source(noise, seed)
+        self._ranks = ranks = ranks_of(model, process_group)
+        source = shared_noise(noise_source(noise, seed), ranks)
         loader = LogicalBatches(
             data,
             batch_size=batch_size,
@@ -138,6 +144,7 @@ class PrivacyEngine:
             max_rows_per_unit=max_rows_per_unit,
             seed=seed,
             generator=source.generator,
+            share=(ranks.rank, ranks.size),
         )
         event_of = partial(step_event, loader, as_policy(clipping))
         plan = plan_for(
@@ -160,17 +167,19 @@ class PrivacyEngine:
         self._largest = max_physical_batch_size
         # Noise that can be foretold protects no one, so it is charged as none.
         self._event = event_of(plan.noise_multiplier if source.private else 0.0)
-        self._spending = Spending(self._event, plan, max_epsilon=max_epsilon, ledger=ledger, noise=noise)
+        self._spending = spending_of(ranks, self._event, plan, max_epsilon=max_epsilon, ledger=ledger, noise=noise)
         self.max_epsilon, self.ledger = self._spending.max_epsilon, self._spending.ledger
         charge = self._spending.charge
         self._steps = PrivateSteps(
-            clipper, optimizer, source, plan.noise_multiplier, loader.batch_size, charge, self_check, scaling
+            clipper, optimizer, source, plan.noise_multiplier, loader.batch_size, charge, self_check, scaling, ranks
         )
         loader.begin, loader.left = self._steps.begin, self._steps.left
         agreed = plan.agreed | {"noise": noise, "seed": seed}
         self._snapshots = Snapshots(
-            model, optimizer, clipper.clipping, loader, source, self._spending, self._steps, agreed
+            model, optimizer, clipper.clipping, loader, source, self._spending, self._steps, agreed, ranks
         )
+        self._snapshots.start_alike()
+        self._synchronise = keep_unsynchronised(model)
         self._loader: LogicalBatches | None = loader
 
     def batches(self) -> LogicalBatches:
@@ -222,8 +231,8 @@ class PrivacyEngine:
         self._spending.check()
         try:
             seen = self._steps.step(batch, loss_fn)
-        except BaseException:
-            self._steps.abandon()
+        except BaseException as failure:
+            self._steps.abandon(failure)
             raise
         return StepRecord.of(seen)
 
@@ -239,6 +248,8 @@ class PrivacyEngine:
             raise ValueError(
                 "compile() and unit_ids don't go together: a compiled step pads batches by rows; leave one of them out"
             )
+        if self._ranks.size > 1:
+            raise ValueError("compile() isn't there for several processes that train together; leave it out")
         self._steps.compile(self._largest)
 
     def epsilon(self, delta: float | None = None, accountant: str = "pld") -> float:
@@ -336,5 +347,6 @@ class PrivacyEngine:
             LedgerError: it can't be given back; the engine is off the optimizer all the same.
         """
         self._steps.detach()
+        self._synchronise()
         self._loader = None
         self._spending.close()

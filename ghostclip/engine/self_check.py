@@ -16,7 +16,6 @@ from ghostclip.clipper import GhostClipper
 from ghostclip.engine.agreement import gradients_agree
 from ghostclip.engine.exchange import Replay, refuse_mixing
 from ghostclip.engine.movement import Movement
-from ghostclip.two_passes import is_distributed
 
 __all__ = ["SelfCheck"]
 
@@ -27,8 +26,7 @@ class SelfCheck:
     """Watches the first steps of an engine; all that they need and leave stays as it would have been.
 
     Gradients are compared on the first batch whose gradients are all finite, examples are exchanged in the first one
-    of at least two, and the first update with examples in it is looked at. Under distributed training, whose hooks
-    expect one backward a batch, only the last is done.
+    of at least two, and the first update with examples in it is looked at.
 
     Args:
         clipper: of the model in training.
@@ -38,7 +36,7 @@ class SelfCheck:
 
     def __init__(self, clipper: GhostClipper, optimizer: Optimizer, wanted: bool = True) -> None:
         self._model, self._passes = clipper.model, clipper._passes
-        self._to_compare = self._to_exchange = wanted and not is_distributed()
+        self._to_compare = self._to_exchange = wanted
         self._movement = Movement(self._passes.index, optimizer) if wanted else None
         self._unused: list[str] = []
 

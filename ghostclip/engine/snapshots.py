@@ -21,7 +21,9 @@ from ghostclip.engine.contents import (
     optimizer_state,
     put_optimizer_state,
 )
+from ghostclip.engine.processes import start_alike
 from ghostclip.engine.randomness import random_states, set_random_states
+from ghostclip.engine.ranks import Alone, refuse_differences
 from ghostclip.engine.spending import Spending
 from ghostclip.engine.steps import PrivateSteps
 from ghostclip.errors import LedgerError, PrivacyError
@@ -72,6 +74,7 @@ class Snapshots:
         policy: of clipping; its state is kept where it has ``state_dict`` and ``load_state_dict``.
         loader, noise, spending, steps: the engine's own.
         agreed: {name of an argument: value, as JSON} that must be the same when the checkpoint is restored.
+        ranks: which train together: the leading one writes, all read.
     """
 
     model: nn.Module
@@ -82,14 +85,30 @@ class Snapshots:
     spending: Spending
     steps: PrivateSteps
     agreed: dict[str, Any]
+    ranks: Alone
 
     def __post_init__(self) -> None:
         # Steps that were charged and that the model has not behind it.
         self._elsewhere = 0
 
+    def start_alike(self) -> None:
+        """All ranks begin with the leading one's model; raises PrivacyError where they were built differently."""
+        if self.ranks.size > 1:
+            facts = self._configuration() | describe_model(model_state(self.model))
+            facts |= {"batch_size": self.loader.batch_size, "unit_ids": self.loader.units_digest}
+            refuse_differences(self.ranks.gathered(facts), "when engines are built")
+            start_alike(self.model, self.ranks)
+
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Stateful] | None) -> None:
         """See `PrivacyEngine.save`."""
-        self.steps.check_between("engine.save()")
+        self.ranks.agreed(lambda: self.steps.check_between("engine.save()"), dict)
+        states = self.ranks.gathered(random_states())
+        self.ranks.led(lambda: self._write(path, extra, states))
+
+    def _write(
+        self, path: str | os.PathLike[str], extra: Mapping[str, Stateful] | None, states: list[dict[str, Any]]
+    ) -> None:
+        """The folder, with the random ``states`` of all ranks."""
         # A batch that was handed out and had no step, because it was interrupted, comes again.
         epoch, taken, sampler = self.loader.position(again=self.steps.pending)
         ledger = self.spending.ledger
@@ -105,7 +124,8 @@ class Snapshots:
         private = {
             "sampler": None if sampler is None else dict(sampler),
             "noise": self.noise.positions(),
-            "random": random_states(),
+            "random": states[0],
+            "random of other ranks": states[1:],
             "extra": {name: thing.state_dict() for name, thing in _checked(extra).items()},
         }
         checkpoint.save(path, public, private)
@@ -113,10 +133,11 @@ class Snapshots:
     def restore(self, path: str | os.PathLike[str], extra: Mapping[str, Stateful] | None) -> Restored:
         """See `PrivacyEngine.restore`. Everything is checked before anything is changed."""
         extra = _checked(extra)
-        self.steps.check_between("engine.restore()")
-        stored = checkpoint.load(path)
-        self._check(stored, extra)
+        stored, said = self.ranks.agreed(lambda: self._read(path, extra), dict)
         public, private = stored.public, stored.private
+        if said:
+            found = {"the steps of a checkpoint": public["progress"], "what it spent": public["spent"]}
+            refuse_differences(self.ranks.gathered(found), "when they restore it (from a folder that all of them see)")
         # First of all, so that whatever fails after it, nothing that was spent is forgotten.
         self.spending.add(_runs(public["spent"]))
         self.steps.begin(None)
@@ -131,8 +152,17 @@ class Snapshots:
         self._elsewhere = self.spending.steps - progress["steps"]
         self.loader.resume(progress["epoch"], progress["steps_in_epoch"], private["sampler"])
         self.noise.resume(private["noise"])
-        set_random_states(private["random"])
+        states = [private["random"], *private.get("random of other ranks", [])]
+        if self.ranks.rank < len(states):
+            set_random_states(states[self.ranks.rank])
         return Restored(stored.place, **progress)
+
+    def _read(self, path: str | os.PathLike[str], extra: Mapping[str, Stateful]) -> checkpoint.Stored:
+        """The checkpoint, if it is of an engine like this one and no logical batch is half done."""
+        self.steps.check_between("engine.restore()")
+        stored = checkpoint.load(path)
+        self._check(stored, extra)
+        return stored
 
     def _configuration(self) -> dict[str, Any]:
         data = {"sampling": in_words(self.loader.scheme), "the number of examples": self.loader.dataset_size}
@@ -157,7 +187,8 @@ class Snapshots:
             )
         if (public["clipping"] is not None) != _is_stateful(self.policy):
             raise PrivacyError(f"the checkpoint {place} and the clipping policy differ in whether they have a state")
-        self._check_ledger(place, public["ledger"])
+        if self.ranks.leads:
+            self._check_ledger(place, public["ledger"])
 
     def _check_ledger(self, place: Path, head: Mapping[str, Any] | None) -> None:
         """Raises LedgerError unless what the checkpoint spent is in the ledger that the engine has, if it had one."""

@@ -15,6 +15,7 @@ from ghostclip.engine.adaptation import Adaptation
 from ghostclip.engine.compiled_steps import CompiledSteps, DrawsAhead, LossFunction
 from ghostclip.engine.optimizers import held_parameters, show_scaling, with_closure
 from ghostclip.engine.pieces import Pieces
+from ghostclip.engine.ranks import Alone, refuse_differences
 from ghostclip.engine.scaling import LossScaling
 from ghostclip.engine.self_check import SelfCheck
 from ghostclip.engine.sums import ClippedSums
@@ -37,6 +38,7 @@ class PrivateSteps:
         charge: called once for each step, after all checks and before anything is released; it may refuse by raising.
         self_check: whether the first steps are looked at, see `SelfCheck`.
         scaling: what is known of the scale of losses; None: they come as they are.
+        ranks: which train together; None: this process alone.
 
     Attributes:
         pending: whether the logical batch handed out last has had no step.
@@ -52,11 +54,16 @@ class PrivateSteps:
         charge: Callable[[], None],
         self_check: bool = True,
         scaling: LossScaling | None = None,
+        ranks: Alone | None = None,
     ) -> None:
+        self._ranks = Alone() if ranks is None else ranks
+        # Whether all ranks were asked about the logical batch in the making, so that nobody waits for an answer.
+        self._asked = False
         self._clipper, self._optimizer, self._noise = clipper, optimizer, noise
         self._noise_multiplier, self.batch_size, self.charge = noise_multiplier, batch_size, charge
         self.owned = set(clipper.model.parameters())
         clipper._passes.wide_sums = {}
+        clipper._passes.reduced_apart = True
         self._sums = ClippedSums(clipper.model, clipper._passes.wide_sums)
         policy = clipper.clipping
         self._adaptation = Adaptation(policy, batch_size) if isinstance(policy, Adaptive) else None
@@ -80,7 +87,7 @@ class PrivateSteps:
         self._discard()
         self._batch = batch
         self.pending = self.pending or batch is not None
-        self._stepping = False
+        self._stepping = self._asked = False
         self._sensitivity = self._clipper.sensitivity
         self._scaling.begin()
 
@@ -89,8 +96,12 @@ class PrivateSteps:
         if batch is self._batch:
             self._discard()
 
-    def abandon(self) -> None:
+    def abandon(self, failure: BaseException) -> None:
         """Ends the logical batch after a failure wherever in its step: nothing stands in the way of the next one."""
+        if isinstance(failure, Exception) and not self._asked:
+            # Other ranks wait in their step for what this one has to say.
+            self._asked = True
+            self._ranks.refuse(failure)
         self.begin(None)
         self._sums.discard_released()
 
@@ -256,9 +267,19 @@ class PrivateSteps:
         # The step of an optimizer's subclass that calls its parent's comes here twice, the release still in place.
         if self._stepping and self._sums.is_released():
             return
-        held = self.check()
+        self._asked = True
+        held, said = self._ranks.agreed(self.check, self._facts)
+        if said:
+            self._sensitivity = max(each["sensitivity"] for each in said)
+            refuse_differences([each["same"] for each in said], "at every step")
         self.charge()
         self.put_in_place(held, self._make_private)
+
+    def _facts(self) -> dict[str, Any]:
+        """What ranks tell each other before a step."""
+        sizes = [p.numel() for p in held_parameters(self.owned, self._optimizer) if p.requires_grad]
+        same = {"the sample (a digest of it)": self.current("optimizer.step()").digest, "what is trained": sizes}
+        return {"sensitivity": self._sensitivity, "same": same}
 
     def check(self, missing: int = 0) -> dict[nn.Parameter, None]:
         """The optimizer's parameters; raises GradientLeakError or PrivacyError unless all is ready for a release.

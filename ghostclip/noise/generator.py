@@ -24,7 +24,7 @@ class CipherGenerator:
     """Binomial numbers and random subsets from a key stream of their own.
 
     Args:
-        key: 32 bytes, for tests; None, as it must be where privacy depends on it, for the operating system's entropy.
+        key: 32 random bytes that several processes share, or of a test; None: the operating system's entropy.
     """
 
     def __init__(self, key: bytes | None = None) -> None:

@@ -5,8 +5,8 @@ Gaussian mechanism rounded to a lattice would give (`lattice`). It has no state:
 number of processes or of physical batches changes what is drawn from. It promises nothing about time: how long a
 release takes depends on the numbers drawn and, slightly, on the sums.
 
-Sums on another device are brought to the CPU for it, and back. Where several processes train together, it is to be
-called by one of them, on the sums of all, and what it returns given to the others.
+Sums on another device are brought to the CPU for it, and back. Where several processes train together, it is called by
+one of them, on the sums of all, and what it returns is given to the others.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class HardenedNoise:
 
         return on_flat(sums, released)
 
-    def generator(self) -> CipherGenerator:
-        """A fresh generator for sampling, from the same cipher under a key of its own."""
-        return CipherGenerator()
+    def generator(self, key: bytes | None = None) -> CipherGenerator:
+        """A fresh generator for sampling, from the same cipher under a key of its own or the one given."""
+        return CipherGenerator(key)
 
     def positions(self) -> dict[str, Any]:
         """{}: there is nothing that a checkpoint could hold."""

@@ -41,8 +41,12 @@ class Noise(Protocol):
         """
         ...
 
-    def generator(self) -> Any:
-        """A fresh generator for sampling: as much of `numpy.random.Generator` as `binomial` and `choice`."""
+    def generator(self, key: bytes | None = None) -> Any:
+        """A fresh generator for sampling: as much of `numpy.random.Generator` as `binomial` and `choice`.
+
+        Args:
+            key: 32 random bytes that several processes share, which then draw the same; None: fresh ones, for one.
+        """
         ...
 
     def positions(self) -> dict[str, Any]:

@@ -104,8 +104,10 @@ class StandardNoise:
         torch._foreach_add_(noise, list(sums), alpha=1.0 / divisor)
         return noise
 
-    def generator(self) -> np.random.Generator:
-        """A fresh generator for sampling, filled from the operating system's entropy."""
+    def generator(self, key: bytes | None = None) -> np.random.Generator:
+        """A fresh generator for sampling, filled from the operating system's entropy or ``key``."""
+        if key is not None:
+            return np.random.default_rng(int.from_bytes(key, "little"))
         return np.random.default_rng()
 
     def positions(self) -> dict[str, Any]:

@@ -43,6 +43,7 @@ class LogicalBatches:
         begin: told of each logical batch that is handed out, and with None when the one before is over.
         left: told of a logical batch whose physical ones were not all taken.
         generator: makes the generator of an epoch's samples, without a ``seed``; hardened noise brings its own.
+        share: (rank, size) where several processes draw the same samples and each takes every size-th unit of them.
 
     Raises:
         PrivacyError: the examples can't be drawn at random, or the loader samples in a way that is not ours to replace.
@@ -64,6 +65,7 @@ class LogicalBatches:
         begin: Callable[[LogicalBatch | None], None] = lambda batch: None,
         left: Callable[[LogicalBatch], None] = lambda batch: None,
         generator: Callable[[], Any] = np.random.default_rng,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
         given = data if isinstance(data, DataLoader) else None
         dataset = data if given is None else given.dataset
@@ -84,7 +86,8 @@ class LogicalBatches:
         elif max_rows_per_unit is not None:
             raise ValueError(f"max_rows_per_unit must be left out without unit_ids; got {max_rows_per_unit!r}")
         # A function of its own: a method would put the samples into a reference cycle.
-        self._divide = partial(_divided, self._users, self._limit)
+        self._divide = partial(_divided, self._users, self._limit, share)
+        self._shared_out = share[1] > 1
         self.scheme = self._scheme(batch_size, sampling, neighboring, max_batch_size)
         self.batch_size = self.scheme.batch_size
         self.begin, self.left = begin, left
@@ -113,6 +116,11 @@ class LogicalBatches:
         )
 
     @property
+    def units_digest(self) -> str:
+        """Tells data sets whose rows belong to other users apart; "" where rows are units of their own."""
+        return "" if self._users is None else self._users.digest
+
+    @property
     def sample_rate(self) -> float:
         """The expected share of the examples (or users) in a logical batch."""
         return self.scheme.sample_rate
@@ -130,7 +138,7 @@ class LogicalBatches:
         if self._draws is not None:
             self._epoch += 1
         self._taken, self._skip = self._skip, 0
-        draws = Draws(generator, self.scheme, self._divide, len(self) - self._taken)
+        draws = Draws(generator, self.scheme, self._divide, len(self) - self._taken, self._shared_out)
         self._draws = self._chunks.draws = draws
         before = torch.get_rng_state()
         loaded = iter(self._loader)
@@ -174,8 +182,10 @@ class LogicalBatches:
         return iter(self._loader)
 
 
-def _divided(users: Users | None, limit: int | None, chosen: list[int]) -> Sequence[Physical]:
-    """The physical batches of a sample."""
+def _divided(users: Users | None, limit: int | None, share: tuple[int, int], chosen: list[int]) -> Sequence[Physical]:
+    """The physical batches of a sample, or of this rank's share in it."""
+    rank, ranks = share
+    chosen = chosen[rank::ranks]
     if users is not None:
         return users.divide(chosen)
     size = limit or max(1, len(chosen))
@@ -209,7 +219,7 @@ class _Epoch:
         self._in_step = True
         if physical is None:
             raise StopIteration
-        batch = LogicalBatch(physical, partial(self._load, self._turn), self._plan.left)
+        batch = LogicalBatch(physical, partial(self._load, self._turn), self._plan.left, self._draws.digest)
         self._plan.taken_from(self._draws)
         self._plan.begin(batch)
         return batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -12,6 +13,9 @@ from ghostclip.sampling.schemes import Scheme
 from ghostclip.sampling.users import UserRows
 
 __all__ = ["Chunks", "Draws", "Physical"]
+
+# Hexadecimal digits by which ranks compare samples.
+DIGITS = 32
 
 # The numbers of the rows to load, and whose they are where users are the units of privacy.
 Physical: TypeAlias = tuple[list[int], UserRows | None]
@@ -25,6 +29,10 @@ class Draws:
         scheme: how they are drawn.
         divide: from the units of a sample to its physical batches.
         steps: how many samples there are.
+        compared: whether samples get digests.
+
+    Attributes:
+        digest: of the sample handed out last, as it was drawn, and of its place in the epoch; "" when not ``compared``.
     """
 
     def __init__(
@@ -33,7 +41,11 @@ class Draws:
         scheme: Scheme,
         divide: Callable[[list[int]], Sequence[Physical]],
         steps: int,
+        compared: bool = False,
     ) -> None:
+        self.digest = ""
+        self._compared = compared
+        self._digests: deque[str] = deque()
         self._generator, self._scheme, self._divide = generator, scheme, divide
         self._steps, self._handed = steps, 0
         self._to_load: deque[Sequence[Physical]] = deque()
@@ -47,10 +59,16 @@ class Draws:
         if self._handed + len(self._before) >= self._steps:
             return False
         self._before.append(self._generator.bit_generator.state)
-        physical = self._divide(self._scheme.draw(self._generator))
+        chosen = self._scheme.draw(self._generator)
+        self._digests.append(self._digest_of(chosen) if self._compared else "")
+        physical = self._divide(chosen)
         self._to_load.append(physical)
         self._to_hand_out.append(physical)
         return True
+
+    def _digest_of(self, chosen: list[int]) -> str:
+        place = self._handed + len(self._before)
+        return hashlib.sha256(np.array([place, *chosen], np.int64).tobytes()).hexdigest()[:DIGITS]
 
     def indices(self) -> Iterator[list[int]]:
         """The epoch's physical batches one after another, for the data loader, which may run ahead."""
@@ -64,6 +82,7 @@ class Draws:
             return None
         physical = self._to_hand_out.popleft()
         self._last = self._before.popleft()
+        self.digest = self._digests.popleft()
         self._handed += 1
         return physical
 
@@ -77,7 +96,7 @@ class Draws:
         """Takes back what was drawn ahead; the same samples will be drawn again."""
         if self._before:
             self._generator.bit_generator.state = self._before[0]
-        for ahead in (self._before, self._to_load, self._to_hand_out):
+        for ahead in (self._before, self._to_load, self._to_hand_out, self._digests):
             ahead.clear()
 
 

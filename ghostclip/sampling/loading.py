@@ -17,6 +17,7 @@ from torch.utils.data import (
     TensorDataset,
     default_collate,
 )
+from torch.utils.data.distributed import DistributedSampler
 
 from ghostclip.errors import PrivacyError
 
@@ -36,6 +37,7 @@ KEPT = (
     "worker_init_fn",
 )
 
+SHARED_OUT = ". Each process needs the whole dataset: the engine shares every logical batch out among them itself"
 REMEDY = "pass a plain DataLoader (shuffle=True or False), or the dataset itself with batch_size=..."
 
 
@@ -72,6 +74,7 @@ def check_sampling(loader: DataLoader[Any]) -> None:
             raise PrivacyError(
                 f"the DataLoader chooses its examples by {found.__qualname__}, which the privacy accounting doesn't "
                 f"know, and the engine's own sampling in its place might not be what it is meant to do; {REMEDY}"
+                + (SHARED_OUT if found is DistributedSampler else "")
             )
 
 

@@ -19,11 +19,17 @@ class LogicalBatch:
         sizes: the number of rows in each physical batch; no numbers for an empty sample.
         users: whose rows they are, for each physical batch; None where examples are the units of privacy.
         handed: how many physical batches were handed out so far.
+        digest: tells samples apart where several processes share one out; "" where there is one.
     """
 
     def __init__(
-        self, physical: Sequence[Physical], load: Callable[[], Any], left: Callable[[LogicalBatch], None]
+        self,
+        physical: Sequence[Physical],
+        load: Callable[[], Any],
+        left: Callable[[LogicalBatch], None],
+        digest: str = "",
     ) -> None:
+        self.digest = digest
         self.sizes = [len(rows) for rows, _ in physical]
         self.users: list[UserRows | None] = [users for _, users in physical]
         self.handed = 0

@@ -7,6 +7,7 @@ them: where one has fewer, rows come several times, their losses divided by how 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -89,6 +90,11 @@ class Users:
     def __len__(self) -> int:
         """How many users there are."""
         return len(self._rows)
+
+    @property
+    def digest(self) -> str:
+        """The same for users with the same rows, in all processes."""
+        return hashlib.sha256(repr(self._rows).encode()).hexdigest()
 
     def divide(self, chosen: Sequence[int]) -> list[tuple[list[int], UserRows]]:
         """The physical batches of a sample of users: (numbers of the rows to load, whose they are)."""
