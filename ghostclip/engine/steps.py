@@ -19,11 +19,16 @@ from ghostclip.engine.ranks import Alone, refuse_differences
 from ghostclip.engine.scaling import LossScaling
 from ghostclip.engine.self_check import SelfCheck
 from ghostclip.engine.sums import ClippedSums
-from ghostclip.errors import LossShapeError, PrivacyError
+from ghostclip.errors import LossShapeError, PrivacyError, UnsupportedModelError
 from ghostclip.noise import Noise
 from ghostclip.sampling import LogicalBatch, UserRows
 
 __all__ = ["PrivateSteps", "refuse_second_engine"]
+
+OF_USERS = (
+    "with unit_ids, a user's rows lie side by side in the batch, and a layer over [positions x rows, features] parts "
+    "them: give it [positions, rows, features] with batch_dim=1, or [rows x positions, features]"
+)
 
 
 class PrivateSteps:
@@ -235,7 +240,10 @@ class PrivateSteps:
 
     def _gather(self, clip: Callable[[], ClippingResult]) -> ClippingResult:
         def clipped() -> ClippingResult:
-            result = clip()
+            try:
+                result = clip()
+            except UnsupportedModelError as error:
+                raise error if self._users is None else UnsupportedModelError(f"{error}; {OF_USERS}") from error
             # Before the sums count as gathered, lest an interruption part them from their noise.
             self._sensitivity = max(self._sensitivity, result.sensitivity)
             return result
