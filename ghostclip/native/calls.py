@@ -43,9 +43,11 @@ def function(source: str, name: str, dtype: torch.dtype, arguments: int) -> Call
     return found
 
 
-def _as_c(value: Tensor | int | None) -> ctypes.c_long | ctypes.c_void_p:
+def _as_c(value: Tensor | float | None) -> ctypes.c_long | ctypes.c_double | ctypes.c_void_p:
     if isinstance(value, int):
         return ctypes.c_long(value)
+    if isinstance(value, float):
+        return ctypes.c_double(value)
     return ctypes.c_void_p(None if value is None else value.data_ptr())
 
 

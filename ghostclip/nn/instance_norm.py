@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ghostclip.errors import UnsupportedModelError
+from ghostclip.norms.dense import Dense
+from ghostclip.norms.normalized import by_channel
 from ghostclip.norms.term import Term, wide
 
 from .base import Call, GhostLayer, is_capturing, place_of
@@ -52,10 +54,12 @@ class _InstanceNorm(GhostLayer):
         return module.running_mean is not None and (module.training or not module.track_running_stats)
 
     def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
-        products = wide(grad)
-        if name == "weight":
-            products = products * self._normalized(wide(inputs[0]))
-        return over_channels(products)
+        if name == "bias":
+            return over_channels(wide(grad))
+        images = wide(inputs[0])
+        if self.running_mean is None:
+            return Dense(by_channel(images, wide(grad), images.shape[1], self.eps, self._normalized))
+        return over_channels(wide(grad) * self._normalized(images))
 
     def _normalized(self, images: Tensor) -> Tensor:
         if self.running_mean is None:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.norms.dense import Dense
+from ghostclip.norms.normalized import by_channel, by_feature
 from ghostclip.norms.term import Term, wide
 
 from .base import Call, GhostLayer, is_capturing, place_of
@@ -42,10 +43,14 @@ class LayerNorm(GhostLayer, torch.nn.LayerNorm, wraps=torch.nn.LayerNorm):
         return self.capture(super().forward(input), input)
 
     def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
-        products = wide(grad)
-        if name == "weight":
-            products = products * F.layer_norm(wide(inputs[0]), self.normalized_shape, None, None, self.eps)
-        return _over_positions(products, call.batch_dim, len(self.normalized_shape))
+        grads, dims = wide(grad), len(self.normalized_shape)
+        if name == "bias":
+            return _over_positions(grads, call.batch_dim, dims)
+        first, second = (side.movedim(call.batch_dim, 0) for side in (wide(inputs[0]), grads))
+        return Dense(by_feature(first, second, dims, True, self.eps, self._normalized))
+
+    def _normalized(self, inputs: Tensor) -> Tensor:
+        return F.layer_norm(inputs, self.normalized_shape, None, None, self.eps)
 
 
 class RMSNorm(GhostLayer, torch.nn.RMSNorm, wraps=torch.nn.RMSNorm):
@@ -55,8 +60,13 @@ class RMSNorm(GhostLayer, torch.nn.RMSNorm, wraps=torch.nn.RMSNorm):
         return self.capture(super().forward(x), x, parameters=("weight",))
 
     def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
-        products = wide(grad) * F.rms_norm(wide(inputs[0]), self.normalized_shape, None, self.eps)
-        return _over_positions(products, call.batch_dim, len(self.normalized_shape))
+        first, second = (side.movedim(call.batch_dim, 0) for side in (wide(inputs[0]), wide(grad)))
+        # Without an eps torch takes that of the type it computes in.
+        eps = torch.finfo(first.dtype).eps if self.eps is None else self.eps
+        return Dense(by_feature(first, second, len(self.normalized_shape), False, eps, self._normalized))
+
+    def _normalized(self, inputs: Tensor) -> Tensor:
+        return F.rms_norm(inputs, self.normalized_shape, None, self.eps)
 
     @classmethod
     def parameter_names(cls, module: torch.nn.Module) -> tuple[str, ...]:
@@ -77,10 +87,12 @@ class GroupNorm(GhostLayer, torch.nn.GroupNorm, wraps=torch.nn.GroupNorm):
         return self.capture(super().forward(input), input, batch_dim=0)
 
     def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
-        products = wide(grad)
-        if name == "weight":
-            products = products * F.group_norm(wide(inputs[0]), self.num_groups, None, None, self.eps)
-        return over_channels(products)
+        if name == "bias":
+            return over_channels(wide(grad))
+        return Dense(by_channel(wide(inputs[0]), wide(grad), self.num_groups, self.eps, self._normalized))
+
+    def _normalized(self, images: Tensor) -> Tensor:
+        return F.group_norm(images, self.num_groups, None, None, self.eps)
 
 
 def over_channels(products: Tensor) -> Dense:
