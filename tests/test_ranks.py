@@ -1,5 +1,7 @@
 """Several processes train one model: the update is that of one process, with one draw of noise and one charge."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,7 @@ from ghostclip.sampling import LogicalBatches
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
+ROOT = Path(__file__).resolve().parents[1]
 REPEATABLE = {"noise": "test", "seed": 7, "clipping": 0.3}
 
 
@@ -388,3 +391,38 @@ def short_of_memory() -> dict[str, Any]:
 
 def test_a_rank_that_runs_out_of_memory_divides_its_share(tmp_path: Path) -> None:
     assert_like_one(on_ranks(short_of_memory, tmp_path), trained())
+
+
+SCRIPT = """
+import sys, torch, ghostclip
+from torch import distributed, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+distributed.init_process_group("gloo")
+rank = distributed.get_rank()
+data = torch.utils.data.TensorDataset(torch.arange(200.0).view(100, 2) / 100, torch.arange(100) % 3)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)))
+optimizer = torch.optim.Adam(model.parameters())
+engine = ghostclip.PrivacyEngine(model, optimizer, data, batch_size=10, noise_multiplier=1.0, ledger=sys.argv[1])
+for batch in engine.batches():
+    engine.step(batch, lambda model, rows: F.cross_entropy(model(rows[0]), rows[1], reduction="none"))
+numbers = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+with open(f"{sys.argv[1]}.{rank}", "w") as file:
+    file.write(f"{engine.epsilon()} {numbers.tolist()}")
+engine.detach()
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_under_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    ledger = tmp_path / "run.ledger"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run([*launcher, str(tmp_path / "train.py"), str(ledger)], check=True, timeout=120, cwd=ROOT)
+    first, second = ((tmp_path / f"run.ledger.{rank}").read_text() for rank in range(2))
+    assert first == second
+    expected = accounting.epsilon(noise_multiplier=1.0, sample_rate=0.1, steps=10, delta=1e-5)
+    assert float(first.split()[0]) == pytest.approx(expected)
+    assert spent(ledger) == 10

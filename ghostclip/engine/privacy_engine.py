@@ -87,7 +87,7 @@ class PrivacyEngine:
         noise_multiplier, target_epsilon, target_delta: as given or calibrated.
         planned_steps: the most steps that may be taken; None without a ``target_epsilon``.
         max_epsilon: as given.
-        ledger: the `Ledger`, or None.
+        ledger: the `Ledger`, or None; None too on ranks that don't lead.
         batch_size, sample_rate: of the logical batches.
         noise: the mode the noise is made in.
         sampling, neighboring: as given.
@@ -304,6 +304,7 @@ class PrivacyEngine:
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Stateful] | None = None) -> None:
         """Saves model, optimizer, what was spent and where training stands; returns when it is on the disk.
 
+        Where several processes train together, all of them call it, and `restore`; the leading one writes.
         ``path`` becomes a folder, whole or not at all; the one before is kept as ``<path>.previous``. Its files
         ``private.*`` hold random states and ``extra``, and must not be published. Noise is never among it.
 
