@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import _engine_run_backward as run_backward
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.index import ModelIndex
@@ -186,7 +187,8 @@ def first_pass(
         if calls and isinstance(calls[-1], Outside):
             _pass_with_region(losses, calls, sink, seed, retain_graph)
         else:
-            torch.autograd.grad(losses, PROBE, seed, retain_graph=retain_graph, allow_unused=True)
+            # What torch.autograd.grad does, without its checks of what is right here.
+            run_backward((losses,), (seed,), retain_graph, False, (PROBE,), True, accumulate_grad=False)
     finally:
         for call in calls:
             call.sink = None

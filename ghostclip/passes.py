@@ -29,6 +29,8 @@ SPARE = 0.5
 # gradients: each within this share of its layer's pre-activation; all within these shares of all pre-activations and
 # of the parameters, whose own gradients don't exist yet (measured: no peak rises by more than 7%).
 ASIDE_EACH, ASIDE_ACTIVATIONS, ASIDE_PARAMETERS = 0.5, 0.15, 1.0
+# Bytes of it that are always there: an eighth of what waits for company in any case.
+ASIDE_LEAST = POSTPONED_BYTES // 8
 
 
 def overlapping_parts(calls: Iterable[Call]) -> set[int]:
@@ -115,7 +117,8 @@ class Collector:
     def _prepare_aside(self) -> set[int]:
         """Sets how much may be set aside; ids of parameters with hooks, which wait for an ordinary backward."""
         trained = self._index.trained()
-        room = int(ASIDE_ACTIVATIONS * self._produced + ASIDE_PARAMETERS * sum(p.nbytes for _, p in trained))
+        room = int(ASIDE_ACTIVATIONS * self._produced + ASIDE_PARAMETERS * sum([p.nbytes for _, p in trained]))
+        room = max(room, ASIDE_LEAST)
         self._room = room if self._budget is None else min(room, self._budget)
         return {id(p) for _, p in trained if p._backward_hooks or p._post_accumulate_grad_hooks}
 
@@ -183,6 +186,17 @@ class Collector:
             for parts, affine in waited:
                 self.affines.append(([owner for owner, _ in parts], affine))
                 self._count(affine.nbytes)
+        elif self._aside:
+            self._set_aside(owners, waited)
+
+    def _set_aside(self, owners: list[int], waited: list[tuple[list[Part], Affine]]) -> None:
+        """Leaves linear layers that fit in out of the second backward; their inputs stand in the graph anyway."""
+        if self._hooked is None:
+            self._hooked = self._prepare_aside()
+        bytes_ = sum([affine.left.nbytes for _, affine in waited])
+        if bytes_ <= self._room and self._hooked.isdisjoint(owners):
+            self._room -= bytes_
+            self.affines += [([owner for owner, _ in parts], affine) for parts, affine in waited]
 
     def _term(self, call: Call, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
         term = call.term(name, inputs, grad)

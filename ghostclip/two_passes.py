@@ -71,6 +71,8 @@ class TwoPasses:
         self._grouping = Grouping()
         # Shapes of pre-activations whose terms are small in all.
         self._small: set[tuple[torch.Size, ...]] = set()
+        # The same for graphs whose every parameter could be set aside.
+        self._set_aside: set[tuple[torch.Size, ...]] = set()
         self._names: list[str] | None = None
         self._groups: dict[str, str] = {}
         self.partition()
@@ -91,7 +93,8 @@ class TwoPasses:
             losses,
             keep=cached,
             aside=not cached and not self._is_waited_for(),
-            retain_graph=retain_graph or not cached or self._memory_budget is not None,
+            retain_graph=retain_graph,
+            again=not cached or self._memory_budget is not None,
         )
         norms = run.norms()
         fine = all_finite(norms, losses.detach())
@@ -251,6 +254,7 @@ class TwoPasses:
         retain_graph: bool,
         materialise: bool = False,
         aside: bool = False,
+        again: bool = False,
         ignore_budget: bool = False,
         groups: GroupSums | None = None,
     ) -> FirstPass:
@@ -260,7 +264,8 @@ class TwoPasses:
             keep: hold terms for a clipped sum.
             retain_graph: as torch's.
             materialise: hold per-example gradients, and no norms.
-            aside: hold what is small, for a second backward without it.
+            aside: hold what is small, for a second backward without it; where that was all there is, no other follows.
+            again: keep the graph for a second backward, should one follow.
             ignore_budget: hold terms whatever they take.
             groups: takes the terms, to clip them group by group.
         """
@@ -273,34 +278,40 @@ class TwoPasses:
             narrow = any(parameter.dtype not in WIDE for _, parameter in trained)
             self.steady = uses.steady and not narrow
             calls, majors = self._grouping.prove(losses, uses, self.index)
-            budget = None if ignore_budget or materialise else self._memory_budget
             # What is computed again in order not to be kept is not kept here, either.
             partly = self.cached and keep and groups is None and not (ignore_budget or materialise)
             partly = partly and not self._is_waited_for() and any(call.packed for call in calls)
-            retain_graph = retain_graph or partly
+            shapes = tuple([call.shape for call in calls])
+            whole = aside and shapes in self._set_aside and not self._is_hooked()
+            keep, aside = keep or whole, aside and not whole
+            retain_graph = retain_graph or partly or (again and not whole)
+            # What was set aside under the budget may stay under it.
+            budget = None if ignore_budget or materialise or whole else self._memory_budget
             collector = Collector(
                 losses, calls, majors, self._planner, self.index,
                 keep=keep, partly=partly, materialise=materialise, aside=aside, budget=budget, groups=groups,
             )  # fmt: skip
             if groups is not None:
-                shapes = tuple([call.shape for call in calls])
                 groups.calls, groups.waits = calls, not retain_graph and shapes in self._small
                 retain_graph = not groups.waits
             first_pass(losses, calls, collector.receive, retain_graph=retain_graph)
             collector.finish()
             if groups is not None:
                 groups.close()
-                self._note_size(shapes, groups.nbytes)
+                _note(self._small, shapes, groups.nbytes <= POSTPONED_BYTES)
         run = FirstPass(collector, trained, calls, majors, self.scale)
         self.choices = run.choices
+        if aside:
+            _note(self._set_aside, shapes, run.aside.issuperset([owner for call in calls for owner in _owners(call)]))
         return run
 
-    def _note_size(self, shapes: tuple[torch.Size, ...], nbytes: int) -> None:
-        """Remembers which graphs have little to hold."""
-        if nbytes > POSTPONED_BYTES:
-            self._small.discard(shapes)
-        elif len(self._small) < MOST_SHAPES:
-            self._small.add(shapes)
+
+def _note(known: set[tuple[torch.Size, ...]], shapes: tuple[torch.Size, ...], holds: bool) -> None:
+    """Remembers whether something holds for graphs like one with pre-activations of these shapes."""
+    if not holds:
+        known.discard(shapes)
+    elif len(known) < MOST_SHAPES:
+        known.add(shapes)
 
 
 def _owners(call: Call) -> list[int]:

@@ -93,3 +93,42 @@ def test_an_example_that_is_not_finite_adds_nothing():
     for name, gradient in gradients(each.model).items():
         clipped = torch.einsum("b,b...->...", weights, expected[name])
         torch.testing.assert_close(gradient, clipped, rtol=1e-12, atol=1e-14)
+
+
+def perceptron(**options):
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES)).double()
+    return ghostclip.GhostClipper(layers, 0.1, **options)
+
+
+def few(model):
+    torch.manual_seed(1)
+    inputs = torch.randn(EXAMPLES, 6, dtype=torch.float64)
+    return F.cross_entropy(model(inputs), torch.randint(CLASSES, (EXAMPLES,)), reduction="none")
+
+
+def products(each):
+    """How many matrix products a batch takes."""
+    with Ops() as ops:
+        each.backward(few(each.model))
+    return sum(name in ("mm", "addmm") for name, _, _ in ops.seen)
+
+
+def test_small_linear_layers_need_no_second_backward():
+    each, cached = perceptron(), perceptron(second_pass="cached")
+    first, *later = [products(each) for _ in range(3)]
+    assert [products(cached) for _ in range(3)][1:] == later
+    assert later[0] <= first < products(perceptron(memory_budget=1))
+    cached.backward(few(cached.model))
+    each.backward(few(each.model))
+    for name, gradient in gradients(each.model).items():
+        torch.testing.assert_close(gradient, gradients(cached.model)[name], rtol=1e-12, atol=1e-14)
+
+
+def test_a_hook_that_comes_later_has_its_backward():
+    each, seen = perceptron(), []
+    for _ in range(3):
+        each.backward(few(each.model))
+    each.model[2].weight.register_hook(seen.append)
+    each.backward(few(each.model))
+    assert len(seen) == 1

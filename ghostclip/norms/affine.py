@@ -92,7 +92,7 @@ def weighted_sums_of(affines: Sequence[Affine], weights: Sequence[Tensor]) -> li
     if scale is None or any(w.dtype != affines[0].left.dtype or not w.is_contiguous() for w in weights):
         return [affine.weighted_sums(each) for affine, each in zip(affines, weights, strict=True)]
     layers = array("q")
-    scaled = [affine.left.new_empty(affine.left.shape) for affine in affines]
+    scaled = [torch.empty_like(affine.left, memory_format=torch.contiguous_format) for affine in affines]
     sums = [affine.left.new_empty(affine.left.shape[1]) for affine in affines]
     for affine, each, left, bias in zip(affines, weights, scaled, sums, strict=True):
         layers.extend((*_layer(affine), each.data_ptr(), left.data_ptr(), bias.data_ptr()))
