@@ -35,17 +35,23 @@ def examples(size: int = 24) -> TensorDataset:
     return TensorDataset(torch.randn(size, 5, dtype=torch.float64, generator=made), torch.arange(size) % 3)
 
 
-def trained(wrapped: bool = False, steps: int = 4, losses_of: Any = runs.losses_of, **options: Any) -> dict[str, Any]:
+def trained(
+    wrapped: bool = False, hooked: bool = False, losses_of: Any = runs.losses_of, **options: Any
+) -> dict[str, Any]:
     """A few steps, on all ranks that there are: weights after each, epsilon, what the policy came to."""
     model: nn.Module = runs.network(torch.float64)
     if dist.is_initialized() and dist.get_rank():
         # Ranks that begin apart, to be brought together.
         nn.init.normal_(model[0].weight)
     model = DistributedDataParallel(model) if wrapped else model
+    if hooked:
+        # Parameters with hooks get their gradients by an ordinary backward.
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     engine = runs.engine_for(model, optimizer, options.pop("data", examples()), **{**REPEATABLE, **options})
     found: dict[str, Any] = {"weights": [], "sizes": []}
-    while len(found["weights"]) < steps:
+    while len(found["weights"]) < 4:
         for batch in engine.batches():
             engine.step(batch, losses_of)
             found["weights"].append(runs.weights(model))
@@ -67,6 +73,7 @@ def assert_like_one(found: list[dict[str, Any]], one: dict[str, Any]) -> None:
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "wrapped": {"wrapped": True},
+    "backward": {"hooked": True, "wrapped": True, "max_physical_batch_size": 2},
     "physical": {"max_physical_batch_size": 2},
     "cached": {"second_pass": "cached", "wrapped": True},
     "layers": {"clipping": PerLayer(0.3), "wrapped": True, "max_physical_batch_size": 3},
@@ -96,7 +103,7 @@ def test_an_example_that_is_not_finite_adds_nothing(tmp_path: Path) -> None:
     assert_like_one(on_ranks(partial(trained, data=data, wrapped=True), tmp_path), trained(data=data))
 
 
-def looped(steps: int = 3) -> dict[str, Any]:
+def looped() -> dict[str, Any]:
     """`trained` by a loop that is spelled out, with nothing left on a rank in some batches."""
     model: nn.Module = runs.network(torch.float64)
     model = DistributedDataParallel(model) if dist.is_initialized() else model
@@ -298,6 +305,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "noise": (partial(built, lambda rank: {"noise_multiplier": rank + 1.0}), "must agree on noise_multiplier when eng"),
     "rows": (partial(built, lambda rank: {"dataset": runs.data(24 + rank)}), "must agree on sampling when engines"),
     "users": (partial(built, lambda rank: {"unit_ids": [rank, *range(23)]}), "must agree on unit_ids when"),
+    "policy": (partial(built, lambda rank: {"clipping": Adaptive(rank + 0.5)}), "must agree on the state of clipping"),
     "model": (
         partial(built, lambda _: {}, lambda: nn.Linear(5, 3 + dist.get_rank())),
         "must agree on weight when",

@@ -72,19 +72,21 @@ def _divided(what: str) -> PrivacyError:
 def keep_unsynchronised(model: nn.Module) -> Callable[[], None]:
     """Has no DistributedDataParallel reduce the gradients of ``model``; returns what undoes it.
 
-    A forward through one that does, because it was built around the model later, raises PrivacyError.
+    A forward through one that does, built around the model later or told to, raises PrivacyError.
     """
     wrappers = _wrappers(model)
     before = [wrapper.require_backward_grad_sync for wrapper in wrappers]
     for wrapper in wrappers:
         wrapper.require_backward_grad_sync = False
 
-    hook = model.register_forward_pre_hook(_refuse_averaging) if dist.is_available() and dist.is_initialized() else None
+    joined = dist.is_available() and dist.is_initialized()
+    watched = [model, *(wrapper.module for wrapper in wrappers)] if joined else []
+    hooks = [module.register_forward_pre_hook(_refuse_averaging) for module in watched]
 
     def undo() -> None:
         for wrapper, setting in zip(wrappers, before, strict=True):
             wrapper.require_backward_grad_sync = setting
-        if hook is not None:
+        for hook in hooks:
             hook.remove()
 
     return undo

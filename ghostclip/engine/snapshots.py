@@ -96,6 +96,7 @@ class Snapshots:
         if self.ranks.size > 1:
             facts = self._configuration() | describe_model(model_state(self.model))
             facts |= {"batch_size": self.loader.batch_size, "unit_ids": self.loader.units_digest}
+            facts["the state of clipping"] = in_words(self.policy.state_dict()) if _is_stateful(self.policy) else None
             refuse_differences(self.ranks.gathered(facts), "when engines are built")
             start_alike(self.model, self.ranks)
 

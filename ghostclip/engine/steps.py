@@ -140,7 +140,7 @@ class PrivateSteps:
         if self._batch is None:
             raise PrivacyError(
                 f"{caller} was called without a logical batch of its own, so nothing could be accounted for; call it "
-                "once for each batch, inside of `for batch in engine.batches()`"
+                "once for each batch (not one of a DataLoader of yours), inside of `for batch in engine.batches()`"
             )
         return self._batch
 
@@ -285,7 +285,8 @@ class PrivateSteps:
 
     def _facts(self) -> dict[str, Any]:
         """What ranks tell each other before a step."""
-        sizes = [p.numel() for p in held_parameters(self.owned, self._optimizer) if p.requires_grad]
+        held = held_parameters(self.owned, self._optimizer)
+        sizes = [p.numel() for p in held if p.requires_grad or p.grad is not None]
         same = {"the sample (a digest of it)": self.current("optimizer.step()").digest, "what is trained": sizes}
         return {"sensitivity": self._sensitivity, "same": same}
 
@@ -299,8 +300,8 @@ class PrivateSteps:
         if self._sums.count + missing != len(batch.sizes):
             raise PrivacyError(
                 f"optimizer.step() was called after {self._sums.count} of the {len(batch.sizes)} physical batches of "
-                "this logical batch; call engine.backward() for each one of `batch.physical()` first (what was left "
-                "early is discarded: go on with the next logical batch)"
+                "this logical batch; call engine.backward() for each one of `batch.physical()` first, since a plain "
+                ".backward() doesn't count (what was left early is discarded: go on with the next logical batch)"
             )
         held = held_parameters(self.owned, self._optimizer)
         self._scaling.before_step()
