@@ -1,6 +1,6 @@
 """Normal numbers from generators whose whole key comes from the operating system.
 
-On the CPU they come from ChaCha20, a cipher that nobody can foresee, by one short C function; where that can't be
+On the CPU they come from ChaCha12, a cipher that nobody can foresee, by one short C function; where that can't be
 compiled, from PCG64-DXSM by tensor operations. torch's own draw takes a word of a Mersenne twister for each number,
 which is slower than both, and keeps 32 bits of its seed. Other devices use torch's counter-based generator, whose key
 has 64 bits.
@@ -56,7 +56,7 @@ def normal_on(device: torch.device, seed: int | None) -> Normal:
 
 
 class ChaCha:
-    """Normal numbers on the CPU from the key stream of ChaCha20 (RFC 8439).
+    """Normal numbers on the CPU from the key stream of ChaCha12 (RFC 8439 with 12 rounds).
 
     Args:
         compiled: normal.c.
