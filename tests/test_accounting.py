@@ -13,6 +13,7 @@ from dp_accounting import gaussian_mechanism, pld, rdp
 from scipy import stats
 
 from ghostclip import accounting
+from ghostclip.accounting import losses
 from ghostclip.accounting.divergences import as_dp_event
 from ghostclip.events import (
     EVENTS,
@@ -337,6 +338,35 @@ def test_almost_no_noise_is_bounded_without_gigabytes() -> None:
     got = accounting.epsilon(noise_multiplier=0.02, sample_rate=0.01, steps=1000, delta=1e-5)
     once = 0.5 / 0.02**2
     assert got > 20 * once
+
+
+@pytest.mark.parametrize("accountant", accounting.ACCOUNTANTS)
+def test_noise_beyond_floating_point_is_bounded(accountant: str) -> None:
+    common: dict[str, Any] = {"sample_rate": 0.01, "steps": 10, "delta": 1e-5, "accountant": accountant}
+    assert accounting.epsilon(noise_multiplier=1e-200, **common) == math.inf
+    assert accounting.epsilon(noise_multiplier=1e200, **common) == accounting.epsilon(noise_multiplier=1e12, **common)
+    del common["steps"]
+    assert accounting.max_steps(noise_multiplier=1e-200, target_epsilon=3.0, **common) == 0
+    with pytest.raises(ValueError, match="more than 1000000000 steps stay within"):
+        accounting.max_steps(noise_multiplier=1e200, target_epsilon=3.0, **common)
+
+
+def test_more_steps_than_are_composed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spent(steps: int, accountant: str = "pld") -> float:
+        return accounting.epsilon(
+            noise_multiplier=50.0, sample_rate=0.01, steps=steps, delta=1e-5, accountant=accountant
+        )
+
+    at_once = spent(2_345)
+    monkeypatch.setattr(losses, "AT_ONCE", 1_000)
+    assert spent(2_345) == pytest.approx(at_once, rel=1e-6)
+    monkeypatch.undo()
+    assert spent(10**7 + 7) < spent(10**7 + 7, "rdp")
+
+
+def test_a_target_beyond_any_use_is_met_with_the_least_noise() -> None:
+    found = accounting.noise_multiplier(target_epsilon=1e300, sample_rate=0.5, steps=1, delta=1e-5, accountant="rdp")
+    assert found == pytest.approx(0.01)
 
 
 def test_a_budget_below_one_step_allows_none() -> None:

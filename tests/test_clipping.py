@@ -1,5 +1,6 @@
 """Policies: weights from norms, and the sensitivity they promise."""
 
+import copy
 import math
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ghostclip.clipping import Automatic, Custom, Flat, as_policy
+from ghostclip.clipping import Automatic, Custom, Flat, PerLayer, as_policy
 
 NORMS = st.lists(st.floats(0, 2.0**60, width=32), min_size=1, max_size=20)
 POLICIES = {
@@ -58,6 +59,43 @@ def test_what_counts_as_a_policy():
     assert as_policy(1) == Flat(1.0)
     assert isinstance(as_policy(Halving()), Custom)
     assert as_policy(POLICIES["automatic"]) is POLICIES["automatic"]
+
+
+class Ones:
+    """A policy of a user's own that clips nothing, and says that it does."""
+
+    sensitivity = 0.7
+    steps = 3
+
+    def weights(self, norms):
+        return torch.ones_like(norms)
+
+
+def test_a_policy_of_ones_own_is_held_to_its_sensitivity():
+    policy = as_policy(Ones())
+    norms = torch.tensor([0.0, 0.5, 1.4, 70.0], dtype=torch.float64)
+    torch.testing.assert_close(policy.weights(norms), torch.tensor([1.0, 1.0, 0.5, 0.01], dtype=torch.float64))
+    assert (policy.sensitivity, policy.steps) == (0.7, 3)
+    assert copy.deepcopy(policy).sensitivity == 0.7
+    assert as_policy(policy) is policy
+    with pytest.raises(AttributeError, match="state_dict"):
+        policy.state_dict()
+
+
+def test_a_subclass_is_held_to_its_sensitivity_too():
+    class Doubled(Flat):
+        def weights(self, norms):
+            return 2 * super().weights(norms)
+
+    assert float(as_policy(Doubled(1.0)).weights(torch.tensor([4.0]))) <= 0.25
+
+
+def test_a_group_wise_policy_of_ones_own_is_refused():
+    class Mine(PerLayer):
+        pass
+
+    with pytest.raises(TypeError, match=r"must be PerLayer, Grouped, or Custom\(.*got Mine"):
+        as_policy(Mine(1.0))
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf])

@@ -332,3 +332,14 @@ def test_functions_are_told_by_what_they_do():
     assert function_key(made(shared))[0] == function_key(made(shared))[0]
     assert function_key(made(shared))[0] != function_key(made(torch.zeros(2)))[0]
     assert function_key(losses_of)[0] != function_key(made(2.0))[0]
+
+
+def test_a_bound_that_changes_has_a_graph_of_its_own():
+    policy = PerLayer(thresholds={"0": 1.0, "2": 1.0})
+    clipper = ghostclip.GhostClipper(
+        torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3)), policy, compile=True
+    )
+    before = clipper.compiled.ask(losses_of, batch_of(4)).key
+    assert clipper.compiled.ask(losses_of, batch_of(4)).key == before
+    policy.thresholds["0"] = 0.1
+    assert clipper.compiled.ask(losses_of, batch_of(4)).key != before

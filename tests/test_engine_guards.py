@@ -11,7 +11,9 @@ from torch import nn
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from ghostclip import BudgetExceededError, GradientLeakError, LossShapeError, PrivacyError, UnsupportedModelError
+from ghostclip.clipping import Custom
 from ghostclip.engine import PrivacyEngine
+from ghostclip.engine.privacy_engine import FIXED
 
 
 @pytest.fixture
@@ -336,6 +338,45 @@ def test_a_spent_budget_stops_before_anything_is_released(model: nn.Module) -> N
         engine.optimizer.step()
     assert engine.steps_taken == 3
     assert torch.equal(runs.weights(model), before)
+
+
+def test_another_optimizer_that_steps_with_sums_that_have_no_noise(engine: PrivacyEngine) -> None:
+    other = torch.optim.SGD(engine.model.parameters(), lr=1e-3)
+    runs.gather(engine, next(runs.nonempty(engine)))
+    other.step()
+    assert_refused(engine, GradientLeakError, r"the parameter '0\.weight' was changed.*If another optimizer did")
+
+
+@pytest.mark.parametrize("name", sorted(FIXED))
+def test_settings_are_not_changed_afterwards(engine: PrivacyEngine, name: str) -> None:
+    before = getattr(engine, name)
+    with pytest.raises(AttributeError, match=rf"{name} of a PrivacyEngine can't be changed.*build a new engine"):
+        setattr(engine, name, 5.0)
+    assert getattr(engine, name) is before
+
+
+@pytest.mark.parametrize("clipping", [
+    Custom(lambda norms: 1.0 / norms.median().expand_as(norms), 1.0),
+    Custom(lambda norms: norms / norms.max(), 1.0),
+    Custom(lambda norms: (norms <= norms.median()).float(), 1.0),
+    Custom(lambda norms: {g: 1.0 / n.sum().expand_as(n) for g, n in norms.items()}, 1.0, groups={"all": ["*"]}),
+])  # fmt: skip
+def test_weights_that_follow_from_other_examples(model: nn.Module, clipping: Any) -> None:
+    engine = runs.engine_for(model, clipping=clipping, batch_size=24, noise_multiplier=1.0)
+    batch, before = next(iter(engine.batches())), runs.weights(model)
+    with pytest.raises(PrivacyError, match=r"function of the Custom clipping policy.*that example's norm alone"):
+        engine.step(batch, runs.losses_of)
+    assert torch.equal(runs.weights(model), before)
+    assert engine.steps_taken == 0
+
+
+def test_weights_that_follow_from_each_example_alone(model: nn.Module) -> None:
+    dataset = runs.data()
+    dataset.tensors[0][3] = float("nan")
+    clipping = Custom(lambda norms: 1.0 / (0.1 + norms).sqrt(), 1.0)
+    engine = runs.engine_for(model, dataset=dataset, clipping=clipping, batch_size=24, max_physical_batch_size=5)
+    engine.step(next(iter(engine.batches())), runs.losses_of)
+    assert engine.steps_taken == 1
 
 
 @pytest.mark.parametrize("unscale_first", [False, True])

@@ -1,5 +1,6 @@
 """Sampling: the distribution of batches, their division, what is kept of a DataLoader, and what is refused."""
 
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -453,3 +454,27 @@ def test_a_batch_is_used_once_and_in_its_turn() -> None:
     with pytest.raises(PrivacyError, match="was called before"):
         first.physical()
     assert second.handed == 0
+
+
+def test_loops_over_persistent_workers_do_not_read_from_each_other() -> None:
+    data = DataLoader(Squares(), num_workers=1, persistent_workers=True)
+    with pytest.warns(UserWarning, match="is replaced"):
+        loader = LogicalBatches(data, batch_size=20, max_physical_batch_size=2)
+    older = iter(loader)
+    next(older)
+    newer = iter(loader)
+    for loop in (newer, older):
+        batch = next(loop)
+        found = [number for numbers, _ in batch.physical() for number in numbers.tolist()]
+        assert len(set(found)) == len(found) == sum(batch.sizes)
+
+
+def test_a_loop_is_not_gone_on_with_in_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader, seeded = LogicalBatches(numbered(40), batch_size=4), LogicalBatches(numbered(40), batch_size=4, seed=1)
+    loops = [iter(loader), iter(seeded)]
+    parent = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    with pytest.raises(PrivacyError, match=r"forked from.*the same samples.*start a new loop here"):
+        next(loops[0])
+    next(loops[1])
+    next(iter(loader))

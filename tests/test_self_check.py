@@ -14,11 +14,11 @@ from case_models import Wired
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import PrivacyEngine, VerificationError
 from ghostclip.clipping import Custom, PerLayer
-from ghostclip.engine.exchange import Replay, _exchanged
+from ghostclip.engine.exchange import Replay, _exchanged, square_dims
 from ghostclip.nn import GhostLayer
 from ghostclip.passes import FirstPass
 
@@ -144,16 +144,49 @@ def test_a_batch_that_is_not_finite_is_not_compared_but_a_later_one_is() -> None
 
 
 class Tracking(nn.Module):
-    """A running mean that outputs don't depend on."""
+    """A count of forwards that outputs don't depend on, and a running mean of what it sees where that is asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, mean: bool = False) -> None:
         super().__init__()
+        self.mean = mean
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            self.seen += x.detach().mean()
+            self.seen = self.seen + (x.detach().mean() if self.mean else 1)
         return x
+
+
+def test_buffers_that_keep_something_of_the_examples_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(5, 4), Tracking(mean=True), nn.Linear(4, 3))
+    assert_refused(whole_batches(model), r"something of the examples in the buffer '1\.seen'", by_step)
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_as_many_features_as_examples_hide_no_mixing(later: bool) -> None:
+    dataset = TensorDataset(torch.randn(10, 5), torch.arange(10) % 3)
+    model = nn.Sequential(Centred(), nn.Linear(5, 3))
+    engine = runs.engine_for(model, dataset=dataset, batch_size=5, sampling="without_replacement")
+    if later:
+        engine = runs.engine_for(model, dataset=dataset, batch_size=10, max_physical_batch_size=5)
+
+    def train() -> None:
+        for _ in range(5):
+            engine.step(next(iter(engine.batches())), runs.losses_of)
+
+    with pytest.raises(VerificationError, match="0: Centred"):
+        train()
+
+
+def test_as_many_time_steps_as_examples_are_not_taken_for_them() -> None:
+    model = Wired(lambda m, x: m.rnn(x)[0].sum(0), rnn=nn.GRU(3, 2))
+    dataset = TensorDataset(torch.randn(4, 4, 3))
+    loader = DataLoader(dataset, batch_size=4, collate_fn=lambda rows: torch.stack([row[0] for row in rows], 1))
+    with pytest.warns(UserWarning, match="is replaced"):
+        engine = runs.engine_for(model, dataset=loader, batch_size=4)
+    for _ in range(6):
+        by_step(engine, lambda model, x: model(x).square().sum(1))
+    assert engine._steps._self_check.over
 
 
 def shaken(model: nn.Module, examples: list[Tensor]) -> Tensor:
@@ -235,6 +268,9 @@ def test_what_is_exchanged() -> None:
     assert other["nested"][0]["shared"] is shared
     assert rows.tolist() == [0, 1, 2, 3]
     assert _exchanged([torch.arange(2)], 2)[0].tolist() == [1, 1]
+    assert torch.equal(_exchanged(batch, 4, 1)["mask"], square[:, [1, 1, 2, 2]])
+    assert square_dims(batch, 4) == [0, 1]
+    assert square_dims({"x": rows, "shared": torch.eye(4)[:3]}, 4) == []
 
 
 def test_a_replay_ends_as_it_began_even_by_an_error() -> None:

@@ -18,6 +18,8 @@ __all__ = ["max_steps", "noise_for", "noise_multiplier"]
 
 LEAST_NOISE, MOST_NOISE = 1e-2, 1e12
 MOST_STEPS = 10**9
+# Where the closed form still has numbers; the start need not be good.
+MOST_TO_START_FROM = 1e4
 
 
 def noise_multiplier(
@@ -109,7 +111,7 @@ def max_steps(
         return _excess(setting.event(noise_multiplier, steps), target_epsilon, delta, accountant)
 
     mu = _gaussian_mu(target_epsilon, delta)
-    start = 2 * math.log(mu / sample_rate) - math.log(math.expm1(min(noise_multiplier**-2, 700.0)))
+    start = 2 * math.log(mu / sample_rate) - math.log(math.expm1(min(max(noise_multiplier, 0.04), 1e6) ** -2))
     many, fits = _bracket(lambda x: excess_of(round(math.exp(-x))), -start, -math.log(MOST_STEPS), 0.0)
     if fits is None:
         return 0
@@ -130,7 +132,7 @@ def _gaussian_mu(target: float, delta: float) -> float:
     """Sensitivity over noise of the one Gaussian release that spends the target: a start (Dong et al. 2019)."""
     from dp_accounting import gaussian_mechanism
 
-    return 1.0 / gaussian_mechanism.get_sigma_gaussian(target, delta)
+    return 1.0 / gaussian_mechanism.get_sigma_gaussian(min(target, MOST_TO_START_FROM), delta)
 
 
 def _bracket(

@@ -18,6 +18,9 @@ __all__ = ["epsilon_by_losses"]
 PLD_INTERVAL = 1e-4
 # Total divergence up to which the grid is dp-accounting's own; beyond any useful epsilon.
 WIDE_LOSS = 20.0
+# More compositions than that are made step by step: dp-accounting raises the number of a coarse grid's points to their
+# power, or goes through them one at a time.
+AT_ONCE, BY = 10**6, 1000
 
 
 def epsilon_by_losses(events: Sequence[SampledRelease], delta: float) -> float:
@@ -25,10 +28,18 @@ def epsilon_by_losses(events: Sequence[SampledRelease], delta: float) -> float:
     loss = sum(event.count * _second_divergence(event) for event in events)
     # A coarser grid still gives an upper bound; without it a loss of thousands would need gigabytes.
     interval = PLD_INTERVAL * max(1.0, loss / WIDE_LOSS)
-    parts = [
-        _of_one_release(replace(event, count=1, unit="example"), interval).self_compose(event.count) for event in events
-    ]
+    parts = [_composed(_of_one_release(replace(event, count=1, unit="example"), interval), event.count)
+             for event in events]  # fmt: skip
     return float(reduce(lambda left, right: left.compose(right), parts).get_epsilon_for_delta(delta))
+
+
+def _composed(loss: Any, count: int) -> Any:
+    """The loss distribution of so many releases."""
+    if count <= AT_ONCE:
+        return loss.self_compose(count)
+    many, rest = divmod(count, BY)
+    most = _composed(loss.self_compose(BY), many)
+    return most.compose(loss.self_compose(rest)) if rest else most
 
 
 @lru_cache(maxsize=4)

@@ -15,6 +15,8 @@ from ghostclip.validate import one_of, open_fraction, positive, positive_int, wh
 __all__ = ["ACCOUNTANTS", "accountants_for", "epsilon", "epsilon_of", "epsilon_over_time", "epsilons_of"]
 
 ACCOUNTANTS = ("pld", "rdp")
+# What floating point can square: less noise protects nothing, and more counts as this much.
+LEAST_NOISE, MOST_NOISE = 1e-6, 1e12
 
 
 def epsilon(
@@ -113,8 +115,9 @@ def epsilon_of(events: Iterable[Event], *, delta: float, accountant: str = "pld"
     if not happened:
         return 0.0
     _check_alike(happened)
-    if any(event.noise_multiplier == 0 for event in happened):
+    if any(event.noise_multiplier < LEAST_NOISE for event in happened):
         return math.inf
+    happened = [replace(event, noise_multiplier=min(event.noise_multiplier, MOST_NOISE)) for event in happened]
     for event in happened:
         if accountant not in accountants_for(event):
             raise ValueError(

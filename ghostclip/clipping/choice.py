@@ -4,23 +4,65 @@ from __future__ import annotations
 
 from typing import Any
 
-from ghostclip.clipping.groups import CustomGroups, Groupwise
-from ghostclip.clipping.policies import Custom, Flat, Policy
-from ghostclip.validate import positive
+from torch import Tensor
 
-__all__ = ["as_policy"]
+from ghostclip.clipping.adaptive import Adaptive
+from ghostclip.clipping.groups import CustomGroups, Grouped, Groupwise, PerLayer
+from ghostclip.clipping.policies import Automatic, Custom, Flat, Policy, clamped
+from ghostclip.validate import nonnegative, positive
+
+__all__ = ["Clamped", "as_policy"]
+
+# Their weights keep to their sensitivity by themselves.
+OWN = (Automatic, Custom, CustomGroups, Flat, Grouped, PerLayer)
+
+
+class Clamped:
+    """A policy of the user's own, whose weights are held to the sensitivity that it states, as `Custom`'s are.
+
+    Args:
+        policy: has ``weights`` and ``sensitivity``, and may have more, which is found here too.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def __getattr__(self, name: str) -> Any:
+        # While a copy is being made there is no policy yet.
+        if name == "policy":
+            raise AttributeError(name)
+        return getattr(self.policy, name)
+
+    @property
+    def sensitivity(self) -> float:
+        """The policy's own."""
+        return nonnegative(sensitivity=self.policy.sensitivity)
+
+    def weights(self, norms: Tensor) -> Tensor:
+        """The policy's weights, clamped to ``sensitivity / norms``; raises ValueError on another shape."""
+        found = self.policy.weights(norms)
+        return clamped(found, norms, self.sensitivity)
 
 
 def as_policy(clipping: Any) -> Policy | Groupwise:
     """A policy from what users pass: a float is `Flat`, a callable with a ``sensitivity`` is `Custom`.
+
+    One of the user's own, with ``weights`` and ``sensitivity``, is held to what it says.
 
     Raises:
         TypeError, ValueError: it is none of these, or out of range.
     """
     if isinstance(clipping, Custom) and clipping.groups is not None:
         return CustomGroups(clipping.function, clipping.sensitivity, clipping.groups)
-    if isinstance(clipping, (Policy, Groupwise)):
+    if type(clipping) in OWN or isinstance(clipping, (Adaptive, Clamped)):
         return clipping
+    if isinstance(clipping, Groupwise):
+        raise TypeError(
+            "a group-wise policy must be PerLayer, Grouped, or Custom(function, sensitivity, groups=...), whose "
+            f"weights are held to the sensitivity; got {type(clipping).__name__}"
+        )
+    if isinstance(clipping, Policy):
+        return Clamped(clipping)
     if callable(clipping) and hasattr(clipping, "sensitivity"):
         return Custom(clipping, clipping.sensitivity)
     if isinstance(clipping, (int, float)) and not isinstance(clipping, bool):

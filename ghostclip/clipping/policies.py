@@ -12,7 +12,7 @@ from torch import Tensor
 from ghostclip.norms.whole import bounded_weights, margin
 from ghostclip.validate import nonnegative, positive
 
-__all__ = ["Automatic", "Custom", "Flat", "Policy", "flat_weights"]
+__all__ = ["Automatic", "Custom", "Flat", "Policy", "clamped", "flat_weights"]
 
 
 @runtime_checkable
@@ -95,10 +95,14 @@ class Custom:
 
     def weights(self, norms: Tensor) -> Tensor:
         """The function's weights, clamped to ``sensitivity / norms``; raises ValueError on another shape."""
-        found = self.function(norms)
-        if not isinstance(found, Tensor) or found.shape != norms.shape:
-            shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise ValueError(f"function must return weights of shape {list(norms.shape)}, one per example; got {shape}")
-        found = torch.nan_to_num(found.to(norms.dtype), nan=0.0)
-        bound = (self.sensitivity * margin(norms.dtype)) / norms.clamp_min(torch.finfo(norms.dtype).tiny)
-        return torch.minimum(torch.maximum(found, -bound), bound)
+        return clamped(self.function(norms), norms, self.sensitivity)
+
+
+def clamped(found: Any, norms: Tensor, sensitivity: float) -> Tensor:
+    """The weights ``found`` [B], clamped to ``sensitivity / norms`` on both sides; ValueError on another shape."""
+    if not isinstance(found, Tensor) or found.shape != norms.shape:
+        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"function must return weights of shape {list(norms.shape)}, one per example; got {shape}")
+    found = torch.nan_to_num(found.to(norms.dtype), nan=0.0)
+    bound = (sensitivity * margin(norms.dtype)) / norms.clamp_min(torch.finfo(norms.dtype).tiny)
+    return torch.minimum(torch.maximum(found, -bound), bound)

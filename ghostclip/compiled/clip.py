@@ -122,7 +122,8 @@ class CompiledClip:
         size = capacity_for(examples, self.expected, self.largest)
         function, kept = function_key(loss_fn)
         shapes = tuple((leaf.shape[1:], leaf.dtype, leaf.device) for leaf in leaves)
-        key = (size, shapes, structure, function, self._state.key())
+        # A policy's numbers are built into the graph; noise follows what they are now.
+        key = (size, shapes, structure, function, self.passes.clipping.sensitivity, self._state.key())
         return Asked(key, [pad(leaf.detach(), size) for leaf in leaves], structure, examples, kept)
 
     def ask_anew(self, asked: Asked) -> Asked:

@@ -1,4 +1,4 @@
-"""Whether one example's data moves another example's loss, tried on a batch in training, which is left as it was.
+"""Whether one example's data moves another's loss, or stays in the model, tried on a batch that is left as it was.
 
 The graph shows where examples meet in what is differentiated. What is not differentiated (a loss weighted by the
 batch's own statistics, a detached mean) shows only when data is exchanged.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ghostclip.errors import VerificationError
 from ghostclip.separation import mixed_examples
 
-__all__ = ["Replay", "refuse_mixing"]
+__all__ = ["Replay", "holds_still", "refuse_mixing", "refuse_remembering", "square_dims"]
 
 # Share of the largest loss by which another example's must move to be noticed: well above rounding.
 MOVED = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -70,10 +70,11 @@ class Replay:
         """
         now = self._now()
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        places = [(module, dict(module._buffers)) for module in self.model.modules()]
         modes = [(module, module.training) for module in self.model.modules()]
         with ExitStack() as stack:
             stack.callback(self._set, now)
-            stack.callback(_put_back, buffers, modes)
+            stack.callback(_put_back, buffers, places, modes)
             stack.enter_context(torch.set_grad_enabled(gradients))
             self._set(self._states)
             if not training:
@@ -82,7 +83,13 @@ class Replay:
 
 
 @torch.no_grad()
-def _put_back(buffers: list[tuple[Tensor, Tensor]], modes: list[tuple[nn.Module, bool]]) -> None:
+def _put_back(
+    buffers: list[tuple[Tensor, Tensor]],
+    places: list[tuple[nn.Module, dict[str, Tensor | None]]],
+    modes: list[tuple[nn.Module, bool]],
+) -> None:
+    for module, known in places:
+        module._buffers.update(known)
     for buffer, value in buffers:
         if not torch.equal(buffer, value):
             buffer.copy_(value)
@@ -90,7 +97,7 @@ def _put_back(buffers: list[tuple[Tensor, Tensor]], modes: list[tuple[nn.Module,
         module.training = training
 
 
-def refuse_mixing(loss_fn: LossFunction, batch: Any, losses: Tensor, replay: Replay) -> None:
+def refuse_mixing(loss_fn: LossFunction, batch: Any, losses: Tensor, replay: Replay, *, squares: bool = False) -> None:
     """Raises VerificationError when losses move with other examples' data; the first and last are exchanged.
 
     Args:
@@ -98,6 +105,8 @@ def refuse_mixing(loss_fn: LossFunction, batch: Any, losses: Tensor, replay: Rep
         batch: whatever it takes; the data exchanged is in tensors with B rows (and B nowhere else), in any nesting.
         losses: of the batch, B of them, at least two.
         replay: from before they were computed.
+        squares: exchange in tensors with several dimensions of length B too, along each of them in turn; one along
+            which other losses stay is taken for that of the examples.
     """
     drew = replay.drew()
 
@@ -106,18 +115,80 @@ def refuse_mixing(loss_fn: LossFunction, batch: Any, losses: Tensor, replay: Rep
             return loss_fn(replay.model, batch).detach()
 
     tolerance = _tolerance(losses, replay.model)
-    other = _exchanged(batch, len(losses))
-    if not _moved(losses.detach(), losses_of(other), tolerance):
+    count = len(losses)
+    others = [_exchanged(batch, count, dim) for dim in (square_dims(batch, count) if squares else ()) or (None,)]
+
+    def stays(before: Tensor, training: bool = True) -> bool:
+        return any(not _moved(before, losses_of(other, training), tolerance) for other in others)
+
+    if stays(losses.detach()):
         return
     # Not a fault yet: kernels differ without a graph, functions may not repeat themselves, and random numbers fall
     # elsewhere when lengths change; with random layers, what moves must move in eval mode, too.
     for training in (True, False) if drew else (True,):
         before = losses_of(batch, training)
         repeats = not _moved(before, losses_of(batch, training), 0.0)
-        if not repeats or not _moved(before, losses_of(other, training), tolerance):
+        if not repeats or stays(before, training):
             return
     with replay.again(training=not drew):
         raise VerificationError(_message(mixed_examples(replay.model, loss_fn, batch)))
+
+
+def holds_still(model: nn.Module) -> Callable[[], bool]:
+    """A function that says whether no buffer was written to or exchanged since."""
+    before = [(buffer, buffer._version) for buffer in model.buffers()]
+
+    def unchanged() -> bool:
+        now = list(model.buffers())
+        same = (one is other and one._version == version for one, (other, version) in zip(now, before, strict=False))
+        return len(now) == len(before) and all(same)
+
+    return unchanged
+
+
+def refuse_remembering(loss_fn: LossFunction, batch: Any, examples: int, replay: Replay) -> None:
+    """Raises VerificationError when a forward leaves other values in the model's buffers for other examples' data.
+
+    Buffers go into checkpoints and into what is published, and no noise is on them.
+
+    Args:
+        loss_fn, batch, replay: as for `refuse_mixing`.
+        examples: B.
+    """
+
+    def buffers_after(batch: Any) -> dict[str, Tensor]:
+        with replay.again():
+            loss_fn(replay.model, batch)
+            return {name: buffer.clone() for name, buffer in replay.model.named_buffers()}
+
+    before, again, other = buffers_after(batch), buffers_after(batch), buffers_after(_exchanged(batch, examples))
+    if _unlike(before, again):
+        return
+    if changed := _unlike(before, other):
+        raise VerificationError(
+            f"the first batch's self-check found that the forward keeps something of the examples in the buffer "
+            f"{changed[0]!r}, which would be saved and published with the model without noise; don't update it in "
+            "training (put its module into eval mode, or take the update out). Nothing was released or charged. (If it "
+            "tells nothing of the examples' data, switch this off by self_check=False)"
+        )
+
+
+def _unlike(these: dict[str, Tensor], those: dict[str, Tensor]) -> list[str]:
+    """Names of buffers that differ."""
+    names = dict.fromkeys([*these, *those])
+    return [n for n in names if n not in these or n not in those or not _same_values(these[n], those[n])]
+
+
+def _same_values(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
+
+
+def square_dims(batch: Any, examples: int) -> list[int]:
+    """The dimensions in which tensors are as long as there are examples, where some have several such; else []."""
+    plain = batch if isinstance(batch, dict) or not isinstance(batch, Mapping) else dict(batch)
+    shapes = [[*leaf.shape] for leaf in tree_leaves(plain) if isinstance(leaf, Tensor)]
+    squares = [shape for shape in shapes if shape[:1] == [examples] and shape.count(examples) > 1]
+    return sorted({dim for shape in squares for dim, length in enumerate(shape) if length == examples})
 
 
 def _message(found: list[tuple[str, str, str]]) -> str:
@@ -136,22 +207,27 @@ def _tolerance(losses: Tensor, model: nn.Module) -> float:
     return max(MOVED.get(dtype, MOVED_OF_HALVES) for dtype in dtypes if dtype.is_floating_point)
 
 
-def _exchanged(batch: Any, examples: int) -> Any:
-    """The batch with the first and the last example's data exchanged for their neighbours'; of two, the first's."""
+def _exchanged(batch: Any, examples: int, square: int | None = None) -> Any:
+    """The batch with the first and the last example's data exchanged for their neighbours'; of two, the first's.
+
+    Tensors that have several dimensions of that length stay as they are, or have theirs in dimension ``square``.
+    """
     if isinstance(batch, MutableMapping) and not isinstance(batch, dict):
         changed = copy.copy(batch)
-        changed.update({name: _exchanged(value, examples) for name, value in batch.items()})
+        changed.update({name: _exchanged(value, examples, square) for name, value in batch.items()})
         return changed
 
     def one(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or [*leaf.shape].count(examples) != 1:
+        if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or [*leaf.shape[:1]] != [examples]:
             return leaf
-        if leaf.shape[0] != examples or leaf.layout != torch.strided:
+        dim = 0 if [*leaf.shape].count(examples) == 1 else square
+        if dim is None or dim >= leaf.dim() or leaf.shape[dim] != examples:
             return leaf
         leaf = leaf.detach().clone()
-        leaf[0] = leaf[1]
+        rows = leaf.movedim(dim, 0)
+        rows[0] = rows[1]
         if examples > 2:
-            leaf[-1] = leaf[-2]
+            rows[-1] = rows[-2]
         return leaf
 
     return tree_map(one, batch, is_leaf=lambda node: isinstance(node, PackedSequence))

@@ -34,6 +34,11 @@ from ghostclip.validate import open_fraction, whole
 
 __all__ = ["PrivacyEngine"]
 
+# What noise, clipping, sampling and charges were made from: changed afterwards it would be believed and not followed.
+SAMPLED = ("batch_size", "sample_rate", "sampling", "neighboring")
+CHARGED = ("target_epsilon", "target_delta", "planned_steps", "max_epsilon", "ledger")
+FIXED = frozenset(("model", "optimizer", "noise_multiplier", "noise", "clipping", *SAMPLED, *CHARGED))
+
 
 class PrivacyEngine:
     """Differentially private training (DP-SGD, Abadi et al. 2016) of a torch model with any torch optimizer.
@@ -181,6 +186,14 @@ class PrivacyEngine:
         self._snapshots.start_alike()
         self._synchronise = keep_unsynchronised(model)
         self._loader: LogicalBatches | None = loader
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in FIXED and name in vars(self):
+            raise AttributeError(
+                f"{name} of a PrivacyEngine can't be changed: noise and charges are made for what it was built with; "
+                "call detach() and build a new engine, with the same ledger=... so that both count"
+            )
+        super().__setattr__(name, value)
 
     def batches(self) -> LogicalBatches:
         """An epoch of logical batches each time it is iterated, ``len()`` of them; take them one at a time.

@@ -14,11 +14,13 @@ from torch.optim import Optimizer
 
 from ghostclip.clipper import GhostClipper
 from ghostclip.engine.agreement import gradients_agree
-from ghostclip.engine.exchange import Replay, refuse_mixing
+from ghostclip.engine.exchange import Replay, holds_still, refuse_mixing, refuse_remembering, square_dims
 from ghostclip.engine.movement import Movement
 
 __all__ = ["SelfCheck"]
 
+# So many batches are tried for one whose examples can be told from its features by their number.
+MOST_TRIED = 5
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
@@ -37,6 +39,7 @@ class SelfCheck:
     def __init__(self, clipper: GhostClipper, optimizer: Optimizer, wanted: bool = True) -> None:
         self._model, self._passes = clipper.model, clipper._passes
         self._to_compare = self._to_exchange = wanted
+        self._left = MOST_TRIED
         self._movement = Movement(self._passes.index, optimizer) if wanted else None
         self._unused: list[str] = []
 
@@ -46,7 +49,7 @@ class SelfCheck:
         return not (self._to_compare or self._to_exchange or self._movement is not None)
 
     def forward(self, loss_fn: LossFunction, examples: Any, check_count: Callable[[Tensor], None]) -> Tensor:
-        """``loss_fn``'s losses with their graph; while there is something to check, it is called once more.
+        """``loss_fn``'s losses with their graph; while there is something to check, it is called once more or twice.
 
         Args:
             loss_fn: (model, examples) -> losses [B].
@@ -54,15 +57,21 @@ class SelfCheck:
             check_count: refuses losses that aren't one for each example.
 
         Raises:
-            VerificationError: the gradients aren't autograd's, or examples mix; layers are named.
+            VerificationError: the gradients aren't autograd's, examples mix, or buffers keep something of them; layers
+                and buffers are named.
         """
         replay = Replay(self._model) if self._to_exchange else None
+        unchanged = holds_still(self._model)
         losses = loss_fn(self._model, examples)
         check_count(losses)
         self.backward(losses)
         if replay is not None and len(losses) > 1:
-            refuse_mixing(loss_fn, examples, losses, replay)
-            self._to_exchange = False
+            # Another batch has another size, as a rule, by which its examples are known.
+            self._left -= 1
+            refuse_mixing(loss_fn, examples, losses, replay, squares=not self._left)
+            if not unchanged():
+                refuse_remembering(loss_fn, examples, len(losses), replay)
+            self._to_exchange = self._left > 0 and bool(square_dims(examples, len(losses)))
         return losses
 
     def rehearse(self, forward: LossFunction, examples: Any) -> None:

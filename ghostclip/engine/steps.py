@@ -19,6 +19,7 @@ from ghostclip.engine.ranks import Alone, refuse_differences
 from ghostclip.engine.scaling import LossScaling
 from ghostclip.engine.self_check import SelfCheck
 from ghostclip.engine.sums import ClippedSums
+from ghostclip.engine.weighing import refuse_joint_weights
 from ghostclip.errors import LossShapeError, PrivacyError, UnsupportedModelError
 from ghostclip.noise import Noise
 from ghostclip.sampling import LogicalBatch, UserRows
@@ -244,6 +245,7 @@ class PrivateSteps:
                 result = clip()
             except UnsupportedModelError as error:
                 raise error if self._users is None else UnsupportedModelError(f"{error}; {OF_USERS}") from error
+            refuse_joint_weights(self._clipper.clipping, result.norms, result.weights)
             # Before the sums count as gathered, lest an interruption part them from their noise.
             self._sensitivity = max(self._sensitivity, result.sensitivity)
             return result

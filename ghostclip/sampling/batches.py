@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -97,6 +98,7 @@ class LogicalBatches:
         self._open = partial(loader_of, dataset, given, self._chunks)
         self._loader = self._open()
         self._draws: Draws | None = None
+        self._process = os.getpid()
         self._epoch = self._taken = self._skip = 0
         if given is not None:
             say_sampler_is_replaced(given, self.scheme.words)
@@ -139,7 +141,11 @@ class LogicalBatches:
             self._epoch += 1
         self._taken, self._skip = self._skip, 0
         draws = Draws(generator, self.scheme, self._divide, len(self) - self._taken, self._shared_out)
-        self._draws = self._chunks.draws = draws
+        if self._loader.persistent_workers and self._draws is not None and not self._draws.over:
+            # These workers have one iterator for all loops, and an older loop that isn't over may still read from it.
+            self._loader = self._open()
+        self._draws, self._process = draws, os.getpid()
+        self._chunks.draws = draws
         before = torch.get_rng_state()
         loaded = iter(self._loader)
         if self._taken:
@@ -171,6 +177,11 @@ class LogicalBatches:
             raise PrivacyError(
                 "engine.restore() was called inside of a loop over engine.batches(), whose batches belong to the "
                 "training before it; start a new loop"
+            )
+        if self._seeded is None and self._process != os.getpid():
+            raise PrivacyError(
+                "this loop over engine.batches() was begun by the process that this one was forked from, and both "
+                "would train on the same samples, which the accounting takes for independent; start a new loop here"
             )
         self._taken += draws is self._draws
 

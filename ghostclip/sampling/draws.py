@@ -86,6 +86,11 @@ class Draws:
         self._handed += 1
         return physical
 
+    @property
+    def over(self) -> bool:
+        """Whether the last sample was handed out."""
+        return self._handed >= self._steps
+
     def state(self, again: bool) -> Mapping[str, Any]:
         """The generator's state before the next sample to hand out, or before the last one ``again``."""
         if again:

@@ -1,0 +1,47 @@
+"""Whether a clipping function weighs each example by itself.
+
+Where a weight follows from the norms of others too (a median, the largest of a batch), each share is within the bound
+and their sum still isn't private: one example's presence changes the weights of all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ghostclip.clipping import Custom
+from ghostclip.clipping.groups import CustomGroups
+from ghostclip.errors import PrivacyError
+
+__all__ = ["refuse_joint_weights"]
+
+# Relative: what a vectorised function may round differently in a shorter batch.
+TOLERANCE = 1e-3
+
+
+def refuse_joint_weights(policy: Any, norms: Any, weights: Any) -> None:
+    """Raises PrivacyError when a `Custom` policy weighs half a batch otherwise by itself than in the whole.
+
+    Args:
+        policy: of clipping; others weigh each example by itself.
+        norms, weights: of a physical batch, [B] or {group: [B]}; a weight of zero may be that of an example left out.
+    """
+    if not isinstance(policy, Custom | CustomGroups):
+        return
+    whole = weights if isinstance(weights, dict) else {"": weights}
+    halves = len(next(iter(whole.values()))) // 2
+    for part in (slice(0, halves), slice(halves, None)) if halves else ():
+        given: Any = {g: n[part] for g, n in norms.items()} if isinstance(norms, dict) else norms[part]
+        alone = policy.weights(given)
+        for group, found in (alone if isinstance(alone, dict) else {"": alone}).items():
+            if _differ(whole[group][part], found):
+                raise PrivacyError(
+                    "the function of the Custom clipping policy gives examples other weights when other examples are "
+                    "beside them, so that one example moves the sum by more than the sensitivity; make each weight "
+                    "depend on that example's norm alone, without means, quantiles or largest values of the batch"
+                )
+
+
+def _differ(together: Tensor, alone: Tensor) -> bool:
+    return bool(((together - alone).abs() > TOLERANCE * together.abs()).logical_and(together != 0).any())
