@@ -140,7 +140,7 @@ class Grouping:
             raise UnsupportedModelError(
                 f"{index.layer(call)}: the loss of one example depends on rows of its output (shape "
                 f"{list(call.shape)}, dimension {call.batch_dim}) that belong to others, so examples mix before or "
-                f"after it, change their order, or are not where they are said to be"
+                f"after it (as in a mean over the batch), change their order, or are not where they are said to be"
                 f"{narrow if call.dtype == torch.float16 else ''}; {_remedy(call)}"
             )
         self._positions |= {keys[id(call)][1:] for call in mixing}

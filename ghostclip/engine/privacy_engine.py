@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.modules.loss import _Loss
 from torch.optim import Optimizer
 
 from ghostclip import accounting
@@ -236,11 +237,13 @@ class PrivacyEngine:
             BudgetExceededError: the step is past the planned ones or the budget; nothing was computed.
             LedgerError: the step can't be written to the ledger; the batch is discarded and nothing was released.
             PrivacyError: and all that `backward` raises; the batch is discarded and nothing was released.
+            TypeError: ``loss_fn`` is no such function; nothing was computed.
         """
         if batch is not self._steps.current("engine.step()"):
             raise PrivacyError(
                 "engine.step() got another logical batch than engine.batches() gave last; use each in its turn"
             )
+        _check_loss_function(loss_fn)
         self._spending.check()
         try:
             seen = self._steps.step(batch, loss_fn)
@@ -364,3 +367,13 @@ class PrivacyEngine:
         self._synchronise()
         self._loader = None
         self._spending.close()
+
+
+def _check_loss_function(loss_fn: object) -> None:
+    """Raises TypeError for what can't be called with (model, examples): losses, a criterion of torch, None."""
+    if not callable(loss_fn) or isinstance(loss_fn, _Loss):
+        raise TypeError(
+            "loss_fn must be a function of (model, examples) that returns one loss for each example; got "
+            f'{type(loss_fn).__name__}. For a criterion with reduction="none": lambda model, batch: '
+            "criterion(model(batch[0]), batch[1]); for losses that are computed already: engine.backward(losses)"
+        )

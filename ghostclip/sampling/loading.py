@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -42,12 +43,18 @@ REMEDY = "pass a plain DataLoader (shuffle=True or False), or the dataset itself
 
 
 def size_of(dataset: Any) -> int:
-    """The number of examples; raises PrivacyError when they can't be drawn at random."""
+    """The number of examples; raises PrivacyError when they can't be drawn at random, TypeError for bare tensors."""
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise PrivacyError(
             f"{type(dataset).__name__} can't be read at random, but the privacy guarantee needs single examples drawn "
             "at random; give a map-style dataset (with __len__ and __getitem__), for instance by reading the "
             "stream into a list first"
+        )
+    if isinstance(dataset, tuple) and dataset and all(isinstance(part, Tensor) for part in dataset):
+        shapes = ", ".join(str(list(part.shape)) for part in dataset)
+        raise TypeError(
+            f"data is a tuple of {len(dataset)} tensors ({shapes}), each of which would be one example; for tensors "
+            "that hold all examples in dimension 0 give torch.utils.data.TensorDataset(inputs, targets)"
         )
     if len(dataset) == 0:
         raise ValueError("the dataset is empty; its length must be at least 1")

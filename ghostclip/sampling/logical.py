@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from ghostclip.errors import PrivacyError
 from ghostclip.sampling.draws import Physical
@@ -49,6 +49,14 @@ class LogicalBatch:
             )
         self._started = True
         return self._hand_out()
+
+    def __iter__(self) -> NoReturn:
+        """Raises TypeError: it is no pair of tensors, as a DataLoader's batch is, and can't be taken apart as one."""
+        raise TypeError(
+            "a batch of engine.batches() is a logical batch, which can't be unpacked like a DataLoader's: hand it to "
+            "engine.step(batch, loss_fn), or take its parts by `for inputs, targets in batch.physical()` and call "
+            "engine.backward(losses) for each"
+        )
 
     def _hand_out(self) -> Iterator[Any]:
         try:
