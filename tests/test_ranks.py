@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from ghostclip import BudgetExceededError, GhostClipError, PrivacyError, accounting
 from ghostclip.clipping import Adaptive, PerLayer
 from ghostclip.noise import noise_source
+from ghostclip.noise.lattice import Lattice
 from ghostclip.sampling import LogicalBatches
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -176,6 +177,9 @@ def test_noise_is_drawn_once_a_step_and_is_the_same_on_all_ranks(mode: str, tmp_
         together = rows + second["rows"][step]
         assert len(set(together)) == len(together)
         assert torch.equal(released, second["grads"][step])
+        # Where one process would release them, too.
+        places = released.double() / Lattice(SIGMA * BOUND, BATCH).step
+        assert torch.equal(places, places.round()) == (mode == "hardened")
         total = clipped_by_loop(first["model"], first["data"], together)
         noise.append((released * BATCH - total).double() / (SIGMA * BOUND))
     drawn = torch.stack(noise)
