@@ -16,7 +16,8 @@ from ghostclip.nn.base import Call
 from ghostclip.norms.affine import Affine, squared_norms_of, weighted_sums_of
 from ghostclip.norms.combine import combine
 from ghostclip.norms.dense import Dense
-from ghostclip.norms.term import Term, wide
+from ghostclip.norms.rounding import with_room
+from ghostclip.norms.term import Answer, Term, wide
 from ghostclip.norms.whole import norms
 from ghostclip.planner import SOLE, Choice, Planner, kept_bytes
 from ghostclip.regroup import row_count
@@ -74,6 +75,7 @@ class Collector:
         aside: hold the terms of single parameters where they are small beside the activations.
         budget: bytes that may be held; once passed, everything held is dropped and ``over_budget`` is set.
         groups: takes all terms, to clip them group by group; nothing is held here then.
+        roomy: leave room for rounding in norms of sums over positions (`ghostclip.norms.rounding`).
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Collector:
         aside: bool = False,
         budget: int | None = None,
         groups: GroupSums | None = None,
+        roomy: bool = False,
     ) -> None:
         self.examples, self.device = losses.shape[0], losses.device
         self.squared: list[tuple[list[int], Tensor]] = []
@@ -110,7 +113,8 @@ class Collector:
         self._produced = sum([preactivation_bytes(call) for call in calls])
         self._room = 0 if groups is not None else int(SPARE * self._produced)
         self._hooked: set[int] | None = None
-        self._groups = groups
+        self._groups, self._roomy = groups, roomy
+        self._rough: list[tuple[int, Tensor, Tensor]] = []
         if groups is not None:
             groups.expect(self._left)
 
@@ -171,6 +175,10 @@ class Collector:
 
     def finish(self) -> None:
         """Answers for what waited for company; to be called when the gradients of all calls have come."""
+        rough, self._rough = self._rough, []
+        if rough:
+            roomy = with_room([squared for _, squared, _ in rough], [absolute for *_, absolute in rough])
+            self.squared.append(([owner for owner, *_ in rough], roomy))
         waited, self._unanswered, self._unanswered_bytes = self._unanswered, [], 0
         if not waited:
             return
@@ -210,8 +218,24 @@ class Collector:
             start, stop = call.rows.get(name, (0, parameter.shape[0]))
             full = gradients.new_zeros(gradients.shape[0], *parameter.shape)
             full[:, start:stop] = gradients
-            term = Dense(full)
+            term = Dense(full, term.absolute())
         return term
+
+    def _note(self, part: Part, term: Term, answer: Answer, choice: Choice) -> None:
+        """Takes the squared norms of a term, or puts them by until room is made in all of them."""
+        self.choices[part[0]] = choice
+        absolute = None
+        # Gradients that are kept for certain are measured and summed as they stand.
+        certain = self._groups is not None or (self._keep and self._budget is None and not self.partly)
+        if self._roomy and not (certain and answer.kept is not None):
+            absolute = term.absolute() if answer.absolute is None else answer.absolute
+        if absolute is None:
+            self.squared.append(([part[0]], answer.squared_norms))
+        elif self._groups is None:
+            self._rough.append((part[0], answer.squared_norms, absolute))
+        else:
+            answer.squared_norms = with_room([answer.squared_norms], [absolute])[0]
+            self.squared.append(([part[0]], answer.squared_norms))
 
     def _answer(self, part: Part, term: Term) -> None:
         if self._materialise:
@@ -219,8 +243,7 @@ class Collector:
             return
         keep = self._groups is not None or (self._keep and not self.over_budget and part[0] not in self._not_held)
         answer, choice = self._planner.answer(term, keep, term.nbytes + self._room)
-        self.squared.append(([part[0]], answer.squared_norms))
-        self.choices[part[0]] = choice
+        self._note(part, term, answer, choice)
         if answer.kept is not None:
             if self._groups is None:
                 self._room -= max(0, answer.kept.nbytes - term.nbytes)
@@ -238,8 +261,7 @@ class Collector:
         bytes_ = kept_bytes(term)
         fits = part[1] is None and part[0] not in self._hooked and bytes_ <= min(self._room, ASIDE_EACH * preactivation)
         answer, choice = self._planner.answer(term, fits, bytes_)
-        self.squared.append(([part[0]], answer.squared_norms))
-        self.choices[part[0]] = choice
+        self._note(part, term, answer, choice)
         if fits and (answer.kept is not None or isinstance(term, Dense)):
             self.terms[part] = term if answer.kept is None else Dense(answer.kept)
             self._room -= bytes_

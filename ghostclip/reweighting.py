@@ -9,7 +9,8 @@ other weights, and one example could move the sum by many times the bound. Sums 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ class Reweighting:
         done: ids of parameters whose sums are known already.
         weights: [B].
         add: told (parameter id, rows or None) and what is to be added to its sum.
+        calls: all uses in the graph; the sums of a parameter's uses are added up here, and rounded to its type once.
     """
 
     def __init__(
@@ -48,11 +50,14 @@ class Reweighting:
         done: Collection[int],
         weights: Tensor,
         add: Callable[[Part, Tensor], None],
+        calls: Sequence[Call],
     ) -> None:
         self._examples, self._majors, self._index, self._done = examples, majors, index, done
         self._weights, self._add = weights, add
         self._waiting: list[tuple[list[int], Affine]] = []
         self._bytes = 0
+        self._left = Counter([self._part(call, name) for call in calls for name in index.own_parameters(call)])
+        self._gathered: dict[Part, Tensor] = {}
 
     @torch.no_grad()
     def receive(self, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
@@ -75,7 +80,20 @@ class Reweighting:
             count = row_count(call, self._examples, name)
             if count != 1:
                 term = term.regroup(count, self._majors[id(call)])
-            self._add((id(own[name]), call.rows.get(name)), term.weighted_sum(self._weights))
+            self._take(self._part(call, name), term.weighted_sum(self._weights))
+
+    def _part(self, call: Call, name: str) -> Part:
+        return id(call.layer._parameters[name]), call.rows.get(name)
+
+    def _take(self, part: Part, amount: Tensor) -> None:
+        """Takes the sum of one use; hands on that of all uses with the last."""
+        self._left[part] -= 1
+        if part in self._gathered:
+            amount = self._gathered.pop(part).add_(amount)
+        if self._left[part] > 0:
+            self._gathered[part] = amount
+        else:
+            self._add(part, amount)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -87,4 +105,4 @@ class Reweighting:
         sums = weighted_sums_of(affines, [self._weights] * len(affines))
         for (owners, _), amounts in zip(waiting, sums, strict=True):
             for owner, amount in zip(owners, amounts, strict=True):
-                self._add((owner, None), amount)
+                self._take((owner, None), amount)

@@ -145,7 +145,7 @@ class TwoPasses:
         """Adds what a backward of reweighted losses would, where rounding might undo their weights."""
         aside = frozenset(run.aside)
         self._add(run.weighted_sums(weights, None))
-        sink = Reweighting(len(losses), run.majors, self.index, aside, weights / self.scale, self._add_part)
+        sink = Reweighting(len(losses), run.majors, self.index, aside, weights / self.scale, self._add_part, run.calls)
         losses = losses if self.scale == 1.0 else losses * self.scale
         with in_our_words():
             if len(aside) < len(self.index.trained()):
@@ -290,6 +290,7 @@ class TwoPasses:
             collector = Collector(
                 losses, calls, majors, self._planner, self.index,
                 keep=keep, partly=partly, materialise=materialise, aside=aside, budget=budget, groups=groups,
+                roomy=not self.steady,
             )  # fmt: skip
             if groups is not None:
                 groups.calls, groups.waits = calls, not retain_graph and shapes in self._small

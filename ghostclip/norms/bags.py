@@ -14,6 +14,7 @@ from torch import Tensor
 from .chained_rows import chained_squared_norms, chains_are_there
 from .dense import squared_norms
 from .outer import chunks
+from .rounding import product_of_sizes
 from .rows import Rows, runs_squared_norms
 from .term import Answer, Term, is_traced, size_class, wide, zero_examples
 
@@ -64,6 +65,11 @@ class Bags(Term):
     def head(self, count: int) -> Bags:
         factors = None if self.factors is None else self.factors[:count]
         return Bags(self.gradients[:count], self.indices[:count], factors, self.shape)
+
+    def absolute(self) -> Tensor | None:
+        if self.factors is None:
+            return None
+        return product_of_sizes(self.gradients, self.factors) * self.indices.shape[1]
 
     def per_example(self) -> Tensor:
         return self.rows().per_example()

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from .bags import Bags
 from .convolution import Patches
-from .dense import Dense
+from .dense import Dense, squared_norms
 from .memory import Memory
 from .outer import Outer, chunks
+from .rounding import product_of_sizes
 from .rows import Rows, runs_squared_norms
 from .term import Answer, Candidate, Term, wide
 
@@ -34,10 +35,19 @@ def combine(terms: Sequence[Term]) -> Term:
         if not outers:
             return _concatenated_rows(rows)
         return Tied(_concatenated_outer(outers), _concatenated_rows(rows))
-    total = terms[0].per_example()
+    total, absolute = terms[0].per_example(), _absolute(terms[0])
     for term in terms[1:]:
-        total = total + term.per_example()
-    return Dense(total)
+        total, absolute = total + term.per_example(), absolute + _absolute(term)
+    return Dense(total, absolute * len(terms))
+
+
+def _absolute(term: Term) -> Tensor:
+    """`Term.absolute`, or what it is where there is one part only."""
+    found = term.absolute()
+    if found is not None:
+        return found
+    answer = term.sole_answer(False)
+    return squared_norms(term.per_example()) if answer is None else answer.squared_norms
 
 
 def _as_positions(term: Term) -> Term:
@@ -111,6 +121,10 @@ class Tied(Term):
 
     def head(self, count: int) -> Tied:
         return Tied(self.outer.head(count), self.rows.head(count))
+
+    def absolute(self) -> Tensor:
+        outer = product_of_sizes(self.outer.left, self.outer.right)
+        return 2 * (outer + squared_norms(self.rows.gradients) * self.rows.indices.shape[1])
 
     def per_example(self) -> Tensor:
         return self.outer.per_example() + self.rows.per_example()

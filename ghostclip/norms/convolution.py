@@ -22,6 +22,7 @@ from .dense import Dense, squared_norms
 from .half_windows import half_windows, half_windows_are_there
 from .memory import FRESH, Memory
 from .outer import Outer, chunks, reliable
+from .rounding import product_of_sizes
 from .term import Answer, Candidate, Term, size_class, wide, zero_examples
 from .windows import windowed_gram
 
@@ -157,9 +158,12 @@ class Patches(Term):
 
     def _by_gram(self, memory: Memory) -> Answer:
         squared, _ = self._empty(memory, False)
+        absolute = torch.empty_like(squared)
         for part in chunks(self.grads.shape[0], self._column_bytes()):
-            squared[part] = self.outer(part, memory).by_gram(memory).squared_norms
-        return Answer(squared)
+            answer = self.outer(part, memory).by_gram(memory)
+            assert answer.absolute is not None
+            squared[part], absolute[part] = answer.squared_norms, answer.absolute
+        return Answer(squared, absolute=absolute)
 
     def _windows(self, memory: Memory) -> Answer:
         images, grads = self._folded(wide(self.images)), self._folded(wide(self.grads))
@@ -175,7 +179,9 @@ class Patches(Term):
 
     def _by_windows(self, found: tuple[Tensor, Tensor], memory: Memory) -> Answer:
         squared, scale = (each.view(-1, self.geometry.groups).sum(1) for each in found)
-        return Answer(reliable(squared, scale, lambda: self._by_patches(memory, False).squared_norms))
+        positions = math.prod(self.grads.shape[2:])
+        squared = reliable(squared, scale, lambda: self._by_patches(memory, False).squared_norms)
+        return Answer(squared, absolute=scale * positions)
 
     def _grouped(self, memory: Memory, keep: bool) -> Answer:
         images, grads = wide(self.images), wide(self.grads)
@@ -205,6 +211,15 @@ class Patches(Term):
             if kept is not None:
                 kept[example] = gradient
         return Answer(squared, kept)
+
+    def absolute(self) -> Tensor | None:
+        if math.prod(self.grads.shape[2:]) == 1:
+            return None
+        geometry = self.geometry
+        axes = zip(self.shape[2:], geometry.stride, geometry.dilation, strict=True)
+        # No pixel is in more patches than this.
+        patches_of_one = math.prod(-(-size * math.gcd(step, wide) // step) for size, step, wide in axes)
+        return product_of_sizes(self.grads, self.images) * patches_of_one
 
     def per_example(self) -> Tensor:
         return self.outer().per_example()

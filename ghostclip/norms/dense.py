@@ -41,9 +41,15 @@ def _row_norms(flat: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Dense(Term):
-    """The gradients, materialised: ``gradients`` [B, *shape]."""
+    """The gradients, materialised.
+
+    Attributes:
+        gradients: [B, *shape].
+        added_up: where their sum will be made of parts again, what `absolute` says of these, [B].
+    """
 
     gradients: Tensor
+    added_up: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -59,6 +65,9 @@ class Dense(Term):
 
     def sole_answer(self, keep: bool) -> Answer:
         return Answer(squared_norms(self.gradients))
+
+    def absolute(self) -> Tensor | None:
+        return self.added_up
 
     def per_example(self) -> Tensor:
         return wide(self.gradients)

@@ -21,6 +21,7 @@ from torch import Tensor
 from .dense import Dense, squared_norms
 from .half_gram import half_gram, half_gram_is_there
 from .memory import FRESH, Memory
+from .rounding import product_of_sizes
 from .term import Answer, Candidate, Term, is_traced, size_class, split_examples, wide, zero_examples
 
 __all__ = ["Outer", "chunks", "direct", "gram", "gram_is_reliable", "reliable"]
@@ -188,13 +189,17 @@ class Outer(Term):
     def by_gram(self, memory: Memory = FRESH) -> Answer:
         """The Gram form; the direct one where it can't be relied on."""
         left, right = wide(self.left), wide(self.right)
-        squared, scale = gram(left, right, memory)
-        return Answer(self._by_example(reliable(squared, scale, lambda: direct(left, right, memory))))
+        return self._reliable(*gram(left, right, memory), memory)
 
     def _by_half_gram(self, memory: Memory) -> Answer:
         left, right = wide(self.left), wide(self.right)
-        squared, scale = half_gram(left, right)
-        return Answer(self._by_example(reliable(squared, scale, lambda: direct(left, right, memory))))
+        return self._reliable(*half_gram(left, right), memory)
+
+    def _reliable(self, squared: Tensor, scale: Tensor, memory: Memory) -> Answer:
+        """The answer of a Gram form, as `gram` returns it; the direct one where it can't be relied on."""
+        left, right = wide(self.left), wide(self.right)
+        squared = reliable(squared, scale, lambda: direct(left, right, memory))
+        return Answer(self._by_example(squared), absolute=self._by_example(scale) * left.shape[1])
 
     def by_direct(self, memory: Memory = FRESH, keep: bool = False, kept: Tensor | None = None) -> Answer:
         """The direct form; ``keep`` keeps the gradients, in ``kept`` [B, *shape] where that is given."""
@@ -203,6 +208,9 @@ class Outer(Term):
             kept = memory.empty(left, self.examples, *self.shape)
         into = None if kept is None else kept.view(left.shape[0], left.shape[2], right.shape[2])
         return Answer(self._by_example(direct(left, right, memory, into)), kept)
+
+    def absolute(self) -> Tensor | None:
+        return None if self.left.shape[1] == 1 else self._by_example(product_of_sizes(self.left, self.right))
 
     def per_example(self) -> Tensor:
         gradients = torch.bmm(wide(self.left).mT, wide(self.right))

@@ -22,6 +22,7 @@ from .chained_rows import add_rows, chained_squared_norms, chains_are_there
 from .dense import squared_norms
 from .memory import FRESH, Memory
 from .outer import chunks, reliable
+from .rounding import squared_sizes
 from .term import Answer, Candidate, Term, is_traced, size_class, split_examples, wide, zero_examples
 
 __all__ = ["Rows", "pairs_squared_norms", "repeats_squared_norms", "runs_squared_norms"]
@@ -134,6 +135,10 @@ class Rows(Term):
 
     def head(self, count: int) -> Rows:
         return Rows(self.indices[:count], self.gradients[:count], self.shape)
+
+    def absolute(self) -> Tensor | None:
+        positions = self.indices.shape[1]
+        return None if positions == 1 else squared_sizes(self.gradients) * positions
 
     def per_example(self) -> Tensor:
         gradients = wide(self.gradients)

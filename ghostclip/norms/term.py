@@ -25,10 +25,12 @@ SAMPLE = 32
 
 @dataclass(slots=True)
 class Answer:
-    """Squared norms [B], and the per-example gradients [B, *shape] if they were formed on the way and may be kept."""
+    """Squared norms [B], and what was formed on the way: per-example gradients [B, *shape] that may be kept, and
+    `Term.absolute`."""
 
     squared_norms: Tensor
     kept: Tensor | None = None
+    absolute: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,13 @@ class Term(ABC):
     def head(self, count: int) -> Term:
         """The term of the first ``count`` examples, to measure on; all of them where a kind can't be divided."""
         return self
+
+    def absolute(self) -> Tensor | None:
+        """At least ``(sum_t |part_t|)^2`` [B] of the parts that a gradient is added up from; None where it is not.
+
+        Digits can cancel between parts, see `ghostclip.norms.rounding`.
+        """
+        return None
 
     @abstractmethod
     def per_example(self) -> Tensor:
