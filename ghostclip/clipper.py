@@ -228,8 +228,15 @@ class GhostClipper:
         """By the two passes over the ``whole`` batch, or one by one."""
 
         def passes() -> Alone:
-            losses = whole(self.model, batch)
-            return Alone(losses.detach(), *self._passes.clip(losses, retain_graph=False))
+            seen: list[Tensor] = []
+
+            def forward() -> Tensor:
+                losses = whole(self.model, batch)
+                seen.append(losses.detach())
+                return losses
+
+            norms, weights = self._passes.clip(forward(), retain_graph=False, forward=forward)
+            return Alone(seen[-1], norms, weights)
 
         trained = self._passes.index.trained()
         self._guard.check(trained)

@@ -5,7 +5,7 @@ The only place that runs autograd for clipping.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -77,14 +77,27 @@ class TwoPasses:
         self._groups: dict[str, str] = {}
         self.partition()
 
-    def clip(self, losses: Tensor, *, retain_graph: bool) -> tuple[Any, Any]:
-        """Adds the clipped sum to each p.grad; returns norms and weights, [B] or {group: [B]}."""
+    def clip(
+        self, losses: Tensor, *, retain_graph: bool, forward: Callable[[], Tensor] | None = None
+    ) -> tuple[Any, Any]:
+        """Adds the clipped sum to each p.grad; returns norms and weights, [B] or {group: [B]}.
+
+        Args:
+            losses: [B].
+            retain_graph: as torch's.
+            forward: gives the batch's losses anew, so that a pass that clips on its way needn't keep the graph for an
+                example that turns out not to be finite.
+        """
         if self.wide_sums is not None:
             self.wide_sums.clear()
         with _without_autocast(losses):
-            if isinstance(self.clipping, Groupwise):
-                return self._clip_groups(losses, self.clipping, retain_graph)
-            return self._clip_whole(losses, self.clipping, retain_graph)
+            if not isinstance(self.clipping, Groupwise):
+                return self._clip_whole(losses, self.clipping, retain_graph)
+            found = self._clip_groups(losses, self.clipping, retain_graph, again=retain_graph or forward is None)
+        if found is None:
+            assert forward is not None
+            return self.clip(forward(), retain_graph=False)
+        return found
 
     def _clip_whole(self, losses: Tensor, policy: Policy, retain_graph: bool) -> tuple[Tensor, Tensor]:
         """Adds the clipped sum to each p.grad; returns norms and weights [B]."""
@@ -155,21 +168,24 @@ class TwoPasses:
                 let_go(losses, run.calls)
 
     def _clip_groups(
-        self, losses: Tensor, policy: Groupwise, retain_graph: bool
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        self, losses: Tensor, policy: Groupwise, retain_graph: bool, *, again: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
         """The same group by group; returns {group: norms [B]} and {group: weights [B]} of all groups.
 
-        What a group adds is not taken back, so the graph is kept until all norms are known: an example that turns out
-        not to be finite in the last group is left out of all of them by going once more. Groups that are known to be
-        small wait for each other instead, and need no graph any more then.
+        The graph is kept until all norms are known: an example that turns out not to be finite in the last group is
+        left out of all of them by going ``again``. Groups that are known to be small wait for each other instead, and
+        need no graph any more then. Without ``again`` there is none, and None is returned in that case, nothing added.
         """
         partition = self.partition()
         given: dict[str, Tensor] | None = None
         if isinstance(policy, Thresholds):
-            sums = self.group_pass(losses, policy, None, None, retain_graph=retain_graph)
+            sums = self.group_pass(losses, policy, None, None, retain_graph=retain_graph, again=again)
             if sums.waits:
                 return self._groups_added(losses, sums)
             norms = sums.norms
+            if not again:
+                fine = all_finite(losses.detach().to(norm_dtype(self.index.trained())), *norms.values())
+                return self._groups_added(losses, sums) if fine else None
         else:
             norms = self.first_pass(losses, keep=False, retain_graph=True).norms_by_group(partition)
             given = policy.weights(norms)
@@ -229,10 +245,12 @@ class TwoPasses:
         finite: Tensor | None,
         *,
         retain_graph: bool = True,
+        again: bool = True,
     ) -> GroupSums:
         """A first pass that clips on the way: by ``given`` weights, or by the policy's as norms come.
 
-        The graph is kept where ``retain_graph`` says so, and where the pass may have to be repeated.
+        The graph is kept where ``retain_graph`` says so, and where the pass may have to be repeated for all to be left
+        out that has to be, unless without ``again``.
         """
         trained, partition = self.index.trained(), self.partition()
         thresholds = policy.thresholds_of(dict.fromkeys(partition.values())) if isinstance(policy, Thresholds) else {}
@@ -243,7 +261,7 @@ class TwoPasses:
             return bounded_weights(norms, [self.scale * thresholds[group] for group in groups])
 
         sums = GroupSums({id(p): partition[name] for name, p in trained}, weigh, finite, norm_dtype(trained), losses)
-        self.first_pass(losses, keep=True, retain_graph=retain_graph, ignore_budget=True, groups=sums)
+        self.first_pass(losses, keep=True, retain_graph=retain_graph, again=again, ignore_budget=True, groups=sums)
         return sums
 
     def first_pass(
@@ -265,7 +283,7 @@ class TwoPasses:
             retain_graph: as torch's.
             materialise: hold per-example gradients, and no norms.
             aside: hold what is small, for a second backward without it; where that was all there is, no other follows.
-            again: keep the graph for a second backward, should one follow.
+            again: keep the graph for another backward, should one follow.
             ignore_budget: hold terms whatever they take.
             groups: takes the terms, to clip them group by group.
         """
@@ -284,7 +302,7 @@ class TwoPasses:
             shapes = tuple([call.shape for call in calls])
             whole = aside and shapes in self._set_aside and not self._is_hooked()
             keep, aside = keep or whole, aside and not whole
-            retain_graph = retain_graph or partly or (again and not whole)
+            wanted, retain_graph = retain_graph, retain_graph or partly or (again and not whole)
             # What was set aside under the budget may stay under it.
             budget = None if ignore_budget or materialise or whole else self._memory_budget
             collector = Collector(
@@ -293,8 +311,8 @@ class TwoPasses:
                 roomy=not self.steady,
             )  # fmt: skip
             if groups is not None:
-                groups.calls, groups.waits = calls, not retain_graph and shapes in self._small
-                retain_graph = not groups.waits
+                groups.calls, groups.waits = calls, not wanted and shapes in self._small
+                retain_graph = retain_graph and not groups.waits
             first_pass(losses, calls, collector.receive, retain_graph=retain_graph)
             collector.finish()
             if groups is not None:

@@ -414,12 +414,17 @@ def broken(*_: Any, **__: Any) -> Any:
     raise Broken
 
 
-PLACES: dict[str, Callable[[PrivacyEngine, pytest.MonkeyPatch], None]] = {
+PLACES: dict[str, Callable[[PrivacyEngine, pytest.MonkeyPatch], object]] = {
     "clip": lambda engine, patch: patch.setattr(engine._steps._clipper, "clip", broken),
     "charge": lambda engine, patch: patch.setattr(engine._steps, "charge", broken),
     "noise": lambda engine, patch: patch.setattr(engine._steps._noise, "release", broken),
     "zero_grad": lambda engine, patch: patch.setattr(engine.optimizer, "zero_grad", broken),
-    "second backward": lambda engine, patch: patch.setattr(torch.autograd, "backward", broken),
+    "sums": lambda engine, patch: patch.setattr("ghostclip.passes.weighted_sums_of", broken),
+    # Small layers go without it, but for those with hooks.
+    "second backward": lambda engine, patch: (
+        next(engine.model.parameters()).register_hook(lambda grad: grad),
+        patch.setattr(torch.autograd, "backward", broken),
+    ),
 }
 
 

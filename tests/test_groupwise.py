@@ -120,7 +120,8 @@ def test_no_sum_over_groups_exceeds_the_sensitivity(values, scale):
 @pytest.mark.parametrize(
     "policy", [PerLayer(0.5), Custom(lambda n: {g: 0.1 / v for g, v in n.items()}, 0.5, {"all": ["*"]})]
 )
-def test_an_example_not_finite_in_the_last_layer_alone_adds_nothing_anywhere(policy):
+@pytest.mark.parametrize("way", ["backward", "clip"])
+def test_an_example_not_finite_in_the_last_layer_alone_adds_nothing_anywhere(policy, way):
     # The root's derivative at 0 is inf, so only what comes before it, layer 0, has no finite gradient.
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.ReLU(), torch.nn.Linear(3, 1))
@@ -136,7 +137,13 @@ def test_an_example_not_finite_in_the_last_layer_alone_adds_nothing_anywhere(pol
         finally:
             model[0]._forward_hooks.clear()
 
-    found = ghostclip.GhostClipper(model, policy).backward(losses(x))
+    clipper, forwards = ghostclip.GhostClipper(model, policy), []
+    if way == "backward":
+        found = clipper.backward(losses(x))
+    else:
+        found = clipper.clip(lambda model, x: forwards.append(len(x)) or losses(x), x)
+        # Where groups were clipped on the way, that pass is thrown away, and the graph was freed.
+        assert forwards == [5] * (1 + isinstance(policy, PerLayer))
     kept = gradients(model)
     assert all(float(weight[2]) == 0 for weight in found.weights.values())
     for parameter in model.parameters():
