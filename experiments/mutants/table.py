@@ -177,8 +177,8 @@ CLIPPING = [
     Mutant(
         "custom weights not clamped",
         "ghostclip/clipping/policies.py",
-        "        return torch.minimum(torch.maximum(found, -bound), bound)\n",
-        "        return found\n",
+        "    return torch.minimum(torch.maximum(found, -bound), bound)\n",
+        "    return found\n",
         ("tests/test_clipping.py",),
     ),
     Mutant(
@@ -198,7 +198,7 @@ CLIPPING = [
     Mutant(
         "the self-check exchanges nothing",
         "ghostclip/engine/exchange.py",
-        "        leaf[0] = leaf[1]\n",
+        "        rows[0] = rows[1]\n",
         "",
         ("tests/test_self_check.py",),
     ),
