@@ -16,7 +16,7 @@ import ghostclip
 from ghostclip.clipping import Automatic, Custom, Grouped, PerLayer
 from ghostclip.nn import GhostLayer
 
-__all__ = ["ADVERSARIES", "POLICIES", "SECOND_PASSES", "STRATEGIES", "Pair", "family"]
+__all__ = ["ADVERSARIES", "OTHERS", "POLICIES", "SECOND_PASSES", "STRATEGIES", "Pair", "family"]
 
 OTHERS = 3
 
