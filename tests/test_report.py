@@ -13,8 +13,9 @@ import pytest
 from ghostclip import report
 from ghostclip.report import NormSnapshot, PrivacyCurve, Record, TrainingRun, plots
 
+EPSILONS, LOSSES = {"PLD": 7.99, "RDP": 8.75}, [2.3, math.nan, 1.25]
 PRIVATE = TrainingRun(
-    "private, epsilon 8", "cached", 0.934, 20, 40, 3.25, 1234.5, 1.51, {"PLD": 7.99, "RDP": 8.75}, [2.3, math.nan, 1.25]
+    "private, epsilon 8", "cached", 0.934, 20, 40, 3.25, 1234.5, 1.51, EPSILONS, LOSSES, "standard", "sgd", 0.4664, 512
 )
 PLAIN = TrainingRun("non-private <b>", "nonprivate", 0.985, 20, 40, 1.0, 5000.0, losses=[2.0, 1.0, 0.5])
 RECORD = Record(
@@ -83,6 +84,9 @@ def test_page_tells_the_figures_and_what_is_not_private(folder):
         "one batch of 64",
         "1e-05",
         "75.0% of the examples are clipped",
+        "<td>sgd</td><td>0.4664</td><td>512</td>",
+        "another run gives another accuracy",
+        "Dashed: the target",
     ):
         assert text in page
     captions = re.findall("<figcaption>(.*?)</figcaption>", page)
@@ -107,7 +111,9 @@ def test_json_is_strict_and_keeps_private_data_apart(folder):
 def test_a_run_without_privacy_has_no_privacy_plots(tmp_path):
     report.write(Record("plain", {}, [PLAIN]), tmp_path)
     assert {path.name for path in tmp_path.glob("*.png")} == {"loss.png"}
-    assert "epsilon.png" not in (tmp_path / "index.html").read_text()
+    page = (tmp_path / "index.html").read_text()
+    assert "epsilon.png" not in page
+    assert "drawn afresh" not in page
 
 
 @pytest.mark.parametrize("norms", [[], [0.0], [0.0, math.nan], [1e-9, 1e9], [1.0] * 5])

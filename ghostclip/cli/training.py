@@ -113,6 +113,9 @@ def _outcome(
         noise=settings.noise if steps.noise_multiplier else None,
         epsilons={key.upper(): steps.epsilon(key) for key in ACCOUNTANTS} if steps.private else {},
         losses=seen.losses,
+        optimizer=settings.optimizer,
+        learning_rate=settings.learning_rate,
+        batch_size=settings.batch_size,
     )
     bounded = len(curve["pld"]) == len(marks) > 0 and all(
         math.isfinite(value) for values in curve.values() for value in values

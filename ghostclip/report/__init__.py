@@ -101,15 +101,15 @@ def _plots(record: Record) -> list[_Plot]:
         caption = "Mean loss of each step's batch; faint as it was, strong smoothed. Not private."
         found.append(_Plot("loss.png", caption, loss_plot(losses)))
     if (spent := record.privacy) is not None:
-        caption = (
-            "Epsilon spent by the main run after so many steps, by each accountant's upper bound; dotted: a forecast."
-        )
         forecast = (spent.forecast_steps, spent.forecasts) if spent.forecast_steps else None
+        caption = "Epsilon spent by the first run after so many steps, by each accountant's upper bound."
+        caption += " Dashed: the target of the tightest one." if spent.target is not None else ""
+        caption += " Dotted: what further steps would spend." if forecast else ""
         png = epsilon_plot(spent.steps, spent.epsilons, spent.delta, spent.target, forecast)
         found.append(_Plot("epsilon.png", caption, png))
     if record.norms is not None:
         caption = (
-            f"Norms at the end of the main run; {record.norms.clipped:.1%} of the examples are clipped. Not private."
+            f"Norms at the end of the first run; {record.norms.clipped:.1%} of the examples are clipped. Not private."
         )
         found.append(_Plot("norms.png", caption, norm_plot(record.norms.norms, record.norms.max_norm)))
     return found
@@ -123,7 +123,7 @@ def _page(record: Record, plots: list[_Plot]) -> str:
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters["figure"] = _figure
     accountants = list(dict.fromkeys(name for run in record.runs for name in run.epsilons))
-    modes = {run.noise for run in record.runs}
+    modes = {run.noise for run in record.runs} - {None}
     template = environment.get_template("page.html.jinja")
     return template.render(
         record=record, plots=plots, accountants=accountants, modes=modes, version=ghostclip.__version__

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from ghostclip.report.record import NormSnapshot
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -76,7 +78,7 @@ def epsilon_plot(
 def norm_plot(norms: Sequence[float], max_norm: float) -> bytes:
     """Histogram of per-example gradient norms, the clipping norm C marked and the share above it written beside it.
 
-    Norms far below C count in the first bar.
+    Norms far below C count in the first bar; those that aren't finite count as clipped, and have no bar.
     """
     finite = np.asarray([norm for norm in norms if math.isfinite(norm)])
     figure, axes = _axes(f"Per-example gradient norms\n({NOT_PRIVATE})", "gradient norm before clipping", "examples")
@@ -86,9 +88,9 @@ def norm_plot(norms: Sequence[float], max_norm: float) -> bytes:
     axes.bar(edges[:-1], counts, width=np.diff(edges), align="edge", color=colours)
     axes.set_xscale("log")
     axes.set_xlim(edges[0], edges[-1])
-    axes.set_ylim(0, max(1.0, float(np.max(counts, initial=0))) * 1.18)
-    axes.axvline(max_norm, color=GREY, linewidth=1.2, linestyle="--", label=f"C = {max_norm:g}")
-    clipped = float((finite > max_norm).mean()) if len(finite) else 0.0
+    axes.set_ylim(0, max(1.0, float(np.max(counts, initial=0))) * 1.35)
+    axes.axvline(max_norm, color=GREY, linewidth=1.2, linestyle="--", label=f"clipping norm C = {max_norm:g}")
+    clipped = NormSnapshot(norms, max_norm).clipped
     axes.plot([], [], color=COLOURS[1], linewidth=6, label=f"clipped: {clipped:.0%} of examples")
     _legend(axes, location="upper left")
     return _png(figure)

@@ -26,6 +26,7 @@ class TrainingRun:
         epsilons: {accountant: epsilon}; empty for non-private training.
         losses: mean training loss of each step's batch; private data.
         noise: the mode the noise was made in, "standard", "hardened" or "test"; None without noise.
+        optimizer, learning_rate, batch_size: what the runs of a report may differ in; None where that isn't told.
     """
 
     name: str
@@ -39,6 +40,9 @@ class TrainingRun:
     epsilons: Mapping[str, float] = field(default_factory=dict)
     losses: Sequence[float] = ()
     noise: str | None = None
+    optimizer: str | None = None
+    learning_rate: float | None = None
+    batch_size: int | None = None
 
 
 @dataclass(frozen=True)
