@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install  ## train a CNN privately on handwritten digits; report in reports/demo
 	$(BIN)/python -m ghostclip train --model cnn --data digits --report reports/demo
 
-test: install  ## the test suite (a few minutes)
+test: install  ## the test suite (about 12 minutes on one core)
 	$(BIN)/python -m pytest -m "not slow"
 
 test-all: install  ## the test suite with the long checks
