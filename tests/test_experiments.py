@@ -99,3 +99,15 @@ def test_the_readme_s_tables_are_those_of_the_files_there(tmp_path):
     assert "old" not in one
     assert "On two threads:" in two
     assert two.count("| workload |") == 2 * one.count("| workload |")
+
+
+@pytest.mark.slow
+def test_demo_accuracy_repeats_what_make_demo_runs(tmp_path):
+    module = script("demo_accuracy")
+    assert module.main(["--only", "non-private", "--seeds", "2", "--repeats", "1", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "demo_accuracy.json").read_text())["trainings"]
+    assert list(found) == ["non-private"]
+    median, low, high, count = module.spread(found["non-private"])
+    assert count == 2
+    assert 0.95 < low <= median <= high <= 1.0
+    assert f"| non-private | none | 690 | 2 | {median:.1%} |" in (tmp_path / "demo_accuracy.md").read_text()

@@ -94,6 +94,15 @@ def test_the_table_of_figures_is_the_benchmark_s():
     assert all(row.get("correct", True) for w in results["workloads"].values() for row in w["contenders"].values())
 
 
+def test_what_the_demo_reaches_is_what_was_measured():
+    module = script("demo_accuracy")
+    results = json.loads((module.RESULTS / "demo_accuracy.json").read_text())
+    said = " ".join((ROOT / "README.md").read_text().split())
+    assert f"median and range of 20 runs: {module.sentence(results)}." in said
+    assert [module.spread(row)[-1] for row in results["trainings"].values()] == [20] * 4
+    assert (module.RESULTS / "demo_accuracy.md").read_text() == module.markdown(results)
+
+
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
 def test_links_lead_somewhere(document):
     links = re.findall(r"\]\((?!https?://)([^)#]+)\)", (ROOT / document).read_text())
