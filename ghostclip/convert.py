@@ -169,6 +169,12 @@ def _obstacles(module: torch_nn.Module) -> Iterator[tuple[str, str]]:
                 yield f"{kind.__name__}: {problem}", remedy
         yield from _complex(module)
         return
+    if isinstance(module, torch_nn.DataParallel):
+        yield (
+            "DataParallel runs copies of the model in threads, which per-example gradients can't be had of",
+            "give its .module; for several devices start a process for each, with DistributedDataParallel",
+        )
+        return
     if isinstance(module, (torch_nn.modules.batchnorm._BatchNorm,)) and module.training:
         yield f"{kind.__name__} mixes the examples of a batch", INSTEAD_OF_BATCHNORM
         return

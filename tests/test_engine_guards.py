@@ -499,3 +499,25 @@ def test_samplers_of_the_users_own_are_refused(model: nn.Module) -> None:
 def test_epsilon_checks_its_arguments_even_when_it_is_infinite(model: nn.Module, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be "):
         runs.engine_for(model, noise_multiplier=0.0).epsilon(**wrong)
+
+
+def test_a_model_that_another_engine_trained(model: nn.Sequential, caplog: pytest.LogCaptureFixture, tmp_path) -> None:
+    """Its steps aren't counted by the new one, which says so; in one ledger they are."""
+
+    def trained(ledger: Any = None) -> PrivacyEngine:
+        engine = runs.engine_for(model, noise_multiplier=1.0, clipping=1.0, ledger=ledger)
+        engine.step(next(iter(engine.batches())), runs.losses_of)
+        engine.detach()
+        return engine
+
+    first = trained()
+    assert not caplog.records
+    trained(tmp_path / "run.ledger")
+    assert [record.getMessage() for record in caplog.records] == [
+        "another engine took 1 step with this model before; epsilon() of the new one doesn't count them. Give both the "
+        'same ledger="..." so that they add up, or train a new model'
+    ]
+    del first
+    caplog.clear()
+    trained(tmp_path / "run.ledger")
+    assert not caplog.records

@@ -137,6 +137,7 @@ ROWS: dict[str, Row] = {
     # check and wrap
     "batchnorm in a model": (lambda: wrap(one(nn.BatchNorm1d(6))), "layer: BatchNorm1d", "which mixes", GROUPNORM),
     "own batchnorm": (lambda: wrap(one(OwnBatchNorm(6))), "layer: OwnBatchNorm", "mixes the examples", GROUPNORM),
+    "copies": (lambda: wrap(one(nn.DataParallel(nn.Linear(3, 3)))), "layer: DataParallel", "in threads", "its .module"),
     "lazy": (lambda: wrap(one(nn.LazyLinear(3))), "layer: LazyLinear", "has no sizes yet", "run one batch through"),
     "statistics": (lambda: wrap(one(Tracking())), "layer: Tracking", "private data", "set track_running_stats=False"),
     "complex": (lambda: wrap(one(Complex())), "layer: Complex", "has complex parameters", "use real ones"),

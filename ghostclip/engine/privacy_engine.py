@@ -18,6 +18,7 @@ from ghostclip import accounting
 from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.clipping import as_policy
 from ghostclip.engine.adaptation import step_event
+from ghostclip.engine.earlier import warn_of_earlier
 from ghostclip.engine.optimizers import check_optimizer
 from ghostclip.engine.plan import plan_for
 from ghostclip.engine.processes import keep_unsynchronised, ranks_of
@@ -187,6 +188,7 @@ class PrivacyEngine:
         self._snapshots.start_alike()
         self._synchronise = keep_unsynchronised(model)
         self._loader: LogicalBatches | None = loader
+        warn_of_earlier(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in FIXED and name in vars(self):
