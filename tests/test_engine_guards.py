@@ -355,7 +355,17 @@ def test_settings_are_not_changed_afterwards(engine: PrivacyEngine, name: str) -
     assert getattr(engine, name) is before
 
 
+class Joint:
+    """A policy of one's own whose bound holds for each share, and whose weights follow from the largest norm."""
+
+    sensitivity = 1.0
+
+    def weights(self, norms: torch.Tensor) -> torch.Tensor:
+        return (1.0 / norms.max()).expand_as(norms)
+
+
 @pytest.mark.parametrize("clipping", [
+    Joint(),
     Custom(lambda norms: 1.0 / norms.median().expand_as(norms), 1.0),
     Custom(lambda norms: norms / norms.max(), 1.0),
     Custom(lambda norms: (norms <= norms.median()).float(), 1.0),

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ghostclip.clipping import Custom
+from ghostclip.clipping.choice import Clamped
 from ghostclip.clipping.groups import CustomGroups
 from ghostclip.errors import PrivacyError
 
@@ -21,13 +22,13 @@ TOLERANCE = 1e-3
 
 
 def refuse_joint_weights(policy: Any, norms: Any, weights: Any) -> None:
-    """Raises PrivacyError when a `Custom` policy weighs half a batch otherwise by itself than in the whole.
+    """Raises PrivacyError when a policy of the user's weighs half a batch otherwise by itself than in the whole.
 
     Args:
-        policy: of clipping; others weigh each example by itself.
+        policy: of clipping; ours weigh each example by itself.
         norms, weights: of a physical batch, [B] or {group: [B]}; a weight of zero may be that of an example left out.
     """
-    if not isinstance(policy, Custom | CustomGroups):
+    if not isinstance(policy, Custom | CustomGroups | Clamped):
         return
     whole = weights if isinstance(weights, dict) else {"": weights}
     halves = len(next(iter(whole.values()))) // 2
@@ -37,9 +38,10 @@ def refuse_joint_weights(policy: Any, norms: Any, weights: Any) -> None:
         for group, found in (alone if isinstance(alone, dict) else {"": alone}).items():
             if _differ(whole[group][part], found):
                 raise PrivacyError(
-                    "the function of the Custom clipping policy gives examples other weights when other examples are "
-                    "beside them, so that one example moves the sum by more than the sensitivity; make each weight "
-                    "depend on that example's norm alone, without means, quantiles or largest values of the batch"
+                    "the function of the Custom clipping policy (or a policy of your own) gives examples other weights "
+                    "when other examples are beside them, so that one example moves the sum by more than the "
+                    "sensitivity; make each weight depend on that example's norm alone, without means, quantiles or "
+                    "largest values of the batch"
                 )
 
 
