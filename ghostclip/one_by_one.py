@@ -121,6 +121,9 @@ class OneByOne:
 
     def _key(self, loss_fn: LossFunction, batch: Any) -> tuple | None:
         """What a choice holds for; None where the loop is no choice."""
+        first = batch[0] if type(batch) in (tuple, list) and batch else batch
+        if isinstance(first, Tensor) and first.dim() and len(first) > MOST_EXAMPLES:
+            return None
         found = leaves_of(batch)
         if found is None or not 1 <= found[2] <= MOST_EXAMPLES or not isinstance(self.clipping, EACH_BY_ITSELF):
             return None

@@ -106,17 +106,37 @@ class Collector:
         self._not_held = {id(call.layer._parameters[name]) for call in packed for name in call.parameters}
         self._majors, self._planner, self._index = majors, planner, index
         self._padded = overlapping_parts(calls)
-        self._left = Counter([self._part(call, name) for call in calls for name in index.own_parameters(call)])
+        # The names of each call's parameters that are ours, and what of them it used.
+        self._own: dict[int, tuple[list[str], list[Part]]] = {}
+        for call in calls:
+            names = index.own_parameters(call)
+            self._own[id(call)] = names, [self._part(call, name) for name in names]
+        self._left = Counter([part for _, parts in self._own.values() for part in parts])
         self._waiting: dict[Part, list[Term]] = {}
         self._unanswered: list[tuple[list[Part], Affine]] = []
         self._unanswered_bytes = 0
-        self._produced = sum([preactivation_bytes(call) for call in calls])
-        self._room = 0 if groups is not None else int(SPARE * self._produced)
+        self._calls, self._room_left = calls, 0 if groups is not None else None
         self._hooked: set[int] | None = None
         self._groups, self._roomy = groups, roomy
         self._rough: list[tuple[int, Tensor, Tensor]] = []
         if groups is not None:
             groups.expect(self._left)
+
+    @property
+    def _produced(self) -> int:
+        """Bytes of all pre-activations."""
+        return sum([preactivation_bytes(call) for call in self._calls])
+
+    @property
+    def _room(self) -> int:
+        """Bytes that may be kept beyond what is replaced."""
+        if self._room_left is None:
+            self._room_left = int(SPARE * self._produced)
+        return self._room_left
+
+    @_room.setter
+    def _room(self, room: int) -> None:
+        self._room_left = room
 
     def _prepare_aside(self) -> set[int]:
         """Sets how much may be set aside; ids of parameters with hooks, which wait for an ordinary backward."""
@@ -134,11 +154,10 @@ class Collector:
         """Takes the gradient at one pre-activation; called by the layer's node in the graph."""
         # Saved inputs still know their history; what is held must not keep that part of the graph alive.
         inputs = tuple([tensor.detach() if tensor.requires_grad else tensor for tensor in inputs])
-        names = self._index.own_parameters(call)
-        if self._answer_at_once(call, names, inputs, grad):
+        names, parts = self._own[id(call)]
+        if self._answer_at_once(call, parts, inputs, grad):
             return
-        for name in names:
-            part = self._part(call, name)
+        for name, part in zip(names, parts, strict=True):
             term = self._term(call, name, inputs, grad)
             self._left[part] -= 1
             if self._left[part] or part in self._waiting:
@@ -151,16 +170,14 @@ class Collector:
             else:
                 self._answer(part, term)
 
-    def _answer_at_once(self, call: Call, names: list[str], inputs: tuple[Tensor, ...], grad: Tensor) -> bool:
+    def _answer_at_once(self, call: Call, parts: list[Part], inputs: tuple[Tensor, ...], grad: Tensor) -> bool:
         """The layer's own joint answer for all its parameters, where it has one and this is their only use."""
-        if self._materialise or call.shape[call.batch_dim] != self.examples or len(names) != len(call.parameters):
+        if self._materialise or call.shape[call.batch_dim] != self.examples or len(parts) != len(call.parameters):
             return False
-        parts = [self._part(call, name) for name in names]
-        if any(self._left[part] != 1 or part in self._waiting for part in parts):
-            return False
+        for part in parts:
+            if self._left[part] != 1 or part in self._waiting or part[0] in self._not_held:
+                return False
         if self._groups is not None and not self._groups.are_one_group(parts):
-            return False
-        if not self._not_held.isdisjoint([owner for owner, _ in parts]):
             return False
         affine = call.layer.joint(call, inputs, grad)
         if affine is None:
