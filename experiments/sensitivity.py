@@ -34,7 +34,11 @@ from ghostclip.bench.machine import describe, in_words  # noqa: E402
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOST = 1 + 1e-5
 # What takes most digits away from attention and normalization.
-EXTREME = {"3e4": lambda x: 3e4 * x, "1e8": lambda x: 1e8 * x, "constant 1e5": lambda x: torch.full_like(x, 1e5)}
+EXTREME = {
+    "3e4": lambda x: 3e4 * x,
+    "1e8": lambda x: 1e8 * x,
+    "constant 1e5": lambda x: torch.full_like(x, min(1e5, torch.finfo(x.dtype).max)),  # 65504 in float16
+}
 COLOURS = {"float32": "#0072b2", "bfloat16": "#d55e00", "float16": "#e69f00"}
 
 
