@@ -46,9 +46,11 @@ def majors_of(losses: Tensor, calls: Sequence[Call], pending: Sequence[Call]) ->
         "example" or "row" (see `ghostclip.regroup`), "" where both fit, None where rows of several examples mix.
     """
     found = _majors(losses, calls, pending, 1.0)
+    # Times the factors, it must be a number of the losses' type.
+    most = 2.0 ** (math.floor(math.log2(torch.finfo(losses.dtype).max)) - BASE)
     for lift in LIFTS if any(call.dtype == torch.float16 for call in calls) else ():
         if mixing := [call for call, major in found.items() if major is None]:
-            again = _majors(losses, calls, mixing, lift)
+            again = _majors(losses, calls, mixing, min(lift, most))
             found |= {call: major for call, major in again.items() if major is not None}
     return found
 

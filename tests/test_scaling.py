@@ -70,6 +70,15 @@ def test_small_gradients_under_autocast_need_it(second_pass: str) -> None:
     assert float((total - whole).norm() / whole.norm()) < 0.01
 
 
+def test_faint_losses_in_float16_itself_are_proved_apart() -> None:
+    """What float16 can't scale up without overflow is tried with the most that it can."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).half()
+    inputs = torch.randn(6, 3).half()
+    norms = [ghostclip.GhostClipper(model).norms(model(inputs).sum(1) * 2.0**power) for power in (-24, -8)]
+    assert float((norms[0] * 2.0**16 / norms[1] - 1).abs().max()) < 0.5  # a digit or two is all that is left
+
+
 @every_pass
 @pytest.mark.parametrize("layers", [1, 2])
 def test_sums_that_float16_cannot_hold_are_exact_nevertheless(second_pass: str, layers: int) -> None:
