@@ -15,7 +15,7 @@ from ghostclip.convert import wrap
 from ghostclip.explain import Plan, plan_of
 from ghostclip.gradients import GradientGuard
 from ghostclip.one_by_one import Alone, OneByOne
-from ghostclip.passes import add_to_gradient
+from ghostclip.outcome import add_to_gradient
 from ghostclip.planner import Planner
 from ghostclip.two_passes import TwoPasses
 from ghostclip.validate import one_of, positive, power_of_two

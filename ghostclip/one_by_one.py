@@ -23,7 +23,7 @@ from ghostclip.clipping import Automatic, Flat, Groupwise, Policy, Thresholds
 from ghostclip.compiled.signature import leaves_of
 from ghostclip.index import ModelIndex
 from ghostclip.norms.dense import squared_norms
-from ghostclip.passes import add_to_gradient, norm_dtype
+from ghostclip.outcome import add_to_gradient, norm_dtype
 from ghostclip.two_passes import is_distributed
 from ghostclip.verify import without_randomness
 

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ghostclip.groupwise import POSTPONED_BYTES, GroupSums, Part
 from ghostclip.index import ModelIndex
 from ghostclip.nn.base import Call
-from ghostclip.norms.affine import Affine, squared_norms_of, weighted_sums_of
+from ghostclip.norms.affine import Affine, squared_norms_of
 from ghostclip.norms.combine import combine
 from ghostclip.norms.dense import Dense
 from ghostclip.norms.rounding import with_room
-from ghostclip.norms.term import Answer, Term, wide
-from ghostclip.norms.whole import norms
+from ghostclip.norms.term import Answer, Term
 from ghostclip.planner import SOLE, Choice, Planner, kept_bytes
 from ghostclip.regroup import row_count
 
-__all__ = ["Collector", "FirstPass", "add_to_gradient", "norm_dtype"]
+__all__ = ["Collector"]
 
 # Per-example gradients that are kept may take this share of the pre-activations' bytes beyond what they replace.
 SPARE = 0.5
@@ -289,146 +288,3 @@ class Collector:
             self.over_budget = True
             self.terms.clear()
             self.affines.clear()
-
-
-def norm_dtype(trained: Sequence[tuple[str, nn.Parameter]]) -> torch.dtype:
-    """float64 as soon as one parameter is, else float32."""
-    double = any(parameter.dtype == torch.float64 for _, parameter in trained)
-    return torch.float64 if double else torch.float32
-
-
-class FirstPass:
-    """The outcome of a first pass, by parameter, layer, or for the whole gradient.
-
-    Args:
-        collector: what was gathered.
-        trained: the model's trained parameters by name.
-        calls: the uses of layers behind the losses.
-        majors: how each call's rows are grouped, by id(call).
-        scale: what the losses were multiplied with, and results are divided by.
-    """
-
-    def __init__(
-        self,
-        collector: Collector,
-        trained: Sequence[tuple[str, nn.Parameter]],
-        calls: Sequence[Call],
-        majors: Mapping[int, str],
-        scale: float = 1.0,
-    ) -> None:
-        self._found, self._trained, self._scale = collector, trained, scale
-        self.calls, self.majors = calls, majors
-        self._dtype = norm_dtype(trained)
-
-    @property
-    def holds_terms(self) -> bool:
-        """Whether a clipped sum can be built without another backward."""
-        return self._found._keep and not self._found.over_budget and not self._found.partly
-
-    @property
-    def aside(self) -> set[int]:
-        """Ids of parameters whose clipped sums can be built without another backward, though not all can."""
-        together = [owner for owners, _ in self._found.affines for owner in owners]
-        return {*together, *(owner for owner, _ in self._found.terms)}
-
-    @property
-    def choices(self) -> Mapping[int, Choice]:
-        """What the planner chose, by the id of the parameter."""
-        return self._found.choices
-
-    def _root(self, squared: Sequence[Tensor]) -> Tensor:
-        if not squared:
-            return torch.zeros(self._found.examples, dtype=self._dtype, device=self._found.device)
-        return self._unscaled(norms(squared, self._dtype))
-
-    def _of_parameters(self) -> dict[int, list[Tensor]]:
-        """Squared norms [B] by the id of the parameter."""
-        found: dict[int, list[Tensor]] = {}
-        for owners, squared in self._found.squared:
-            for owner, row in zip(owners, squared if squared.dim() == 2 else [squared], strict=True):
-                found.setdefault(owner, []).append(row)
-        return found
-
-    def norms(self) -> Tensor:
-        """||g_i||, [B]."""
-        return self._root([squared for _, squared in self._found.squared])
-
-    def norms_by_parameter(self) -> dict[str, Tensor]:
-        """{parameter name: [B]}, zeros for parameters that took no part."""
-        squared = self._of_parameters()
-        return {name: self._root(squared.get(id(parameter), [])) for name, parameter in self._trained}
-
-    def norms_by_layer(self) -> dict[str, Tensor]:
-        """{name of the module that owns the parameters: [B]}."""
-        return self.norms_by_group({name: name.rpartition(".")[0] for name, _ in self._trained})
-
-    def norms_by_group(self, partition: Mapping[str, str]) -> dict[str, Tensor]:
-        """{group: [B]} for {parameter name: group}."""
-        groups: dict[str, list[Tensor]] = {}
-        found = self._of_parameters()
-        for name, parameter in self._trained:
-            groups.setdefault(partition[name], []).extend(found.get(id(parameter), []))
-        return {group: self._root(squared) for group, squared in groups.items()}
-
-    @torch.no_grad()
-    def per_example_grads(self) -> dict[str, Tensor]:
-        """{parameter name: [B, *shape]}, zeros for parameters that took no part."""
-        found: dict[str, Tensor] = {}
-        for name, parameter in self._trained:
-            parts = {part: term for part, term in self._found.terms.items() if part[0] == id(parameter)}
-            if (whole := parts.get((id(parameter), None))) is not None and len(parts) == 1:
-                found[name] = whole.per_example()
-                continue
-            full = wide(parameter.detach()).new_zeros(self._found.examples, *parameter.shape)
-            for (_, rows), term in parts.items():
-                full[:, slice(*rows) if rows else slice(None)] += term.per_example()
-            found[name] = full
-        return {name: self._unscaled(gradients) for name, gradients in found.items()}
-
-    def weighted_sums(self, weights: Tensor, finite: Tensor | None) -> Iterator[tuple[Part, Tensor]]:
-        """``sum_i weights[i] g_i`` of each part, letting go of the terms one after another.
-
-        Args:
-            weights: [B], zero for examples that are left out.
-            finite: [B] bool, False where an example must not touch the sum (0 * inf would be NaN); None when all may.
-        """
-        terms = self._found.terms
-        for part in list(terms):
-            term = terms.pop(part)
-            with torch.no_grad():
-                amount = (term if finite is None else term.keep_only(finite)).weighted_sum(weights)
-            yield part, self._unscaled(amount)
-        while self._found.affines:
-            yield from self._of_several(weights, finite)
-
-    @torch.no_grad()
-    def _of_several(self, weights: Tensor, finite: Tensor | None) -> list[tuple[Part, Tensor]]:
-        """The sums of the last linear layers that are held, of so many that they are small together."""
-        taken: list[tuple[list[int], Affine]] = []
-        left = POSTPONED_BYTES
-        while self._found.affines and (left > 0 or not taken):
-            taken.append(self._found.affines.pop())
-            left -= taken[-1][1].nbytes
-        affines = [affine if finite is None else affine.keep_only(finite) for _, affine in taken]
-        found: list[tuple[Part, Tensor]] = []
-        for (owners, _), amounts in zip(taken, weighted_sums_of(affines, [weights] * len(affines)), strict=True):
-            found += [((owner, None), self._unscaled(each)) for owner, each in zip(owners, amounts, strict=True)]
-        return found
-
-    def _unscaled(self, found: Tensor) -> Tensor:
-        return found if self._scale == 1.0 else found / self._scale
-
-
-def add_to_gradient(parameter: nn.Parameter, rows: tuple[int, int] | None, amount: Tensor) -> None:
-    """``amount`` added to p.grad, or to the given rows of it, in the parameter's dtype."""
-    if amount.dtype != parameter.dtype:
-        amount = amount.to(parameter.dtype)
-    if rows is None:
-        if parameter.grad is None:
-            parameter.grad = amount if amount.is_contiguous() else amount.contiguous()
-        else:
-            parameter.grad += amount
-        return
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    parameter.grad[slice(*rows)] += amount

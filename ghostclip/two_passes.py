@@ -19,7 +19,8 @@ from ghostclip.groupwise import POSTPONED_BYTES, GroupSums, Part
 from ghostclip.index import ModelIndex
 from ghostclip.nn.base import Call
 from ghostclip.norms.whole import all_finite, bounded_weights
-from ghostclip.passes import Collector, FirstPass, add_to_gradient, norm_dtype
+from ghostclip.outcome import FirstPass, add_to_gradient, norm_dtype
+from ghostclip.passes import Collector
 from ghostclip.planner import Choice, Planner
 from ghostclip.regroup import Grouping
 from ghostclip.reweighting import Reweighting

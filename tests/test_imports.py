@@ -20,7 +20,7 @@ LEVELS: list[tuple[str, ...] | set[str]] = [
     ("planner", "separation", "convert"),
     ("index", "seams", "shared", "graph", "search", "proof", "positions", "regroup"),
     ("clipping",),
-    ("gradients", "groupwise", "passes", "reweighting", "second_pass", "two_passes", "explain", "verify", "compiled",
+    ("gradients", "groupwise", "passes", "outcome", "reweighting", "second_pass", "two_passes", "explain", "verify", "compiled",
      "one_by_one"),
     ("clipper",),
     ("events",),

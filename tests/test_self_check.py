@@ -20,7 +20,7 @@ from ghostclip import PrivacyEngine, VerificationError
 from ghostclip.clipping import Custom, PerLayer
 from ghostclip.engine.exchange import Replay, _exchanged, square_dims
 from ghostclip.nn import GhostLayer
-from ghostclip.passes import FirstPass
+from ghostclip.outcome import FirstPass
 
 WAYS: dict[str, dict[str, Any]] = {
     "reweight": {},

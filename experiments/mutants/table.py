@@ -48,7 +48,7 @@ CLIPPING = [
     ),
     Mutant(
         "square of the norm",
-        "ghostclip/passes.py",
+        "ghostclip/outcome.py",
         "        return self._unscaled(norms(squared, self._dtype))\n",
         "        return self._unscaled(norms(squared, self._dtype)) ** 2\n",
         CLIPPER,

@@ -12,7 +12,7 @@ from torch import Tensor
 from ghostclip.clipping import Automatic, Flat, Groupwise, Thresholds
 from ghostclip.graph import WIDE, captured_calls
 from ghostclip.groupwise import Part
-from ghostclip.passes import norm_dtype
+from ghostclip.outcome import norm_dtype
 from ghostclip.two_passes import TwoPasses
 
 __all__ = ["Clipped", "Groups", "eager", "learn", "put_together", "straight", "taken_apart"]

@@ -15,7 +15,7 @@ from ghostclip.clipping import Groupwise
 from ghostclip.errors import VerificationError
 from ghostclip.groupwise import Part
 from ghostclip.norms.whole import all_finite
-from ghostclip.passes import FirstPass
+from ghostclip.outcome import FirstPass
 from ghostclip.two_passes import TwoPasses
 
 __all__ = ["gradients_agree"]
