@@ -15,7 +15,11 @@ from ghostclip.bench import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results" / "bench.json"
-FURTHER = {"bench-two-threads.json": "On two threads:", "bench-compiled.json": "Compiled steps, one core:"}
+FURTHER = {
+    "bench-peers.json": "Beside other libraries (Opacus, fastDP, JAX), one core:",
+    "bench-two-threads.json": "On two threads:",
+    "bench-compiled.json": "Compiled steps, one core:",
+}
 START = "<!-- table: written by experiments/readme_table.py from experiments/results/bench.json, do not edit -->"
 END = "<!-- end of table -->"
 
