@@ -13,7 +13,8 @@ from ghostclip.clipping import Adaptive, Groupwise, Policy, as_policy
 from ghostclip.compiled import CompiledClip
 from ghostclip.convert import wrap
 from ghostclip.explain import Plan, plan_of
-from ghostclip.gradients import GradientGuard
+from ghostclip.gradients import GradientGuard, gradients_aside
+from ghostclip.halves import Halves
 from ghostclip.one_by_one import Alone, OneByOne
 from ghostclip.outcome import add_to_gradient
 from ghostclip.planner import Planner
@@ -92,6 +93,7 @@ class GhostClipper:
         index, partition = self._passes.index, self._passes.partition
         measured = norm_strategy == "auto" and self.loss_scale == 1.0
         self._alone = OneByOne(self.model, index, self.clipping, partition) if measured else None
+        self._halves = Halves(self.model, self._passes, self.clipping, self.second_pass == "reweight")
         self._guard = GradientGuard()
         self.compiled: CompiledClip | None = None
         if compile:
@@ -194,6 +196,8 @@ class GhostClipper:
 
         Where a few examples are a lot of work each, the loop over single examples is tried, and used where it gives the
         same sums faster; ``loss_fn`` gets batches of one then. ``norm_strategy="gram"`` or ``"direct"`` leaves it out.
+        Before the first large batch a few of its examples are rehearsed, without a trace; with "reweight", large
+        batches of a convolutional network then come to ``loss_fn`` in halves, one of which is in memory at a time.
 
         With ``compile=True`` all of it becomes one graph, traced at the first batch of a shape, tried beside the eager
         way on the next four, and used from then on if it gives the same sums faster (``compiled.refusals`` says why
@@ -203,7 +207,7 @@ class GhostClipper:
         Args:
             loss_fn: (model, batch) -> losses [B].
             batch: what ``loss_fn`` takes; to be compiled, tensors with examples in dimension 0, nested as you like.
-            whole: ``loss_fn`` with checks of its own, called for the whole batch instead, when not compiled.
+            whole: ``loss_fn`` with checks of its own, called for the whole batch instead, where `comes_whole`.
 
         Raises:
             What `backward` raises.
@@ -225,18 +229,19 @@ class GhostClipper:
         batch: Any,
         whole: Callable[[nn.Module, Any], Tensor],
     ) -> ClippingResult:
-        """By the two passes over the ``whole`` batch, or one by one."""
+        """By the two passes over the ``whole`` batch or over its halves, or one by one."""
+        parts = self._halves.divide(loss_fn, batch)
 
         def passes() -> Alone:
-            seen: list[Tensor] = []
-
-            def forward() -> Tensor:
-                losses = whole(self.model, batch)
-                seen.append(losses.detach())
-                return losses
-
-            norms, weights = self._passes.clip(forward(), retain_graph=False, forward=forward)
-            return Alone(seen[-1], norms, weights)
+            if len(parts) == 1:
+                return self._passes_over(batch, whole)
+            with gradients_aside([parameter for _, parameter in trained]) as sums:
+                found = [self._passes_over(part, loss_fn) for part in parts]
+            for (_, parameter), total in zip(trained, sums, strict=True):
+                if total is not None:
+                    add_to_gradient(parameter, None, total)
+            losses, norms, weights = ([getattr(one, name) for one in found] for name in ("losses", "norms", "weights"))
+            return Alone(torch.cat(losses), torch.cat(norms), torch.cat(weights))
 
         trained = self._passes.index.trained()
         self._guard.check(trained)
@@ -244,13 +249,30 @@ class GhostClipper:
         self._guard.remember(trained)
         return ClippingResult(found.norms, found.weights, self.sensitivity, found.losses)
 
+    def _passes_over(self, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]) -> Alone:
+        """Adds the clipped sum of a batch to each p.grad by the two passes over its graph."""
+        seen: list[Tensor] = []
+
+        def forward() -> Tensor:
+            losses = loss_fn(self.model, batch)
+            seen.append(losses.detach())
+            return losses
+
+        norms, weights = self._passes.clip(forward(), retain_graph=False, forward=forward)
+        return Alone(seen[-1], norms, weights)
+
+    def comes_whole(self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> bool:
+        """Whether `clip` calls the loss function for the batch as it is: neither compiled nor in halves."""
+        return self.compiled is None and len(self._halves.divide(loss_fn, batch)) == 1
+
     def explain(self) -> Plan:
         """The plan as a table: each parameter's layer, rule, strategy, why, measured cost; ``str()`` of it prints well.
 
         Strategies are chosen on the first batch; before it they read "at the first batch".
         """
         plan = plan_of(self.model, self._passes.choices)
-        return plan if self._alone is None else replace(plan, note=self._alone.describe())
+        notes = [self._halves.describe(), "" if self._alone is None else self._alone.describe()]
+        return replace(plan, note="\n".join(filter(None, notes)))
 
     def verify(
         self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any, *, tolerance: float | None = None

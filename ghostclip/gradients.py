@@ -1,16 +1,17 @@
-"""The guard of p.grad: whatever stands there must have been put there by a clipper."""
+"""p.grad: a guard, by which whatever stands there must have been put there by a clipper; and sums beside it."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from ghostclip.errors import GradientLeakError
 
-__all__ = ["GradientGuard"]
+__all__ = ["GradientGuard", "gradients_aside"]
 
 
 class GradientGuard:
@@ -47,3 +48,17 @@ class GradientGuard:
         for _, parameter in parameters:
             if (grad := parameter.grad) is not None:
                 self._known[id(grad)] = (weakref.ref(grad), grad._version)
+
+
+@contextmanager
+def gradients_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None]]:
+    """Yields a list that is filled with what comes to stand in the p.grads; what stood there is put back."""
+    before, found = [parameter.grad for parameter in parameters], list[Tensor | None]()
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield found
+        found += [parameter.grad for parameter in parameters]
+    finally:
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter as clock
 from typing import Any
@@ -21,6 +20,7 @@ from torch.utils._pytree import tree_unflatten
 
 from ghostclip.clipping import Automatic, Flat, Groupwise, Policy, Thresholds
 from ghostclip.compiled.signature import leaves_of
+from ghostclip.gradients import gradients_aside
 from ghostclip.index import ModelIndex
 from ghostclip.norms.dense import squared_norms
 from ghostclip.outcome import add_to_gradient, norm_dtype
@@ -33,8 +33,8 @@ MOST_EXAMPLES = 16
 # Seconds the two passes must take before the loop is tried: below, what is called costs more than what is computed.
 LEAST_SECONDS = 0.05
 TRIALS = 3
-# How much faster it must be: what is measured varies.
-GAIN = 0.95
+# How much faster it must be, since what is measured varies; and how much slower it may be at first to be tried again.
+GAIN, HOPELESS = 0.95, 1.25
 # Relative difference of the clipped sums from which on a single example is not treated as it is in its batch.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 # Policies that weigh an example by its own norms alone.
@@ -127,7 +127,7 @@ class OneByOne:
         found = leaves_of(batch)
         if found is None or not 1 <= found[2] <= MOST_EXAMPLES or not isinstance(self.clipping, EACH_BY_ITSELF):
             return None
-        trained = [parameter for _, parameter in self.index.trained()]
+        trained = self._parameters()
         if any(p.device.type != "cpu" or p.dtype not in TOLERANCE or p._backward_hooks for p in trained):
             return None
         if is_distributed() or any(p._post_accumulate_grad_hooks for p in trained):
@@ -141,7 +141,7 @@ class OneByOne:
     def _try(self, trial: Trial, loss_fn: LossFunction, batch: Any, passes: Callable[[], Alone]) -> Alone:
         """Both ways on one batch, from the same random numbers; the passes' result is what counts."""
         random, started = torch.random.get_rng_state(), clock()
-        with self._gradients_aside() as expected:
+        with gradients_aside(self._parameters()) as expected:
             result = passes()
         trial.passes = min(trial.passes, clock() - started)
         trial.left -= 1
@@ -163,13 +163,19 @@ class OneByOne:
         Without ``expected`` sums, which a model that draws random numbers has none of, both ways run in eval mode once
         more to be compared.
         """
+        last = trial.left == 0
         try:
             with torch.random.fork_rng(devices=[]):
                 started = clock()
-                _, sums = self.loop(loss_fn, batch)
+                # Gradients twice beside the passes' sums are more than a step needs, and only held where it may pay.
+                _, sums = self.loop(loss_fn, batch, keep=last)
                 trial.loop = min(trial.loop, clock() - started)
+                if trial.loop > (GAIN if last else HOPELESS) * trial.passes:
+                    return "the two passes are faster"
+                if not last:
+                    return None
                 if expected is None:
-                    with without_randomness(self.model), self._gradients_aside() as expected:
+                    with without_randomness(self.model), gradients_aside(self._parameters()) as expected:
                         passes()
                         _, sums = self.loop(loss_fn, batch)
         except Exception as error:  # a loss function need not take single examples
@@ -177,34 +183,26 @@ class OneByOne:
         off = _difference(sums, expected)
         if not off <= TOLERANCE[norm_dtype(self.index.trained())]:
             return f"a batch of one differs from the same example in its batch, by {off:.2g} (relative)"
-        return "the two passes are faster" if trial.left == 0 and trial.loop > GAIN * trial.passes else None
+        return None
 
-    @contextmanager
-    def _gradients_aside(self) -> Iterator[Gradients]:
-        """Yields a list that is filled with what comes to stand in the p.grads; what stood there is put back."""
-        parameters = [parameter for _, parameter in self.index.trained()]
-        before, found = [parameter.grad for parameter in parameters], list[Tensor | None]()
-        for parameter in parameters:
-            parameter.grad = None
-        try:
-            yield found
-            found += [parameter.grad for parameter in parameters]
-        finally:
-            for parameter, grad in zip(parameters, before, strict=True):
-                parameter.grad = grad
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self.index.trained()]
 
     def _add(self, sums: Gradients) -> None:
         for (_, parameter), total in zip(self.index.trained(), sums, strict=True):
             if total is not None:
                 add_to_gradient(parameter, None, total)
 
-    def loop(self, loss_fn: LossFunction, batch: Any) -> tuple[Alone, Gradients]:
-        """Losses, norms and weights of the batch, and its clipped sums, one backward an example."""
+    def loop(self, loss_fn: LossFunction, batch: Any, keep: bool = True) -> tuple[Alone, Gradients]:
+        """Losses, norms and weights of the batch, and its clipped sums, one backward an example.
+
+        Without ``keep`` no sums are held: each gradient takes the last one's place, which costs as much time.
+        """
         found = leaves_of(batch)
         assert found is not None
         leaves, structure, examples = found
         names = [name for name, _ in self.index.trained()]
-        parameters = [parameter for _, parameter in self.index.trained()]
+        parameters = self._parameters()
         partition = self.partition()
         sums: Gradients = [None] * len(parameters)
         losses, norms, weights = [], [], []
@@ -218,7 +216,7 @@ class OneByOne:
             norm, weight = self._weigh(names, partition, loss.detach(), grads)
             norms.append(norm)
             weights.append(weight)
-            _add_weighted(sums, grads, _each(names, partition, weight))
+            _add_weighted(sums if keep else list(grads), grads, _each(names, partition, weight))
         return Alone(torch.cat(losses), _joined(norms), _joined(weights)), sums
 
     @torch.no_grad()

@@ -75,13 +75,17 @@ class Grouping:
 
     def __init__(self) -> None:
         self._proved: dict[tuple, str] = {}
+        # What was just met in a rehearsal, and so needn't be tried on the batch that follows.
+        self._rehearsed: set[tuple] = set()
         self._seen: dict[tuple, int] = {}
         self._positions: set[tuple] = set()
         # How the calls' rows are grouped for a batch size and a graph in which all is proved.
         self._settled: dict[tuple, list[str]] = {}
         self._places: dict[int, Places] = {}
 
-    def prove(self, losses: Tensor, uses: Uses, index: ModelIndex) -> tuple[list[Call], dict[int, str]]:
+    def prove(
+        self, losses: Tensor, uses: Uses, index: ModelIndex, rehearsal: bool = False
+    ) -> tuple[list[Call], dict[int, str]]:
         """Every use of a parameter, and how each call's rows are grouped ("example" or "row" major), by id(call).
 
         Runs extra backwards on first meeting a layer with so many rows an example in a graph of so many nodes, and none
@@ -91,6 +95,7 @@ class Grouping:
             losses: [B].
             uses: what is behind them.
             index: of the model.
+            rehearsal: the graph is that of a few examples, and will be met again with more of them.
 
         Raises:
             UnsupportedModelError: rows of other examples move with one example's loss, or the grouping can't be told.
@@ -109,11 +114,13 @@ class Grouping:
             shared = {id(call) for call in region.calls.values()}
             calls = [call for call in calls if id(call) not in shared]
         keys = {id(call): (uses.size, *self._key(call, examples, index)) for call in calls}
+        if rehearsal:
+            self._rehearsed = set(keys.values())
         if examples > 1 and (uses.reorders or not all(key in self._proved for key in keys.values())):
-            pending = [call for call in calls if uses.reorders or self._is_open(keys[id(call)])]
-            if mixing := self._prove_calls(losses, calls, pending, keys):
+            pending = [call for call in calls if uses.reorders or self._is_open(keys[id(call)], rehearsal)]
+            if mixing := self._prove_calls(losses, calls, pending, keys, rehearsal):
                 self._take_as_positions(losses, mixing, keys, index)
-                return self.prove(losses, uses, index)
+                return self.prove(losses, uses, index, rehearsal)
         majors = {id(call): self._major(call, keys[id(call)], examples, index) for call in calls}
         settled = region is None and all(key in self._proved for key in keys.values())
         if settled and len(self._settled) < MOST_GRAPHS:
@@ -121,15 +128,17 @@ class Grouping:
         return (calls if region is None else [*calls, *region.uses]), majors
 
     def _prove_calls(
-        self, losses: Tensor, calls: Sequence[Call], pending: Sequence[Call], keys: dict[int, tuple]
+        self, losses: Tensor, calls: Sequence[Call], pending: Sequence[Call], keys: dict[int, tuple], rehearsal: bool
     ) -> list[Call]:
         """Proves what is pending; returns the calls where examples mix."""
         found = majors_of(losses, calls, pending) if pending else {}
         for call, major in found.items():
             if major:
                 self._proved[keys[id(call)]] = major
-        for key in set(keys.values()):
-            self._seen[key] = self._seen.get(key, 0) + 1
+        if not rehearsal:
+            self._rehearsed = set()
+            for key in set(keys.values()):
+                self._seen[key] = self._seen.get(key, 0) + 1
         return [call for call, major in found.items() if major is None]
 
     def _take_as_positions(self, losses: Tensor, mixing: list[Call], keys: dict[int, tuple], index: ModelIndex) -> None:
@@ -176,10 +185,16 @@ class Grouping:
     def _key(self, call: Call, examples: int, index: ModelIndex) -> tuple:
         return _key(call, row_count(call, examples, index.layer(call)))
 
-    def _is_open(self, key: tuple) -> bool:
+    @property
+    def is_open(self) -> bool:
+        """Whether the last rehearsal left something that another one may prove."""
+        return not self._rehearsed <= self._proved.keys()
+
+    def _is_open(self, key: tuple, rehearsal: bool) -> bool:
         """Not proved; where nothing has reached the layer so far, tried at the 1st, 2nd, 4th, 8th ... batch."""
         met = self._seen.get(key, 0) + 1
-        return key not in self._proved and met & (met - 1) == 0
+        due = rehearsal or (met & (met - 1) == 0 and key not in self._rehearsed)
+        return key not in self._proved and due
 
     def _major(self, call: Call, key: tuple, examples: int, index: ModelIndex) -> str:
         if key[-1] == 1 or examples <= 1:

@@ -265,6 +265,18 @@ class TwoPasses:
         self.first_pass(losses, keep=True, retain_graph=retain_graph, again=again, ignore_budget=True, groups=sums)
         return sums
 
+    def rehearse(self, losses: Tensor) -> tuple[list[Call], bool]:
+        """Proves of the graph behind ``losses``, those of a few examples, what a first pass would first.
+
+        Returns:
+            The uses of layers in the graph, and whether something isn't proved that another rehearsal may prove.
+        """
+        _check_losses(losses, self.scale)
+        losses = losses if self.scale == 1.0 else losses * self.scale
+        with in_our_words(), _without_autocast(losses):
+            calls, _ = self._grouping.prove(losses, captured_calls(losses, self.index), self.index, rehearsal=True)
+        return calls, self._grouping.is_open
+
     def first_pass(
         self,
         losses: Tensor,

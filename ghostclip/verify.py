@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 
 from ghostclip.clipping import Groupwise, Policy
 from ghostclip.errors import VerificationError
+from ghostclip.gradients import gradients_aside
 
 __all__ = ["compare_with_loop", "without_randomness"]
 
@@ -37,7 +38,7 @@ def compare_with_loop(
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if tolerance is None:
         tolerance = 1e-9 if all(parameter.dtype == torch.float64 for parameter in trained.values()) else 1e-3
-    with without_randomness(model), _gradients_aside(trained):
+    with without_randomness(model), gradients_aside(list(trained.values())):
         losses = loss_fn(model, batch)
         norms = clipper.norms(losses, per="parameter", retain_graph=True)
         result = clipper.backward(losses)
@@ -126,16 +127,3 @@ def without_randomness(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-@contextmanager
-def _gradients_aside(trained: dict[str, nn.Parameter]) -> Iterator[None]:
-    """Whatever stands in p.grad is put back afterwards."""
-    before = {name: parameter.grad for name, parameter in trained.items()}
-    for parameter in trained.values():
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for name, parameter in trained.items():
-            parameter.grad = before[name]

@@ -21,7 +21,7 @@ LEVELS: list[tuple[str, ...] | set[str]] = [
     ("index", "seams", "shared", "graph", "search", "proof", "positions", "regroup"),
     ("clipping",),
     ("gradients", "groupwise", "passes", "outcome", "reweighting", "second_pass", "two_passes", "explain", "verify",
-     "compiled", "one_by_one"),
+     "compiled", "replay", "halves", "one_by_one"),
     ("clipper",),
     ("events",),
     {"noise", "sampling", "accounting", "ledger", "checkpoint"},

@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import PrivacyEngine, VerificationError
 from ghostclip.clipping import Custom, PerLayer
-from ghostclip.engine.exchange import Replay, _exchanged, square_dims
+from ghostclip.engine.exchange import _exchanged, square_dims
 from ghostclip.nn import GhostLayer
 from ghostclip.outcome import FirstPass
+from ghostclip.replay import Replay
 
 WAYS: dict[str, dict[str, Any]] = {
     "reweight": {},

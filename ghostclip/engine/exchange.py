@@ -7,94 +7,25 @@ batch's own statistics, a detached mean) shows only when data is exchanged.
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ghostclip.errors import VerificationError
+from ghostclip.replay import Replay
 from ghostclip.separation import mixed_examples
 
-__all__ = ["Replay", "holds_still", "refuse_mixing", "refuse_remembering", "square_dims"]
+__all__ = ["holds_still", "refuse_mixing", "refuse_remembering", "square_dims"]
 
 # Share of the largest loss by which another example's must move to be noticed: well above rounding.
 MOVED = {torch.float64: 1e-9, torch.float32: 1e-5}
 MOVED_OF_HALVES = 2e-2
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
-
-
-class Replay:
-    """Remembers random states and a model's buffers, so that a forward can be tried again without a trace.
-
-    Args:
-        model: in the state from which its forward will be repeated.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self._devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
-        self._states = self._now()
-
-    def _now(self) -> tuple[Any, ...]:
-        cuda = [torch.cuda.get_rng_state(device) for device in self._devices]
-        return torch.get_rng_state(), cuda, np.random.get_state(), random.getstate()
-
-    def _set(self, states: tuple[Any, ...]) -> None:
-        cpu, cuda, numpy_state, python_state = states
-        torch.set_rng_state(cpu)
-        for device, state in zip(self._devices, cuda, strict=True):
-            torch.cuda.set_rng_state(state, device)
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
-
-    def drew(self) -> bool:
-        """Whether torch has drawn random numbers since."""
-        cpu, cuda, *_ = self._now()
-        known = [self._states[0], *self._states[1]]
-        return any(not torch.equal(now, before) for now, before in zip([cpu, *cuda], known, strict=True))
-
-    @contextmanager
-    def again(self, gradients: bool = False, training: bool = True) -> Iterator[None]:
-        """With the random numbers that were to come then; afterwards all is as before, buffers too.
-
-        Args:
-            gradients: whether a graph is recorded.
-            training: False for eval mode.
-        """
-        now = self._now()
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        places = [(module, dict(module._buffers)) for module in self.model.modules()]
-        modes = [(module, module.training) for module in self.model.modules()]
-        with ExitStack() as stack:
-            stack.callback(self._set, now)
-            stack.callback(_put_back, buffers, places, modes)
-            stack.enter_context(torch.set_grad_enabled(gradients))
-            self._set(self._states)
-            if not training:
-                self.model.eval()
-            yield
-
-
-@torch.no_grad()
-def _put_back(
-    buffers: list[tuple[Tensor, Tensor]],
-    places: list[tuple[nn.Module, dict[str, Tensor | None]]],
-    modes: list[tuple[nn.Module, bool]],
-) -> None:
-    for module, known in places:
-        module._buffers.update(known)
-    for buffer, value in buffers:
-        if not torch.equal(buffer, value):
-            buffer.copy_(value)
-    for module, training in modes:
-        module.training = training
 
 
 def refuse_mixing(loss_fn: LossFunction, batch: Any, losses: Tensor, replay: Replay, *, squares: bool = False) -> None:

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from ghostclip.clipper import GhostClipper
 from ghostclip.engine.agreement import gradients_agree
-from ghostclip.engine.exchange import Replay, holds_still, refuse_mixing, refuse_remembering, square_dims
+from ghostclip.engine.exchange import holds_still, refuse_mixing, refuse_remembering, square_dims
 from ghostclip.engine.movement import Movement
+from ghostclip.replay import Replay
 
 __all__ = ["SelfCheck"]
 

@@ -162,8 +162,8 @@ class PrivateSteps:
         def checked(model: nn.Module, examples: Any) -> Tensor:
             return self._self_check.forward(loss_fn, examples, self._check_count)
 
-        # A compiled graph is made for the user's own function, and its batches are padded.
-        if self._clipper.compiled is not None:
+        # A compiled graph is made for the user's own function, and its batches are padded; halves have other counts.
+        if not self._clipper.comes_whole(loss_fn, examples):
             self._self_check.rehearse(checked, examples)
         return self._gather(lambda: self._clipper.clip(loss_fn, examples, whole=checked))
 

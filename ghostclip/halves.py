@@ -1,0 +1,143 @@
+"""Large batches of images in two halves, and a rehearsal of the first batch on a few of its examples.
+
+"reweight" goes over its graph twice, so that all of it stands in memory while the gradients at the widest layer come,
+where an ordinary backward has let go of the rest. Half of the graph at a time takes less than that backward does.
+Convolutions cost as much for an image in a half as in the whole (measured: the CNN of Lee & Kifer at 128 images 1.5%
+more, the CIFAR network at 64 as much); matrix products of few rows don't, so other networks come as a whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_unflatten
+
+from ghostclip.clipping import Adaptive, Automatic, Flat, Groupwise, Policy
+from ghostclip.compiled.signature import leaves_of
+from ghostclip.nn.base import Call
+from ghostclip.passes import preactivation_bytes
+from ghostclip.replay import Replay
+from ghostclip.two_passes import TwoPasses, is_distributed
+
+__all__ = ["Halves"]
+
+# Examples of the rehearsal: few, and no size that tables or images have, so that their dimension is told from others.
+FEW = 7
+# Examples of the smallest batch that is divided, bytes of its pre-activations, and of what it holds itself.
+LEAST, LEAST_BYTES, LEAST_DATA = 64, 4 << 20, 1 << 17
+# How many times the parameters' bytes pre-activations must take, that half of them counts.
+OVER_PARAMETERS = 2
+# Policies that weigh an example by its own norm alone.
+EACH_BY_ITSELF = (Flat, Automatic, Adaptive)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+# Relative difference of a loss from which on it is another one.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+log = logging.getLogger("ghostclip")
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass
+class Halves:
+    """Says which batches come in halves, by what a rehearsal of the first large one showed.
+
+    That also proves on a few examples what is proved of a model's graph on first meeting it
+    (`ghostclip.regroup.Grouping`), and so needs not be proved on a whole batch, of which all the graph would be held.
+
+    Args:
+        model: wrapped.
+        passes: over its graphs.
+        clipping: the policy.
+        reweighted: whether a second pass follows the first.
+
+    Attributes:
+        function: the code of the loss function whose batches are divided; None: nothing is.
+    """
+
+    model: nn.Module
+    passes: TwoPasses
+    clipping: Policy | Groupwise
+    reweighted: bool
+    function: Any = None
+    _open: bool = True
+    _batches: int = 0
+
+    def divide(self, loss_fn: LossFunction, batch: Any) -> Sequence[Any]:
+        """The batch, or its halves: [batch] or [first half, second half]."""
+        if self._open:
+            self._meet(loss_fn, batch)
+        if self.function is None or self.function is not _code(loss_fn) or self._is_waited_for():
+            return [batch]
+        found = leaves_of(batch)
+        if found is None or found[2] < LEAST:
+            return [batch]
+        leaves, structure, examples = found
+        parts = [slice(0, examples // 2), slice(examples // 2, examples)]
+        return [tree_unflatten([leaf[part] for leaf in leaves], structure) for part in parts]
+
+    def describe(self) -> str:
+        """Whether batches are divided, in a line; "" where they aren't."""
+        return "" if self.function is None else f"batches of {LEAST} and more in two halves: less memory, as fast"
+
+    def _meet(self, loss_fn: LossFunction, batch: Any) -> None:
+        """Rehearses the 1st, 2nd, 4th ... large batch while something is open; leaves no trace but what was learnt."""
+        found = leaves_of(batch)
+        if found is None or found[2] < LEAST or sum([leaf.nbytes for leaf in found[0]]) < LEAST_DATA:
+            return
+        leaves, structure, examples = found
+        self._batches += 1
+        if self._batches & (self._batches - 1):
+            return
+        self._open = False
+
+        def losses_of(count: int) -> Tensor:
+            return loss_fn(self.model, tree_unflatten([leaf[:count] for leaf in leaves], structure))
+
+        replay = Replay(self.model)
+        try:
+            with replay.again(gradients=True):
+                calls, self._open = self.passes.rehearse(losses_of(FEW))
+            if self._batches == 1 and self._are_worth(calls, examples) and _stand_alone(losses_of, replay):
+                self.function = _code(loss_fn)
+        except Exception as error:  # what is wrong shows on the whole batch; and nobody promised to take a part of one
+            log.info("no rehearsal on %d examples: %s: %s", FEW, type(error).__name__, error)
+
+    def _are_worth(self, calls: Sequence[Call], examples: int) -> bool:
+        """Whether a batch of so many examples would take less memory in halves, and no more time."""
+        trained = [parameter for _, parameter in self.passes.index.trained()]
+        if not self.reweighted or not isinstance(self.clipping, EACH_BY_ITSELF):
+            return False
+        if any(p.device.type != "cpu" or p.dtype not in TOLERANCE for p in trained):
+            return False
+        produced = [
+            (isinstance(call.layer, CONVOLUTIONS), preactivation_bytes(call) * examples // FEW) for call in calls
+        ]
+        total = sum([nbytes for _, nbytes in produced])
+        of_images = sum([nbytes for is_convolution, nbytes in produced if is_convolution])
+        return total >= max(LEAST_BYTES, OVER_PARAMETERS * sum([p.nbytes for p in trained])) and 2 * of_images >= total
+
+    def _is_waited_for(self) -> bool:
+        """Whether someone counts the backwards: hooks on parameters, or other processes."""
+        trained = [parameter for _, parameter in self.passes.index.trained()]
+        return is_distributed() or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in trained)
+
+
+def _code(function: Any) -> Any:
+    """What a lambda has in common with itself as it is written anew for each batch."""
+    return getattr(function, "__code__", function)
+
+
+def _stand_alone(losses_of: Callable[[int], Tensor], replay: Replay) -> bool:
+    """Whether losses are the same among fewer examples; not where they are divided by how many there are."""
+    with replay.again(training=False):
+        among_few, among_fewer = losses_of(FEW), losses_of(FEW // 2)
+    if among_few.shape != (FEW,) or among_fewer.shape != (FEW // 2,) or among_few.dtype not in TOLERANCE:
+        return False
+    off = TOLERANCE[among_few.dtype]
+    return bool(torch.isclose(among_few[: FEW // 2], among_fewer, rtol=off, atol=0.0, equal_nan=True).all())
