@@ -37,7 +37,7 @@ COLOURS = {
     "gram": "#d55e00", "direct": "#e69f00", "auto": "#009e73",
 }  # fmt: skip
 WIDTH, EXAMPLES = 256, 8
-TOKENS = 4096  # in a batch of the whole model, whatever its length
+TOKENS = 2048  # in a batch of the whole model, whatever its length
 
 
 def over_batches(name: str, sizes: Sequence[int], seconds: float) -> list[dict[str, Any]]:
@@ -115,7 +115,7 @@ def whole_models(lengths: Sequence[int], seconds: float) -> list[dict[str, Any]]
 
     rows = []
     for length in lengths:
-        workload = gpt(length, max(2, TOKENS // 4 // length))
+        workload = gpt(length, max(1, TOKENS // length))
         torch.manual_seed(0)
         model, (inputs, targets) = workload.model(), workload.batch(workload.batch_size)
         ready = {m: CONTENDERS[m].prepare(copy.deepcopy(model), workload.losses, 1.0) for m in METHODS}
@@ -161,7 +161,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     model.axhline(1.0, color="black", linewidth=1)
     model.set_xscale("log", base=2)
     model.set(xlabel="positions, T", ylabel="time over non-private", ylim=(0.9, None),
-              title="Over T: GPT-2-like model, as many tokens in each batch")  # fmt: skip
+              title="Over T: GPT-2-like, equal tokens a batch")  # fmt: skip
     for axes in (batches, layer, model):
         axes.grid(which="both", linewidth=0.3)
         axes.legend(fontsize=8)
@@ -189,7 +189,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the experiment and writes its two files; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=5.0, help="measuring time a point (default: 5)")
-    parser.add_argument("--batches", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256], help="values of B")
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256, 512, 1024], help="values of B"
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[16, 32, 64, 128, 256, 512, 1024, 2048],
                         help="values of T for one layer")  # fmt: skip
     parser.add_argument("--model-lengths", type=int, nargs="*", default=[64, 128, 256, 512, 1024],

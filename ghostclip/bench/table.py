@@ -135,7 +135,10 @@ def _memory(results: dict[str, Any], names: Sequence[str]) -> list[str]:
 
 
 def _mebibytes(row: dict[str, Any]) -> str:
-    return f"{row['peak'] / 2**20:.0f}" if "peak" in row else "FAILED"
+    if "peak" not in row:
+        return "FAILED"
+    peak = row["peak"] / 2**20
+    return f"{peak:.1f}" if peak < 10 else f"{peak:.0f}"
 
 
 def _memory_cell(row: dict[str, Any]) -> str:
