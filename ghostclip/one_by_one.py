@@ -217,6 +217,8 @@ class OneByOne:
             norms.append(norm)
             weights.append(weight)
             _add_weighted(sums if keep else list(grads), grads, _each(names, partition, weight))
+            # Nothing of one example's work stands beside the next one's.
+            del loss, grads
         return Alone(torch.cat(losses), _joined(norms), _joined(weights)), sums
 
     @torch.no_grad()

@@ -156,7 +156,10 @@ class Collector:
         names, parts = self._own[id(call)]
         if self._answer_at_once(call, parts, inputs, grad):
             return
-        for name, part in zip(names, parts, strict=True):
+        held: set[int] = set()
+        # The largest first, which are the last to be worth keeping: what they hold is there for the others.
+        own = call.layer._parameters
+        for name, part in sorted(zip(names, parts, strict=True), key=lambda each: -own[each[0]].numel()):
             term = self._term(call, name, inputs, grad)
             self._left[part] -= 1
             if self._left[part] or part in self._waiting:
@@ -167,7 +170,7 @@ class Collector:
             if self._aside:
                 self._answer_aside(part, term, preactivation_bytes(call))
             else:
-                self._answer(part, term)
+                self._answer(part, term, held)
 
     def _answer_at_once(self, call: Call, parts: list[Part], inputs: tuple[Tensor, ...], grad: Tensor) -> bool:
         """The layer's own joint answer for all its parameters, where it has one and this is their only use."""
@@ -253,17 +256,22 @@ class Collector:
             answer.squared_norms = with_room([answer.squared_norms], [absolute])[0]
             self.squared.append(([part[0]], answer.squared_norms))
 
-    def _answer(self, part: Part, term: Term) -> None:
+    def _answer(self, part: Part, term: Term, held: set[int]) -> None:
+        """Takes the term; ``held`` are addresses of what terms of the same call hold on to."""
         if self._materialise:
             self.terms[part] = Dense(term.per_example())
             return
         keep = self._groups is not None or (self._keep and not self.over_budget and part[0] not in self._not_held)
-        answer, choice = self._planner.answer(term, keep, term.nbytes + self._room)
+        tensors = {tensor.untyped_storage().data_ptr(): tensor for tensor in term.tensors} if keep else {}
+        replaced = sum([tensor.nbytes for address, tensor in tensors.items() if address not in held])
+        answer, choice = self._planner.answer(term, keep, replaced + self._room)
         self._note(part, term, answer, choice)
         if answer.kept is not None:
             if self._groups is None:
-                self._room -= max(0, answer.kept.nbytes - term.nbytes)
+                self._room -= max(0, answer.kept.nbytes - replaced)
             term = Dense(answer.kept)
+        elif keep:
+            held.update(tensors)
         if self._groups is not None:
             self._groups.take([part], answer.squared_norms, term)
         elif keep:

@@ -16,7 +16,7 @@ from torch import _VF, Tensor
 
 from ghostclip.norms.term import is_traced, wide
 
-from .base import NOTHING, Call
+from .base import NOTHING, Call, _top_hooks
 from .gates import Trace
 from .packed import Order, PackedTrace, forward_runs, way_back
 from .through_time import LOOPS, GateGradients, Incoming, Way
@@ -110,12 +110,18 @@ class Recurrence(torch.autograd.Function):
         c0: Tensor | None,
         *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        output = results[0]
-        # A copy, so that the output may be changed in place, as it may behind torch's own GRU and RNN.
+        output, *last = results
+        ctx.output = None
+        # The states are saved without their copy that the model gets: an output may be changed in place, as it may
+        # behind torch's own GRU and RNN.
         if order is None:
             states = output.new_empty(output.shape[0] + 1, *output.shape[1:])
             states[:1], states[1:] = h0, output
             ctx.save_for_backward(x, states, c0, *weights)
+            if _top_hooks(False) is None and not is_traced():
+                # One memory for both; whether the output was changed, its version tells.
+                results = (states[1:].data, *last)
+                ctx.output = results[0].detach()
         else:
             ctx.save_for_backward(x, output.clone(), h0, c0, *weights)
         ctx.set_materialize_grads(False)
@@ -126,7 +132,7 @@ class Recurrence(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, output: Tensor | None, h_n: Tensor | None, c_n: Tensor | None = None) -> tuple:
         if ctx.call is not None and ctx.call.sink is NOTHING:
-            ctx.kept = None
+            ctx.kept = ctx.output = None
             return (None,) * len(ctx.needs_input_grad)
         last = (None if grad is None else wide(grad[0]) for grad in (h_n, c_n))
         incoming = Incoming(None if output is None else wide(output), *last)
@@ -156,6 +162,8 @@ def way_of(mode: str, trace: Trace) -> Way:
 def _back(ctx: Any, incoming: Incoming) -> tuple[Seen, GateGradients, list[Any]]:
     """Through padded sequences."""
     x, states, c0, *saved = ctx.saved_tensors
+    if ctx.output is not None and ctx.output._version:
+        states = _states_again(ctx.mode, x, states[:1], c0, saved)
     weights: list[Any] = [None if weight is None else wide(weight) for weight in saved]
     trace = Trace(wide(x).contiguous(), wide(states), None if c0 is None else wide(c0[0]), *weights)
     way, kept = (way_of(ctx.mode, trace), None) if ctx.kept is None else ctx.kept
@@ -163,7 +171,17 @@ def _back(ctx: Any, incoming: Incoming) -> tuple[Seen, GateGradients, list[Any]]
         kept = way.keep(trace)
     ctx.kept = (way, kept) if _stays() else None
     found = way.back(kept, trace, incoming)
+    if not _stays():
+        ctx.output = None
     return Seen(trace.x, trace.states[:-1], None), found, weights
+
+
+def _states_again(mode: str, x: Tensor, h0: Tensor, c0: Tensor | None, saved: list[Any]) -> Tensor:
+    """[T + 1, B, P]: h0 and the states after each step, where these were overwritten."""
+    initial = (h0,) if c0 is None else (h0, c0)
+    weights = [weight for weight in saved if weight is not None]
+    output, *_ = fused_forward(mode, x, initial, weights, saved[2] is not None, True)
+    return torch.cat((h0, output))
 
 
 def _back_packed(ctx: Any, incoming: Incoming) -> tuple[Seen, GateGradients, list[Any]]:

@@ -67,6 +67,8 @@ def gram(left: Tensor, right: Tensor, memory: Memory = FRESH) -> tuple[Tensor, T
             scale[part] += own.diagonal(dim1=1, dim2=2).sum(dim=1)
             if start:
                 squared[part] += 2 * pairs[:, :, :start].sum(dim=(1, 2))
+            # Its memory is the next block's.
+            del pairs, own
     return squared, scale
 
 
@@ -102,8 +104,12 @@ def direct(left: Tensor, right: Tensor, memory: Memory = FRESH, kept: Tensor | N
     batch, _, outputs = left.shape
     inputs = right.shape[2]
     squared = left.new_empty(batch)
+    space: Tensor | None = None
     for part in chunks(batch, outputs * inputs * left.element_size()):
-        into = memory.empty(left, part.stop - part.start, outputs, inputs) if kept is None else kept[part]
+        count = part.stop - part.start
+        if kept is None and space is None:
+            space = memory.empty(left, count, outputs, inputs)
+        into = kept[part] if space is None else space[:count]
         squared[part] = squared_norms(torch.bmm(left[part].mT, right[part], out=into))
     return squared
 

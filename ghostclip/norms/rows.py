@@ -80,6 +80,7 @@ def pairs_squared_norms(indices: Tensor, gradients: Tensor, memory: Memory = FRE
         pairs = torch.bmm(side, side.mT, out=memory.empty(side, side.shape[0], positions, positions))
         pairs.masked_fill_(indices[part].unsqueeze(1) != indices[part].unsqueeze(2), 0.0)
         torch.sum(pairs, dim=(1, 2), out=squared[part])
+        del pairs  # its memory is the next chunk's
     return reliable(squared, scale, lambda: runs_squared_norms(indices, gradients))
 
 
