@@ -17,7 +17,8 @@ from ghostclip.errors import LossShapeError, StaleInputError
 from ghostclip.graph import WIDE, captured_calls, first_pass, let_go
 from ghostclip.groupwise import POSTPONED_BYTES, GroupSums, Part
 from ghostclip.index import ModelIndex
-from ghostclip.nn.base import Call
+from ghostclip.nn.base import Call, Repeat
+from ghostclip.nn.fallback import Outside
 from ghostclip.norms.whole import all_finite, bounded_weights
 from ghostclip.outcome import FirstPass, add_to_gradient, norm_dtype
 from ghostclip.passes import Collector
@@ -103,12 +104,14 @@ class TwoPasses:
     def _clip_whole(self, losses: Tensor, policy: Policy, retain_graph: bool) -> tuple[Tensor, Tensor]:
         """Adds the clipped sum to each p.grad; returns norms and weights [B]."""
         cached = self.cached
+        repeat = None if cached or retain_graph else Repeat()
         run = self.first_pass(
             losses,
             keep=cached,
             aside=not cached and not self._is_waited_for(),
             retain_graph=retain_graph,
             again=not cached or self._memory_budget is not None,
+            repeat=repeat,
         )
         norms = run.norms()
         fine = all_finite(norms, losses.detach())
@@ -121,14 +124,19 @@ class TwoPasses:
             run = self.first_pass(losses, keep=True, retain_graph=retain_graph, ignore_budget=True)
         if run.holds_terms:
             self._add(run.weighted_sums(weights, finite))
-        elif not self._second_backward(losses, weights, run, retain_graph):
+        elif not self._second_backward(losses, weights, run, retain_graph, repeat):
             run = self.first_pass(losses, keep=True, retain_graph=retain_graph, ignore_budget=True)
             self._add(run.weighted_sums(weights, finite))
         return norms, weights
 
-    def _second_backward(self, losses: Tensor, weights: Tensor, run: FirstPass, retain_graph: bool) -> bool:
+    def _second_backward(
+        self, losses: Tensor, weights: Tensor, run: FirstPass, retain_graph: bool, repeat: Repeat | None
+    ) -> bool:
         """A backward of the reweighted losses, without the parameters whose gradients were set aside; see there."""
-        if not (self.steady or self._is_hooked()):
+        by_rules = not (self.steady or self._is_hooked())
+        if repeat is not None:
+            repeat.begun, repeat.factors = True, None if by_rules else weights
+        if by_rules:
             self._sum_by_rules(losses, weights, run, retain_graph)
             return True
         aside = run.aside
@@ -288,6 +296,7 @@ class TwoPasses:
         again: bool = False,
         ignore_budget: bool = False,
         groups: GroupSums | None = None,
+        repeat: Repeat | None = None,
     ) -> FirstPass:
         """A backward from ``losses`` [B] to the pre-activations; raises what `GhostClipper.norms` raises.
 
@@ -299,6 +308,7 @@ class TwoPasses:
             again: keep the graph for another backward, should one follow.
             ignore_budget: hold terms whatever they take.
             groups: takes the terms, to clip them group by group.
+            repeat: this is the first of two passes.
         """
         _check_losses(losses, self.scale)
         losses = losses if self.scale == 1.0 else losses * self.scale
@@ -326,6 +336,7 @@ class TwoPasses:
             if groups is not None:
                 groups.calls, groups.waits = calls, not wanted and shapes in self._small
                 retain_graph = retain_graph and not groups.waits
+            _expect_again(calls, repeat, len(losses))
             first_pass(losses, calls, collector.receive, retain_graph=retain_graph)
             collector.finish()
             if groups is not None:
@@ -336,6 +347,13 @@ class TwoPasses:
         if aside:
             _note(self._set_aside, shapes, run.aside.issuperset([owner for call in calls for owner in _owners(call)]))
         return run
+
+
+def _expect_again(calls: list[Call], repeat: Repeat | None, examples: int) -> None:
+    """Tells layers with a row for each example that another pass may follow, or that this one stands for itself."""
+    outside = any(isinstance(call, Outside) for call in calls)
+    for call in calls:
+        call.repeat = None if outside or call.packed or call.shape[call.batch_dim] != examples else repeat
 
 
 def _note(known: set[tuple[torch.Size, ...]], shapes: tuple[torch.Size, ...], holds: bool) -> None:

@@ -20,7 +20,7 @@ from ghostclip.norms.affine import Affine
 from ghostclip.norms.dense import Dense
 from ghostclip.norms.term import Term
 
-__all__ = ["LAYERS", "NOTHING", "PROBE", "Call", "GhostLayer", "Sink", "is_capturing", "place_of"]
+__all__ = ["LAYERS", "NOTHING", "PROBE", "Call", "GhostLayer", "Repeat", "Sink", "is_capturing", "place_of"]
 
 # What packs saved tensors now, or None.
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -39,6 +39,21 @@ def NOTHING(call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
     """The sink of a pass that only lets go of the graph: no gradient goes on from a layer."""
 
 
+class Repeat:
+    """Two passes over one graph whose gradients differ by a factor an example, so that the first may save work.
+
+    Attributes:
+        begun: whether the second pass has.
+        factors: [B], how many times as large the second pass's gradients are; None for the same ones.
+    """
+
+    __slots__ = ("begun", "factors")
+
+    def __init__(self) -> None:
+        self.begun = False
+        self.factors: Tensor | None = None
+
+
 class Call:
     """One use of one layer: who, which of its parameters, where the examples are, and what came before.
 
@@ -51,10 +66,12 @@ class Call:
         sources: where the graph goes on below the layer: gradient nodes of the inputs, or leaf inputs themselves.
         packed: whether what is saved goes through hooks, as activation checkpointing has it computed again.
         sink: told (call, inputs, gradient at the pre-activation) during a first pass; None at any other time.
+        repeat: the pass that is going by is one of these two; None where it stands for itself.
     """
 
     __slots__ = (
-        "batch_dim", "device", "dtype", "extra", "layer", "packed", "parameters", "rows", "shape", "sink", "sources",
+        "batch_dim", "device", "dtype", "extra", "layer", "packed", "parameters", "repeat", "rows", "shape", "sink",
+        "sources",
     )  # fmt: skip
 
     def __init__(
@@ -73,6 +90,7 @@ class Call:
         self.sources = [t.grad_fn or t for t in inputs if t.requires_grad]
         self.packed = _top_hooks(False) is not None
         self.sink: Sink | None = None
+        self.repeat: Repeat | None = None
 
     def term(self, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
         """The per-example gradients of ``name`` by the layer's rule; a plain tensor [B, *shape] is taken as is."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import _VF, Tensor
 
+from ghostclip.norms.outer import scaled_product
 from ghostclip.norms.term import is_traced, wide
 
 from .base import NOTHING, Call, _top_hooks
@@ -94,6 +95,14 @@ class Seen(NamedTuple):
         return rows if self.order is None else self.order.padded(rows)
 
 
+class Found(NamedTuple):
+    """What a first pass leaves to a second whose gradients differ by a factor an example (`Repeat`)."""
+
+    seen: Seen
+    gradients: GateGradients
+    weights: list[Any]
+
+
 class Recurrence(torch.autograd.Function):
     """A direction's forward, done; its backward tells the sink, while there is one, the gate gradients."""
 
@@ -134,15 +143,26 @@ class Recurrence(torch.autograd.Function):
         if ctx.call is not None and ctx.call.sink is NOTHING:
             ctx.kept = ctx.output = None
             return (None,) * len(ctx.needs_input_grad)
-        last = (None if grad is None else wide(grad[0]) for grad in (h_n, c_n))
-        incoming = Incoming(None if output is None else wide(output), *last)
-        seen, found, weights = (_back if ctx.order is None else _back_packed)(ctx, incoming)
-        needed = ctx.needs_input_grad[5:]
         call = ctx.call
+        repeat = None if call is None or ctx.order is not None else call.repeat
+        if repeat is not None and repeat.begun and isinstance(ctx.kept, Found):
+            seen, found, weights = ctx.kept
+            factors = None if repeat.factors is None else repeat.factors.to(found.into_input.dtype)
+        else:
+            last = (None if grad is None else wide(grad[0]) for grad in (h_n, c_n))
+            incoming = Incoming(None if output is None else wide(output), *last)
+            seen, found, weights = (_back if ctx.order is None else _back_packed)(ctx, incoming)
+            factors = None
+        if repeat is not None and not is_traced():
+            # The second pass has use for what was found, and none for what it was made of.
+            ctx.kept = Found(seen, found, weights) if _stays() else None
+        if not _stays():
+            ctx.output = None
+        needed = ctx.needs_input_grad[5:]
         if call is not None and call.sink is not None:
             call.sink(call, _for_rule(call, seen, found), seen.laid_out(found.into_input))
             needed = (*needed[:3], *(False,) * 5)
-        return None, None, None, None, None, *_gradients(seen, found, weights, needed)
+        return None, None, None, None, None, *_gradients(seen, found, weights, needed, factors)
 
 
 def _stays() -> bool:
@@ -166,13 +186,12 @@ def _back(ctx: Any, incoming: Incoming) -> tuple[Seen, GateGradients, list[Any]]
         states = _states_again(ctx.mode, x, states[:1], c0, saved)
     weights: list[Any] = [None if weight is None else wide(weight) for weight in saved]
     trace = Trace(wide(x).contiguous(), wide(states), None if c0 is None else wide(c0[0]), *weights)
-    way, kept = (way_of(ctx.mode, trace), None) if ctx.kept is None else ctx.kept
-    if ctx.kept is None:
+    known = ctx.kept if ctx.kept is not None and not isinstance(ctx.kept, Found) else None
+    way, kept = (way_of(ctx.mode, trace), None) if known is None else known
+    if known is None:
         kept = way.keep(trace)
     ctx.kept = (way, kept) if _stays() else None
     found = way.back(kept, trace, incoming)
-    if not _stays():
-        ctx.output = None
     return Seen(trace.x, trace.states[:-1], None), found, weights
 
 
@@ -203,20 +222,31 @@ def _back_packed(ctx: Any, incoming: Incoming) -> tuple[Seen, GateGradients, lis
 
 
 def _gradients(
-    seen: Seen, found: GateGradients, weights: list[Any], needed: tuple[bool, ...]
+    seen: Seen, found: GateGradients, weights: list[Any], needed: tuple[bool, ...], factors: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of x, h0, c0, W_ih, W_hh, b_ih, b_hh and W_hr where needed, by one product over all time steps each."""
-    into_input, into_hidden = found.into_input.flatten(0, 1), found.into_hidden.flatten(0, 1)
+    """Gradients of x, h0, c0, W_ih, W_hh, b_ih, b_hh and W_hr where needed, by one product over all time steps each.
+
+    Every example's are taken ``factors`` [B] times.
+    """
+    into_x = _into_x(seen, found.into_input.flatten(0, 1), weights[0]) if needed[0] else None
+    if into_x is not None and factors is not None:
+        into_x *= factors.unsqueeze(1)
+    c0 = found.c0 if needed[2] else None
     return (
-        _into_x(seen, into_input, weights[0]) if needed[0] else None,
-        found.h0.unsqueeze(0) if needed[1] else None,
-        found.c0.unsqueeze(0) if needed[2] and found.c0 is not None else None,
-        _product(into_input, seen.x) if needed[3] else None,
-        _product(into_hidden, seen.before) if needed[4] else None,
-        found.summed()[0].sum(0) if needed[5] else None,
-        found.summed()[1].sum(0) if needed[6] else None,
-        _product(found.projection[0].flatten(0, 1), found.projection[1]) if needed[7] and found.projection else None,
+        into_x,
+        _times(found.h0, factors).unsqueeze(0) if needed[1] else None,
+        None if c0 is None else _times(c0, factors).unsqueeze(0),
+        _product(found.into_input, seen.x, factors) if needed[3] else None,
+        _product(found.into_hidden, seen.before, factors) if needed[4] else None,
+        _times(found.summed()[0], factors).sum(0) if needed[5] else None,
+        _times(found.summed()[1], factors).sum(0) if needed[6] else None,
+        _product(*found.projection, factors) if needed[7] and found.projection else None,
     )
+
+
+def _times(rows: Tensor, factors: Tensor | None) -> Tensor:
+    """``rows`` [B, d] times ``factors`` [B]."""
+    return rows if factors is None else rows * factors.unsqueeze(1)
 
 
 def _into_x(seen: Seen, into_input: Tensor, weight_ih: Tensor) -> Tensor:
@@ -224,9 +254,11 @@ def _into_x(seen: Seen, into_input: Tensor, weight_ih: Tensor) -> Tensor:
     return found.view_as(seen.x) if seen.order is None else seen.order.turned(found, back=True)
 
 
-def _product(grad: Tensor, factor: Tensor) -> Tensor:
-    """sum_{t,b} grad (x) factor, with the narrower one on the left of the product, where BLAS is a fifth faster."""
-    return (factor.flatten(0, 1).mT @ grad).mT.contiguous()
+def _product(grad: Tensor, factor: Tensor, factors: Tensor | None) -> Tensor:
+    """sum_{t,b} factors_b grad (x) factor, with the narrower one on the left, where BLAS is a fifth faster."""
+    if factors is not None:
+        return scaled_product(grad, factor, factors.view(1, -1, 1).expand(*grad.shape[:2], 1)).contiguous()
+    return (factor.flatten(0, 1).mT @ grad.flatten(0, 1)).mT.contiguous()
 
 
 def _for_rule(call: Call, seen: Seen, found: GateGradients) -> tuple[Tensor, ...]:

@@ -24,7 +24,7 @@ from .memory import FRESH, Memory
 from .rounding import product_of_sizes
 from .term import Answer, Candidate, Term, is_traced, size_class, split_examples, wide, zero_examples
 
-__all__ = ["Outer", "chunks", "direct", "gram", "gram_is_reliable", "reliable"]
+__all__ = ["Outer", "chunks", "direct", "gram", "gram_is_reliable", "reliable", "scaled_product"]
 
 # Chunks of about this many bytes stay in the processor's cache between the product and its reduction.
 CHUNK_BYTES = 1 << 21
@@ -114,7 +114,7 @@ def direct(left: Tensor, right: Tensor, memory: Memory = FRESH, kept: Tensor | N
     return squared
 
 
-def _scaled_product(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
+def scaled_product(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
     """``sum scale * left (x) right`` over the first two axes, for left [m, n, p], right [m, n, d] and scale [m, n, 1].
 
     A part of the first axis at a time, so that never more than SCALED_ROWS rows are scaled.
@@ -231,7 +231,7 @@ class Outer(Term):
             return ((left * scale).squeeze(1).t() @ right.squeeze(1)).view(self.shape)
         if not left.is_contiguous() and left.transpose(0, 1).is_contiguous():
             left, right, scale = left.transpose(0, 1), right.transpose(0, 1), scale.transpose(0, 1)
-        return _scaled_product(left, right, scale.expand(*left.shape[:2], 1)).reshape(self.shape)
+        return scaled_product(left, right, scale.expand(*left.shape[:2], 1)).reshape(self.shape)
 
     def _weighted_sum_of_groups(self, weights: Tensor) -> Tensor:
         left, right = wide(self.left), wide(self.right)
