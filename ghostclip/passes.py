@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -158,7 +159,7 @@ class Collector:
             return
         held: set[int] = set()
         # The largest first, which are the last to be worth keeping: what they hold is there for the others.
-        own = call.layer._parameters
+        own: Mapping[str, Any] = call.layer._parameters
         for name, part in sorted(zip(names, parts, strict=True), key=lambda each: -own[each[0]].numel()):
             term = self._term(call, name, inputs, grad)
             self._left[part] -= 1

@@ -104,12 +104,10 @@ def direct(left: Tensor, right: Tensor, memory: Memory = FRESH, kept: Tensor | N
     batch, _, outputs = left.shape
     inputs = right.shape[2]
     squared = left.new_empty(batch)
-    space: Tensor | None = None
-    for part in chunks(batch, outputs * inputs * left.element_size()):
-        count = part.stop - part.start
-        if kept is None and space is None:
-            space = memory.empty(left, count, outputs, inputs)
-        into = kept[part] if space is None else space[:count]
+    parts = list(chunks(batch, outputs * inputs * left.element_size()))
+    space = memory.empty(left, parts[0].stop if parts else 0, outputs, inputs) if kept is None else kept
+    for part in parts:
+        into = space[: part.stop - part.start] if kept is None else kept[part]
         squared[part] = squared_norms(torch.bmm(left[part].mT, right[part], out=into))
     return squared
 
