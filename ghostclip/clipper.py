@@ -14,6 +14,7 @@ from ghostclip.compiled import CompiledClip
 from ghostclip.convert import wrap
 from ghostclip.explain import Plan, plan_of
 from ghostclip.gradients import GradientGuard, gradients_aside
+from ghostclip.graph import WIDE
 from ghostclip.halves import Halves
 from ghostclip.one_by_one import Alone, OneByOne
 from ghostclip.outcome import add_to_gradient
@@ -23,9 +24,6 @@ from ghostclip.validate import one_of, positive, power_of_two
 from ghostclip.verify import compare_with_loop
 
 __all__ = ["ClippingResult", "GhostClipper"]
-
-
-WIDE_EPS = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)
@@ -131,8 +129,8 @@ class GhostClipper:
         their weights were computed: by four units in the last place of the narrowest.
         """
         dtypes = {parameter.dtype for _, parameter in self._passes.index.trained()}
-        narrowest = max([torch.finfo(dtype).eps for dtype in dtypes], default=0.0)
-        return self.clipping.sensitivity * (1.0 + 4.0 * narrowest if narrowest > WIDE_EPS else 1.0)
+        narrow = [torch.finfo(dtype).eps for dtype in dtypes.difference(WIDE)]
+        return self.clipping.sensitivity * (1.0 + 4.0 * max(narrow) if narrow else 1.0)
 
     def norms(self, losses: Tensor, *, per: str | None = None, retain_graph: bool = False) -> Any:
         """Per-example gradient norms by the first pass alone.

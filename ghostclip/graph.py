@@ -78,6 +78,11 @@ class Uses:
     size: int
     steady: bool
 
+    def key(self, examples: int) -> tuple:
+        """What graphs have in common of which one thing holds, for batches of that size."""
+        uses = [(id(c.layer), c.parameters, c.batch_dim, c.shape, c.dtype, c.packed) for c in self.calls]
+        return (examples, self.size, *uses)
+
 
 def captured_calls(losses: Tensor, index: ModelIndex) -> Uses:
     """Every use of a wrapper layer that ``losses`` depend on.

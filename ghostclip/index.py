@@ -39,7 +39,7 @@ class ModelIndex:
     def knows(self, call: Call) -> bool:
         """Whether the layer and the parameters of ``call`` are the ones that were read."""
         own = call.layer._parameters
-        return id(call.layer) in self.layers and all(id(own[name]) in self.names for name in call.parameters)
+        return id(call.layer) in self.layers and {id(own[name]) for name in call.parameters} <= self.names.keys()
 
     def own_parameters(self, call: Call) -> list[str]:
         """Those of the call's parameters that are this model's; none for a layer of another model in the graph."""

@@ -115,6 +115,8 @@ class Collector:
         self._waiting: dict[Part, list[Term]] = {}
         self._unanswered: list[tuple[list[Part], Affine]] = []
         self._unanswered_bytes = 0
+        # Calls that were answered at once, and the bytes of their answers.
+        self.joined, self.joined_bytes = 0, 0
         self._calls, self._room_left = calls, 0 if groups is not None else None
         self._hooked: set[int] | None = None
         self._groups, self._roomy = groups, roomy
@@ -189,6 +191,7 @@ class Collector:
             self._left[part] = 0
         self._unanswered.append((parts, affine))
         self._unanswered_bytes += affine.nbytes
+        self.joined, self.joined_bytes = self.joined + 1, self.joined_bytes + affine.nbytes
         if self._unanswered_bytes > POSTPONED_BYTES:
             self.finish()
         return True

@@ -83,6 +83,10 @@ class Grouping:
         self._settled: dict[tuple, list[str]] = {}
         self._places: dict[int, Places] = {}
 
+    def is_settled(self, graph: tuple, uses: Uses) -> bool:
+        """Whether all was proved of graphs with that key, and needn't be proved again for these ``uses``."""
+        return graph in self._settled and not (uses.reorders or uses.leaves or self._positions)
+
     def prove(
         self, losses: Tensor, uses: Uses, index: ModelIndex, rehearsal: bool = False
     ) -> tuple[list[Call], dict[int, str]]:
@@ -102,10 +106,9 @@ class Grouping:
         """
         examples = losses.shape[0]
         calls, region = uses.calls, None
-        graph = tuple([(id(call.layer), call.parameters, call.batch_dim, call.shape) for call in calls])
-        known = self._settled.get((examples, uses.size, graph))
-        if known is not None and not (uses.reorders or uses.leaves or self._positions):
-            return calls, {id(call): major for call, major in zip(calls, known, strict=True)}
+        graph = uses.key(examples)
+        if self.is_settled(graph, uses):
+            return calls, {id(call): major for call, major in zip(calls, self._settled[graph], strict=True)}
         odd = [call for call in calls if _is_odd(call, examples)]
         if self._positions:
             odd += [call for call in calls if call not in odd and self._is_table(call, examples)]
@@ -124,7 +127,7 @@ class Grouping:
         majors = {id(call): self._major(call, keys[id(call)], examples, index) for call in calls}
         settled = region is None and all(key in self._proved for key in keys.values())
         if settled and len(self._settled) < MOST_GRAPHS:
-            self._settled[examples, uses.size, graph] = list(majors.values())
+            self._settled[graph] = list(majors.values())
         return (calls if region is None else [*calls, *region.uses]), majors
 
     def _prove_calls(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,12 +85,15 @@ def _add_to(before: Sequence[Tensor | None], parameters: Sequence[nn.Parameter],
             parameter.grad = earlier
 
 
-@contextmanager
-def in_our_words() -> Iterator[None]:
-    """torch's errors about changed or freed tensors, said in ours."""
-    try:
-        yield
-    except RuntimeError as error:
+class in_our_words:
+    """torch's errors about changed or freed tensors, said in ours: a context."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *where: Any) -> None:
+        if not isinstance(error, RuntimeError):
+            return
         text = str(error)
         if "modified by an inplace operation" in text:
             raise StaleInputError(
@@ -102,4 +105,3 @@ def in_our_words() -> Iterator[None]:
                 "the graph of these losses was freed by an earlier norms(), backward() or .backward(); run the forward "
                 "again, or pass retain_graph=True to the earlier call"
             ) from error
-        raise

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ghostclip.at_once import AtOnce
 from ghostclip.clipping import Groupwise, Policy, Thresholds
 from ghostclip.errors import LossShapeError, StaleInputError
 from ghostclip.graph import WIDE, captured_calls, first_pass, let_go
@@ -47,7 +48,7 @@ class TwoPasses:
     Attributes:
         index: the model's names.
         scale: what losses are multiplied with before the passes, and results divided by.
-        choices: what the planner chose for the last batch, by id of parameter; None before one.
+        choices: what the planner chose for the last batch it was asked for, by id of parameter; None before one.
         steady: whether the last batch's gradients scale with its losses (`Uses.steady`).
         reduced_apart: whether sums of several processes are added up apart from any backward: nobody waits for one.
         wide_sums: where clipped sums of parameters narrower than float32 are gathered besides, by id; None: nowhere.
@@ -71,6 +72,7 @@ class TwoPasses:
         self.wide_sums: dict[int, Tensor] | None = None
         self._parameters: dict[int, nn.Parameter] = {}
         self._grouping = Grouping()
+        self._at_once = AtOnce(self.index, self._grouping, clipping)
         # Shapes of pre-activations whose terms are small in all.
         self._small: set[tuple[torch.Size, ...]] = set()
         # The same for graphs whose every parameter could be set aside.
@@ -93,6 +95,8 @@ class TwoPasses:
         if self.wide_sums is not None:
             self.wide_sums.clear()
         with _without_autocast(losses):
+            if self._at_once and (at_once := self._clip_at_once(losses, retain_graph)):
+                return at_once
             if not isinstance(self.clipping, Groupwise):
                 return self._clip_whole(losses, self.clipping, retain_graph)
             found = self._clip_groups(losses, self.clipping, retain_graph, again=retain_graph or forward is None)
@@ -100,6 +104,14 @@ class TwoPasses:
             assert forward is not None
             return self.clip(forward(), retain_graph=False)
         return found
+
+    def _clip_at_once(self, losses: Tensor, retain_graph: bool) -> tuple[Any, Any] | None:
+        """`clip` where it is known to take a single call; None where it isn't, and nothing was done."""
+        if not (self.cached or isinstance(self.clipping, Groupwise)) and self._is_hooked():
+            return None
+        _check_losses(losses, self.scale)
+        with in_our_words():
+            return self._at_once.clip(losses, retain_graph)
 
     def _clip_whole(self, losses: Tensor, policy: Policy, retain_graph: bool) -> tuple[Tensor, Tensor]:
         """Adds the clipped sum to each p.grad; returns norms and weights [B]."""
@@ -346,6 +358,10 @@ class TwoPasses:
         self.choices = run.choices
         if aside:
             _note(self._set_aside, shapes, run.aside.issuperset([owner for call in calls for owner in _owners(call)]))
+        # Only what was held within all bounds here may be held at once.
+        held = run.holds_terms and self.cached and not (materialise or ignore_budget)
+        if self.scale == 1.0 and (held or whole or (groups is not None and groups.nbytes <= POSTPONED_BYTES)):
+            self._at_once.learn(uses, collector, self.partition())
         return run
 
 

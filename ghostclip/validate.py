@@ -18,7 +18,8 @@ def _single(arguments: dict[str, Any]) -> tuple[str, Any]:
 
 def _real(arguments: dict[str, Any], expected: str) -> tuple[str, float]:
     name, value = _single(arguments)
-    if isinstance(value, bool) or not isinstance(value, Real):
+    # What is checked at every step is a float as a rule, which is soon told.
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
         raise TypeError(f"{name} must be {expected}; got {value!r} of type {type(value).__name__}")
     return name, float(value)
 

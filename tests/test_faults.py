@@ -419,7 +419,10 @@ PLACES: dict[str, Callable[[PrivacyEngine, pytest.MonkeyPatch], object]] = {
     "charge": lambda engine, patch: patch.setattr(engine._steps, "charge", broken),
     "noise": lambda engine, patch: patch.setattr(engine._steps._noise, "release", broken),
     "zero_grad": lambda engine, patch: patch.setattr(engine.optimizer, "zero_grad", broken),
-    "sums": lambda engine, patch: patch.setattr("ghostclip.outcome.weighted_sums_of", broken),
+    "sums": lambda engine, patch: (
+        patch.setattr("ghostclip.outcome.weighted_sums_of", broken),
+        patch.setattr("ghostclip.at_once.clipped_sums_of", broken),
+    ),
     # Small layers go without it, but for those with hooks.
     "second backward": lambda engine, patch: (
         next(engine.model.parameters()).register_hook(lambda grad: grad),

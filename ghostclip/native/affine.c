@@ -2,7 +2,8 @@
  * gradients with their column sums; and for any layers the norms of groups and the weights that clip them.
  *
  * A layer is LAYER numbers: left [batch, outputs], its row stride, outputs, right [batch, inputs], its row stride,
- * inputs, NAMES, and for `scale` weights [batch], scaled [batch, outputs] or 0, column sums [outputs] or 0.
+ * inputs, NAMES, and for `scale` weights [batch], scaled [batch, outputs] or 0, column sums [outputs] or 0. For `clip`
+ * the weights are those of the layer's group.
  *
  * It is read twice, with REAL float and double (twice.h); NAME(x) is x_float or x_double.
  */
@@ -65,18 +66,23 @@ static void NAME(row_squares)(const REAL *rows, long stride, long count, long wi
     }
 }
 
+/* Sums of the squares of up to SUMS rows of both factors; of the right one where a weight is asked for. */
+static void NAME(factors)(const int64_t *layer, long first, long count, double *lefts, double *rights) {
+    const REAL *left = (const REAL *)(intptr_t)layer[0], *right = (const REAL *)(intptr_t)layer[3];
+    NAME(row_squares)(left + first * layer[1], layer[1], count, layer[2], lefts);
+    if (layer[6] & WEIGHT) NAME(row_squares)(right + first * layer[4], layer[4], count, layer[5], rights);
+}
+
 /* squared: a row [batch] for each name of each layer, that of the weight before that of the bias. */
 void NAME(squared_norms)(const int64_t *layers, long count, long batch, REAL *squared) {
     for (const int64_t *layer = layers; layer < layers + count * LAYER; layer += LAYER) {
-        const REAL *left = (const REAL *)(intptr_t)layer[0], *right = (const REAL *)(intptr_t)layer[3];
         REAL *of_weight = layer[6] & WEIGHT ? squared : 0, *of_bias = 0;
         if (of_weight) squared += batch;
         if (layer[6] & BIAS) of_bias = squared, squared += batch;
         for (long first = 0; first < batch; first += SUMS) {
             const long some = LESSER(SUMS, batch - first);
             double lefts[SUMS], rights[SUMS];
-            NAME(row_squares)(left + first * layer[1], layer[1], some, layer[2], lefts);
-            if (of_weight) NAME(row_squares)(right + first * layer[4], layer[4], some, layer[5], rights);
+            NAME(factors)(layer, first, some, lefts, rights);
             for (long row = 0; row < some; row++) {
                 if (of_weight) of_weight[first + row] = lefts[row] * rights[row];
                 if (of_bias) of_bias[first + row] = lefts[row];
@@ -147,6 +153,32 @@ void NAME(weights)(const REAL *norms, const double *bounds, long groups, long ba
             weights[k] = weight > 1 ? 1 : weight;
         }
     }
+}
+
+/* All of it: norms and weights [groups, batch] by a bound for each group and, where norms and losses are finite, what
+ * `scale` gives. Returns whether they are. */
+long NAME(clip)(const int64_t *layers, long count, long batch, const REAL *losses, const double *bounds, long groups,
+                REAL *norms, REAL *weights) {
+    for (long group = 0; group < groups; group++) {
+        const int64_t own = (int64_t)(intptr_t)(weights + group * batch);
+        for (long first = 0; first < batch; first += SUMS) {
+            const long some = LESSER(SUMS, batch - first);
+            double lefts[SUMS], rights[SUMS], total[SUMS] = {0};
+            for (const int64_t *layer = layers; layer < layers + count * LAYER; layer += LAYER) {
+                if (layer[7] != own) continue;
+                NAME(factors)(layer, first, some, lefts, rights);
+                for (long row = 0; row < some; row++) {
+                    if (layer[6] & WEIGHT) total[row] += (REAL)(lefts[row] * rights[row]);
+                    if (layer[6] & BIAS) total[row] += (REAL)lefts[row];
+                }
+            }
+            for (long row = 0; row < some; row++) norms[group * batch + first + row] = sqrt(total[row]);
+        }
+    }
+    NAME(weights)(norms, bounds, groups, batch, weights);
+    if (!NAME(finite)(norms, groups * batch) || !NAME(finite)(losses, batch)) return 0;
+    NAME(scale)(layers, count, batch);
+    return 1;
 }
 
 #endif

@@ -166,7 +166,10 @@ class GhostLayer(torch.nn.Module):
         """
 
     def joint(self, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Affine | None:
-        """All the call's parameters at once, for a linear layer on one position; None to have them one by one."""
+        """All the call's parameters at once, for a linear layer on one position; None to have them one by one.
+
+        Which of both must follow from the call alone.
+        """
         return None
 
     @classmethod

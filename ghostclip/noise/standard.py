@@ -76,7 +76,6 @@ class StandardNoise:
             self.draws += 1
             self._stream(out.device).fill(out, std)
 
-    @torch.no_grad()
     def release(self, sums: Sequence[Tensor], std: float, divisor: float = 1.0) -> list[Tensor]:
         """(sum + noise) / divisor for each of ``sums``, with noise of standard deviation ``std``.
 
@@ -93,15 +92,17 @@ class StandardNoise:
         if not sums:
             return []
         if std == 0:
-            torch._foreach_div_(list(sums), float(divisor))
+            with torch.no_grad():
+                torch._foreach_div_(list(sums), float(divisor))
             return list(sums)
         self.draws += 1
         if sums[0].is_cpu and isinstance(stream := self._stream(sums[0].device), ChaCha):
             added = stream.add(sums, std / divisor, divisor)
             if added:
                 return list(sums)
-        noise = self.draw(sums, std / divisor)
-        torch._foreach_add_(noise, list(sums), alpha=1.0 / divisor)
+        with torch.no_grad():
+            noise = self.draw(sums, std / divisor)
+            torch._foreach_add_(noise, list(sums), alpha=1.0 / divisor)
         return noise
 
     def generator(self, key: bytes | None = None) -> np.random.Generator:

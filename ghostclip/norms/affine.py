@@ -18,8 +18,9 @@ from ghostclip.native.calls import function
 
 from .dense import squared_norms
 from .term import is_traced, wide, zero_examples
+from .whole import all_finite, bounded_weights, group_norms, margin
 
-__all__ = ["Affine", "squared_norms_of", "weighted_sums_of"]
+__all__ = ["Affine", "clipped_sums_of", "squared_norms_of", "weighted_sums_of"]
 
 # Beyond so many bytes torch's operations, which share the work among threads, are as good.
 MOST_BYTES = 8 << 20
@@ -91,14 +92,73 @@ def weighted_sums_of(affines: Sequence[Affine], weights: Sequence[Tensor]) -> li
     scale = _in_c("scale", 3, affines)
     if scale is None or any(w.dtype != affines[0].left.dtype or not w.is_contiguous() for w in weights):
         return [affine.weighted_sums(each) for affine, each in zip(affines, weights, strict=True)]
-    layers = array("q")
-    scaled = [torch.empty_like(affine.left, memory_format=torch.contiguous_format) for affine in affines]
-    sums = [affine.left.new_empty(affine.left.shape[1]) for affine in affines]
-    for affine, each, left, bias in zip(affines, weights, scaled, sums, strict=True):
-        layers.extend((*_layer(affine), each.data_ptr(), left.data_ptr(), bias.data_ptr()))
+    scaled: list[Tensor] = []
+    layers, sums = _to_scale(affines, [each.data_ptr() for each in weights], scaled)
     scale(layers.buffer_info()[0], len(affines), affines[0].left.shape[0])
+    return _multiplied(affines, scaled, sums)
+
+
+def clipped_sums_of(
+    affines: Sequence[Affine], groups: Sequence[int], bounds: Sequence[float], losses: Tensor, scaled: list[Tensor]
+) -> tuple[Sequence[Tensor], Sequence[Tensor], list[list[Tensor]]]:
+    """All of it: norms, weights ``min(1, bound / norm)`` and clipped sums, by one call where C can.
+
+    Args:
+        affines: at least one.
+        groups: the number of each one's group.
+        bounds: one for each group; each has an affine.
+        losses: [B]; an example whose loss or norm is not finite has weight 0.
+        scaled: filled with a workspace when it is empty; used again where tensors of the same sizes follow.
+
+    Returns:
+        Norms [B] of each group, weights [B] of each group, and the clipped sums for each name of each affine.
+    """
+    left, count = affines[0].left, len(bounds)
+    clip = _in_c("clip", 8, affines)
+    if clip is None or losses.dtype != left.dtype or not (losses.is_contiguous() and losses.is_cpu):
+        squares = [affine.squared_norms() for affine in affines]
+        of_groups = [[s for s, own in zip(squares, groups, strict=True) if own == g] for g in range(count)]
+        norms = group_norms(of_groups, left.dtype)
+        weights, fine = bounded_weights(norms, bounds), all_finite(norms, losses)
+    else:
+        batch = left.shape[0]
+        found = left.new_empty(2 * count, batch)
+        place, stride = found.data_ptr(), batch * left.element_size()
+        layers, sums = _to_scale(affines, [place + (count + group) * stride for group in groups], scaled)
+        limits = array("d", [bound * margin(left.dtype) for bound in bounds])
+        fine = bool(clip(
+            layers.buffer_info()[0], len(affines), batch, losses.data_ptr(), limits.buffer_info()[0], count,
+            place, place + count * stride,
+        ))  # fmt: skip
+        if fine:
+            rows = found.unbind()
+            return rows[:count], rows[count:], _multiplied(affines, scaled, sums)
+        norms, weights = found.split(count)
+    if not fine:
+        finite = torch.isfinite(norms).all(0) & torch.isfinite(losses)
+        weights = torch.where(finite, weights, torch.zeros_like(weights))
+        affines = [affine.keep_only(finite) for affine in affines]
+    each = weights.unbind()
+    return norms.unbind(), each, weighted_sums_of(affines, [each[group] for group in groups])
+
+
+def _to_scale(
+    affines: Sequence[Affine], weights: Sequence[int], scaled: list[Tensor]
+) -> tuple[array[int], list[Tensor]]:
+    """What C needs to scale the lefts by weights at these addresses into ``scaled`` [p, B]; and its columns' sums."""
+    if not scaled:
+        scaled += [affine.left.new_empty(affine.left.shape).t() for affine in affines]
+    layers, sums = array("q"), []
+    for affine, place, left in zip(affines, weights, scaled, strict=True):
+        sums.append(affine.left.new_empty(left.shape[0]))
+        layers.extend((*_layer(affine), place, left.data_ptr(), sums[-1].data_ptr()))
+    return layers, sums
+
+
+def _multiplied(affines: Sequence[Affine], scaled: Sequence[Tensor], sums: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The weighted sums, for each name of each affine."""
     return [
-        [bias if name == "bias" else torch.mm(left.t(), affine.right) for name in affine.names]
+        [bias if name == "bias" else torch.mm(left, affine.right) for name in affine.names]
         for affine, left, bias in zip(affines, scaled, sums, strict=True)
     ]
 
