@@ -64,9 +64,9 @@ class MultiheadAttention(GhostLayer, torch.nn.MultiheadAttention, wraps=torch.nn
         key_padding_mask, attn_mask, is_causal = _masks(query, key_padding_mask, attn_mask, is_causal, need_weights)
         if self.batch_first:
             query, key, value = _transposed(query, key, value)
-        projected = self._project(query, key, value)
+        projected = self._project(query, key, value, whole=need_weights)
         heads, attn_mask, key_padding_mask = self._heads(projected, attn_mask, key_padding_mask)
-        mask = self._merged_mask(attn_mask, key_padding_mask, query.shape[1], heads[1].shape[1])
+        mask = self._merged_mask(attn_mask, key_padding_mask, query.shape[1], heads[1].shape[2])
         attended, weights = self._attend(heads, mask, query.shape[1], need_weights, is_causal)
         output = F.linear(attended, self.out_proj.weight, self.out_proj.bias)
         if isinstance(self.out_proj, GhostLayer):
@@ -90,8 +90,12 @@ class MultiheadAttention(GhostLayer, torch.nn.MultiheadAttention, wraps=torch.nn
         shapes = [None if mask is None else tuple(mask.shape) for mask in (attn_mask, key_padding_mask)]
         return key.shape[batch] == examples and shapes[0] in masks and shapes[1] in padding
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value through their projections, in as few products as torch makes of them."""
+    def _project(self, query: Tensor, key: Tensor, value: Tensor, *, whole: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value through their projections, in as few products as torch makes of them.
+
+        As torch has them each is contiguous; unless ``whole``, those from one product are views of it.
+        """
+        unpacked = _unpacked if whole else _divided
         width = self.embed_dim
         if not self._qkv_same_embed_dim:
             sides = [(query, "q_proj_weight"), (key, "k_proj_weight"), (value, "v_proj_weight")]
@@ -102,9 +106,9 @@ class MultiheadAttention(GhostLayer, torch.nn.MultiheadAttention, wraps=torch.nn
             return q, k, v
         if query is not key:
             q = self._packed(query, 0, width)
-            k, v = _unpacked(self._packed(key, width, 3 * width), 2)
+            k, v = unpacked(self._packed(key, width, 3 * width), 2)
             return q, k, v
-        q, k, v = _unpacked(self._packed(query, 0, 3 * width), 3)
+        q, k, v = unpacked(self._packed(query, 0, 3 * width), 3)
         return q, k, v
 
     def _packed(self, input: Tensor, start: int, stop: int) -> Tensor:
@@ -129,7 +133,7 @@ class MultiheadAttention(GhostLayer, torch.nn.MultiheadAttention, wraps=torch.nn
     def _heads(
         self, projected: tuple[Tensor, Tensor, Tensor], attn_mask: Tensor | None, key_padding_mask: Tensor | None
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None]:
-        """[T, B, E] each to [B * heads, T, E / heads]; added positions and the masks' columns for them."""
+        """[T, B, E] each to [B, heads, T, E / heads]; added positions and the masks' columns for them."""
         q, k, v = projected
         examples = q.shape[1]
         if attn_mask is not None and attn_mask.dim() == 2:
@@ -138,11 +142,10 @@ class MultiheadAttention(GhostLayer, torch.nn.MultiheadAttention, wraps=torch.nn
             k = torch.cat([k, self._added(self.bias_k, "bias_k", examples)])
             v = torch.cat([v, self._added(self.bias_v, "bias_v", examples)])
             attn_mask, key_padding_mask = _widened(attn_mask), _widened(key_padding_mask)
-        rows = examples * self.num_heads
-        q, k, v = (x.view(x.shape[0], rows, self.head_dim).transpose(0, 1) for x in (q, k, v))
+        q, k, v = (x.transpose(0, 1).unflatten(2, (self.num_heads, -1)).transpose(1, 2) for x in (q, k, v))
         if self.add_zero_attn:
-            zeros = q.new_zeros(rows, 1, self.head_dim)
-            k, v = torch.cat([k, zeros], dim=1), torch.cat([v, zeros], dim=1)
+            zeros = q.new_zeros(examples, self.num_heads, 1, self.head_dim)
+            k, v = (torch.cat([x, zeros], dim=2).contiguous() for x in (k, v))
             attn_mask, key_padding_mask = _widened(attn_mask), _widened(key_padding_mask)
         return (q, k, v), attn_mask, key_padding_mask
 
@@ -170,14 +173,14 @@ class MultiheadAttention(GhostLayer, torch.nn.MultiheadAttention, wraps=torch.nn
         """Attended values [T * B, E] and, on request, the attention weights [B, heads, T, S]."""
         q, k, v = heads
         dropout = self.dropout if self.training else 0.0
-        target, source = q.shape[1], k.shape[1]
+        target, source = q.shape[2], k.shape[2]
         if not need_weights:
             if mask is not None:
                 single = mask.shape[0] == 1
                 mask = mask.unsqueeze(0) if single else mask.view(examples, self.num_heads, mask.shape[1], source)
-            q, k, v = (x.view(examples, self.num_heads, x.shape[1], self.head_dim) for x in (q, k, v))
             attended = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
             return attended.permute(2, 0, 1, 3).reshape(examples * target, self.embed_dim), None
+        q, k, v = (x.flatten(0, 1) for x in heads)
         q = q * math.sqrt(1.0 / float(self.head_dim))
         scores = torch.bmm(q, k.mT) if mask is None else torch.baddbmm(mask, q, k.mT)
         weights = F.softmax(scores, dim=-1)
@@ -235,6 +238,12 @@ def _transposed(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
 def _unpacked(packed: Tensor, parts: int) -> Tensor:
     """[T, B, parts * E] as [parts, T, B, E]."""
     return packed.unflatten(-1, (parts, -1)).unsqueeze(0).transpose(0, -2).squeeze(-2).contiguous()
+
+
+def _divided(packed: Tensor, parts: int) -> tuple[Tensor, ...]:
+    """The same as views, whose gradients are put together example by example: no other copy is made of either."""
+    sides = packed.transpose(0, 1).chunk(parts, 2)
+    return tuple([side.transpose(0, 1) for side in sides])
 
 
 def _widened(mask: Tensor | None) -> Tensor | None:
