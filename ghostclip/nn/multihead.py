@@ -120,13 +120,14 @@ class MultiheadAttention(GhostLayer, torch.nn.MultiheadAttention, wraps=torch.nn
             bias = bias[start:stop]
         names = ("in_proj_weight", "in_proj_bias")
         rows = {} if whole else dict.fromkeys(names, (start, stop))
-        return self.capture(F.linear(input, weight, bias), input, parameters=names, rows=rows, batch_dim=1)
+        output, input = _product(input, weight, bias)
+        return self.capture(output, input, parameters=names, rows=rows, batch_dim=1)
 
     def _side(self, input: Tensor, name: str, part: int) -> Tensor:
         """``input`` times one of three separate weights (kdim or vdim given); their bias is still packed."""
         rows = (part * self.embed_dim, (part + 1) * self.embed_dim)
         bias = None if self.in_proj_bias is None else self.in_proj_bias[slice(*rows)]
-        output = F.linear(input, getattr(self, name), bias)
+        output, input = _product(input, getattr(self, name), bias)
         names = (name, "in_proj_bias")
         return self.capture(output, input, parameters=names, rows={"in_proj_bias": rows}, batch_dim=1)
 
@@ -233,6 +234,16 @@ def _transposed(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     q = query.transpose(1, 0)
     k = q if key is query else key.transpose(1, 0)
     return q, k, (k if value is key else value.transpose(1, 0))
+
+
+def _product(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """F.linear(input, weight, bias), and the input as it was multiplied and is kept for its weight's gradient."""
+    if input.is_contiguous() or not weight.requires_grad:
+        return F.linear(input, weight, bias), input
+    # F.linear copies the input where it isn't contiguous and adds the bias apart; its copy would be out of reach.
+    input = input.contiguous()
+    output = F.linear(input, weight)
+    return (output if bias is None else output.add_(bias.to(output.dtype))), input
 
 
 def _unpacked(packed: Tensor, parts: int) -> Tensor:
