@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.norms.dense import Dense
-from ghostclip.norms.memory import Memory
+from ghostclip.norms.memory import Memory, first_touch
 from ghostclip.norms.term import SAMPLE, Answer, Candidate, Term, is_traced
 
 __all__ = ["SOLE", "Choice", "Planner", "kept_bytes", "milliseconds"]
@@ -158,13 +158,16 @@ class Planner:
             assert kept is not None
             return Dense(kept).weighted_sum(weights[: sample.examples])
 
+        # Measured over and over the kept gradients lie where the last ones lay; in a step their pages may be new ones.
+        new = first_touch(kept_bytes(term) - term.nbytes) if may_keep and term.device.type == "cpu" else 0.0
         costs: dict[str, float] = {}
         summed: float | None = None
         for name in names:
             self.memory.give_up()
             way, best = candidates[name], min(costs.values(), default=math.inf)
             if may_keep and way.keeps:
-                costs[name] = self._measure(partial(kept_and_summed, way), term.device, best * share) / share
+                least = max(0.0, best - new) * share
+                costs[name] = self._measure(partial(kept_and_summed, way), term.device, least) / share + new
                 continue
             if keep and summed is None:
                 # Part of its cost is that of a parameter-sized result, which does not grow with the batch.

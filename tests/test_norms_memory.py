@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import ghostclip
-from ghostclip.norms.memory import FRESH, Memory
+from ghostclip.norms.memory import FRESH, SMALL_BYTES, Memory, first_touch
 from ghostclip.norms.outer import Outer
 from ghostclip.planner import Planner
 
@@ -18,6 +18,12 @@ NUMBERS = 1 << 16
 
 def address(tensor):
     return tensor.untyped_storage().data_ptr()
+
+
+def test_first_touches_cost_in_proportion_and_small_ones_nothing():
+    assert first_touch(SMALL_BYTES) == first_touch(-1) == 0.0
+    assert first_touch(1 << 21) == pytest.approx(2 * first_touch(1 << 20))
+    assert 0.0 <= first_touch(1 << 20) < 1e3
 
 
 def test_memory_given_up_is_lent_again():

@@ -65,6 +65,15 @@ def test_the_clipped_sum_that_follows_counts(kept, choice):
     assert found.milliseconds == {"direct": kept, "gram": 7.0}
 
 
+@pytest.mark.parametrize(("new", "choice"), [(0.05, ("direct", True)), (0.2, ("gram", False))])
+def test_new_pages_for_what_is_kept_count(new, choice, monkeypatch):
+    monkeypatch.setattr("ghostclip.planner.first_touch", lambda nbytes: new)
+    planner = planner_that_measures((6.9, 5.0, 2.0))
+    _, found = planner.answer(linear_term(), keep=True)
+    assert (found.name, found.keep) == choice
+    assert found.milliseconds == {"direct": 6.9 + new, "gram": 7.0}
+
+
 def test_gradients_are_not_kept_where_there_is_no_room():
     for room, keep in ((3 * 4 * 5 * 4, True), (3 * 4 * 5 * 4 - 1, False)):
         answer, choice = planner_that_measures((1.0, 9.0, 9.0)).answer(linear_term(), keep=True, room=room)

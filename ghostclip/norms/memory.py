@@ -7,7 +7,10 @@ whoever asks for as much or less. What is not lent can be given up at any time, 
 
 from __future__ import annotations
 
+import functools
 import math
+import mmap
+import time
 import weakref
 
 import torch
@@ -15,10 +18,31 @@ from torch import Tensor
 
 from .term import is_traced
 
-__all__ = ["FRESH", "Memory"]
+__all__ = ["FRESH", "Memory", "first_touch"]
 
 # Below this the allocator itself keeps pages at hand.
 SMALL_BYTES = 1 << 16
+# So many are touched to see what it costs.
+TRIAL_BYTES = 1 << 20
+
+
+def first_touch(nbytes: int) -> float:
+    """Milliseconds by which writing so many bytes takes longer where the system has to find the pages first."""
+    return 0.0 if nbytes <= SMALL_BYTES else nbytes * _milliseconds_a_byte()
+
+
+@functools.cache
+def _milliseconds_a_byte() -> float:
+    """The same for a byte, the least of a few trials."""
+    content, least = b"1" * TRIAL_BYTES, math.inf
+    for _ in range(3):
+        with mmap.mmap(-1, TRIAL_BYTES) as block:
+            times = [time.perf_counter()]
+            for _ in range(2):
+                block[:] = content
+                times.append(time.perf_counter())
+        least = min(least, times[1] - times[0] - (times[2] - times[1]))
+    return 1e3 * max(0.0, least) / TRIAL_BYTES
 
 
 class Memory:
