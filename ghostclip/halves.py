@@ -24,13 +24,13 @@ from ghostclip.passes import preactivation_bytes
 from ghostclip.replay import Replay
 from ghostclip.two_passes import TwoPasses, is_distributed
 
-__all__ = ["Halves"]
+__all__ = ["Halves", "head_of_large"]
 
 # Examples of the rehearsal: few, and no size that tables or images have, so that their dimension is told from others.
 FEW = 7
 # Examples of the smallest batch that is divided, bytes of its pre-activations, and of what it holds itself.
-LEAST, LEAST_BYTES, LEAST_DATA = 64, 4 << 20, 1 << 17
-# How many times the parameters' bytes pre-activations must take, that half of them counts.
+LEAST, LEAST_BYTES, LEAST_DATA = 64, 2 << 20, 1 << 17
+# How many times the parameters' bytes its pre-activations must take, that half of them counts.
 OVER_PARAMETERS = 2
 # Policies that weigh an example by its own norm alone.
 EACH_BY_ITSELF = (Flat, Automatic, Adaptive)
@@ -87,40 +87,35 @@ class Halves:
 
     def _meet(self, loss_fn: LossFunction, batch: Any) -> None:
         """Rehearses the 1st, 2nd, 4th ... large batch while something is open; leaves no trace but what was learnt."""
-        found = leaves_of(batch)
-        if found is None or found[2] < LEAST or sum([leaf.nbytes for leaf in found[0]]) < LEAST_DATA:
+        few, fewer = head_of_large(batch, FEW), head_of_large(batch, FEW // 2)
+        if few is None:
             return
-        leaves, structure, examples = found
         self._batches += 1
         if self._batches & (self._batches - 1):
             return
         self._open = False
-
-        def losses_of(count: int) -> Tensor:
-            return loss_fn(self.model, tree_unflatten([leaf[:count] for leaf in leaves], structure))
-
         replay = Replay(self.model)
         try:
             with replay.again(gradients=True):
-                calls, self._open = self.passes.rehearse(losses_of(FEW))
-            if self._batches == 1 and self._are_worth(calls, examples) and _stand_alone(losses_of, replay):
-                self.function = _code(loss_fn)
+                calls, self._open = self.passes.rehearse(loss_fn(self.model, few))
+            if self._batches == 1 and self._are_worth(calls):
+                with replay.again(training=False):
+                    if _stand_alone(loss_fn(self.model, few), loss_fn(self.model, fewer)):
+                        self.function = _code(loss_fn)
         except Exception as error:  # what is wrong shows on the whole batch; and nobody promised to take a part of one
             log.info("no rehearsal on %d examples: %s: %s", FEW, type(error).__name__, error)
 
-    def _are_worth(self, calls: Sequence[Call], examples: int) -> bool:
-        """Whether a batch of so many examples would take less memory in halves, and no more time."""
+    def _are_worth(self, calls: Sequence[Call]) -> bool:
+        """Whether large batches would take less memory in halves, and no more time, by the graph of a few examples."""
         trained = [parameter for _, parameter in self.passes.index.trained()]
         if not self.reweighted or not isinstance(self.clipping, EACH_BY_ITSELF):
             return False
         if any(p.device.type != "cpu" or p.dtype not in TOLERANCE for p in trained):
             return False
-        produced = [
-            (isinstance(call.layer, CONVOLUTIONS), preactivation_bytes(call) * examples // FEW) for call in calls
-        ]
-        total = sum([nbytes for _, nbytes in produced])
-        of_images = sum([nbytes for is_convolution, nbytes in produced if is_convolution])
-        return total >= max(LEAST_BYTES, OVER_PARAMETERS * sum([p.nbytes for p in trained])) and 2 * of_images >= total
+        total = sum([preactivation_bytes(call) for call in calls])
+        of_images = sum([preactivation_bytes(call) for call in calls if isinstance(call.layer, CONVOLUTIONS)])
+        least = max(LEAST_BYTES, OVER_PARAMETERS * sum([p.nbytes for p in trained]))
+        return total * LEAST // FEW >= least and 2 * of_images >= total
 
     def _is_waited_for(self) -> bool:
         """Whether someone counts the backwards: hooks on parameters, or other processes."""
@@ -133,11 +128,18 @@ def _code(function: Any) -> Any:
     return getattr(function, "__code__", function)
 
 
-def _stand_alone(losses_of: Callable[[int], Tensor], replay: Replay) -> bool:
+def _stand_alone(among_few: Tensor, among_fewer: Tensor) -> bool:
     """Whether losses are the same among fewer examples; not where they are divided by how many there are."""
-    with replay.again(training=False):
-        among_few, among_fewer = losses_of(FEW), losses_of(FEW // 2)
     if among_few.shape != (FEW,) or among_fewer.shape != (FEW // 2,) or among_few.dtype not in TOLERANCE:
         return False
     off = TOLERANCE[among_few.dtype]
     return bool(torch.isclose(among_few[: FEW // 2], among_fewer, rtol=off, atol=0.0, equal_nan=True).all())
+
+
+def head_of_large(batch: Any, count: int) -> Any | None:
+    """The first ``count`` examples of a batch so large that its graph may matter in memory; None of another."""
+    found = leaves_of(batch)
+    if found is None or found[2] < LEAST or sum([leaf.nbytes for leaf in found[0]]) < LEAST_DATA:
+        return None
+    leaves, structure, _ = found
+    return tree_unflatten([leaf[:count] for leaf in leaves], structure)

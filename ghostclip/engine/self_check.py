@@ -6,6 +6,7 @@ It looks at the first batches and never again, for about two steps' time in all.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -16,20 +17,27 @@ from ghostclip.clipper import GhostClipper
 from ghostclip.engine.agreement import gradients_agree
 from ghostclip.engine.exchange import holds_still, refuse_mixing, refuse_remembering, square_dims
 from ghostclip.engine.movement import Movement
+from ghostclip.errors import VerificationError
+from ghostclip.halves import head_of_large
 from ghostclip.replay import Replay
 
 __all__ = ["SelfCheck"]
 
+# Examples of a large batch whose gradients are compared, lest the graph of all of it be held.
+HEAD = 16
 # So many batches are tried for one whose examples can be told from its features by their number.
 MOST_TRIED = 5
 LossFunction = Callable[[nn.Module, Any], Tensor]
+
+log = logging.getLogger("ghostclip")
 
 
 class SelfCheck:
     """Watches the first steps of an engine; all that they need and leave stays as it would have been.
 
-    Gradients are compared on the first batch whose gradients are all finite, examples are exchanged in the first one
-    of at least two, and the first update with examples in it is looked at.
+    Gradients are compared on the first batch whose gradients are all finite (of a large one on its first examples, so
+    that its graph needn't be held), examples are exchanged in the first one of at least two, and the first update with
+    examples in it is looked at.
 
     Args:
         clipper: of the model in training.
@@ -61,12 +69,14 @@ class SelfCheck:
             VerificationError: the gradients aren't autograd's, examples mix, or buffers keep something of them; layers
                 and buffers are named.
         """
-        replay = Replay(self._model) if self._to_exchange else None
+        replay = Replay(self._model) if self._to_exchange or self._to_compare else None
+        if replay is not None and self._to_compare:
+            self._compare_head(loss_fn, head_of_large(examples, HEAD), replay)
         unchanged = holds_still(self._model)
         losses = loss_fn(self._model, examples)
         check_count(losses)
         self.backward(losses)
-        if replay is not None and len(losses) > 1:
+        if replay is not None and self._to_exchange and len(losses) > 1:
             # Another batch has another size, as a rule, by which its examples are known.
             self._left -= 1
             refuse_mixing(loss_fn, examples, losses, replay, squares=not self._left)
@@ -75,16 +85,37 @@ class SelfCheck:
             self._to_exchange = self._left > 0 and bool(square_dims(examples, len(losses)))
         return losses
 
-    def rehearse(self, forward: LossFunction, examples: Any) -> None:
-        """Has a batch checked whose own forward can't be watched, because it will be part of a compiled step.
+    def _compare_head(self, loss_fn: LossFunction, head: Any | None, replay: Replay) -> None:
+        """`backward`'s comparison on the first examples of a large batch; where they can't be had, it is left to that.
+
+        Raises:
+            VerificationError: as `backward`.
+        """
+        if head is None:
+            return
+        try:
+            with replay.again(gradients=True):
+                losses = loss_fn(self._model, head)
+                if losses.shape == (HEAD,):
+                    self.backward(losses)
+        except VerificationError:
+            raise
+        except Exception as error:  # what is wrong shows on the whole batch
+            log.info("gradients are not compared on %d examples: %s: %s", HEAD, type(error).__name__, error)
+
+    def rehearse(self, forward: LossFunction, examples: Any, *, in_parts: bool) -> None:
+        """Has a batch checked before its own forward: where that can't be watched, or its graph would be in the way.
 
         Args:
             forward: a function that calls `forward`.
             examples: the physical batch.
+            in_parts: it will be part of a compiled step, or come in halves.
         """
         if self._to_compare or self._to_exchange:
-            with Replay(self._model).again(gradients=True):
-                forward(self._model, examples)
+            large = head_of_large(examples, HEAD) is not None
+            if large or in_parts:
+                with Replay(self._model).again(gradients=not large):
+                    forward(self._model, examples)
 
     def backward(self, losses: Tensor) -> None:
         """Compares a few of the per-example gradients with autograd's and keeps the graph.
@@ -98,7 +129,7 @@ class SelfCheck:
         """
         if self._movement is not None:
             self._movement.saw_examples = True
-        if self._to_compare and (unused := gradients_agree(self._passes, losses)) is not None:
+        if self._to_compare and losses.requires_grad and (unused := gradients_agree(self._passes, losses)) is not None:
             self._to_compare, self._unused = False, unused
 
     def released(self, held: Collection[nn.Parameter]) -> None:

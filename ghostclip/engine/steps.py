@@ -163,8 +163,8 @@ class PrivateSteps:
             return self._self_check.forward(loss_fn, examples, self._check_count)
 
         # A compiled graph is made for the user's own function, and its batches are padded; halves have other counts.
-        if not self._clipper.comes_whole(loss_fn, examples):
-            self._self_check.rehearse(checked, examples)
+        in_parts = not self._clipper.comes_whole(loss_fn, examples)
+        self._self_check.rehearse(checked, examples, in_parts=in_parts)
         return self._gather(lambda: self._clipper.clip(loss_fn, examples, whole=checked))
 
     def step(self, batch: LogicalBatch, loss_fn: Callable[[nn.Module, Any], Tensor]) -> list[ClippingResult]:
