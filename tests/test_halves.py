@@ -18,7 +18,7 @@ Batch = tuple[Tensor, Tensor]
 @pytest.fixture(autouse=True)
 def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of small images count as large ones."""
-    monkeypatch.setattr(halves, "LEAST_BYTES", 0)
+    monkeypatch.setattr(halves, "IMAGE_BYTES", 0)
     monkeypatch.setattr(halves, "LEAST_DATA", 0)
 
 
