@@ -2,9 +2,10 @@
 
 "reweight" goes over its graph twice, so that all of it stands in memory while the gradients at the widest layer come,
 where an ordinary backward has let go of the rest. Half of the graph at a time takes less than that backward does.
-Convolutions cost as much for an image in a half as in the whole (measured: the CNN of Lee & Kifer at 128 images 1.5%
-more, the CIFAR network at 64 as much). Products of rows need many of them: the Transformer takes 0.97 and 0.87 of the
-time at 64 and 128 texts, and more than before at 32. Recurrent layers pay for each step in time, and come whole.
+Convolutions cost about as much for an image in a half as in the whole (measured: the CNN of Lee & Kifer at 128 images
+1.5 to 8% more, the CIFAR network at 64 as much). Products of rows need many of them: the Transformer takes 0.97 and
+0.87 of the time at 64 and 128 texts, and more than before at 32. Recurrent layers pay for each step in time: they come
+whole.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Halves:
         if self.function is None:
             return ""
         least = max(LEAST, math.ceil(self._least / self._each))
-        return f"batches of {least} and more in two halves: less memory, as fast"
+        return f"batches of {least} and more in two halves, which take less memory"
 
     def _meet(self, loss_fn: LossFunction, batch: Any) -> None:
         """Rehearses the 1st, 2nd, 4th ... large batch while something is open; leaves no trace but what was learnt."""
