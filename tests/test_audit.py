@@ -205,12 +205,17 @@ def audited(model=None, dataset=None, **changes):
 
 
 def clip_doubled(monkeypatch):
+    from ghostclip.norms.affine import clipped_sums_of
     from ghostclip.norms.whole import bounded_weights
 
     def loose(norms, bounds):
         return bounded_weights(norms, [2 * bound for bound in bounds])
 
+    def loose_at_once(affines, groups, bounds, *rest):
+        return clipped_sums_of(affines, groups, [2 * bound for bound in bounds], *rest)
+
     monkeypatch.setattr("ghostclip.clipping.policies.bounded_weights", loose)
+    monkeypatch.setattr("ghostclip.at_once.clipped_sums_of", loose_at_once)
 
 
 def noise_changed(change):

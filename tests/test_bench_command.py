@@ -112,12 +112,12 @@ def test_memory_is_measured_where_asked(monkeypatch, capsys):
 
     def ask(workload, contender, batch_size, device, threads):
         asked.append(contender)
-        return {"peak": 2**21 if contender == "nonprivate" else 2**20, "steady": 1}
+        return {"peak": 2**26 if contender == "nonprivate" else 2**25, "steady": 1}
 
     monkeypatch.setattr("ghostclip.bench.memory.ask", ask)
     assert main(["--workloads", "tiny", *FEW, "--memory", "cached"]) == 0
     assert asked == ["nonprivate", "cached"]
-    assert "| tiny | 2 | 0.50 |" in capsys.readouterr().out
+    assert "| tiny | 64 | 0.50 |" in capsys.readouterr().out
 
 
 def test_a_wrong_contender_of_ours_is_status_1_and_a_wrong_library_is_a_finding(monkeypatch, capsys):

@@ -168,8 +168,11 @@ long NAME(clip)(const int64_t *layers, long count, long batch, const REAL *losse
                 if (layer[7] != own) continue;
                 NAME(factors)(layer, first, some, lefts, rights);
                 for (long row = 0; row < some; row++) {
-                    if (layer[6] & WEIGHT) total[row] += (REAL)(lefts[row] * rights[row]);
-                    if (layer[6] & BIAS) total[row] += (REAL)lefts[row];
+                    /* Rounded by itself, and not in one operation with the sum: a first batch, whose norms are added up
+                     * by `norms`, must come to the same. */
+                    volatile REAL of_weight = lefts[row] * rights[row], of_bias = lefts[row];
+                    if (layer[6] & WEIGHT) total[row] += of_weight;
+                    if (layer[6] & BIAS) total[row] += of_bias;
                 }
             }
             for (long row = 0; row < some; row++) norms[group * batch + first + row] = sqrt(total[row]);
