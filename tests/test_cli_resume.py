@@ -61,7 +61,7 @@ def test_an_interrupted_run_goes_on_and_forgets_nothing(
 ) -> None:
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
-        # The self-check of the first step calls the loss function once more.
+        # A rehearsal and the self-check of the first step call the loss function four times more.
         interrupt_at(patch, 6)
         assert main([*RUN, "--checkpoint", str(folder)]) == 130
     assert f"the run is kept at {folder}; add --resume" in capsys.readouterr().err
