@@ -62,7 +62,7 @@ def test_an_interrupted_run_goes_on_and_forgets_nothing(
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
         # A rehearsal and the self-check of the first step call the loss function four times more.
-        interrupt_at(patch, 6)
+        interrupt_at(patch, 9)
         assert main([*RUN, "--checkpoint", str(folder)]) == 130
     assert f"the run is kept at {folder}; add --resume" in capsys.readouterr().err
     done = steps_at(folder)
