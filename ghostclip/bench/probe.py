@@ -1,6 +1,6 @@
 """The peak memory of one contender's steps: what runs in a fresh process, ``python -m ghostclip.bench.probe JSON``.
 
-The process imports everything, makes a step on two examples with a copy of the model (which loads kernels and code),
+The process imports everything, makes a step on as many examples with a copy of the model, which loads kernels and code,
 gives that memory back, then builds model, optimizer and batch. There its high-water mark is reset, and the rise over
 what it held is reported: gradients, optimizer state, noise, activations, and whatever clipping keeps. On a GPU the same
 is asked of torch's allocator.
@@ -27,7 +27,6 @@ from ghostclip.bench.workloads import WORKLOADS, Workload
 
 __all__ = ["Question", "answer"]
 
-FEW = 2  # examples in the step before the clock
 MAX_NORM = 1.0  # what memory does not depend on
 
 
@@ -61,7 +60,7 @@ def answer(question: Question) -> dict[str, int]:
     torch.manual_seed(0)
     workload, contender = WORKLOADS[question.workload], CONTENDERS[question.contender]
     # A copy is made here as below, so that nothing of this step is left but what stays loaded.
-    _stepper(workload, contender, FEW, question.device)()
+    _stepper(workload, contender, question.batch_size, question.device)()
     _give_back()
     step = _stepper(workload, contender, question.batch_size, question.device)
     _give_back()
