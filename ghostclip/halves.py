@@ -96,7 +96,7 @@ class Halves:
 
     def _meet(self, loss_fn: LossFunction, batch: Any) -> None:
         """Rehearses the 1st, 2nd, 4th ... large batch while something is open; leaves no trace but what was learnt."""
-        few, fewer = head_of_large(batch, FEW), head_of_large(batch, FEW // 2)
+        few = head_of_large(batch, FEW)
         if few is None:
             return
         self._batches += 1
@@ -111,7 +111,7 @@ class Halves:
             if not math.isinf(least):
                 self._each, self._least = sum([preactivation_bytes(call) for call in calls]) / FEW, least
                 with replay.again(training=False):
-                    if _stand_alone(loss_fn(self.model, few), loss_fn(self.model, fewer)):
+                    if _stand_alone(loss_fn(self.model, few), loss_fn(self.model, _last_of(few))):
                         self.function = _code(loss_fn)
         except Exception as error:  # what is wrong shows on the whole batch; and nobody promised to take a part of one
             log.info("no rehearsal on %d examples: %s: %s", FEW, type(error).__name__, error)
@@ -142,11 +142,14 @@ def _code(function: Any) -> Any:
 
 
 def _stand_alone(among_few: Tensor, among_fewer: Tensor) -> bool:
-    """Whether losses are the same among fewer examples; not where they are divided by how many there are."""
+    """Whether losses of the last ones are the same among fewer, elsewhere in the batch.
+
+    They aren't where they are divided by how many there are, or a loss function takes what is its own from the front.
+    """
     if among_few.shape != (FEW,) or among_fewer.shape != (FEW // 2,) or among_few.dtype not in TOLERANCE:
         return False
     off = TOLERANCE[among_few.dtype]
-    return bool(torch.isclose(among_few[: FEW // 2], among_fewer, rtol=off, atol=0.0, equal_nan=True).all())
+    return bool(torch.isclose(among_few[-(FEW // 2) :], among_fewer, rtol=off, atol=0.0, equal_nan=True).all())
 
 
 def head_of_large(batch: Any, count: int) -> Any | None:
@@ -156,3 +159,10 @@ def head_of_large(batch: Any, count: int) -> Any | None:
         return None
     leaves, structure, _ = found
     return tree_unflatten([leaf[:count] for leaf in leaves], structure)
+
+
+def _last_of(few: Any) -> Any:
+    """The last of a few examples."""
+    found = leaves_of(few)
+    assert found is not None
+    return tree_unflatten([leaf[-(FEW // 2) :] for leaf in found[0]], found[1])

@@ -75,7 +75,7 @@ class Grouping:
 
     def __init__(self) -> None:
         self._proved: dict[tuple, str] = {}
-        # What was just met in a rehearsal, and so needn't be tried on the batch that follows.
+        # What the last rehearsal met.
         self._rehearsed: set[tuple] = set()
         self._seen: dict[tuple, int] = {}
         self._positions: set[tuple] = set()
@@ -138,11 +138,12 @@ class Grouping:
         for call, major in found.items():
             if major:
                 self._proved[keys[id(call)]] = major
+        mixing = [call for call, major in found.items() if major is None]
         if not rehearsal:
-            self._rehearsed = set()
-            for key in set(keys.values()):
+            # What is refused now is tried again, whoever goes on nevertheless.
+            for key in set(keys.values()) - {keys[id(call)] for call in mixing}:
                 self._seen[key] = self._seen.get(key, 0) + 1
-        return [call for call, major in found.items() if major is None]
+        return mixing
 
     def _take_as_positions(self, losses: Tensor, mixing: list[Call], keys: dict[int, tuple], index: ModelIndex) -> None:
         """From now on, the calls are tables of positions as long as a batch; raises where examples mix in truth."""
@@ -194,10 +195,12 @@ class Grouping:
         return not self._rehearsed <= self._proved.keys()
 
     def _is_open(self, key: tuple, rehearsal: bool) -> bool:
-        """Not proved; where nothing has reached the layer so far, tried at the 1st, 2nd, 4th, 8th ... batch."""
+        """Not proved; where nothing has reached the layer so far, tried at the 1st, 2nd, 4th, 8th ... batch.
+
+        A rehearsal takes the place of none of them: what reached nothing by a few examples may by the others.
+        """
         met = self._seen.get(key, 0) + 1
-        due = rehearsal or (met & (met - 1) == 0 and key not in self._rehearsed)
-        return key not in self._proved and due
+        return key not in self._proved and (rehearsal or met & (met - 1) == 0)
 
     def _major(self, call: Call, key: tuple, examples: int, index: ModelIndex) -> str:
         if key[-1] == 1 or examples <= 1:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ghostclip import GhostClipper, clipping, halves, regroup
+from ghostclip.errors import UnsupportedModelError
 
 EXAMPLES, MAX_NORM = 65, 0.05
 Batch = tuple[Tensor, Tensor]
@@ -50,7 +51,7 @@ def sizes_seen(clipper: GhostClipper, loss_fn: Callable[..., Tensor] = losses, e
         seen.clear()
         clipper.model.zero_grad()
         clipper.clip(watched, batch() if examples is None else examples)
-    return [size for size in seen if size != halves.FEW]
+    return [size for size in seen if size > halves.FEW]
 
 
 @pytest.mark.parametrize("policy", [clipping.Flat(MAX_NORM), clipping.Automatic(MAX_NORM)], ids=["flat", "automatic"])
@@ -105,6 +106,15 @@ def test_losses_that_depend_on_how_many_there_are_come_whole() -> None:
         return losses(model, examples) / len(examples[1])
 
     assert sizes_seen(GhostClipper(network(), MAX_NORM), divided) == [EXAMPLES]
+
+
+def test_losses_that_depend_on_where_examples_stand_come_whole() -> None:
+    weights = torch.arange(1.0, EXAMPLES + 1.0, dtype=torch.float64)
+
+    def weighed(model: nn.Module, examples: Batch) -> Tensor:
+        return weights[: len(examples[1])] * losses(model, examples)
+
+    assert sizes_seen(GhostClipper(network(), MAX_NORM), weighed) == [EXAMPLES]
 
 
 def test_a_loss_function_of_one_size_is_left_alone() -> None:
@@ -179,3 +189,17 @@ def test_what_a_rehearsal_proved_is_not_proved_again_on_the_whole(monkeypatch: p
     for _ in range(3):
         clipper.clip(losses, batch())
     assert proved == [halves.FEW]
+
+
+@pytest.mark.parametrize("way", [{}, {"second_pass": "cached"}, {"clipping": clipping.PerLayer(max_norm=MAX_NORM)}])
+@pytest.mark.parametrize("unseen", [0, halves.FEW], ids=["seen", "unseen"])
+def test_examples_that_mix_are_refused_on_every_large_batch(way: dict[str, Any], unseen: int) -> None:
+    """A rehearsal that fails, or whose examples have no gradient, is no proof of the batch that follows."""
+    model = network()
+    model[1].register_forward_hook(lambda _, given, output: output - output.mean(0))
+    present = (torch.arange(EXAMPLES) >= unseen).double()
+    clipper = GhostClipper(model, **{"clipping": MAX_NORM, **way})
+    for _ in range(4):
+        with pytest.raises(UnsupportedModelError, match="mix"):
+            clipper.clip(lambda model, examples: losses(model, examples[:2]) * examples[2], (*batch(), present))
+    assert all(parameter.grad is None for parameter in model.parameters())
