@@ -148,20 +148,25 @@ class TwoPasses:
         by_rules = not (self.steady or self._is_hooked())
         if repeat is not None:
             repeat.begun, repeat.factors = True, None if by_rules else weights
-        if by_rules:
-            self._sum_by_rules(losses, weights, run, retain_graph)
-            return True
-        aside = run.aside
-        done = reweighted_backward(
-            losses,
-            weights,
-            [parameter for _, parameter in self.index.trained() if id(parameter) not in aside],
-            run.calls,
-            scale=self.scale,
-            strays=bool(aside) and any(_is_lowest(call) and aside.issuperset(_owners(call)) for call in run.calls),
-            retain_graph=retain_graph,
-            repeatable=not self._is_waited_for(),
-        )
+        try:
+            if by_rules:
+                self._sum_by_rules(losses, weights, run, retain_graph)
+                return True
+            aside = run.aside
+            done = reweighted_backward(
+                losses,
+                weights,
+                [parameter for _, parameter in self.index.trained() if id(parameter) not in aside],
+                run.calls,
+                scale=self.scale,
+                strays=bool(aside) and any(_is_lowest(call) and aside.issuperset(_owners(call)) for call in run.calls),
+                retain_graph=retain_graph,
+                repeatable=not self._is_waited_for(),
+            )
+        finally:
+            if repeat is not None:
+                # Whatever else goes over this graph, after a failure, has gradients of its own.
+                repeat.begun = False
         if done:
             self._add(run.weighted_sums(weights, None))
         return done

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import ghostclip
+from ghostclip import two_passes
 from ghostclip.nn import recurrence
 
 KINDS = {"RNN": nn.RNN, "GRU": nn.GRU, "LSTM": nn.LSTM}
@@ -76,6 +77,24 @@ def test_passes_over_a_kept_graph_stand_for_themselves(kind):
         torch.testing.assert_close([p.grad for p in model.parameters()], expected, rtol=1e-10, atol=1e-12)
     found = torch.autograd.grad(losses.sum(), list(model.parameters()))
     torch.testing.assert_close(found, ordinary, rtol=1e-10, atol=1e-12)
+
+
+@every_kind
+def test_what_a_failed_second_pass_left_is_used_by_no_other(kind, monkeypatch):
+    torch.manual_seed(0)
+    layer, x = KINDS[kind](3, 96, dtype=torch.float64), torch.randn(5, 6, 3, dtype=torch.float64)
+    clipper = ghostclip.GhostClipper(layer, 0.5)
+    losses = layer(x)[0].sum((0, 2))
+    expected = torch.autograd.grad(losses.sum(), list(layer.parameters()), retain_graph=True)
+
+    def fails(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(two_passes, "reweighted_backward", fails)
+    with pytest.raises(KeyboardInterrupt):
+        clipper.backward(losses)
+    found = torch.autograd.grad(losses.sum(), list(layer.parameters()))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 @every_kind
