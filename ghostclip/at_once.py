@@ -59,9 +59,8 @@ class AtOnce:
     def __init__(self, index: ModelIndex, grouping: Grouping, policy: Policy | Groupwise) -> None:
         self._index, self._grouping, self._policy = index, grouping, policy
         self._known: dict[tuple, Known] = {}
-        # A workspace for batches like the last one.
-        self._last: tuple = ()
-        self._scaled: list[Tensor] = []
+        # {graph: a workspace} of the last batch's, unless it is in use: two threads must not write into one.
+        self._space: dict[tuple, list[Tensor]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._known)
@@ -106,11 +105,11 @@ class AtOnce:
             taken[id(call)] = affine
 
         first_pass(losses, uses.calls, take, retain_graph=retain_graph)
-        if graph != self._last:
-            self._last, self._scaled = graph, []
+        space = self._space.pop(graph, [])
         affines = [taken[id(call)] for call in uses.calls]
         bounds = list(known.bounds.values()) or [self._policy.max_norm]  # type: ignore[union-attr]
-        norms, weights, sums = clipped_sums_of(affines, known.groups, bounds, losses.detach(), self._scaled)
+        norms, weights, sums = clipped_sums_of(affines, known.groups, bounds, losses.detach(), space)
+        self._space = {graph: space}
         for call, each in zip(uses.calls, sums, strict=True):
             for name, amount in zip(call.parameters, each, strict=True):
                 add_to_gradient(call.layer._parameters[name], None, amount)  # type: ignore[arg-type]

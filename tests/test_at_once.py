@@ -196,3 +196,21 @@ def test_other_policies_and_larger_networks_go_on_as_they_were(monkeypatch):
     assert not is_known(known({"clipping": 0.2, "loss_scale": 2.0}))
     monkeypatch.setattr("ghostclip.at_once.POSTPONED_BYTES", 1)
     assert not is_known(known({"clipping": 0.2}))
+
+
+def test_a_workspace_in_use_is_nobody_elses(monkeypatch):
+    """As by another thread, while C works or the products of what it wrote are formed."""
+    clipper, inputs = known({"clipping": 0.2}), batch()
+    _, expected = clip(clipper, inputs)
+    multiplied = affine._multiplied
+
+    def interrupted(affines, scaled, sums):
+        monkeypatch.setattr(affine, "_multiplied", multiplied)
+        losses = losses_of(clipper.model(3 * inputs))
+        clipper._passes._at_once.clip(losses, retain_graph=False)
+        clipper.model.zero_grad()
+        return multiplied(affines, scaled, sums)
+
+    monkeypatch.setattr(affine, "_multiplied", interrupted)
+    _, found = clip(clipper, inputs)
+    assert_dicts_close(found, expected, 1e-10)

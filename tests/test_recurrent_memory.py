@@ -109,6 +109,20 @@ def test_an_output_changed_in_place_changes_no_sum(kind, second_pass):
 
 
 @every_kind
+def test_an_output_changed_in_place_under_autocast_changes_no_sum(kind):
+    found = []
+    for change in (lambda y: y.mul_(2.0), lambda y: 2.0 * y):
+        model, x = network(kind)
+        model.change = change
+        clipper = ghostclip.GhostClipper(model.float(), 0.5)
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = model(x.float()).float()
+        clipper.backward(losses)
+        found.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
+
+
+@every_kind
 def test_the_output_is_no_second_copy_of_the_states(kind):
     model, x = network(kind)
     output, _ = ghostclip.wrap(model).layer(model.below(x))

@@ -127,8 +127,10 @@ class Recurrence(torch.autograd.Function):
             states = output.new_empty(output.shape[0] + 1, *output.shape[1:])
             states[:1], states[1:] = h0, output
             ctx.save_for_backward(x, states, c0, *weights)
-            if _top_hooks(False) is None and not is_traced():
-                # One memory for both; whether the output was changed, its version tells.
+            autocast = torch.is_autocast_enabled(x.device.type)
+            if _top_hooks(False) is None and not (is_traced() or autocast):
+                # One memory for both; whether the output was changed, its version tells. What was computed in other
+                # types than it came in could not be had again.
                 results = (states[1:].data, *last)
                 ctx.output = results[0].detach()
         else:
