@@ -26,6 +26,8 @@ __all__ = ["Grouping", "row_count"]
 
 # So many graphs are remembered as a whole.
 MOST_GRAPHS = 1000
+# After so many updates a layer that nothing reached is tried again: a head that starts with zeros opens with the first.
+UPDATES = 8
 
 
 def row_count(call: Call, examples: int, name: str) -> int:
@@ -78,6 +80,8 @@ class Grouping:
         # What the last rehearsal met.
         self._rehearsed: set[tuple] = set()
         self._seen: dict[tuple, int] = {}
+        # When a key was tried last: the versions of the parameters, and how many updates it was tried after.
+        self._tried: dict[tuple, tuple[int, int]] = {}
         self._positions: set[tuple] = set()
         # How the calls' rows are grouped for a batch size and a graph in which all is proved.
         self._settled: dict[tuple, list[str]] = {}
@@ -120,8 +124,9 @@ class Grouping:
         if rehearsal:
             self._rehearsed = set(keys.values())
         if examples > 1 and (uses.reorders or not all(key in self._proved for key in keys.values())):
-            pending = [call for call in calls if uses.reorders or self._is_open(keys[id(call)], rehearsal)]
-            if mixing := self._prove_calls(losses, calls, pending, keys, rehearsal):
+            versions = sum([parameter._version for _, parameter in index.trained()])
+            pending = [call for call in calls if uses.reorders or self._is_open(keys[id(call)], rehearsal, versions)]
+            if mixing := self._prove_calls(losses, calls, pending, keys, None if rehearsal else versions):
                 self._take_as_positions(losses, mixing, keys, index)
                 return self.prove(losses, uses, index, rehearsal)
         majors = {id(call): self._major(call, keys[id(call)], examples, index) for call in calls}
@@ -131,18 +136,27 @@ class Grouping:
         return (calls if region is None else [*calls, *region.uses]), majors
 
     def _prove_calls(
-        self, losses: Tensor, calls: Sequence[Call], pending: Sequence[Call], keys: dict[int, tuple], rehearsal: bool
+        self,
+        losses: Tensor,
+        calls: Sequence[Call],
+        pending: Sequence[Call],
+        keys: dict[int, tuple],
+        versions: int | None,
     ) -> list[Call]:
-        """Proves what is pending; returns the calls where examples mix."""
+        """Proves what is pending; returns the calls where examples mix. ``versions`` are None in a rehearsal."""
         found = majors_of(losses, calls, pending) if pending else {}
         for call, major in found.items():
             if major:
                 self._proved[keys[id(call)]] = major
         mixing = [call for call, major in found.items() if major is None]
-        if not rehearsal:
+        if versions is not None:
             # What is refused now is tried again, whoever goes on nevertheless.
-            for key in set(keys.values()) - {keys[id(call)] for call in mixing}:
+            refused = {keys[id(call)] for call in mixing}
+            for key in set(keys.values()) - refused:
                 self._seen[key] = self._seen.get(key, 0) + 1
+            for key in {keys[id(call)] for call in pending} - refused:
+                last, updates = self._tried.get(key, (versions, 0))
+                self._tried[key] = versions, updates + (versions != last)
         return mixing
 
     def _take_as_positions(self, losses: Tensor, mixing: list[Call], keys: dict[int, tuple], index: ModelIndex) -> None:
@@ -194,13 +208,16 @@ class Grouping:
         """Whether the last rehearsal left something that another one may prove."""
         return not self._rehearsed <= self._proved.keys()
 
-    def _is_open(self, key: tuple, rehearsal: bool) -> bool:
+    def _is_open(self, key: tuple, rehearsal: bool, versions: int) -> bool:
         """Not proved; where nothing has reached the layer so far, tried at the 1st, 2nd, 4th, 8th ... batch.
 
-        A rehearsal takes the place of none of them: what reached nothing by a few examples may by the others.
+        And after the first updates; a rehearsal takes the place of no batch: what reached nothing by a few examples may
+        by the others.
         """
         met = self._seen.get(key, 0) + 1
-        return key not in self._proved and (rehearsal or met & (met - 1) == 0)
+        last, updates = self._tried.get(key, (versions, 0))
+        due = met & (met - 1) == 0 or (versions != last and updates < UPDATES)
+        return key not in self._proved and (rehearsal or due)
 
     def _major(self, call: Call, key: tuple, examples: int, index: ModelIndex) -> str:
         if key[-1] == 1 or examples <= 1:

@@ -77,6 +77,24 @@ def in_order(*ranks):
     return x
 
 
+@every_pass
+def test_mixing_below_a_head_of_zeros_is_refused_after_the_first_update(second_pass):
+    """Until then no gradient comes where it could be seen; several batches may have passed by, and a refusal stays."""
+    model = Wired(lambda m, x: m.head(centred_late(m, x)), body=two_linears(), head=nn.Linear(2, 3).double())
+    x = torch.randn(5, 3, dtype=torch.float64)
+    nn.init.zeros_(model.head.weight)
+    clipper = ghostclip.GhostClipper(model, second_pass=second_pass)
+    for _ in range(4):
+        clipper.backward(model(x).logsumexp(1))
+    with torch.no_grad():
+        model.head.weight.normal_()
+    model.zero_grad()
+    for _ in range(3):
+        with pytest.raises(ghostclip.UnsupportedModelError, match="mix"):
+            clipper.backward(model(x).logsumexp(1))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("ranks", [(0, 2, 1, 3, 4), (1, 0, 2, 3, 4), (0, 3, 2, 1, 4), (4, 3, 2, 1, 0), (2, 0, 4, 1, 3)])
 def test_examples_reordered_inside_the_model(ranks):
     model = Wired(sorted_inside, first=nn.Linear(3, 4), second=nn.Linear(4, 2)).double()
