@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import CellType
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ class Halves:
         """The batch, or its halves: [batch] or [first half, second half]."""
         if self._open:
             self._meet(loss_fn, batch)
-        if self.function is None or self.function is not _code(loss_fn) or self._is_waited_for():
+        if self.function is None or self.function != _code(loss_fn) or self._is_waited_for():
             return [batch]
         found = leaves_of(batch)
         if found is None or found[2] < LEAST or found[2] * self._each < self._least:
@@ -137,8 +138,19 @@ class Halves:
 
 
 def _code(function: Any) -> Any:
-    """What a lambda has in common with itself as it is written anew for each batch."""
-    return getattr(function, "__code__", function)
+    """What a lambda has in common with itself as it is written anew for each batch: its code, and settings in it."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return function
+    values = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    values += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return code, *map(_setting, values)
+
+
+def _setting(value: Any) -> Any:
+    """What tells plain values and functions from others; of data, nothing is remembered but what it is."""
+    known = value if isinstance(value, (bool, int, float, str)) else type(value)
+    return getattr(value, "__code__", known)
 
 
 def _stand_alone(among_few: Tensor, among_fewer: Tensor) -> bool:
