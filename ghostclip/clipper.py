@@ -79,23 +79,28 @@ class GhostClipper:
         compile: bool = False,
         loss_scale: float = 1.0,
     ) -> None:
-        self.clipping = as_policy(clipping)
+        policy = as_policy(clipping)
         self.second_pass = one_of(("reweight", "cached"), second_pass=second_pass)
         self.memory_budget = None if memory_budget is None else int(positive(memory_budget=memory_budget))
         self._planner = Planner(one_of(("auto", "gram", "direct"), norm_strategy=norm_strategy))
         self.model = wrap(model)
         self.loss_scale = power_of_two(loss_scale=loss_scale)
         self._passes = TwoPasses(
-            self.model, self.clipping, self.second_pass, self._planner, self.memory_budget, self.loss_scale
+            self.model, policy, self.second_pass, self._planner, self.memory_budget, self.loss_scale
         )
         index, partition = self._passes.index, self._passes.partition
         measured = norm_strategy == "auto" and self.loss_scale == 1.0
-        self._alone = OneByOne(self.model, index, self.clipping, partition) if measured else None
-        self._halves = Halves(self.model, self._passes, self.clipping, self.second_pass == "reweight")
+        self._alone = OneByOne(self.model, index, policy, partition) if measured else None
+        self._halves = Halves(self.model, self._passes, policy, self.second_pass == "reweight")
         self._guard = GradientGuard()
         self.compiled: CompiledClip | None = None
         if compile:
             self.compile()
+
+    @property
+    def clipping(self) -> Policy | Groupwise:
+        """The policy, for good: what was learnt of the model, and the sensitivity reported, are by it."""
+        return self._passes.clipping
 
     def compile(self, expected: int | None = None, largest: int | None = None) -> None:
         """From now on `clip` compiles: see the ``compile`` argument.

@@ -214,3 +214,9 @@ def test_a_workspace_in_use_is_nobody_elses(monkeypatch):
     monkeypatch.setattr(affine, "_multiplied", interrupted)
     _, found = clip(clipper, inputs)
     assert_dicts_close(found, expected, 1e-10)
+
+
+def test_a_clippers_policy_can_not_be_exchanged():
+    clipper = known({"clipping": 0.2})
+    with pytest.raises(AttributeError):
+        clipper.clipping = ghostclip.clipping.Flat(0.05)
