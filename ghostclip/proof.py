@@ -32,35 +32,43 @@ BASE = 4
 LIFTS = (2.0**10, 2.0**20)
 # Rows this much smaller than the largest of all layers are rounding where there should be nothing: they show nothing.
 NOISE = {torch.float64: 1e-10, torch.float32: 1e-3}
+# Where nothing between the layers takes differences in which all digits cancel (`ghostclip.graph.STEADY`), there is no
+# such rounding, and a row shows something as long as factors scale it exactly.
+STEADY_NOISE = 1e-10
 
 
-def majors_of(losses: Tensor, calls: Sequence[Call], pending: Sequence[Call]) -> dict[Call, str | None]:
+def majors_of(
+    losses: Tensor, calls: Sequence[Call], pending: Sequence[Call], steady: bool = False
+) -> dict[Call, str | None]:
     """How rows of the pending calls are grouped; calls no gradient reached are left out.
 
     Args:
         losses: [B].
         calls: of layers whose batch dimension is a multiple of B.
         pending: those of them to be proved.
+        steady: whether scaled losses give scaled gradients, up to the rounding of each number.
 
     Returns:
         "example" or "row" (see `ghostclip.regroup`), "" where both fit, None where rows of several examples mix.
     """
-    found = _majors(losses, calls, pending, 1.0)
+    found = _majors(losses, calls, pending, 1.0, steady)
     # Times the factors, it must be a number of the losses' type.
     most = 2.0 ** (math.floor(math.log2(torch.finfo(losses.dtype).max)) - BASE)
     for lift in LIFTS if any(call.dtype == torch.float16 for call in calls) else ():
         if mixing := [call for call, major in found.items() if major is None]:
-            again = _majors(losses, calls, mixing, min(lift, most))
+            again = _majors(losses, calls, mixing, min(lift, most), steady)
             found |= {call: major for call, major in again.items() if major is not None}
     return found
 
 
-def _majors(losses: Tensor, calls: Sequence[Call], pending: Sequence[Call], lift: float) -> dict[Call, str | None]:
+def _majors(
+    losses: Tensor, calls: Sequence[Call], pending: Sequence[Call], lift: float, steady: bool
+) -> dict[Call, str | None]:
     """The same, for losses ``lift`` times as large."""
     examples = losses.shape[0]
     base = _sketches(losses, calls, torch.full_like(losses, lift))
     largest = _largest(list(base.values()))
-    readable = {call: _readable(rows, largest) for call, rows in base.items()}
+    readable = {call: _readable(rows, largest, steady) for call, rows in base.items()}
     fits = {call: {"example", "row"} for call in pending if call in readable and bool(readable[call].any())}
     for factors in _telling_factors(losses):
         seen = _sketches(losses, pending, lift * factors)
@@ -172,10 +180,10 @@ def _sizes(rows: Tensor) -> Tensor:
     return torch.where(torch.isfinite(rows).all(1), rows.double().norm(dim=1).to(rows.dtype), 0.0)
 
 
-def _readable(rows: Tensor, largest: float) -> Tensor:
+def _readable(rows: Tensor, largest: float, steady: bool = False) -> Tensor:
     """[rows] bool: the ones that are more than the rounding of the largest."""
     sizes = _sizes(rows)
-    return sizes > NOISE[sizes.dtype] * largest
+    return sizes > (STEADY_NOISE if steady else NOISE[sizes.dtype]) * largest
 
 
 def _keep_what_follows(ways: set[str], base: Tensor, seen: Tensor, readable: Tensor, factors: Tensor) -> None:

@@ -126,7 +126,7 @@ class Grouping:
         if examples > 1 and (uses.reorders or not all(key in self._proved for key in keys.values())):
             versions = sum([parameter._version for _, parameter in index.trained()])
             pending = [call for call in calls if uses.reorders or self._is_open(keys[id(call)], rehearsal, versions)]
-            if mixing := self._prove_calls(losses, calls, pending, keys, None if rehearsal else versions):
+            if mixing := self._prove_calls(losses, uses, calls, pending, keys, None if rehearsal else versions):
                 self._take_as_positions(losses, mixing, keys, index)
                 return self.prove(losses, uses, index, rehearsal)
         majors = {id(call): self._major(call, keys[id(call)], examples, index) for call in calls}
@@ -138,13 +138,14 @@ class Grouping:
     def _prove_calls(
         self,
         losses: Tensor,
+        uses: Uses,
         calls: Sequence[Call],
         pending: Sequence[Call],
         keys: dict[int, tuple],
         versions: int | None,
     ) -> list[Call]:
         """Proves what is pending; returns the calls where examples mix. ``versions`` are None in a rehearsal."""
-        found = majors_of(losses, calls, pending) if pending else {}
+        found = majors_of(losses, calls, pending, uses.steady) if pending else {}
         for call, major in found.items():
             if major:
                 self._proved[keys[id(call)]] = major

@@ -213,3 +213,21 @@ def test_examples_that_mix_are_refused_on_every_large_batch(way: dict[str, Any],
         with pytest.raises(UnsupportedModelError, match="mix"):
             clipper.clip(lambda model, examples: losses(model, examples[:2]) * examples[2], (*batch(), present))
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Faint(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1e-6
+
+
+def test_faint_gradients_are_proved_where_nothing_cancels(monkeypatch: pytest.MonkeyPatch) -> None:
+    proved: list[int] = []
+    original = regroup.majors_of
+    monkeypatch.setattr(regroup, "majors_of", lambda losses, *a: (proved.append(len(losses)), original(losses, *a))[1])
+    model = network().float()
+    model.insert(1, Faint())
+    clipper = GhostClipper(model, clipping.PerLayer(max_norm=MAX_NORM))
+    images, targets = batch()
+    for _ in range(3):
+        clipper.clip(losses, (images.float(), targets))
+    assert proved == [halves.FEW]
