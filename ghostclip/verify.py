@@ -21,7 +21,10 @@ class Clipper(Protocol):
     """What is compared: norms and a backward, as `GhostClipper` has them."""
 
     model: nn.Module
-    clipping: Policy | Groupwise
+
+    @property
+    def clipping(self) -> Policy | Groupwise:
+        """The policy."""
 
     def norms(self, losses: Tensor, *, per: str | None = None, retain_graph: bool = False) -> Any:
         """See `GhostClipper.norms`."""
