@@ -16,11 +16,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import ghostclip
-from ghostclip import PrivacyError
+from ghostclip import PrivacyError, one_by_one
 from ghostclip.clipper import ClippingResult
 from ghostclip.clipping import Adaptive, Custom, PerLayer
 from ghostclip.engine import PrivacyEngine
 from ghostclip.engine.pieces import is_out_of_memory, rows_of
+
+
+@pytest.fixture(autouse=True)
+def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, no step is slow enough for the loop over single examples to be tried in it."""
+    monkeypatch.setattr(one_by_one, "LEAST_SECONDS", float("inf"))
+
 
 PACKAGE = str(Path(ghostclip.__file__).parent)
 NORM, RATE = 0.1, 2.0
