@@ -37,7 +37,7 @@ COLOURS = {
     "gram": "#d55e00", "direct": "#e69f00", "auto": "#009e73",
 }  # fmt: skip
 WIDTH, EXAMPLES = 256, 8
-TOKENS = 2048  # in a batch of the whole model, whatever its length
+TOKENS = 1024  # in a batch of the whole model, whatever its length
 
 
 def over_batches(name: str, sizes: Sequence[int], seconds: float) -> list[dict[str, Any]]:
