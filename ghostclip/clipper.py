@@ -17,7 +17,7 @@ from ghostclip.gradients import GradientGuard, gradients_aside
 from ghostclip.graph import WIDE
 from ghostclip.halves import Halves
 from ghostclip.one_by_one import Alone, OneByOne
-from ghostclip.outcome import add_to_gradient
+from ghostclip.outcome import add_sums
 from ghostclip.planner import Planner
 from ghostclip.two_passes import TwoPasses
 from ghostclip.validate import one_of, positive, power_of_two
@@ -220,9 +220,7 @@ class GhostClipper:
         trained = self._passes.index.trained()
         self._guard.check(trained)
         found = self.compiled(loss_fn, batch)
-        for (_, parameter), total in zip(trained, found.sums, strict=True):
-            if total is not None:
-                add_to_gradient(parameter, None, total)
+        add_sums(trained, found.sums)
         self._guard.remember(trained)
         return ClippingResult(found.norms, found.weights, self.sensitivity, found.losses)
 
@@ -240,9 +238,7 @@ class GhostClipper:
                 return self._passes_over(batch, whole)
             with gradients_aside([parameter for _, parameter in trained]) as sums:
                 found = [self._passes_over(part, loss_fn) for part in parts]
-            for (_, parameter), total in zip(trained, sums, strict=True):
-                if total is not None:
-                    add_to_gradient(parameter, None, total)
+            add_sums(trained, sums)
             losses, norms, weights = ([getattr(one, name) for one in found] for name in ("losses", "norms", "weights"))
             return Alone(torch.cat(losses), torch.cat(norms), torch.cat(weights))
 
@@ -265,8 +261,11 @@ class GhostClipper:
         return Alone(seen[-1], norms, weights)
 
     def comes_whole(self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> bool:
-        """Whether `clip` calls the loss function for the batch as it is: neither compiled nor in halves."""
-        return self.compiled is None and len(self._halves.divide(loss_fn, batch)) == 1
+        """Whether `clip` calls the loss function for the batch as it is, as far as is known: not compiled, nor halved.
+
+        Of a first large batch nothing is known before `clip` has met it.
+        """
+        return self.compiled is None and not self._halves.divides(loss_fn, batch)
 
     def explain(self) -> Plan:
         """The plan as a table: each parameter's layer, rule, strategy, why, measured cost; ``str()`` of it prints well.

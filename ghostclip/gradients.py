@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ghostclip.errors import GradientLeakError
 
-__all__ = ["GradientGuard", "gradients_aside"]
+__all__ = ["GradientGuard", "gradients_aside", "have_hooks"]
 
 
 class GradientGuard:
@@ -48,6 +48,11 @@ class GradientGuard:
         for _, parameter in parameters:
             if (grad := parameter.grad) is not None:
                 self._known[id(grad)] = (weakref.ref(grad), grad._version)
+
+
+def have_hooks(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether someone waits for a parameter's gradient, or counts how often one comes."""
+    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
 
 
 @contextmanager

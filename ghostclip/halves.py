@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_unflatten
 
 from ghostclip.clipping import Adaptive, Automatic, Flat, Groupwise, Policy
 from ghostclip.compiled.signature import leaves_of
+from ghostclip.gradients import have_hooks
 from ghostclip.nn.base import Call
 from ghostclip.passes import preactivation_bytes
 from ghostclip.replay import Replay
@@ -75,14 +76,21 @@ class Halves:
     _open: bool = True
     _batches: int = 0
 
-    def divide(self, loss_fn: LossFunction, batch: Any) -> Sequence[Any]:
-        """The batch, or its halves: [batch] or [first half, second half]."""
-        if self._open:
-            self._meet(loss_fn, batch)
-        if self.function is None or self.function != _code(loss_fn) or self._is_waited_for():
-            return [batch]
+    def divides(self, loss_fn: LossFunction, batch: Any) -> bool:
+        """Whether a batch comes in halves, by what is known so far."""
+        if self.function is None or self.function != _code(loss_fn) or is_distributed():
+            return False
         found = leaves_of(batch)
         if found is None or found[2] < LEAST or found[2] * self._each < self._least:
+            return False
+        return not have_hooks(parameter for _, parameter in self.passes.index.trained())
+
+    def divide(self, loss_fn: LossFunction, batch: Any) -> Sequence[Any]:
+        """The batch, met before it goes through the passes, or its halves: [batch] or [first half, second half]."""
+        if self._open:
+            self._meet(loss_fn, batch)
+        found = leaves_of(batch) if self.divides(loss_fn, batch) else None
+        if found is None:
             return [batch]
         leaves, structure, examples = found
         parts = [slice(0, examples // 2), slice(examples // 2, examples)]
@@ -130,11 +138,6 @@ class Halves:
         of_images = sum([preactivation_bytes(call) for call in calls if isinstance(call.layer, CONVOLUTIONS)])
         least = IMAGE_BYTES if 2 * of_images >= total else ROW_BYTES
         return max(least, OVER_PARAMETERS * sum([p.nbytes for p in trained]))
-
-    def _is_waited_for(self) -> bool:
-        """Whether someone counts the backwards: hooks on parameters, or other processes."""
-        trained = [parameter for _, parameter in self.passes.index.trained()]
-        return is_distributed() or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in trained)
 
 
 def _code(function: Any) -> Any:

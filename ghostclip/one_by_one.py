@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_unflatten
 
 from ghostclip.clipping import Automatic, Flat, Groupwise, Policy, Thresholds
 from ghostclip.compiled.signature import leaves_of
-from ghostclip.gradients import gradients_aside
+from ghostclip.gradients import gradients_aside, have_hooks
 from ghostclip.index import ModelIndex
 from ghostclip.norms.dense import squared_norms
-from ghostclip.outcome import add_to_gradient, norm_dtype
+from ghostclip.outcome import add_sums, norm_dtype
 from ghostclip.two_passes import is_distributed
 from ghostclip.verify import without_randomness
 
@@ -106,7 +106,7 @@ class OneByOne:
         if trial.left:
             return self._try(trial, loss_fn, batch, passes)
         result, sums = self.loop(loss_fn, batch)
-        self._add(sums)
+        add_sums(self.index.trained(), sums)
         return result
 
     def describe(self) -> str:
@@ -128,9 +128,9 @@ class OneByOne:
         if found is None or not 1 <= found[2] <= MOST_EXAMPLES or not isinstance(self.clipping, EACH_BY_ITSELF):
             return None
         trained = self._parameters()
-        if any(p.device.type != "cpu" or p.dtype not in TOLERANCE or p._backward_hooks for p in trained):
+        if any(p.device.type != "cpu" or p.dtype not in TOLERANCE for p in trained):
             return None
-        if is_distributed() or any(p._post_accumulate_grad_hooks for p in trained):
+        if is_distributed() or have_hooks(trained):
             return None
         leaves, structure, examples = found
         # Texts of about one length are of one kind.
@@ -152,7 +152,7 @@ class OneByOne:
             trial.reason = self._compare(trial, loss_fn, batch, expected if steady else None, passes)
         if trial.reason is not None:
             log.info("no loop over single examples: %s", trial.reason)
-        self._add(expected)
+        add_sums(self.index.trained(), expected)
         return result
 
     def _compare(
@@ -187,11 +187,6 @@ class OneByOne:
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.index.trained()]
-
-    def _add(self, sums: Gradients) -> None:
-        for (_, parameter), total in zip(self.index.trained(), sums, strict=True):
-            if total is not None:
-                add_to_gradient(parameter, None, total)
 
     def loop(self, loss_fn: LossFunction, batch: Any, keep: bool = True) -> tuple[Alone, Gradients]:
         """Losses, norms and weights of the batch, and its clipped sums, one backward an example.

@@ -15,7 +15,7 @@ from ghostclip.norms.whole import norms
 from ghostclip.passes import Collector
 from ghostclip.planner import Choice
 
-__all__ = ["FirstPass", "add_to_gradient", "norm_dtype"]
+__all__ = ["FirstPass", "add_sums", "add_to_gradient", "norm_dtype"]
 
 
 def norm_dtype(trained: Sequence[tuple[str, nn.Parameter]]) -> torch.dtype:
@@ -144,6 +144,13 @@ class FirstPass:
 
     def _unscaled(self, found: Tensor) -> Tensor:
         return found if self._scale == 1.0 else found / self._scale
+
+
+def add_sums(trained: Sequence[tuple[str, nn.Parameter]], sums: Sequence[Tensor | None]) -> None:
+    """Each parameter's sum, where it has one, added to its p.grad."""
+    for (_, parameter), total in zip(trained, sums, strict=True):
+        if total is not None:
+            add_to_gradient(parameter, None, total)
 
 
 def add_to_gradient(parameter: nn.Parameter, rows: tuple[int, int] | None, amount: Tensor) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ghostclip.at_once import AtOnce
 from ghostclip.clipping import Groupwise, Policy, Thresholds
 from ghostclip.errors import LossShapeError, StaleInputError
+from ghostclip.gradients import have_hooks
 from ghostclip.graph import WIDE, captured_calls, first_pass, let_go
 from ghostclip.groupwise import POSTPONED_BYTES, GroupSums, Part
 from ghostclip.index import ModelIndex
@@ -177,8 +178,7 @@ class TwoPasses:
 
     def _is_hooked(self) -> bool:
         """Whether there are hooks on parameters, or processes that wait for each other: they need a backward."""
-        trained = [parameter for _, parameter in self.index.trained()]
-        return self._is_waited_for() or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in trained)
+        return self._is_waited_for() or have_hooks(parameter for _, parameter in self.index.trained())
 
     def _sum_by_rules(self, losses: Tensor, weights: Tensor, run: FirstPass, retain_graph: bool) -> None:
         """Adds what a backward of reweighted losses would, where rounding might undo their weights."""
