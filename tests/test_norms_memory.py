@@ -6,6 +6,7 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import ghostclip
 from ghostclip.norms.memory import FRESH, SMALL_BYTES, Memory, first_touch
@@ -83,6 +84,16 @@ def test_what_is_given_up_is_freed_and_what_is_lent_then_is_freed_as_it_comes_ba
     del lent
     third = memory.empty(LIKE, NUMBERS)
     assert memory.nbytes == other.nbytes + third.nbytes
+
+
+def test_what_is_given_up_is_gone_while_something_else_is_lent():
+    memory = Memory(1 << 22)
+    lent = memory.empty(LIKE, NUMBERS)
+    free = StorageWeakRef(memory.empty(LIKE, NUMBERS).untyped_storage())
+    assert not free.expired()
+    memory.give_up()
+    assert free.expired()
+    assert lent.shape == (NUMBERS,)
 
 
 def test_a_planner_gives_up_its_memory_with_every_answer():

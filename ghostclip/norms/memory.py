@@ -84,6 +84,8 @@ class Memory:
 
     def give_up(self) -> None:
         """Frees every block that is not lent; those that are lent now are freed as they come back."""
+        # What is lent still refers to this list, and would keep what is in it.
+        self._free.clear()
         self._free, self._bytes = [], 0
 
     def _take_back(self, free: list[torch.UntypedStorage], storage: torch.UntypedStorage) -> None:
