@@ -18,6 +18,7 @@ from ghostclip.graph import WIDE
 from ghostclip.halves import Halves
 from ghostclip.one_by_one import Alone, OneByOne
 from ghostclip.outcome import add_sums
+from ghostclip.passes import OF_HALF, OF_WHOLE, Aside
 from ghostclip.planner import Planner
 from ghostclip.two_passes import TwoPasses
 from ghostclip.validate import one_of, positive, power_of_two
@@ -237,7 +238,7 @@ class GhostClipper:
             if len(parts) == 1:
                 return self._passes_over(batch, whole)
             with gradients_aside([parameter for _, parameter in trained]) as sums:
-                found = [self._passes_over(part, loss_fn) for part in parts]
+                found = [self._passes_over(part, loss_fn, OF_HALF) for part in parts]
             add_sums(trained, sums)
             losses, norms, weights = ([getattr(one, name) for one in found] for name in ("losses", "norms", "weights"))
             return Alone(torch.cat(losses), torch.cat(norms), torch.cat(weights))
@@ -248,7 +249,7 @@ class GhostClipper:
         self._guard.remember(trained)
         return ClippingResult(found.norms, found.weights, self.sensitivity, found.losses)
 
-    def _passes_over(self, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]) -> Alone:
+    def _passes_over(self, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor], aside: Aside = OF_WHOLE) -> Alone:
         """Adds the clipped sum of a batch to each p.grad by the two passes over its graph."""
         seen: list[Tensor] = []
 
@@ -257,7 +258,7 @@ class GhostClipper:
             seen.append(losses.detach())
             return losses
 
-        norms, weights = self._passes.clip(forward(), retain_graph=False, forward=forward)
+        norms, weights = self._passes.clip(forward(), retain_graph=False, forward=forward, aside=aside)
         return Alone(seen[-1], norms, weights)
 
     def comes_whole(self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> bool:

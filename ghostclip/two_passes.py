@@ -23,7 +23,7 @@ from ghostclip.nn.base import Call, Repeat
 from ghostclip.nn.fallback import Outside
 from ghostclip.norms.whole import all_finite, bounded_weights
 from ghostclip.outcome import FirstPass, add_to_gradient, norm_dtype
-from ghostclip.passes import Collector
+from ghostclip.passes import OF_WHOLE, Aside, Collector
 from ghostclip.planner import Choice, Planner
 from ghostclip.regroup import Grouping
 from ghostclip.reweighting import Reweighting
@@ -76,14 +76,19 @@ class TwoPasses:
         self._at_once = AtOnce(self.index, self._grouping, clipping)
         # Shapes of pre-activations whose terms are small in all.
         self._small: set[tuple[torch.Size, ...]] = set()
-        # The same for graphs whose every parameter could be set aside.
-        self._set_aside: set[tuple[torch.Size, ...]] = set()
+        # The same for graphs whose every parameter could be set aside, and how small it had to be.
+        self._set_aside: set[tuple[Any, ...]] = set()
         self._names: list[str] | None = None
         self._groups: dict[str, str] = {}
         self.partition()
 
     def clip(
-        self, losses: Tensor, *, retain_graph: bool, forward: Callable[[], Tensor] | None = None
+        self,
+        losses: Tensor,
+        *,
+        retain_graph: bool,
+        forward: Callable[[], Tensor] | None = None,
+        aside: Aside = OF_WHOLE,
     ) -> tuple[Any, Any]:
         """Adds the clipped sum to each p.grad; returns norms and weights, [B] or {group: [B]}.
 
@@ -92,6 +97,7 @@ class TwoPasses:
             retain_graph: as torch's.
             forward: gives the batch's losses anew, so that a pass that clips on its way needn't keep the graph for an
                 example that turns out not to be finite.
+            aside: how much "reweight" may set aside.
         """
         if self.wide_sums is not None:
             self.wide_sums.clear()
@@ -99,11 +105,11 @@ class TwoPasses:
             if self._at_once and (at_once := self._clip_at_once(losses, retain_graph)):
                 return at_once
             if not isinstance(self.clipping, Groupwise):
-                return self._clip_whole(losses, self.clipping, retain_graph)
+                return self._clip_whole(losses, self.clipping, retain_graph, aside)
             found = self._clip_groups(losses, self.clipping, retain_graph, again=retain_graph or forward is None)
         if found is None:
             assert forward is not None
-            return self.clip(forward(), retain_graph=False)
+            return self.clip(forward(), retain_graph=False, aside=aside)
         return found
 
     def _clip_at_once(self, losses: Tensor, retain_graph: bool) -> tuple[Any, Any] | None:
@@ -114,14 +120,14 @@ class TwoPasses:
         with in_our_words():
             return self._at_once.clip(losses, retain_graph)
 
-    def _clip_whole(self, losses: Tensor, policy: Policy, retain_graph: bool) -> tuple[Tensor, Tensor]:
+    def _clip_whole(self, losses: Tensor, policy: Policy, retain_graph: bool, aside: Aside) -> tuple[Tensor, Tensor]:
         """Adds the clipped sum to each p.grad; returns norms and weights [B]."""
         cached = self.cached
         repeat = None if cached or retain_graph else Repeat()
         run = self.first_pass(
             losses,
             keep=cached,
-            aside=not cached and not self._is_waited_for(),
+            aside=None if cached or self._is_waited_for() else aside,
             retain_graph=retain_graph,
             again=not cached or self._memory_budget is not None,
             repeat=repeat,
@@ -309,7 +315,7 @@ class TwoPasses:
         keep: bool,
         retain_graph: bool,
         materialise: bool = False,
-        aside: bool = False,
+        aside: Aside | None = None,
         again: bool = False,
         ignore_budget: bool = False,
         groups: GroupSums | None = None,
@@ -321,7 +327,7 @@ class TwoPasses:
             keep: hold terms for a clipped sum.
             retain_graph: as torch's.
             materialise: hold per-example gradients, and no norms.
-            aside: hold what is small, for a second backward without it; where that was all there is, no other follows.
+            aside: hold what is so small, for a second backward without it; where that was all there is, none follows.
             again: keep the graph for another backward, should one follow.
             ignore_budget: hold terms whatever they take.
             groups: takes the terms, to clip them group by group.
@@ -340,8 +346,8 @@ class TwoPasses:
             partly = self.cached and keep and groups is None and not (ignore_budget or materialise)
             partly = partly and not self._is_waited_for() and any(call.packed for call in calls)
             shapes = tuple([call.shape for call in calls])
-            whole = aside and shapes in self._set_aside and not self._is_hooked()
-            keep, aside = keep or whole, aside and not whole
+            whole = aside is not None and (aside, *shapes) in self._set_aside and not self._is_hooked()
+            keep, aside = keep or whole, None if whole else aside
             wanted, retain_graph = retain_graph, retain_graph or partly or (again and not whole)
             # What was set aside under the budget may stay under it.
             budget = None if ignore_budget or materialise or whole else self._memory_budget
@@ -361,8 +367,9 @@ class TwoPasses:
                 _note(self._small, shapes, groups.nbytes <= POSTPONED_BYTES)
         run = FirstPass(collector, trained, calls, majors, self.scale)
         self.choices = run.choices
-        if aside:
-            _note(self._set_aside, shapes, run.aside.issuperset([owner for call in calls for owner in _owners(call)]))
+        if aside is not None:
+            owners = [owner for call in calls for owner in _owners(call)]
+            _note(self._set_aside, (aside, *shapes), run.aside.issuperset(owners))
         # Only what was held within all bounds here may be held at once.
         held = run.holds_terms and self.cached and not (materialise or ignore_budget)
         if self.scale == 1.0 and (held or whole or (groups is not None and groups.nbytes <= POSTPONED_BYTES)):
@@ -377,7 +384,7 @@ def _expect_again(calls: list[Call], repeat: Repeat | None, examples: int) -> No
         call.repeat = None if outside or call.packed or call.shape[call.batch_dim] != examples else repeat
 
 
-def _note(known: set[tuple[torch.Size, ...]], shapes: tuple[torch.Size, ...], holds: bool) -> None:
+def _note(known: set[Any], shapes: tuple[Any, ...], holds: bool) -> None:
     """Remembers whether something holds for graphs like one with pre-activations of these shapes."""
     if not holds:
         known.discard(shapes)

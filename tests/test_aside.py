@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ghostclip
+from ghostclip.passes import OF_HALF, Aside
 from ghostclip.planner import Planner
 
 CLASSES, EXAMPLES = 3, 4
@@ -46,6 +47,19 @@ def weight_gradients(of):
 def test_a_small_layer_is_left_out_of_the_second_backward():
     assert LOWEST not in weight_gradients(clipper())
     assert LOWEST in weight_gradients(clipper(budget=1))
+
+
+def test_more_is_set_aside_of_a_half_and_changes_no_sum():
+    sums, kept = [], []
+    for share in (Aside(0.1, 0.15), OF_HALF):
+        each = clipper()
+        for _ in range(2):
+            each._passes.clip(losses(each.model), retain_graph=False, aside=share)
+        sums.append(gradients(each.model))
+        kept.append(each._passes.first_pass(losses(each.model), keep=False, retain_graph=False, aside=share).aside)
+    assert len(kept[0]) < len(kept[1])
+    for name, gradient in sums[0].items():
+        torch.testing.assert_close(gradient, sums[1][name], rtol=1e-12, atol=1e-14)
 
 
 def test_what_is_set_aside_changes_no_sum():

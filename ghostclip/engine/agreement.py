@@ -16,6 +16,7 @@ from ghostclip.errors import VerificationError
 from ghostclip.groupwise import Part
 from ghostclip.norms.whole import all_finite
 from ghostclip.outcome import FirstPass
+from ghostclip.passes import OF_HALF
 from ghostclip.two_passes import TwoPasses
 
 __all__ = ["gradients_agree"]
@@ -45,7 +46,7 @@ def gradients_agree(passes: TwoPasses, losses: Tensor) -> list[str] | None:
     """
     whole = not isinstance(passes.clipping, Groupwise)
     keep = passes.cached and whole
-    run = passes.first_pass(losses, keep=keep, aside=whole and not keep, retain_graph=True)
+    run = passes.first_pass(losses, keep=keep, aside=OF_HALF if whole and not keep else None, retain_graph=True)
     norms = run.norms()
     if not len(losses) or not all_finite(norms, losses.detach().to(norms.dtype)):
         return None
