@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ghostclip.norms.term import split_examples, wide
+from ghostclip.norms.term import is_traced, split_examples, wide
 
 __all__ = ["ELEMENTWISE", "EXPAND", "REPEAT", "Edge", "Seam", "broadcasts", "shape_of"]
 
@@ -218,8 +218,12 @@ class Seam:
 def _finite_inside(node: Any) -> Iterator[None]:
     """Zeros for what isn't finite among the tensors a node kept: 0 * inf would spoil the other examples.
 
-    The example it belongs to is left out anyway, by its loss or by its gradient at the node.
+    The example it belongs to is left out anyway, by its loss or by its gradient at the node. A compiled graph has no
+    values yet; where one isn't finite, the eager passes clip its batch.
     """
+    if is_traced():
+        yield
+        return
     kept = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
     kept += getattr(node, "saved_tensors", ())
     wrong = [
