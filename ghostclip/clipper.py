@@ -148,14 +148,15 @@ class GhostClipper:
 
         Returns:
             [B], or {module name: [B]}, or {parameter name: [B]}: every trained parameter under its first name, zeros
-            where it took no part. float32, or float64 for float64 models.
+            where it took no part. float32, or float64 for float64 models. They are as they were measured, without the
+            room for rounding that weights are computed with (``backward(losses).norms``).
 
         Raises:
             LossShapeError, StaleInputError, UnsupportedModelError.
         """
         if per is not None:
             one_of(("layer", "parameter"), per=per)
-        run = self._passes.first_pass(losses, keep=False, retain_graph=retain_graph)
+        run = self._passes.first_pass(losses, keep=False, retain_graph=retain_graph, roomy=False)
         if per is None:
             return run.norms()
         return run.norms_by_layer() if per == "layer" else run.norms_by_parameter()

@@ -320,6 +320,7 @@ class TwoPasses:
         ignore_budget: bool = False,
         groups: GroupSums | None = None,
         repeat: Repeat | None = None,
+        roomy: bool = True,
     ) -> FirstPass:
         """A backward from ``losses`` [B] to the pre-activations; raises what `GhostClipper.norms` raises.
 
@@ -332,6 +333,7 @@ class TwoPasses:
             ignore_budget: hold terms whatever they take.
             groups: takes the terms, to clip them group by group.
             repeat: this is the first of two passes.
+            roomy: norms have room for rounding where weights need it (`ghostclip.norms.rounding`).
         """
         _check_losses(losses, self.scale)
         losses = losses if self.scale == 1.0 else losses * self.scale
@@ -354,7 +356,7 @@ class TwoPasses:
             collector = Collector(
                 losses, calls, majors, self._planner, self.index,
                 keep=keep, partly=partly, materialise=materialise, aside=aside, budget=budget, groups=groups,
-                roomy=not self.steady,
+                roomy=roomy and not self.steady,
             )  # fmt: skip
             if groups is not None:
                 groups.calls, groups.waits = calls, not wanted and shapes in self._small
