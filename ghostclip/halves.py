@@ -14,7 +14,6 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import CellType
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from ghostclip.clipping import Adaptive, Automatic, Flat, Groupwise, Policy
-from ghostclip.compiled.signature import leaves_of
+from ghostclip.compiled.signature import function_kind, leaves_of
 from ghostclip.gradients import have_hooks
 from ghostclip.nn.base import Call
 from ghostclip.passes import preactivation_bytes
@@ -63,7 +62,7 @@ class Halves:
         reweighted: whether a second pass follows the first.
 
     Attributes:
-        function: the code of the loss function whose batches are divided; None: nothing is.
+        function: the kind of loss function whose batches are divided; None: nothing is.
     """
 
     model: nn.Module
@@ -78,7 +77,7 @@ class Halves:
 
     def divides(self, loss_fn: LossFunction, batch: Any) -> bool:
         """Whether a batch comes in halves, by what is known so far."""
-        if self.function is None or self.function != _code(loss_fn) or is_distributed():
+        if self.function is None or self.function != function_kind(loss_fn) or is_distributed():
             return False
         found = leaves_of(batch)
         if found is None or found[2] < LEAST or found[2] * self._each < self._least:
@@ -121,7 +120,7 @@ class Halves:
                 self._each, self._least = sum([preactivation_bytes(call) for call in calls]) / FEW, least
                 with replay.again(training=False):
                     if _stand_alone(loss_fn(self.model, few), loss_fn(self.model, _last_of(few))):
-                        self.function = _code(loss_fn)
+                        self.function = function_kind(loss_fn)
         except Exception as error:  # what is wrong shows on the whole batch; and nobody promised to take a part of one
             log.info("no rehearsal on %d examples: %s: %s", FEW, type(error).__name__, error)
 
@@ -138,22 +137,6 @@ class Halves:
         of_images = sum([preactivation_bytes(call) for call in calls if isinstance(call.layer, CONVOLUTIONS)])
         least = IMAGE_BYTES if 2 * of_images >= total else ROW_BYTES
         return max(least, OVER_PARAMETERS * sum([p.nbytes for p in trained]))
-
-
-def _code(function: Any) -> Any:
-    """What a lambda has in common with itself as it is written anew for each batch: its code, and settings in it."""
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return function
-    values = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
-    values += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    return code, *map(_setting, values)
-
-
-def _setting(value: Any) -> Any:
-    """What tells plain values and functions from others; of data, nothing is remembered but what it is."""
-    known = value if isinstance(value, (bool, int, float, str)) else type(value)
-    return getattr(value, "__code__", known)
 
 
 def _stand_alone(among_few: Tensor, among_fewer: Tensor) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from ghostclip.clipping import Automatic, Flat, Groupwise, Policy, Thresholds
-from ghostclip.compiled.signature import leaves_of
+from ghostclip.compiled.signature import function_kind, leaves_of
 from ghostclip.gradients import gradients_aside, have_hooks
 from ghostclip.index import ModelIndex
 from ghostclip.norms.dense import squared_norms
@@ -30,6 +30,8 @@ from ghostclip.verify import without_randomness
 __all__ = ["Alone", "OneByOne", "Trial"]
 
 MOST_EXAMPLES = 16
+# Kinds of batches and loss functions that are remembered.
+MOST_KINDS = 1000
 # Seconds the two passes must take before the loop is tried: below, what is called costs more than what is computed.
 LEAST_SECONDS = 0.05
 TRIALS = 3
@@ -98,7 +100,7 @@ class OneByOne:
         self.last = trial = None if key is None else self._trials.get(key)
         if trial is None:
             # The first batch of a shape also measures what the passes are made of.
-            if key is not None:
+            if key is not None and len(self._trials) < MOST_KINDS:
                 self._trials[key] = Trial()
             return passes()
         if trial.reason is not None:
@@ -135,8 +137,7 @@ class OneByOne:
         leaves, structure, examples = found
         # Texts of about one length are of one kind.
         kinds = [(leaf.dtype, leaf.dim(), round(2 * math.log2(1 + leaf[0].numel()))) for leaf in leaves]
-        function = getattr(loss_fn, "__code__", type(loss_fn))
-        return (function, examples, self.model.training, len(trained), structure, *kinds)
+        return (function_kind(loss_fn), examples, self.model.training, len(trained), structure, *kinds)
 
     def _try(self, trial: Trial, loss_fn: LossFunction, batch: Any, passes: Callable[[], Alone]) -> Alone:
         """Both ways on one batch, from the same random numbers; the passes' result is what counts."""

@@ -162,6 +162,15 @@ def test_a_loss_that_depends_on_the_size_of_its_batch_is_noticed(always):
     assert "differs from the same example in its batch" in str(clipper.explain())
 
 
+def test_what_was_found_of_a_loss_function_does_not_hold_for_other_settings_of_it(always):
+    def made(share):
+        return lambda model, examples: losses(model, examples) / len(examples["target"]) ** share
+
+    clipper = ghostclip.GhostClipper(network(), MAX_NORM)
+    assert calls_of_one(clipper, made(0)) == EXAMPLES
+    assert calls_of_one(clipper, made(1)) == 0
+
+
 def test_a_loss_function_that_takes_no_single_example_is_left_alone(always):
     def picky(model, examples):
         if len(examples["tokens"]) == 1:

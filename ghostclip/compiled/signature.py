@@ -6,14 +6,14 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-__all__ = ["Asked", "ModelState", "capacity_for", "function_key", "leaves_of", "pad"]
+__all__ = ["Asked", "ModelState", "capacity_for", "function_key", "function_kind", "leaves_of", "pad"]
 
 # Physical batches of Poisson sampling vary in size; graphs are made for sizes of a grid with this ratio.
 GROWTH = 1.25
@@ -118,3 +118,30 @@ def function_key(function: Callable[..., Any]) -> tuple[tuple, list[Any]]:
         kept = [function.__code__, *closed, *defaults]
         return tuple(part if isinstance(part, (int, float, str, bool)) else id(part) for part in kept), kept
     return (id(function),), [function]
+
+
+def function_kind(function: Any, depth: int = 3) -> tuple:
+    """What a loss function has in common with itself as it is made anew for each batch: its code, and settings in it.
+
+    What was found out of one holds for all of its kind. Of data, nothing is remembered but its type.
+    """
+    if isinstance(function, functools.partial):
+        given = [*function.args, *function.keywords.items()]
+        return (*function_kind(function.func, depth), *(_setting(each, depth) for each in given))
+    code = getattr(function, "__code__", None)
+    if code is None:
+        settings = getattr(function, "__dict__", {}).values()
+        name = getattr(function, "__qualname__", None)  # of what is written in C
+        return (type(function), name, *(_setting(value, depth) for value in settings))
+    values = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    values += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return (code, *(_setting(value, depth) for value in values))
+
+
+def _setting(value: Any, depth: int) -> Any:
+    """A plain value itself, what a callable has in it in turn, and the type of anything else."""
+    if isinstance(value, tuple):
+        return tuple([_setting(each, depth) for each in value])
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return function_kind(value, depth - 1) if depth and callable(value) else type(value)
