@@ -1,4 +1,4 @@
-"""GhostClipper: what users call; the passes themselves are in two_passes.py, compiled ones in compiled/."""
+"""GhostClipper: what users call; the passes are in first_passes.py and two_passes.py, compiled ones in compiled/."""
 
 from __future__ import annotations
 

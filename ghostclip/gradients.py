@@ -1,4 +1,4 @@
-"""p.grad: a guard, by which whatever stands there must have been put there by a clipper; and sums beside it."""
+"""p.grad: a guard, by which whatever stands there was put there by a clipper; who waits for one; and sums beside it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ghostclip.errors import GradientLeakError
 
-__all__ = ["GradientGuard", "gradients_aside", "have_hooks"]
+__all__ = ["GradientGuard", "gradients_aside", "have_hooks", "is_distributed"]
 
 
 class GradientGuard:
@@ -53,6 +53,11 @@ class GradientGuard:
 def have_hooks(parameters: Iterable[nn.Parameter]) -> bool:
     """Whether someone waits for a parameter's gradient, or counts how often one comes."""
     return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
+
+
+def is_distributed() -> bool:
+    """Whether several processes train together, who wait for each other's gradients of every parameter."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 @contextmanager

@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_unflatten
 
 from ghostclip.clipping import Adaptive, Automatic, Flat, Groupwise, Policy
 from ghostclip.compiled.signature import function_kind, leaves_of
-from ghostclip.gradients import have_hooks
+from ghostclip.gradients import have_hooks, is_distributed
 from ghostclip.nn.base import Call
 from ghostclip.passes import preactivation_bytes
 from ghostclip.replay import Replay
-from ghostclip.two_passes import TwoPasses, is_distributed
+from ghostclip.two_passes import TwoPasses
 
 __all__ = ["Halves", "head_of_large"]
 

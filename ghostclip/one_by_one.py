@@ -20,11 +20,10 @@ from torch.utils._pytree import tree_unflatten
 
 from ghostclip.clipping import Automatic, Flat, Groupwise, Policy, Thresholds
 from ghostclip.compiled.signature import function_kind, leaves_of
-from ghostclip.gradients import gradients_aside, have_hooks
+from ghostclip.gradients import gradients_aside, have_hooks, is_distributed
 from ghostclip.index import ModelIndex
 from ghostclip.norms.dense import squared_norms
 from ghostclip.outcome import add_sums, norm_dtype
-from ghostclip.two_passes import is_distributed
 from ghostclip.verify import without_randomness
 
 __all__ = ["Alone", "OneByOne", "Trial"]

@@ -123,7 +123,7 @@ def test_groups_that_wait_for_each_other_do_what_the_others_do(spoil):
 
 def test_groups_wait_only_where_all_of_them_are_small(monkeypatch):
     clipper = ghostclip.GhostClipper(classifier(), PerLayer(0.3))
-    monkeypatch.setattr("ghostclip.two_passes.POSTPONED_BYTES", 8 * 9 * (6 + 8 + 8 + 3) - 1)
+    monkeypatch.setattr("ghostclip.first_passes.POSTPONED_BYTES", 8 * 9 * (6 + 8 + 8 + 3) - 1)
     losses = torch.nn.functional.cross_entropy(clipper.model(torch.randn(9, 6).double()), torch.arange(9) % 3,
                                                reduction="none")  # fmt: skip
     clipper.backward(losses)

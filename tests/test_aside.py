@@ -93,7 +93,7 @@ def test_a_parameter_with_a_hook_has_an_ordinary_backward():
 
 
 def test_processes_that_wait_for_each_other_have_an_ordinary_backward(monkeypatch):
-    monkeypatch.setattr("ghostclip.two_passes.is_distributed", lambda: True)
+    monkeypatch.setattr("ghostclip.first_passes.is_distributed", lambda: True)
     assert LOWEST in weight_gradients(clipper())
 
 

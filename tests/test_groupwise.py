@@ -185,7 +185,7 @@ def test_the_graph_is_let_go_unless_it_is_to_be_retained(policy):
 @pytest.mark.parametrize("small", [False, True])
 def test_letting_go_computes_nothing_and_frees_every_layers_memory(small, monkeypatch):
     if not small:
-        monkeypatch.setattr("ghostclip.two_passes.POSTPONED_BYTES", 0)
+        monkeypatch.setattr("ghostclip.first_passes.POSTPONED_BYTES", 0)
     alive, called = [], []
 
     class Watched(torch.autograd.Function):

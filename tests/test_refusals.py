@@ -26,8 +26,8 @@ from ghostclip import GhostClipError, GhostClipper, check, wrap
 ROOT = Path(ghostclip.__file__).parent
 FILES = sorted((ROOT / "nn").glob("*.py")) + [
     ROOT / f"{name}.py"
-    for name in ("convert", "graph", "index", "positions", "proof", "regroup", "search", "seams", "second_pass",
-                 "separation", "shared", "two_passes")
+    for name in ("convert", "first_passes", "graph", "index", "positions", "proof", "regroup", "search", "seams",
+                 "second_pass", "separation", "shared", "two_passes")
 ]  # fmt: skip
 # Words that are no messages: a rule's name, and what torch says, to be told by.
 OTHERS = {"BatchNorm in eval mode", "modified by an inplace operation", "backward through the graph a second time"}

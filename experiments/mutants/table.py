@@ -25,7 +25,8 @@ class Mutant:
 
 PITFALLS = ("tests/test_pitfalls.py",)
 CLIPPER = ("tests/test_clipper.py",)
-PASSES, WHOLE, STEPS = "ghostclip/two_passes.py", "ghostclip/norms/whole.py", "ghostclip/engine/steps.py"
+PASSES, FIRST = "ghostclip/two_passes.py", "ghostclip/first_passes.py"
+WHOLE, STEPS = "ghostclip/norms/whole.py", "ghostclip/engine/steps.py"
 SUMS, NOISE, SPENDING = "ghostclip/engine/sums.py", "ghostclip/noise/standard.py", "ghostclip/engine/spending.py"
 JOURNAL, RECORDS = "ghostclip/ledger/journal.py", "ghostclip/ledger/records.py"
 LEDGER = ("tests/test_ledger.py", "tests/test_ledger_damage.py")
@@ -102,7 +103,7 @@ CLIPPING = [
         "weights / len(losses), self._add_part",
         ("tests/test_layers.py", "-k", "encoder_layer"),
     ),
-    Mutant("[B, 1] losses broadcast", PASSES, "    if losses.dim() != 1:\n", "    if losses.dim() > 2:\n", PITFALLS),
+    Mutant("[B, 1] losses broadcast", FIRST, "    if losses.dim() != 1:\n", "    if losses.dim() > 2:\n", PITFALLS),
     Mutant(
         "stale norm of a repeated layer",
         "ghostclip/passes.py",
@@ -155,7 +156,7 @@ CLIPPING = [
     ),
     Mutant(
         "norms in autocast's precision",
-        PASSES,
+        FIRST,
         "    return torch.autocast(kind, enabled=False) if",
         "    return nullcontext() if",
         PITFALLS,

@@ -18,8 +18,8 @@ from ghostclip.compiled import NOT_YET, CompiledRelease, CompiledStep, Release, 
 from ghostclip.compiled.clip import in_a_line, random_numbers, random_state
 from ghostclip.compiled.signature import Asked
 from ghostclip.compiled.trial import copies_of, drift, movement, timed
+from ghostclip.gradients import is_distributed
 from ghostclip.sampling import LogicalBatch
-from ghostclip.two_passes import is_distributed
 
 if TYPE_CHECKING:
     from ghostclip.engine.steps import PrivateSteps
