@@ -153,6 +153,19 @@ def test_what_is_slower_stays_with_the_two_passes(monkeypatch):
     assert "the two passes are faster (one by one" in str(clipper.explain())
 
 
+@pytest.mark.parametrize(
+    ("loops", "used"),
+    [([1.9, 0.8, 0.9], True), ([1.9, 1.2, 0.8], True), ([2.1], False), ([1.9, 1.3], False), ([1.0, 1.0, 0.96], False)],
+    ids=str,
+)
+def test_the_first_run_of_the_loop_may_be_slow_and_the_last_must_not(monkeypatch, loops, used):
+    times = iter([time for loop in loops for time in (0.0, 1.0, 0.0, loop)])
+    monkeypatch.setattr(one_by_one, "clock", lambda: next(times))
+    clipper = ghostclip.GhostClipper(network(), MAX_NORM)
+    assert calls_of_one(clipper) == (EXAMPLES if used else 0)
+    assert next(times, None) is None
+
+
 def test_a_loss_that_depends_on_the_size_of_its_batch_is_noticed(always):
     def divided(model, examples):
         return losses(model, examples) / len(examples["tokens"])
