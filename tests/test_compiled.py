@@ -344,6 +344,7 @@ def test_functions_are_of_a_kind_where_code_and_settings_are_the_same():
         return torch.nn.CrossEntropyLoss(reduction=reduction)
 
     settings = [2.0, 3.0, None, torch.zeros(2), torch.exp, torch.log, loss("none"), loss("sum"), losses_of, (2.0, "a")]
+    settings += [torch.nn.Linear, torch.nn.LSTM]
     settings += [functools.partial(losses_of, 1), functools.partial(losses_of, b=1)]
     for make in (made, functools.partial(functools.partial, losses_of)):
         kinds = [function_kind(make(setting)) for setting in settings]

@@ -139,9 +139,9 @@ def function_kind(function: Any, depth: int = 3) -> tuple:
 
 
 def _setting(value: Any, depth: int) -> Any:
-    """A plain value itself, what a callable has in it in turn, and the type of anything else."""
+    """A plain value or a class itself, what another callable has in it in turn, and the type of anything else."""
     if isinstance(value, tuple):
         return tuple([_setting(each, depth) for each in value])
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, int, float, str, type)):
         return value
     return function_kind(value, depth - 1) if depth and callable(value) else type(value)
