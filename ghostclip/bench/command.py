@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ghostclip.bench.compare import BASELINE, compare
+from ghostclip.bench.lanes import can_be_apart
 from ghostclip.bench.machine import busy_warning, describe
 from ghostclip.bench.memory import peaks
 from ghostclip.bench.roster import CONTENDERS, PEERS, USUAL
@@ -41,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=_count, default=1, help="processor threads, and cores where the system can pin (default: 1)")
     add("--batch-size", type=_count, default=None, metavar="B", help="examples a batch (default: each workload's own)")
     add("--device", type=_device, default="cpu", metavar="cpu|cuda", help="where to run (default: cpu)")
+    add("--together", action="store_true", help="time all contenders in one process, as on a GPU (default: each in a "
+        "process of its own)")  # fmt: skip
     add("--memory", type=_contenders, nargs="?", const=MEMORY, default=[], metavar="NAME,NAME",
         help=f"measure peak memory too, each in a fresh process (alone: of {', '.join(MEMORY)})")  # fmt: skip
     add("--out", type=Path, metavar="FILE.json", help="write all figures as JSON, and beside it FILE.md and FILE.png, "
@@ -60,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
     results: dict[str, Any] = {
         "machine": {},
         "seconds": options.seconds,
+        "apart": _apart(options),
         "contenders": {name: CONTENDERS[name].about for name in options.contenders},
         "workloads": {},
     }
@@ -94,11 +98,16 @@ def _measure_all(results: dict[str, Any], options: argparse.Namespace) -> None:
 def _measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One workload's figures, with memory where it was asked for."""
     chosen = {contender: CONTENDERS[contender] for contender in options.contenders}
-    found = compare(WORKLOADS[name], chosen, options.seconds, options.device, options.batch_size)
+    found = compare(WORKLOADS[name], chosen, options.seconds, options.device, options.batch_size, apart=_apart(options))
     present = [contender for contender in options.memory if CONTENDERS[contender].missing() is None]
     if present:
         found["memory"] = peaks(name, present, found["batch_size"], options.device, options.threads)
     return found
+
+
+def _apart(options: argparse.Namespace) -> bool:
+    """Not on a GPU, where each process would hold a context in the memory that they share."""
+    return options.device == "cpu" and can_be_apart() and not options.together
 
 
 def _write(results: dict[str, Any], out: Path | None) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -14,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip.bench.contenders import CannotRun, Contender, Prepared
+from ghostclip.bench.lanes import Entry, in_lanes
 from ghostclip.bench.measure import Timings, take_turns
 from ghostclip.bench.reference import RULES, loop_norms, loop_sums, relative_error, what_entered, whole_norms
-from ghostclip.bench.workloads import Workload
+from ghostclip.bench.roster import CONTENDERS
+from ghostclip.bench.workloads import WORKLOADS, Workload
 
 __all__ = ["BASELINE", "GATE", "LineUp", "compare", "line_up"]
 
@@ -101,8 +104,7 @@ def line_up(
 
 def _line_up(workload: Workload, contenders: Mapping[str, Contender], device: str, batch_size: int | None) -> LineUp:
     torch.manual_seed(0)
-    model = workload.model().to(device)
-    inputs, targets = (tensor.to(device) for tensor in workload.batch(batch_size or workload.batch_size))
+    model, inputs, targets = workload.on(device, batch_size or workload.batch_size)
     parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     norms = loop_norms(model, workload.losses, inputs, targets)
     max_norm = float(whole_norms(norms).median())
@@ -141,7 +143,7 @@ def _enter(field: LineUp, contender: Contender, model: nn.Module, workload: Work
     error = None
     if prepared.clipped_sum is not None:
         error = relative_error(prepared.clipped_sum(field.inputs, field.targets), truth.sums, truth.entered)
-    _turn(prepared, field.inputs, field.targets)()
+    prepared.turn(field.inputs, field.targets)()
     field.prepared[contender.name], field.errors[contender.name] = prepared, error
     field.seconds[contender.name] = time.perf_counter() - started
 
@@ -152,26 +154,34 @@ def compare(
     seconds: float,
     device: str = "cpu",
     batch_size: int | None = None,
+    *,
+    apart: bool = False,
 ) -> dict[str, Any]:
     """Times the contenders' steps on one batch of the workload, interleaved.
 
     Args:
         workload, contenders, device, batch_size: as for `line_up`.
         seconds: how long to measure, gate and warm-up not counted.
+        apart: whether each contender's steps are timed in a process of its own, as a user trains: in one process a
+            contender's page faults depend on what the others freed. The gate is passed in this process all the same.
+            A script that asks for it does so under ``if __name__ == "__main__"``, as multiprocessing needs it.
 
     Returns:
         Plain values: about, batch_size, parameters, max_norm, gate, and for each contender ``ms``, ``over_nonprivate``
         and, where the loop was timed, ``nxbp_over`` (median, low and high quartile, rounds), then ``gradient_error``
-        and ``correct``, and ``ready_seconds``, which the gate and the first step took. For one that can't run here
-        there is only ``missing``, for one that broke ``failed``: the reason.
+        and ``correct``, and ``ready_seconds``, which preparing, the gate (not where apart) and the first step took.
+        For one that can't run here there is only ``missing``, for one that broke ``failed``: the reason.
 
     Raises:
-        ValueError: ``nonprivate`` is not among the contenders.
+        ValueError: ``nonprivate`` is not among the contenders; or a process of its own couldn't find the workload or
+            a contender by name.
+        Retired: ``nonprivate`` broke in its process.
     """
+    if apart:
+        _check_names(workload, contenders)
     field = line_up(workload, contenders, device, batch_size)
-    turns = {name: _turn(ready, field.inputs, field.targets) for name, ready in field.prepared.items()}
-    timings = take_turns(turns, seconds, baseline=BASELINE)
-    found: dict[str, Any] = field.absent | {name: _row(name, timings, field) for name in field.prepared}
+    timings = _apart(field, workload, seconds, device) if apart else _together(field, seconds)
+    found: dict[str, Any] = field.absent | {name: _row(name, timings, field) for name in timings.seconds}
     return {
         "about": workload.about,
         "batch_size": len(field.targets),
@@ -182,15 +192,35 @@ def compare(
     }
 
 
-def _turn(prepared: Prepared, inputs: Tensor, targets: Tensor) -> Callable[[], None]:
-    """One step that has ended when it returns."""
+def _check_names(workload: Workload, contenders: Mapping[str, Contender]) -> None:
+    """Refuses what a new process couldn't find again."""
+    foreign = [name for name, contender in contenders.items() if CONTENDERS.get(name) is not contender]
+    if WORKLOADS.get(workload.name) is not workload:
+        foreign.insert(0, workload.name)
+    if foreign:
+        raise ValueError(
+            "apart=True: a process of its own finds workloads and contenders by name, in WORKLOADS and CONTENDERS of "
+            f"ghostclip.bench; got others: {', '.join(foreign)}; register them, or leave apart out"
+        )
 
-    def turn() -> None:
-        prepared.step(inputs, targets)
-        if inputs.is_cuda:
-            torch.cuda.synchronize()
 
-    return turn
+def _together(field: LineUp, seconds: float) -> Timings:
+    """Times those that passed the gate in this process."""
+    turns = {name: prepared.turn(field.inputs, field.targets) for name, prepared in field.prepared.items()}
+    return take_turns(turns, seconds, baseline=BASELINE)
+
+
+def _apart(field: LineUp, workload: Workload, seconds: float, device: str) -> Timings:
+    """Times those that passed the gate in processes of their own; what they held in this one is let go of before."""
+    entries = {
+        name: Entry.here(workload.name, name, len(field.targets), field.max_norm, device) for name in field.prepared
+    }
+    field.prepared.clear()
+    gc.collect()
+    laps = in_lanes(entries, seconds, baseline=BASELINE)
+    field.seconds |= laps.ready
+    field.absent |= laps.retired
+    return laps.timings
 
 
 def _row(name: str, timings: Timings, field: LineUp) -> dict[str, Any]:

@@ -43,6 +43,16 @@ class Prepared:
     step: Callable[[Tensor, Tensor], None]
     clipped_sum: Callable[[Tensor, Tensor], dict[str, Tensor]] | None
 
+    def turn(self, inputs: Tensor, targets: Tensor) -> Callable[[], None]:
+        """One step on this batch that has ended when it returns, on a GPU too."""
+
+        def turn() -> None:
+            self.step(inputs, targets)
+            if inputs.is_cuda:
+                torch.cuda.synchronize()
+
+        return turn
+
 
 Prepare = Callable[[nn.Module, Losses, float], Prepared]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 
-__all__ = ["Spread", "Timings", "take_turns"]
+__all__ = ["Spread", "Timings", "alternate", "take_turns", "timed"]
 
 # Contenders this many times slower than the baseline sit out some rounds.
 SLOW = 4.0
@@ -62,13 +62,31 @@ def take_turns(
     least: int = LEAST_TURNS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Timings:
-    """Times all ``turns`` interleaved, for about ``seconds`` or until each had ``least`` of them.
+    """Times steps interleaved, as `alternate` does turns that time themselves.
+
+    Args:
+        turns: {name: one step}; a step must end synchronously (on a GPU: with a synchronisation).
+        seconds, baseline, least, clock: as for `alternate`.
+    """
+    clocked = {name: timed(turn, clock) for name, turn in turns.items()}
+    return alternate(clocked, seconds, baseline=baseline, least=least, clock=clock)
+
+
+def alternate(
+    turns: Mapping[str, Callable[[], float]],
+    seconds: float,
+    *,
+    baseline: str,
+    least: int = LEAST_TURNS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Timings:
+    """Lets all ``turns`` alternate, for about ``seconds`` or until each had ``least`` of them.
 
     A contender more than SLOW times slower than ``baseline`` runs in every k-th round only, k such that it takes about
     as much time as the fast ones together. k is a power of two, so that the slowest one's rounds are everyone's.
 
     Args:
-        turns: {name: one step}; a step must end synchronously (on a GPU: with a synchronisation).
+        turns: {name: makes one step, returns the seconds it took}.
         seconds: how long to go on; may be passed to give slow contenders their turns.
         baseline: one of the names.
         least: turns each contender gets at the least; one where a turn takes more than PATIENCE seconds.
@@ -79,9 +97,9 @@ def take_turns(
     """
     costs = {}
     for name, turn in turns.items():
-        costs[name] = _timed(turn, clock)
+        costs[name] = turn()
         if costs[name] < 1.0:
-            costs[name] = min(_timed(turn, clock) for _ in range(3))
+            costs[name] = min(turn() for _ in range(3))
     every = _rounds_between(costs, baseline)
     enough = {name: least if cost <= PATIENCE else 1 for name, cost in costs.items()}
     timings = Timings({name: {} for name in turns})
@@ -90,15 +108,20 @@ def take_turns(
     while clock() - started < seconds or any(len(times) < enough[name] for name, times in timings.seconds.items()):
         present = [name for name in turns if number % every[name] == 0]
         for name in order.sample(present, len(present)):
-            timings.seconds[name][number] = _timed(turns[name], clock)
+            timings.seconds[name][number] = turns[name]()
         number += 1
     return timings
 
 
-def _timed(turn: Callable[[], object], clock: Callable[[], float]) -> float:
-    start = clock()
-    turn()
-    return clock() - start
+def timed(step: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> Callable[[], float]:
+    """A turn that makes the step and returns the seconds it took."""
+
+    def turn() -> float:
+        start = clock()
+        step()
+        return clock() - start
+
+    return turn
 
 
 def _rounds_between(costs: Mapping[str, float], baseline: str) -> dict[str, int]:

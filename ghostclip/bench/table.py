@@ -16,6 +16,7 @@ NOTE = (
     "Step time over the non-private step of the same round: median (quartiles). Adam, noise and division included. "
     "Inputs are random tensors."
 )
+APART = " Contenders take turns, each in a process of its own."
 MEMORY_NOTE = (
     "Peak memory of a step over the non-private one's, each in a fresh process: what it rises by above model and data."
 )
@@ -35,14 +36,14 @@ def markdown(results: dict[str, Any]) -> str:
     if any("nxbp_over" in work["contenders"].get("cached", {}) for work in results["workloads"].values()):
         columns["nxbp / cached"] = _loop_over_cached
     return "\n".join(
-        [*_times(results, columns), "", NOTE, _machine(results), *_reasons(results), *_memory(results, shown)]
+        [*_times(results, columns), "", _note(results), _machine(results), *_reasons(results), *_memory(results, shown)]
     )
 
 
 def full_markdown(results: dict[str, Any]) -> str:
     """The same with a column for every contender that has a figure, and what each of them does."""
     names = _with_figures(results)
-    lines = [*_times(results, {name: _column(name) for name in names}), "", NOTE, _machine(results)]
+    lines = [*_times(results, {name: _column(name) for name in names}), "", _note(results), _machine(results)]
     about = [f"- {name}: {results['contenders'][name]}" for name in (BASELINE, *names)]
     return "\n".join([*lines, "", *about, *_reasons(results), *_memory(results, names)])
 
@@ -67,6 +68,11 @@ def _times(results: dict[str, Any], columns: dict[str, Callable[[Rows], str]]) -
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
+
+
+def _note(results: dict[str, Any]) -> str:
+    """How the step times were taken."""
+    return NOTE + (APART if results.get("apart") else "")
 
 
 def _machine(results: dict[str, Any]) -> str:

@@ -48,6 +48,12 @@ class Workload:
     losses: Losses = class_losses
     belongs: str = "usual"
 
+    def on(self, device: str, batch_size: int) -> tuple[nn.Module, Tensor, Tensor]:
+        """A new model, then a batch's inputs [B, ...] and targets [B, ...], on a device."""
+        model = self.model().to(device)
+        inputs, targets = (part.to(device) for part in self.batch(batch_size))
+        return model, inputs, targets
+
 
 def _random_images(shape: tuple[int, ...], classes: int = 10) -> Batches:
     def batch(size: int) -> tuple[Tensor, Tensor]:
