@@ -12,7 +12,7 @@ from ghostclip.bench.contenders import by_filling_gradients
 from ghostclip.bench.machine import describe, in_words
 from ghostclip.bench.table import full_markdown
 
-FEW = ["--contenders", "reweight,cached,nxbp", "--seconds", "0.05"]
+FEW = ["--contenders", "reweight,cached,nxbp", "--seconds", "0.05", "--together"]
 
 
 @pytest.fixture(autouse=True)
@@ -57,15 +57,26 @@ def test_ghostclip_bench_is_the_same_command(capsys):
     assert list(results["workloads"]["tiny"]["contenders"]) == ["nonprivate", "reweight", "cached", "nxbp"]
 
 
+def test_contenders_are_apart_unless_told_otherwise_and_the_table_says_so(capsys):
+    words = ["--workloads", "mlp", "--contenders", "cached", "--seconds", "0.05", "--batch-size", "4"]
+    assert main([*words, "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert results["apart"] is True
+    assert results["workloads"]["mlp"]["contenders"]["cached"]["over_nonprivate"]["rounds"] >= 3
+    assert "each in a process of its own." in markdown(results)
+    assert main([*words, "--together"]) == 0
+    assert "each in a process of its own." not in capsys.readouterr().out
+
+
 def test_ctrl_c_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(WORKLOADS, "second", TINY)
     done = iter([compare, KeyboardInterrupt])
 
-    def interrupted(*arguments):
+    def interrupted(*arguments, **named):
         now = next(done)
         if now is KeyboardInterrupt:
             raise now
-        return now(*arguments)
+        return now(*arguments, **named)
 
     monkeypatch.setattr("ghostclip.bench.command.compare", interrupted)
     status = main(["--workloads", "tiny,second", *FEW, "--out", str(tmp_path / "bench.json")])
@@ -122,7 +133,7 @@ def test_memory_is_measured_where_asked(monkeypatch, capsys):
 
 def test_a_wrong_contender_of_ours_is_status_1_and_a_wrong_library_is_a_finding(monkeypatch, capsys):
     bad = Contender("cached", "", by_filling_gradients(broken))
-    words = ["--workloads", "tiny", "--seconds", "0.01", "--contenders"]
+    words = ["--workloads", "tiny", "--seconds", "0.01", "--together", "--contenders"]
     monkeypatch.setitem(CONTENDERS, "vmap", bad)
     assert main([*words, "vmap"]) == 0
     monkeypatch.setitem(CONTENDERS, "cached", bad)

@@ -1,0 +1,63 @@
+"""Contenders that go wrong in a process of their own, and only there; pytest, slow to import, isn't imported here."""
+
+import os
+import signal
+import time
+from dataclasses import replace
+
+import torch
+
+from ghostclip.bench.contenders import CannotRun, Contender, Prepared
+from ghostclip.bench.lanes import serve
+from ghostclip.bench.roster import CONTENDERS
+
+
+def chatty(model, losses, max_norm):
+    """A library that prints, from Python and past it."""
+
+    def step(inputs, targets):
+        print("a word", flush=True)
+        os.write(1, b"another\n")
+
+    return Prepared(step, None)
+
+
+def mortal(model, losses, max_norm):
+    """A contender whose process is killed in its eighth step."""
+    left = iter(range(7))
+
+    def step(inputs, targets):
+        if next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return Prepared(step, None)
+
+
+def fragile(model, losses, max_norm):
+    """A contender that can't be prepared."""
+    raise RuntimeError("out of paper")
+
+
+def endless(model, losses, max_norm):
+    """A contender whose second step doesn't end."""
+    naps = iter([0.0])
+    return Prepared(lambda inputs, targets: time.sleep(next(naps, 600.0)), None)
+
+
+def telling(model, losses, max_norm):
+    """A contender that only says what its process has to work with."""
+    cores = sorted(os.sched_getaffinity(0))
+    raise CannotRun(f"{torch.get_num_threads()} threads, {os.environ['OMP_NUM_THREADS']} for others, cores {cores}")
+
+
+PLANTED = {
+    method.__name__: Contender(method.__name__, "", method) for method in (chatty, mortal, fragile, endless, telling)
+}
+# What the process that asks takes them for.
+HARMLESS = {name: replace(CONTENDERS["cached"], name=name) for name in PLANTED}
+
+
+def serve_planted(entry, line):
+    """What a lane's process does in the tests."""
+    CONTENDERS.update(PLANTED)
+    serve(entry, line)

@@ -1,0 +1,112 @@
+"""Contenders in processes of their own: figures as in one, failures that stay theirs, no process left behind."""
+
+import math
+import os
+from itertools import count
+
+import pytest
+from planted_lanes import HARMLESS, serve_planted
+from test_bench import NONPRIVATE, TINY
+
+from ghostclip.bench import CONTENDERS, WORKLOADS, compare, lanes
+from ghostclip.bench.lanes import Entry, Lane, Retired, in_lanes
+from ghostclip.bench.measure import alternate
+
+
+@pytest.fixture(autouse=True)
+def planted(monkeypatch):
+    """Lanes that know the planted contenders, which are harmless in this process."""
+    monkeypatch.setattr(lanes, "serve", serve_planted)
+    for name, contender in HARMLESS.items():
+        monkeypatch.setitem(CONTENDERS, name, contender)
+
+
+def entry(contender, **others):
+    return Entry("mlp", contender, 4, **others)
+
+
+def gone(pid):
+    """Whether no process has this number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_contenders_are_compared_apart_and_failures_are_their_own(capfd):
+    names = ("nonprivate", "cached", "nxbp", "chatty", "mortal", "fragile")
+    found = compare(WORKLOADS["mlp"], {name: CONTENDERS[name] for name in names}, 0.2, batch_size=4, apart=True)
+    rows = found["contenders"]
+    assert list(rows) == list(names)
+    for name in ("cached", "nxbp", "chatty"):
+        assert rows[name]["over_nonprivate"]["rounds"] >= 3
+        assert rows[name]["ready_seconds"] >= 0
+        assert rows[name]["correct"]
+    assert rows["nxbp"]["ready_seconds"] > 0
+    assert rows["cached"]["nxbp_over"]["median"] > 0
+    assert rows["mortal"] == {"failed": "its process ended with signal SIGKILL"}
+    assert rows["fragile"] == {"failed": "RuntimeError: out of paper"}
+    assert "word" not in capfd.readouterr().out
+
+
+def test_no_process_is_left_after_an_interruption(monkeypatch):
+    pids = []
+
+    def interrupted(turns, seconds, baseline):
+        pids.extend(turn.__self__.pid for turn in turns.values())
+        assert not any(gone(pid) for pid in pids)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lanes, "alternate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        in_lanes({name: entry(name) for name in ("nonprivate", "chatty")}, 1.0, baseline="nonprivate")
+    assert len(pids) == 2
+    assert all(gone(pid) for pid in pids)
+
+
+def test_a_step_without_end_is_cut_off(monkeypatch):
+    monkeypatch.setattr(lanes, "GRACE", 0.2)
+    lane = Lane(entry("endless"))
+    lane.ready()
+    lane._line.send("turn")
+    lane.close()
+    assert gone(lane.pid)
+
+
+def test_without_the_baseline_there_is_nothing_to_compare():
+    with pytest.raises(Retired, match=r"^fragile failed: RuntimeError: out of paper$"):
+        in_lanes({"fragile": entry("fragile")}, 0.1, baseline="fragile")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system can't keep a process to cores")
+def test_a_lane_has_the_threads_and_cores_of_its_entry():
+    core = max(os.sched_getaffinity(0))
+    with pytest.raises(Retired) as said:
+        in_lanes({"telling": entry("telling", threads=3, cores=(core,))}, 0.1, baseline="telling")
+    assert said.value.row == {"missing": f"3 threads, 3 for others, cores [{core}]"}
+    assert Entry.here("mlp", "cached", 4, 1.0).cores == tuple(sorted(os.sched_getaffinity(0)))
+    assert Entry.here("mlp", "cached", 4, 1.0).threads == 1
+
+
+@pytest.mark.parametrize(("threads", "waits"), [(1, []), (2, [lanes.SPINNING])])
+def test_where_threads_spin_the_next_turn_waits(threads, waits, monkeypatch):
+    lane, slept = Lane(entry("chatty", threads=threads)), []
+    lane.ready()
+    monkeypatch.setattr("time.sleep", slept.append)
+    assert 0 < lane.turn() < 60
+    assert slept == waits
+    monkeypatch.undo()
+    lane.close()
+
+
+def test_turns_are_believed_about_their_own_time():
+    ticks = count()
+    timings = alternate({"plain": lambda: 0.1, "slow": lambda: 0.3}, 50, baseline="plain", clock=lambda: next(ticks))
+    assert timings.ratio("slow", "plain").median == pytest.approx(3.0)
+    assert math.isclose(timings.milliseconds("plain").median, 100)
+
+
+def test_what_another_process_could_not_find_is_refused():
+    with pytest.raises(ValueError, match=r"finds workloads and contenders by name.*got others: tiny;"):
+        compare(TINY, NONPRIVATE, 0.1, apart=True)
