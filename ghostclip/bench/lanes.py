@@ -2,7 +2,8 @@
 
 In one process they share a heap, and what one contender frees decides how many page faults the next one takes. Here
 every lane is forked from a server that has imported what a fresh process would import and has done nothing else
-(multiprocessing's forkserver). A lane times its own step, so that what passes between the processes isn't counted.
+(multiprocessing's forkserver; it ends with the process that asks). A lane times its own step, so that what passes
+between the processes isn't counted.
 """
 
 from __future__ import annotations

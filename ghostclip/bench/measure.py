@@ -1,7 +1,8 @@
 """Timing contenders against each other in the same minute.
 
 A machine's speed drifts, and other programs come and go. So contenders take turns, one step each, in a new order every
-round, and what is reported is the median over rounds of the ratio of two times of the same round.
+round, in one process or each in its own (`ghostclip.bench.lanes`), and what is reported is the median over rounds of
+the ratio of two times of the same round.
 """
 
 from __future__ import annotations
