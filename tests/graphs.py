@@ -8,8 +8,8 @@ from ghostclip.compiled import clip, release, trial, whole
 class Interpreted:
     """Stands in for a `Region`."""
 
-    def __init__(self, graph, inputs):
-        self.graph, self.seconds, self.runs = graph, 0.0, 0
+    def __init__(self, graph, inputs, lasting=0):
+        self.graph, self.lasting, self.seconds, self.runs = graph, lasting, 0.0, 0
 
     @torch.no_grad()
     def __call__(self, *inputs):

@@ -9,10 +9,12 @@ import torch
 from comparing import TOLERANCE
 from graphs import interpret
 from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
 
 import ghostclip
 from ghostclip.clipping import Automatic, Custom, Grouped, PerLayer
 from ghostclip.compiled import NOT_YET, Update, UpdateReader, trial
+from ghostclip.compiled.region import _in_place, trace, write_back
 from ghostclip.compiled.rules import rule_of
 
 SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
@@ -371,6 +373,53 @@ def test_a_graph_that_goes_elsewhere_than_the_optimizer_is_found_out(physical, m
     engine = compiled(engine_for(max_physical_batch_size=physical))
     assert_same(train(engine, 9), train(engine_for(max_physical_batch_size=physical), 9))
     assert "differ from eager's" in str(record_of(engine).refusals)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("physical", [None, 9], ids=["in one piece", "in pieces"])
+def test_what_a_graph_writes_lasts_and_is_tried_in_one_place(physical, monkeypatch):
+    # Inductor takes no CUDA graph of a step that writes to other inputs, and records one anew for memory elsewhere.
+    places, copy_ = [], trial.Trial.copy
+    monkeypatch.setattr(trial.Trial, "copy", lambda self, those: places.append(copy_(self, those)) or places[-1])
+    engine = compiled(engine_for(max_physical_batch_size=physical))
+    train(engine, 9)
+    steps = engine._steps._compiled
+    (plan,) = (steps._release if physical else steps._whole)._plans.values()
+    written = steps._reader.read().written
+    assert len(written) == plan.region.lasting
+    assert len({tuple(each.data_ptr() for each in copies) for copies in places}) == 1 < len(places)
+    assert plan.trial.copies == []
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_inductor_is_told_which_inputs_last(monkeypatch):
+    told = []
+
+    def inner(graph, inputs, *, static_input_idxs, **settings):
+        told.append(static_input_idxs)
+        return make_boxed_func(graph.forward)
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", inner)
+    weight, batch = torch.ones(3), torch.arange(6.0).view(2, 3)
+
+    def step(weight, batch):
+        return batch.sum(), weight - batch.sum(0)
+
+    graph = trace(step, [weight, batch], [weight, batch.roll(1, 0)])
+    write_back(graph, 1)
+    (total,) = _in_place(graph, [weight, batch], 1)(weight, batch)
+    assert told == [[0]]
+    assert total == 15
+    assert weight.tolist() == [-2.0, -4.0, -6.0]
+
+
+def test_a_gpu_has_done_its_work_when_the_clock_is_read(monkeypatch):
+    done = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
+    monkeypatch.setattr(trial, "clock", lambda: done.append("looked") or 0.0)
+    assert trial.timed(lambda: done.append("ran")) == (None, 0.0)
+    assert done == ["waited", "looked", "ran", "waited", "looked"]
 
 
 def test_one_graph_from_forward_to_update_and_none_anew(monkeypatch):

@@ -202,7 +202,7 @@ class CompiledClip:
         inputs, others = ([*held, *leaves, keep] for leaves in (asked.leaves, rolled(asked)))
         with torch.enable_grad():
             graph = trace(step, inputs, others)
-        plan.region = Region(graph, inputs)
+        plan.region = Region(graph, inputs, len(held))
         self.compiled(plan.region, f"a step for {len(keep)} rows")
         return plan
 

@@ -30,12 +30,14 @@ class Region:
     Args:
         graph: from `trace`.
         inputs: parameters, buffers and the batch it was traced with.
+        lasting: how many of the first inputs lie where they lay, call after call. A CUDA graph reads and writes those
+            in place; it has copies made of the others, and there is none of a graph that writes to one of them.
 
     Attributes:
         seconds: how long compiling took.
     """
 
-    def __init__(self, graph: GraphModule, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, graph: GraphModule, inputs: Sequence[Tensor], lasting: int = 0) -> None:
         started = time.perf_counter()
         # A CUDA graph is replayed into the same memory, so what comes out of it is copied before the next one.
         self._on_cuda = inputs[0].is_cuda
@@ -48,7 +50,8 @@ class Region:
             import torch._inductor.config as config
 
             with config.patch(settings):
-                self._run: Any = inductor.compile(graph, [tensor.detach() for tensor in inputs])
+                given: list[Any] = [tensor.detach() for tensor in inputs]
+                self._run: Any = _in_place(graph, given, lasting) if self._on_cuda else inductor.compile(graph, given)
                 self(*inputs)
         self.seconds = time.perf_counter() - started
 
@@ -59,6 +62,16 @@ class Region:
             torch.compiler.cudagraph_mark_step_begin()
             return tuple(output.clone() for output in self._run(*inputs))
         return self._run(*inputs)
+
+
+def _in_place(graph: GraphModule, inputs: Sequence[Tensor], lasting: int) -> Any:
+    """`torch._inductor.compile` for a graph whose first inputs are lasting, which only dynamo tells it otherwise."""
+    from torch._inductor import compile_fx
+
+    def inner(graph: GraphModule, inputs: Any, **settings: Any) -> Any:
+        return compile_fx.compile_fx_inner(graph, inputs, **{**settings, "static_input_idxs": list(range(lasting))})
+
+    return compile_fx.compile_fx(graph, list(inputs), inner_compile=inner)
 
 
 def trace(step: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], other: Sequence[Tensor]) -> GraphModule:

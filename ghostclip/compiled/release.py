@@ -82,7 +82,7 @@ class CompiledRelease:
             inputs = [*copies, *sums, noise, update.numbers(1.0)]
             graph = trace(step, inputs, inputs)
             write_back(graph, count)
-            plan.region = Region(graph, inputs)
+            plan.region = Region(graph, inputs, count)
             self._clip.compiled(plan.region, f"an update of {update.size} numbers")
         except Exception as error:  # whatever the compiler stumbles over, the optimizer is there
             self.refuse(plan, in_a_line(error))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter as clock
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["TRIALS", "Trial", "copies_of", "difference", "drift", "movement", "timed"]
+__all__ = ["TRIALS", "Trial", "difference", "drift", "movement", "timed"]
 
 T = TypeVar("T")
 # Batches on which both ways run before the faster one is taken.
@@ -23,9 +23,17 @@ AMPLIFIED = 0.05
 
 
 def timed(run: Callable[[], T]) -> tuple[T, float]:
-    """What ``run`` returns, and its seconds."""
+    """What ``run`` returns, and its seconds, until a GPU has done what it was told to."""
+    _wait()
     started = clock()
-    return run(), clock() - started
+    result = run()
+    _wait()
+    return result, clock() - started
+
+
+def _wait() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 @dataclass
@@ -34,11 +42,21 @@ class Trial:
 
     Attributes:
         left: batches to come on which both ways are run.
+        copies: of what a step writes, for it to be tried on.
     """
 
     left: int = TRIALS
     eager: float = float("inf")
     compiled: float = float("inf")
+    copies: list[Tensor] = field(default_factory=list)
+
+    def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """`copies` as the tensors are now, in the same memory each time: elsewhere a CUDA graph is recorded anew."""
+        if not self.copies:
+            self.copies = [tensor.detach().clone() for tensor in tensors]
+        else:
+            torch._foreach_copy_(self.copies, [tensor.detach() for tensor in tensors])
+        return self.copies
 
     def note(self, compiled: float, eager: float, error: float, dtype: torch.dtype) -> str | None:
         """Takes both times of one batch and the relative difference of the results; says why the graph is refused."""
@@ -65,11 +83,6 @@ def difference(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]
     off = torch.stack([(one - other).norm() for one, other in pairs]).norm()
     size = torch.stack([other.norm() for _, other in pairs]).norm()
     return float(off / size) if float(size) else float(off)
-
-
-def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies without a history, for a step to be tried on."""
-    return [tensor.detach().clone() for tensor in tensors]
 
 
 @torch.no_grad()

@@ -137,5 +137,5 @@ class CompiledStep:
         write_back(graph, len(written))
         # Compiling runs the graph once, which is not to be a step.
         copies = [tensor.detach().clone() for tensor in written]
-        plan.region = Region(graph, [*copies, *inputs[len(written) :]])
+        plan.region = Region(graph, [*copies, *inputs[len(written) :]], start)
         clip.compiled(plan.region, f"a whole step for {len(keep)} rows")

@@ -17,7 +17,7 @@ from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.compiled import NOT_YET, CompiledRelease, CompiledStep, Release, Update, UpdateReader, WholeStep
 from ghostclip.compiled.clip import in_a_line, random_numbers, random_state
 from ghostclip.compiled.signature import Asked
-from ghostclip.compiled.trial import copies_of, drift, movement, timed
+from ghostclip.compiled.trial import drift, movement, timed
 from ghostclip.gradients import is_distributed
 from ghostclip.sampling import LogicalBatch
 
@@ -178,7 +178,7 @@ class CompiledSteps:
         held = self._steps.check()
         self._steps.charge()
         noise, numbers = self._draw(update)
-        copies, failure = copies_of(update.written), None
+        copies, failure = plan.trial.copy(update.written), None
         try:
             taken, compiled = timed(lambda: run(copies, noise, numbers))
         except Exception as problem:
@@ -195,7 +195,10 @@ class CompiledSteps:
                 drift(copies[:count], update.written[:count], moved[0], amplified=not linear),
                 drift(copies[count:], update.written[count:], moved[1]),
             )
-        return failure or plan.trial.note(compiled, clipping + updating, error, noise.dtype)
+        reason = failure or plan.trial.note(compiled, clipping + updating, error, noise.dtype)
+        if reason is not None or not plan.trial.left:
+            plan.trial.copies = []
+        return reason
 
     def _draw(self, update: Update) -> tuple[Tensor, Tensor]:
         """The noise of a step that is charged, and the update's numbers."""
