@@ -50,15 +50,16 @@ experiments: install  ## rerun every script behind a published figure
 notebooks: install  ## execute the notebooks in place
 	$(BIN)/python notebooks/execute.py
 
-# Two calls: the large models, where compilation would take most of the time, then the small ones, compiled too.
+# Two calls: the large models, where compilation would take most of the time, then the small ones, compiled too. Inductor
+# and CUDA have threads of their own, which one core would hold up.
 gpu-check: RESULTS := $(or $(OUT),experiments/results)
 gpu-check:  ## CUDA exactness, then the GPU benchmark; uses the machine's own python3, installs nothing
 	python3 -m pytest -p no:cacheprovider tests/gpu
-	python3 -m ghostclip.bench --device cuda --seconds 5 --minutes 3 --out $(RESULTS)/gpu.json \
-		--workloads gpt2-124m,vit-b16,resnet50-224px,lstm-imdb --memory nonprivate,reweight,cached,per-layer \
+	python3 -m ghostclip.bench --device cuda --threads 8 --seconds 4 --minutes 3 --out $(RESULTS)/gpu.json \
+		--workloads lstm-imdb,gpt2-124m,vit-b16,resnet50-224px --memory nonprivate,reweight,cached \
 		--contenders nonprivate,reweight,cached,per-layer,nxbp,opacus-hooks,opacus-ghost,fastdp
-	python3 -m ghostclip.bench --device cuda --seconds 3 --minutes 1 --out $(RESULTS)/gpu-small.json \
-		--workloads mlp,fcnn-adult,embedding,cnn,cifar-cnn,transformer,rnn,lstm \
+	python3 -m ghostclip.bench --device cuda --threads 8 --seconds 2 --minutes 2 --out $(RESULTS)/gpu-small.json \
+		--workloads mlp,cnn,embedding,lstm,transformer,fcnn-adult,cifar-cnn,rnn \
 		--contenders nonprivate,nonprivate-compiled,reweight,cached,per-layer,compiled,nxbp,vmap,opacus-ghost
 
 clean:  ## remove what the other commands made

@@ -56,6 +56,8 @@ class GhostClipper:
             memory; "cached": the clipped sum is built from what the first pass kept (book-keeping, Bu et al. 2023).
             Nothing is kept of layers under activation checkpointing, whose saving stays: they get a second backward.
         norm_strategy: "auto" by measured cost, or "gram" or "direct". Neither option changes a result beyond rounding.
+            Under ``torch.use_deterministic_algorithms(True)`` no clock is asked: what takes the fewest flops is chosen,
+            and the loop over single examples (see `clip`) isn't tried, so that a repeated run gives the same digits.
         memory_budget: bytes "cached" may keep; where that is not enough, the batch falls back to "reweight". Of what
             "reweight" sets aside for small layers it is the most, too.
         compile: let `clip` run as one compiled graph where the model allows it and where that is measured to be

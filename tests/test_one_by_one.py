@@ -133,6 +133,11 @@ def test_where_it_is_no_choice(always, options):
     assert calls_of_one(ghostclip.GhostClipper(network(), **{"clipping": MAX_NORM, **options})) == 0
 
 
+def test_deterministic_algorithms_leave_nothing_to_a_clock(always, monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert calls_of_one(ghostclip.GhostClipper(network(), MAX_NORM)) == 0
+
+
 def test_hooks_on_gradients_see_one_backward_a_batch(always):
     model = network()
     model.mix.weight.register_hook(lambda grad: None)

@@ -115,7 +115,8 @@ def _line_up(workload: Workload, contenders: Mapping[str, Contender], device: st
             found.absent[name] = {"missing": reason}
             continue
         try:
-            _enter(found, contender, copy.deepcopy(model), workload, truths[contender.clips])
+            # Moving it lays a copied recurrent layer's weights out as cuDNN wants them.
+            _enter(found, contender, copy.deepcopy(model).to(device), workload, truths[contender.clips])
         except CannotRun as error:
             found.absent[name] = {"missing": str(error)}
         except Exception as error:  # another library may fail in any way; the others' figures still count

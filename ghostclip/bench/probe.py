@@ -77,7 +77,7 @@ def answer(question: Question) -> dict[str, int]:
 def _stepper(workload: Workload, contender: Contender, size: int, device: str) -> Callable[[], None]:
     """A contender on its own copy of a model, and a batch; a step is a call."""
     model, inputs, targets = workload.on(device, size)
-    prepared = contender.prepare(copy.deepcopy(model), workload.losses, MAX_NORM)
+    prepared = contender.prepare(copy.deepcopy(model).to(device), workload.losses, MAX_NORM)
     del model
     return lambda: prepared.step(inputs, targets)
 
