@@ -112,7 +112,7 @@ class Planner:
             return next(iter(candidates.values())).run(False), EMPTY
         may_keep = keep and kept_bytes(term) <= (term.nbytes if room is None else room)
         traced = is_traced()
-        key = (term.key, keep, may_keep, traced)
+        key = (term.key, keep, may_keep, traced, torch.are_deterministic_algorithms_enabled())
         choice = self.choices.get(key)
         if choice is None:
             choice = self.choices[key] = self._choose(term, candidates, keep, may_keep, traced)
@@ -142,7 +142,7 @@ class Planner:
         self, term: Term, allowed: dict[str, Candidate], ordered: list[str], keep: bool, may_keep: bool
     ) -> Choice:
         """The choice inside a graph, where nothing can be timed: by what was measured outside of it."""
-        outside = self.choices.get((term.key, keep, may_keep, False))
+        outside = self.choices.get((term.key, keep, may_keep, False, False))
         costs = {name: cost for name, cost in outside.milliseconds.items() if name in allowed} if outside else {}
         name = min(costs, key=costs.__getitem__) if costs else ordered[0]
         return Choice(name, may_keep and allowed[name].keeps, "fastest measured outside of the graph", costs)

@@ -113,13 +113,18 @@ def test_deterministic_algorithms_need_no_clock():
     def never(run, device, best):
         raise AssertionError("measured")
 
+    clocked = Planner(measure=lambda run, device, best: 1.0)
+    _, before = clocked.answer(linear_term(positions=64), keep=False)
     torch.use_deterministic_algorithms(True)
     try:
+        _, after = clocked.answer(linear_term(positions=64), keep=False)
         _, long = Planner(measure=never).answer(linear_term(positions=64), keep=False)
         _, short = Planner(measure=never).answer(linear_term(positions=2), keep=False)
     finally:
         torch.use_deterministic_algorithms(False)
     assert (long.name, short.name) == ("direct", "gram")
+    assert before.milliseconds
+    assert after == long
 
 
 def test_hopeless_candidates_are_not_measured():
