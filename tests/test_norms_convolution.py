@@ -6,6 +6,7 @@ import torch
 from ghostclip.native import library
 from ghostclip.norms.convolution import Geometry, Patches, weight_gradient
 from ghostclip.norms.half_windows import half_windows
+from ghostclip.norms.shifts import shifted_products
 from ghostclip.norms.windows import windowed_gram
 
 needs_compiler = pytest.mark.skipif(library("windows") is None, reason="no C compiler here")
@@ -84,3 +85,64 @@ def test_windows_are_offered_for_stride_one_and_a_kernel_of_several():
         term = Patches(images, torch.randn(2, 4, *outputs), shape, Geometry(stride, (0, 0), (1, 1), 1))
         assert ("windows" in term.candidates()) == offered
         assert ("half windows" in term.candidates()) == (offered and library("windows") is not None)
+
+
+# Sizes, kernel, stride, padding, dilation, and channels in and out: more and fewer than vectors and panels have numbers.
+SHIFTED = {
+    "an image": ((9, 7), (3, 2), (1, 1), (0, 0), (1, 1), 3, 4),
+    "strides and padding": ((9, 8), (3, 3), (2, 3), (1, 2), (1, 1), 2, 19),
+    "dilation": ((12, 9), (3, 2), (1, 2), (2, 0), (2, 3), 1, 33),
+    "pixels that no tap meets": ((8, 7), (2, 2), (3, 3), (0, 0), (1, 1), 3, 16),
+    "padding beyond the image": ((2, 1), (5, 3), (1, 1), (4, 2), (1, 1), 7, 5),
+    "one place": ((3, 3), (3, 3), (1, 1), (0, 0), (1, 1), 20, 50),
+    "one dimension": ((31,), (4,), (2,), (2,), (1,), 5, 17),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("name", SHIFTED)
+def test_shifts_equal_gradients_formed_one_by_one(name, keep, dtype):
+    sizes, kernel, stride, padding, dilation, inputs, outputs = SHIFTED[name]
+    torch.manual_seed(0)
+    places = [
+        (size + 2 * pad - step * (taps - 1) - 1) // stepped + 1
+        for size, taps, stepped, pad, step in zip(sizes, kernel, stride, padding, dilation, strict=True)
+    ]
+    # A bad example in between, and images that are not next to each other.
+    images = torch.randn(inputs, *sizes, 4, dtype=dtype).movedim(-1, 0)
+    grads = torch.randn(4, outputs, *places, dtype=dtype)
+    images[1] = torch.inf
+    shape, geometry = torch.Size((outputs, inputs, *kernel)), Geometry(stride, padding, dilation, 1)
+    kept = torch.full((4, *shape), torch.nan, dtype=dtype) if keep else None
+    squared = shifted_products(images, grads, kernel, stride, padding, dilation, kept)
+    assert not squared[1].isfinite()
+    for each in (0, 2, 3):
+        part = slice(each, each + 1)
+        gradient = weight_gradient(images[part].double(), grads[part].double(), shape, geometry)
+        off = {"rtol": 1e-5 if dtype == torch.float32 else 1e-12, "atol": 1e-5 if dtype == torch.float32 else 1e-12}
+        torch.testing.assert_close(squared[each].double(), gradient.square().sum(), **off)
+        if kept is not None:
+            torch.testing.assert_close(kept[each].double(), gradient, **off)
+
+
+@needs_compiler
+def test_shifts_of_groups_equal_patches():
+    images, grads = torch.randn(3, 6, 8, 8, dtype=torch.float64), torch.randn(3, 4, 6, 6, dtype=torch.float64)
+    term = Patches(images, grads, torch.Size((4, 3, 3, 3)), Geometry((1, 1), (0, 0), (1, 1), 2))
+    found, expected = (term.candidates()[name].run(True) for name in ("shifts", "patches"))
+    torch.testing.assert_close(found.squared_norms, expected.squared_norms)
+    torch.testing.assert_close(found.kept, expected.kept)
+
+
+def test_shifts_are_offered_in_one_and_two_dimensions():
+    for dimensions, offered in ((1, True), (2, True), (3, False)):
+        ones = (1,) * dimensions
+        term = Patches(
+            torch.randn(2, 3, *[5] * dimensions),
+            torch.randn(2, 4, *[4] * dimensions),
+            torch.Size((4, 3, *[2] * dimensions)),
+            Geometry(ones, (0,) * dimensions, ones, 1),
+        )
+        assert ("shifts" in term.candidates()) == (offered and library("shifts") is not None)

@@ -72,6 +72,7 @@ INLINE void NAME(block)(const REAL *const *rows, const REAL *packed, long depth,
     for (int i = 0; i < BLOCK; i++)
 #pragma GCC unroll 2
         for (int v = skipped; v < PANEL; v++) sums[i][v] = *(VEC *)(into + (i * PANEL + v) * LANES);
+#pragma GCC unroll 8
     for (long k = 0; k < depth; k++) {
         VEC columns[PANEL];
 #pragma GCC unroll 2

@@ -4,6 +4,7 @@ A convolution is a linear layer over patches (im2col), so its gradient is the su
 (Lee & Kifer 2020, section 5.2, algorithm 3). Which way is cheapest depends on the shape, so several are offered:
 
     patches   im2col and bmm, a chunk of examples at a time
+    shifts    the same products from the images as they lie; compiled
     gram      im2col and Gram matrices
     windows   Gram matrices of the raw images, summed over shifted windows (stride 1); compiled, the half of them
     grouped   the native weight gradient, the batch folded into groups
@@ -23,6 +24,7 @@ from .half_windows import half_windows, half_windows_are_there
 from .memory import FRESH, Memory
 from .outer import Outer, chunks, reliable
 from .rounding import product_of_sizes
+from .shifts import shifted_products, shifts_are_there
 from .term import Answer, Candidate, Term, size_class, wide, zero_examples
 from .windows import windowed_gram
 
@@ -118,7 +120,10 @@ class Patches(Term):
         outputs, inputs = self.shape[0], math.prod(self.shape[1:])
         product = 2.0 * batch * positions * outputs * inputs
         squares = 2.0 * batch * positions**2
-        found = {
+        found = {}
+        if shifts_are_there(self.images):
+            found["shifts"] = Candidate("direct", lambda keep: self._shifts(lent, keep), product, True, traces=False)
+        found |= {
             "patches": Candidate("direct", lambda keep: self._by_patches(lent, keep), product, keeps=True),
             "gram": Candidate(
                 "gram", lambda keep: self._by_gram(lent), squares * (outputs + inputs * self.geometry.groups)
@@ -155,6 +160,15 @@ class Patches(Term):
             into = None if kept is None else kept[part]
             squared[part] = self.outer(part, memory).by_direct(memory, kept=into).squared_norms
         return Answer(squared, kept)
+
+    def _shifts(self, memory: Memory, keep: bool) -> Answer:
+        images, grads = self._folded(wide(self.images)), self._folded(wide(self.grads))
+        geometry = self.geometry
+        kept = memory.empty(grads, self.grads.shape[0], *self.shape) if keep else None
+        squared = shifted_products(
+            images, grads, self.shape[2:], geometry.stride, geometry.padding, geometry.dilation, kept
+        )
+        return Answer(squared.view(-1, geometry.groups).sum(1), kept)
 
     def _by_gram(self, memory: Memory) -> Answer:
         squared, _ = self._empty(memory, False)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ghostclip.native import library
 from ghostclip.native.calls import run_examples
 
-__all__ = ["half_windows", "half_windows_are_there"]
+__all__ = ["half_windows", "half_windows_are_there", "in_plane"]
 
 
 def half_windows_are_there(images: Tensor) -> bool:
@@ -24,12 +24,16 @@ def half_windows(
 ) -> tuple[Tensor, Tensor]:
     """As `ghostclip.norms.windows.windowed_gram`, for float32 or float64 images [B, C, *S] and grads [B, P, *O]."""
     images, grads = images.contiguous(), grads.contiguous()
-    line = images.dim() == 3  # a picture of one row
-    axes = [((1, *sizes) if line else sizes) for sizes in (images.shape[2:], grads.shape[2:], kernel)]
-    shifts = [((first, *sizes) if line else sizes) for first, sizes in ((0, padding), (1, dilation))]
+    axes = [in_plane(sizes) for sizes in (images.shape[2:], grads.shape[2:], kernel)]
+    shifts = in_plane(padding, 0), in_plane(dilation)
     squared, scale = grads.new_empty(len(grads)), grads.new_empty(len(grads))
     sizes = (images.shape[1], grads.shape[1], *(size for axis in axes for size in axis), *shifts[0], *shifts[1])
     positions = [torch.Size(axis).numel() ** 2 for axis in axes[:2]]
     work = len(grads) * (positions[0] * images.shape[1] + positions[1] * grads.shape[1]) // 2
     run_examples("windows", "windows", grads.dtype, len(grads), work, (images, grads, squared, scale, *sizes))
     return squared, scale
+
+
+def in_plane(sizes: tuple[int, ...], of_one_row: int = 1) -> tuple[int, ...]:
+    """What a convolution has along two axes: as it is, or for a line, which is a picture of one row."""
+    return (of_one_row, *sizes) if len(sizes) == 1 else tuple(sizes)

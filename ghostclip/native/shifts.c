@@ -1,0 +1,160 @@
+/* Per-example gradients of a convolution's weights from the images as they lie, without patches: the weight of output p
+ * at input c and tap k has the gradient sum_t gradient[p, t] image[c, shift_k(t)] (Lee & Kifer 2020, section 5.2, where
+ * the sum is a product with patches).
+ *
+ * It is read twice, with REAL float and double (twice.h); NAME(x) is x_float or x_double.
+ */
+
+#ifndef REAL
+
+#include "vectors.h"
+#include "panels.h"
+
+/* Weights of an output that are formed together: whole blocks of rows, and whole squares to be turned. */
+#define ROWS(lanes) ((lanes) > BLOCK ? (lanes) : BLOCK)
+
+#define THIS "shifts.c"
+#include "twice.h"
+
+#else
+
+#include "panels.h"
+
+/* What a convolution does along one axis: size places out of length. */
+struct NAME(line) {
+    long length, size, taps, pad, step, stride;
+};
+
+/* into [BLOCK, COLUMNS]: sums over places (y, x) of rows[i][y * down + x * along] times the packed columns, of which so
+ * many vectors are formed. */
+INLINE void NAME(products)(const REAL *const *rows, const REAL *packed, long lines, long down, long places, long along,
+                           REAL *into, const int vectors) {
+    VEC sums[BLOCK][PANEL];
+    const REAL *these[BLOCK];
+#pragma GCC unroll 8
+    for (int i = 0; i < BLOCK; i++) {
+        these[i] = rows[i];
+#pragma GCC unroll 2
+        for (int v = 0; v < vectors; v++) sums[i][v] = (VEC){0};
+    }
+    for (long y = 0; y < lines; y++) {
+#pragma GCC unroll 4
+        for (long x = 0; x < places; x++) {
+            VEC columns[PANEL];
+#pragma GCC unroll 2
+            for (int v = 0; v < vectors; v++) columns[v] = *(const VEC *)(packed + v * LANES);
+#pragma GCC unroll 8
+            for (int i = 0; i < BLOCK; i++) {
+                const REAL mine = these[i][x * along];
+#pragma GCC unroll 2
+                for (int v = 0; v < vectors; v++) sums[i][v] += mine * columns[v];
+            }
+            packed += COLUMNS;
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < BLOCK; i++) these[i] += down;
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < BLOCK; i++)
+#pragma GCC unroll 2
+        for (int v = 0; v < vectors; v++) *(VEC *)(into + (i * PANEL + v) * LANES) = sums[i][v];
+}
+
+/* The same for a convolution over framed images; the loops are compiled for what they are given as numbers. */
+static void NAME(block_of)(const REAL *const *rows, const REAL *packed, const struct NAME(line) *down,
+                           const struct NAME(line) *along, REAL *into, int vectors) {
+    const long lower = down->stride * (along->length + 2 * along->pad);
+    if (along->stride == 1 && vectors == PANEL)
+        NAME(products)(rows, packed, down->size, lower, along->size, 1, into, PANEL);
+    else if (along->stride == 1)
+        NAME(products)(rows, packed, down->size, lower, along->size, 1, into, 1);
+    else if (vectors == PANEL)
+        NAME(products)(rows, packed, down->size, lower, along->size, along->stride, into, PANEL);
+    else
+        NAME(products)(rows, packed, down->size, lower, along->size, along->stride, into, 1);
+}
+
+/* The sum of squares of the first rows of tile [.., COLUMNS]. */
+static double NAME(squares)(const REAL *tile, long rows) {
+    VEC found = {0};
+    for (long k = 0; k < rows * COLUMNS; k += LANES) found += *(const VEC *)(tile + k) * *(const VEC *)(tile + k);
+    double total = 0;
+    for (long lane = 0; lane < LANES; lane++) total += found[lane];
+    return total;
+}
+
+/* kept [outputs, weights], so many of each, from tile [ROWS, COLUMNS]: weights as rows, outputs as columns. */
+static void NAME(turn)(REAL *kept, const REAL *tile, long weights, long rows, long outputs) {
+    for (long row = 0; row < rows; row += LANES)
+        for (long v = 0; v * LANES < outputs; v++) {
+            VEC square[BYTES / sizeof(REAL)];
+            for (long j = 0; j < LANES; j++) square[j] = *(const VEC *)(tile + (row + j) * COLUMNS + v * LANES);
+            NAME(transpose)(square);
+            for (long j = 0; j < LANES && v * LANES + j < outputs; j++)
+                memcpy(kept + (v * LANES + j) * weights + row, &square[j], LESSER(LANES, rows - row) * sizeof(REAL));
+        }
+}
+
+/* framed [inputs, height + 2 pad, width + 2 pad]: an image with zeros around it. */
+static void NAME(frame)(REAL *framed, const REAL *image, long inputs, struct NAME(line) down, struct NAME(line) along) {
+    const long width = along.length + 2 * along.pad, height = down.length + 2 * down.pad;
+    for (long c = 0; c < inputs; c++)
+        for (long y = 0; y < down.length; y++)
+            memcpy(framed + (c * height + down.pad + y) * width + along.pad, image + (c * down.length + y) * along.length,
+                   along.length * sizeof(REAL));
+}
+
+/* squared [batch] and, unless it is null, kept [batch, outputs, inputs, row_taps, column_taps], for a convolution over
+ * images [batch, inputs, height, width] with gradients [batch, outputs, rows, columns], of examples [first, last).
+ * Returns 0, or 1 where there is no memory. */
+int NAME(shifts)(const REAL *images, const REAL *gradients, REAL *squared, REAL *kept, long inputs, long outputs,
+                 long height, long width, long rows, long columns, long row_taps, long column_taps, long row_pad,
+                 long column_pad, long row_step, long column_step, long row_stride, long column_stride, long first,
+                 long last) {
+    const struct NAME(line) down = {height, rows, row_taps, row_pad, row_step, row_stride};
+    const struct NAME(line) along = {width, columns, column_taps, column_pad, column_step, column_stride};
+    const long tall = height + 2 * row_pad, broad = width + 2 * column_pad, places = rows * columns;
+    const long weights = inputs * row_taps * column_taps, group = ROWS(LANES);
+    REAL *packed = aligned_alloc(BYTES, (places + group) * COLUMNS * sizeof(REAL));
+    REAL *framed = calloc(inputs * tall * broad, sizeof(REAL));
+    const REAL **taps = malloc((weights + group) * sizeof(REAL *));
+    if (!packed || !framed || !taps) {
+        free(packed);
+        free(framed);
+        free(taps);
+        return 1;
+    }
+    REAL *tile = packed + places * COLUMNS;
+    /* What is behind the last weight repeats it. */
+    for (long w = 0; w < weights + group; w++) {
+        const long which = LESSER(w, weights - 1), c = which / (row_taps * column_taps);
+        const long y = which / column_taps % row_taps * row_step, x = which % column_taps * column_step;
+        taps[w] = framed + (c * tall + y) * broad + x;
+    }
+    for (long example = first; example < last; example++) {
+        NAME(frame)(framed, images + example * inputs * height * width, inputs, down, along);
+        double total = 0;
+        for (long p = 0; p < outputs; p += COLUMNS) {
+            const long count = LESSER(COLUMNS, outputs - p);
+            const int vectors = count > LANES ? PANEL : 1;
+            NAME(pack)(packed, gradients + (example * outputs + p) * places, places, count, places);
+            memset(tile, 0, group * COLUMNS * sizeof(REAL));
+            for (long w = 0; w < weights; w += group) {
+                const long some = LESSER(group, weights - w);
+                for (long block = 0; block < group; block += BLOCK)
+                    NAME(block_of)(taps + w + block, packed, &down, &along, tile + block * COLUMNS, vectors);
+                total += NAME(squares)(tile, some);
+                if (kept) NAME(turn)(kept + (example * outputs + p) * weights + w, tile, weights, some, count);
+            }
+        }
+        squared[example] = total;
+    }
+    free(packed);
+    free(framed);
+    free(taps);
+    return 0;
+}
+
+#undef COLUMNS
+
+#endif
