@@ -11,6 +11,12 @@ from ghostclip.norms.windows import windowed_gram
 
 needs_compiler = pytest.mark.skipif(library("windows") is None, reason="no C compiler here")
 
+
+def compiled(*names):
+    """Names of ways that need a compiler."""
+    return [pytest.param(name, marks=needs_compiler) for name in names]
+
+
 SHAPES = {
     "no padding": ((9, 7), (3, 2), (0, 0), (1, 1)),
     "padding": ((4, 5), (3, 3), (1, 2), (1, 1)),
@@ -65,7 +71,7 @@ def test_compiled_windows_equal_those_of_tensors(name, dtype):
         assert mine.isfinite().tolist() == [True, True, False, True, True]
 
 
-@pytest.mark.parametrize("name", ["gram", "windows", pytest.param("half windows", marks=needs_compiler)])
+@pytest.mark.parametrize("name", ["gram", "windows", *compiled("half gram", "half windows")])
 def test_cancellation_between_positions_is_noticed(name):
     torch.manual_seed(0)
     images = 1 + 1e-3 * torch.randn(2, 3, 8, 8)
@@ -87,7 +93,7 @@ def test_windows_are_offered_for_stride_one_and_a_kernel_of_several():
         assert ("half windows" in term.candidates()) == (offered and library("windows") is not None)
 
 
-# Sizes, kernel, stride, padding, dilation, and channels in and out: more and fewer than vectors and panels have numbers.
+# Sizes, kernel, stride, padding, dilation, and channels in and out: more and fewer than fit into vectors and panels.
 SHIFTED = {
     "an image": ((9, 7), (3, 2), (1, 1), (0, 0), (1, 1), 3, 4),
     "strides and padding": ((9, 8), (3, 3), (2, 3), (1, 2), (1, 1), 2, 19),
@@ -127,13 +133,22 @@ def test_shifts_equal_gradients_formed_one_by_one(name, keep, dtype):
             torch.testing.assert_close(kept[each].double(), gradient, **off)
 
 
-@needs_compiler
-def test_shifts_of_groups_equal_patches():
-    images, grads = torch.randn(3, 6, 8, 8, dtype=torch.float64), torch.randn(3, 4, 6, 6, dtype=torch.float64)
-    term = Patches(images, grads, torch.Size((4, 3, 3, 3)), Geometry((1, 1), (0, 0), (1, 1), 2))
-    found, expected = (term.candidates()[name].run(True) for name in ("shifts", "patches"))
-    torch.testing.assert_close(found.squared_norms, expected.squared_norms)
-    torch.testing.assert_close(found.kept, expected.kept)
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+def test_every_candidate_gives_the_same(dimensions, groups, stride):
+    torch.manual_seed(0)
+    images = torch.randn(3, 6, *[7] * dimensions, dtype=torch.float64)
+    grads = torch.randn(3, 4, *[(7 + 2 - 3) // stride + 1] * dimensions, dtype=torch.float64)
+    geometry = Geometry((stride,) * dimensions, (1,) * dimensions, (1,) * dimensions, groups)
+    term = Patches(images, grads, torch.Size((4, 6 // groups, *[3] * dimensions)), geometry)
+    expected = term.per_example()
+    for candidate in term.candidates().values():
+        found = candidate.run(True)
+        torch.testing.assert_close(found.squared_norms, expected.flatten(1).square().sum(1), rtol=1e-11, atol=0)
+        assert (found.kept is not None) == candidate.keeps
+        if candidate.keeps:
+            torch.testing.assert_close(found.kept, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_shifts_are_offered_in_one_and_two_dimensions():

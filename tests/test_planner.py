@@ -16,6 +16,7 @@ from ghostclip.planner import Planner, milliseconds
 def without_compiled_ways(monkeypatch):
     """The same few ways on every machine, so that measurements can be given one by one."""
     monkeypatch.setattr("ghostclip.norms.outer.half_gram_is_there", lambda like: False)
+    monkeypatch.setattr("ghostclip.norms.convolution.half_gram_is_there", lambda like: False)
     monkeypatch.setattr("ghostclip.norms.convolution.half_windows_are_there", lambda images: False)
     monkeypatch.setattr("ghostclip.norms.convolution.shifts_are_there", lambda images: False)
     monkeypatch.setattr("ghostclip.norms.rows.chains_are_there", lambda indices, gradients: False)

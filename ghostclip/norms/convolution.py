@@ -5,7 +5,7 @@ A convolution is a linear layer over patches (im2col), so its gradient is the su
 
     patches   im2col and bmm, a chunk of examples at a time
     shifts    the same products from the images as they lie; compiled
-    gram      im2col and Gram matrices
+    gram      im2col and Gram matrices; compiled, the half of them
     windows   Gram matrices of the raw images, summed over shifted windows (stride 1); compiled, the half of them
     grouped   the native weight gradient, the batch folded into groups
     native    the native weight gradient, one call an example
@@ -14,13 +14,16 @@ A convolution is a linear layer over patches (im2col), so its gradient is the su
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .dense import Dense, squared_norms
+from .half_gram import half_gram_is_there
 from .half_windows import half_windows, half_windows_are_there
+from .im2col import Geometry, patches, rows_of_patches
 from .memory import FRESH, Memory
 from .outer import Outer, chunks, reliable
 from .rounding import product_of_sizes
@@ -28,41 +31,7 @@ from .shifts import shifted_products, shifts_are_there
 from .term import Answer, Candidate, Term, size_class, wide, zero_examples
 from .windows import windowed_gram
 
-__all__ = ["Geometry", "Patches", "patches", "weight_gradient"]
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """What a convolution does besides multiplying: all tuples have one entry a spatial dimension."""
-
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-
-
-def patches(
-    images: Tensor, kernel: tuple[int, ...], output: tuple[int, ...], geometry: Geometry, memory: Memory = FRESH
-) -> Tensor:
-    """im2col: images [B, C, *S] to [B, C * prod(kernel), prod(output)], by one strided view and one copy."""
-    if any(geometry.padding):
-        amounts = [side for amount in reversed(geometry.padding) for side in (amount, amount)]
-        images = torch.nn.functional.pad(images, amounts)
-    images = images.contiguous()
-    batch, channels = images.stride()[:2]
-    spatial = images.stride()[2:]
-    view = images.as_strided(
-        (*images.shape[:2], *kernel, *output),
-        (
-            batch,
-            channels,
-            *(step * dilation for step, dilation in zip(spatial, geometry.dilation, strict=True)),
-            *(step * stride for step, stride in zip(spatial, geometry.stride, strict=True)),
-        ),
-    )
-    if not view.is_contiguous():
-        view = memory.empty(view, *view.shape).copy_(view)
-    return view.view(images.shape[0], images.shape[1] * math.prod(kernel), math.prod(output))
+__all__ = ["Geometry", "Patches", "weight_gradient"]
 
 
 def weight_gradient(images: Tensor, grads: Tensor, shape: torch.Size, geometry: Geometry) -> Tensor:
@@ -120,17 +89,20 @@ class Patches(Term):
         outputs, inputs = self.shape[0], math.prod(self.shape[1:])
         product = 2.0 * batch * positions * outputs * inputs
         squares = 2.0 * batch * positions**2
+        pairs = squares * (outputs + inputs * self.geometry.groups)
         found = {}
         if shifts_are_there(self.images):
             found["shifts"] = Candidate("direct", lambda keep: self._shifts(lent, keep), product, True, traces=False)
         found |= {
             "patches": Candidate("direct", lambda keep: self._by_patches(lent, keep), product, keeps=True),
-            "gram": Candidate(
-                "gram", lambda keep: self._by_gram(lent), squares * (outputs + inputs * self.geometry.groups)
-            ),
+            "gram": Candidate("gram", lambda keep: self._by_gram(lent, Outer.by_gram), pairs),
             "grouped": Candidate("direct", lambda keep: self._grouped(lent, keep), 1.5 * product, keeps=True),
             "native": Candidate("direct", lambda keep: self._native(lent, keep), 2.0 * product, keeps=True),
         }
+        if half_gram_is_there(self.images):
+            found["half gram"] = Candidate(
+                "gram", lambda keep: self._by_gram(lent, Outer.by_half_gram), pairs / 2, traces=False
+            )
         if all(step == 1 for step in self.geometry.stride) and math.prod(self.shape[2:]) > 1:
             # An addition to a window was measured to cost as much as some hundred operations of a product.
             pixels = 2.0 * batch * math.prod(self.images.shape[2:]) ** 2
@@ -170,14 +142,20 @@ class Patches(Term):
         )
         return Answer(squared.view(-1, geometry.groups).sum(1), kept)
 
-    def _by_gram(self, memory: Memory) -> Answer:
+    def _by_gram(self, memory: Memory, way: Callable[[Outer, Memory], Answer]) -> Answer:
         squared, _ = self._empty(memory, False)
         absolute = torch.empty_like(squared)
         for part in chunks(self.grads.shape[0], self._column_bytes()):
-            answer = self.outer(part, memory).by_gram(memory)
+            answer = way(self._by_positions(part, memory), memory)
             assert answer.absolute is not None
             squared[part], absolute[part] = answer.squared_norms, answer.absolute
         return Answer(squared, absolute=absolute)
+
+    def _by_positions(self, part: slice, memory: Memory) -> Outer:
+        """As `outer`, with positions first and channels last, which copies whole runs where outputs are small."""
+        images, grads = self._folded(wide(self.images[part])), self._folded(wide(self.grads[part]))
+        rows = rows_of_patches(images, self.shape[2:], self.grads.shape[2:], self.geometry, memory)
+        return Outer(grads.flatten(2).mT, rows, self.shape, self.geometry.groups)
 
     def _windows(self, memory: Memory) -> Answer:
         images, grads = self._folded(wide(self.images)), self._folded(wide(self.grads))

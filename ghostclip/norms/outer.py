@@ -180,7 +180,7 @@ class Outer(Term):
             "direct": Candidate("direct", lambda keep: self.by_direct(memory, keep), products, keeps=True),
         }
         if half_gram_is_there(self.left):
-            found["half gram"] = Candidate("gram", lambda keep: self._by_half_gram(memory), pairs / 2, traces=False)
+            found["half gram"] = Candidate("gram", lambda keep: self.by_half_gram(memory), pairs / 2, traces=False)
         return found
 
     def head(self, count: int) -> Outer:
@@ -195,7 +195,8 @@ class Outer(Term):
         left, right = wide(self.left), wide(self.right)
         return self._reliable(*gram(left, right, memory), memory)
 
-    def _by_half_gram(self, memory: Memory) -> Answer:
+    def by_half_gram(self, memory: Memory = FRESH) -> Answer:
+        """The same by compiled C."""
         left, right = wide(self.left), wide(self.right)
         return self._reliable(*half_gram(left, right), memory)
 
