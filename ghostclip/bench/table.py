@@ -16,7 +16,10 @@ NOTE = (
     "Step time over the non-private step of the same round: median (quartiles). Adam, noise and division included. "
     "Inputs are random tensors."
 )
-APART = " Contenders take turns, each in a process of its own."
+APART = (
+    " Contenders take turns, each in a process of its own, where the C library keeps freed memory (with its own settings"
+    " chance decides how much of it a step gives back and takes again, private or not)."
+)
 MEMORY_NOTE = (
     "Peak memory of a step over the non-private one's, each in a fresh process: what it rises by above model and data."
 )
