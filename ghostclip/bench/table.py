@@ -17,8 +17,8 @@ NOTE = (
     "Inputs are random tensors."
 )
 APART = (
-    " Contenders take turns, each in a process of its own, where the C library keeps freed memory (with its own settings"
-    " chance decides how much of it a step gives back and takes again, private or not)."
+    " Contenders take turns, each in a process of its own, where the C library keeps freed memory (by itself it lets"
+    " chance decide how much of it a step gives back and takes again, private or not)."
 )
 MEMORY_NOTE = (
     "Peak memory of a step over the non-private one's, each in a fresh process: what it rises by above model and data."
