@@ -37,8 +37,9 @@ __all__ = ["Geometry", "Patches", "weight_gradient"]
 def weight_gradient(images: Tensor, grads: Tensor, shape: torch.Size, geometry: Geometry) -> Tensor:
     """The batch's weight gradient [*shape] by torch's own kernel, for images [B, C, *S] and grads [B, P, *O]."""
     zeros = [0] * len(geometry.stride)
-    # Only the shape of the weight is read; no memory stands behind it.
-    weight = images.new_empty(()).expand(shape)
+    # Only the shape of the weight is read. One without memory of its own would be copied, which takes as long as the
+    # product itself where images are small.
+    weight = images.new_empty(shape)
     return torch.ops.aten.convolution_backward(
         grads, images, weight, None, geometry.stride, geometry.padding, geometry.dilation, False, zeros,
         geometry.groups, [False, True, False],
