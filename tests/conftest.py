@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ghostclip.native import library
+from ghostclip.nn.identity_input import possible
 
 torch.set_num_threads(1)
 
@@ -14,10 +15,12 @@ def fixed_seed() -> None:
     torch.random.default_generator.manual_seed(0)
 
 
-@pytest.fixture(params=["compiled", "tensor operations"])
-def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways back through time: the compiled loop and, where there is no compiler, what stands in for it."""
-    if request.param == "tensor operations":
+@pytest.fixture(params=["compiled", "tensor operations", pytest.param("identity input", marks=pytest.mark.slow)])
+def every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ways back through time: the compiled loop, what stands in for it without a compiler, and that of cuDNN."""
+    if request.param != "compiled":
         monkeypatch.setattr("ghostclip.nn.recurrence.available", lambda trace: False)
+        if request.param == "identity input":
+            monkeypatch.setattr("ghostclip.nn.recurrence.serves", possible)
     elif library("time_loop") is None:
         pytest.skip("no C compiler here")

@@ -33,7 +33,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 every_option = pytest.mark.parametrize("option", OPTIONS)
 
 
-pytestmark = pytest.mark.usefixtures("both_ways")
+pytestmark = pytest.mark.usefixtures("every_way")
 
 
 @every_kind

@@ -51,7 +51,7 @@ def ways_back(monkeypatch):
 
 @every_kind
 @every_option
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 def test_two_passes_go_back_through_time_once(kind, options, ways_back):
     model, x = network(kind, options)
     clipper = ghostclip.GhostClipper(model, 0.5)

@@ -1,86 +1,30 @@
 """One direction of one recurrent layer as a node of the graph: torch's fused kernel forwards, an own way back.
 
 torch's own backward can't stop at the gates, so this node goes back instead: it recomputes the gates and goes back
-through time (time_loop.py, or gates.py and through_time.py where nothing can be compiled; run by run for packed
-sequences, packed.py), and is its own capture: in a first pass it tells the sink the gate gradients and forms no weight
-gradient.
+through time (on the CPU by time_loop.py, on cuDNN by identity_input.py, elsewhere by gates.py and through_time.py; run
+by run for packed sequences, packed.py), and is its own capture: in a first pass it tells the sink the gate gradients
+and forms no weight gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import _VF, Tensor
+from torch import Tensor
 
 from ghostclip.norms.outer import scaled_product
 from ghostclip.norms.term import is_traced, wide
 
 from .base import NOTHING, Call, _top_hooks
+from .fused import fused_forward
 from .gates import Trace
+from .identity_input import IDENTITY, serves
 from .packed import Order, PackedTrace, forward_runs, way_back
 from .through_time import LOOPS, GateGradients, Incoming, Way
 from .time_loop import COMPILED, available
 
-__all__ = ["Recurrence", "fused_forward", "native", "native_packed", "way_of"]
-
-
-# By the mode of torch's recurrent layers.
-_KERNELS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
-    "LSTM": _VF.lstm,
-    "GRU": _VF.gru,
-    "RNN_TANH": _VF.rnn_tanh,
-    "RNN_RELU": _VF.rnn_relu,
-}
-
-
-def native(
-    mode: str, x: Tensor, initial: tuple[Tensor, ...], weights: list[Tensor], bias: bool, training: bool
-) -> tuple[Tensor, ...]:
-    """torch's output and last states of one direction, detached, with the values of a training forward."""
-    if is_traced() and len(weights) in (2, 4):
-        from .time_operations import forward
-
-        return forward(mode, x, initial, weights, bias, training)
-    return fused_forward(mode, x, initial, weights, bias, training)
-
-
-def fused_forward(
-    mode: str, x: Tensor, initial: tuple[Tensor, ...], weights: list[Tensor], bias: bool, training: bool
-) -> tuple[Tensor, ...]:
-    """`native` by torch's own kernel."""
-    # oneDNN's LSTM has one kernel for training and one for inference, told apart by grad mode; they differ in the last
-    # bit. The other kernels are told apart by the weights' requires_grad (matmul folds time into the batch).
-    fused = mode == "LSTM" and x.device.type == "cpu" and x.dtype != torch.float64 and len(weights) in (2, 4)
-    with torch.set_grad_enabled(fused):
-        if fused:
-            x, weights = x.detach(), [weight.detach() for weight in weights]
-            initial = tuple(state.detach() for state in initial)
-        hidden = initial if len(initial) > 1 else initial[0]
-        return _KERNELS[mode](x, hidden, weights, bias, 1, 0.0, training, False, False)
-
-
-def native_packed(
-    mode: str,
-    x: Tensor,
-    batch_sizes: Tensor,
-    initial: tuple[Tensor, ...],
-    weights: list[Tensor],
-    bias: bool,
-    training: bool,
-) -> list[tuple[Tensor, ...]]:
-    """The same of each direction, for the rows [N, I] of a packed sequence; initial states [directions, B, ...]."""
-    directions = initial[0].shape[0]
-    hidden = initial if len(initial) > 1 else initial[0]
-    with torch.no_grad():
-        output, *lasts = _KERNELS[mode](x, batch_sizes, hidden, weights, bias, 1, 0.0, training, directions > 1)
-        if directions == 1:
-            return [(output, *lasts)]
-        outputs = output.chunk(directions, dim=1)
-        return [
-            (outputs[way].contiguous(), *(last[way : way + 1].clone() for last in lasts)) for way in range(directions)
-        ]
+__all__ = ["Recurrence", "way_of"]
 
 
 class Seen(NamedTuple):
@@ -173,12 +117,16 @@ def _stays() -> bool:
 
 
 def way_of(mode: str, trace: Trace) -> Way:
-    """Compiled where that can be had, else by tensor operations; while a graph is written down, as one operation."""
+    """Compiled on the CPU, torch's fused kernel on cuDNN, where these can be had; else tensor operations.
+
+    While a graph is written down it is one operation.
+    """
     if is_traced() and trace.weight_hr is None:
         from .time_operations import WRITTEN
 
         return WRITTEN[mode]
-    return (COMPILED if available(trace) else LOOPS)[mode]
+    ways = COMPILED if available(trace) else IDENTITY if serves(trace) else LOOPS
+    return ways[mode]
 
 
 def _back(ctx: Any, incoming: Incoming) -> tuple[Seen, GateGradients, list[Any]]:

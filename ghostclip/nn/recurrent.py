@@ -21,8 +21,9 @@ from ghostclip.norms.outer import Outer
 from ghostclip.norms.term import Term
 
 from .base import PROBE, Call, GhostLayer, is_capturing, place_of
+from .fused import native, native_packed
 from .packed import Order
-from .recurrence import Recurrence, native, native_packed
+from .recurrence import Recurrence
 
 __all__ = ["GRU", "LSTM", "RNN"]
 

@@ -2,7 +2,7 @@
 
 Written down step by step, a graph would have some operations for each step, take minutes to compile and be slower than
 the kernels that know recurrences. So while a graph is written, torch's fused forward is one operation and the way back
-through time (time_loop.py, or through_time.py where nothing can be compiled) is another; neither is looked into.
+through time (whichever `way_of` finds) is another; neither is looked into.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from .fused import fused_forward
 from .gates import Trace
-from .recurrence import fused_forward, way_of
+from .recurrence import way_of
 from .through_time import GateGradients, Incoming, Way
 
 __all__ = ["WRITTEN", "forward"]
@@ -37,7 +38,7 @@ def _(mode: str, x: Tensor, initial: list[Tensor], weights: list[Tensor], bias: 
 def forward(
     mode: str, x: Tensor, initial: tuple[Tensor, ...], weights: list[Tensor], bias: bool, training: bool
 ) -> tuple[Tensor, ...]:
-    """`recurrence.native` as one operation."""
+    """`fused.native` as one operation."""
     with torch.no_grad():
         initial = tuple(state.detach() for state in initial)
         return tuple(_forward(mode, x.detach(), [*initial], [w.detach() for w in weights], bias, training))

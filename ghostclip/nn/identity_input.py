@@ -1,0 +1,166 @@
+"""The way back through time by torch's fused kernel itself, fed the gates' pre-activations through an identity matrix.
+
+Every time step's x W_ih^T + b is one matrix product for all of them. A fused recurrence that takes this as its input,
+with an identity for W_ih, computes the layer's own states, and the gradient at its input is the gradient at the
+pre-activation of every gate and step: Lee & Kifer's dL/dz_t (2020, sections 5.3 and 5.4) from one fused backward, in
+which no weight gradient is formed. Biases add up beforehand; a GRU's b_hh stands inside of r * (W_hn h + b_hn) and
+stays with the kernel, and the hidden side of its n has r times the gradient, for which r is computed once more.
+
+It is the way on cuDNN, whose recurrence is one kernel for all time steps where through_time.py starts several for each.
+What it costs beside the layer's forward and backward: a second fused forward, and the identity's products, gates * H
+multiplications for each pre-activation, forwards and back (that is gates times as much as W_hh's), and the identity's
+memory, for which `serves` has a bound. The second forward could only be saved if the model ran on this one: its output
+would no longer be torch's to the last bit, and what it saves would stay from each layer's forward to its backward.
+
+The identity's products are exact in float32 and wider, and would be rounded to ten bits by TensorFloat-32, which cuDNN
+may use by default; here it may not. An infinite pre-activation becomes NaN in the identity's sum: the example, that one
+alone, counts as not finite.
+
+Nothing here has run on CUDA yet: the tests force this way on the CPU, where torch's kernels take the same calls, and
+tests/gpu holds what is to be proved on a GPU (memory in one chunk, TensorFloat-32, CUDA graphs). No speed is claimed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .fused import KERNELS, in_one_chunk, on_cudnn
+from .gates import Trace
+from .through_time import GateGradients, Incoming, Way
+
+__all__ = ["IDENTITY", "Differentiable", "possible", "serves"]
+
+# An identity of more numbers than this is made only for pre-activations that are as many; 16 MiB in float32.
+SMALL_IDENTITY = 1 << 22
+
+
+# The setting is one for the process, and each GPU's backward has a thread.
+_SETTING = threading.RLock()
+
+
+class Differentiable(NamedTuple):
+    """A fused forward that autograd recorded.
+
+    Attributes:
+        given: what gradients are asked for: the pre-activations [T, B, gates * H], h0 [1, B, H] and an LSTM's c0.
+        results: output [T, B, H], h_n [1, B, H] and an LSTM's c_n.
+    """
+
+    given: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+
+
+def possible(trace: Trace) -> bool:
+    """Whether this way can be gone, were it on cuDNN: there is something, unprojected, and the identity isn't huge."""
+    width, positions = trace.weight_hh.shape[0], trace.x.shape[0] * trace.x.shape[1]
+    fits = width * width <= max(SMALL_IDENTITY, width * positions)
+    # A projection's own gradient needs what was projected, which the kernel doesn't tell.
+    return trace.weight_hr is None and positions > 0 and fits
+
+
+def serves(trace: Trace) -> bool:
+    """Whether this is the way for a trace: its numbers are where torch takes cuDNN."""
+    return on_cudnn(trace.x) and possible(trace)
+
+
+@contextmanager
+def _exact(device: str) -> Iterator[None]:
+    """Without autocast and without the ten bits of cuDNN's TensorFloat-32; autograd records nothing."""
+    read: Any = torch._C._get_cudnn_allow_tf32
+    write: Any = torch._C._set_cudnn_allow_tf32
+    off: Any = False
+    if hasattr(torch._C, "_get_fp32_precision_getter"):  # since torch 2.9 recurrences have a setting of their own
+        read = partial(torch._C._get_fp32_precision_getter, "cuda", "rnn")
+        write, off = partial(torch._C._set_fp32_precision_setter, "cuda", "rnn"), "ieee"
+    with _SETTING, torch.no_grad(), torch.autocast(device, enabled=False):
+        before = read()
+        write(off)
+        try:
+            yield
+        finally:
+            write(before)
+
+
+@contextmanager
+def _recorded() -> Iterator[None]:
+    """With autograd recording, in a backward, where grad mode is off, and in an operation, where all of it is."""
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    back = excluded - torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
+    with torch._C._ForceDispatchKeyGuard(included, back), torch.enable_grad():
+        yield
+
+
+def _keep(mode: str, trace: Trace) -> Differentiable:
+    """The recurrence once more, from its pre-activations."""
+    inside = trace.bias_hh if mode == "GRU" else None
+    with _exact(trace.x.device.type):
+        at_gates = _at_gates(trace, trace.bias_ih if mode == "GRU" else _sum(trace.bias_ih, trace.bias_hh))
+        identity = torch.eye(at_gates.shape[2], dtype=at_gates.dtype, device=at_gates.device)
+        biases = [] if inside is None else [torch.zeros_like(inside), inside]
+        weights = in_one_chunk(mode, [identity, trace.weight_hh, *biases], bool(biases))
+        starts = [at_gates, trace.states[:1]] + ([] if trace.c0 is None else [trace.c0.unsqueeze(0)])
+        given = tuple(start.detach().requires_grad_() for start in starts)
+        with _recorded():
+            hidden = given[1] if trace.c0 is None else given[1:]
+            # cuDNN goes back through training forwards only.
+            results = KERNELS[mode](given[0], hidden, weights, bool(biases), 1, 0.0, True, False, False)
+    return Differentiable(given, results)
+
+
+def _at_gates(trace: Trace, bias: Tensor | None) -> Tensor:
+    """The input's part of all pre-activations, [T, B, gates * H]."""
+    rows, weight = trace.x.flatten(0, 1), trace.weight_ih.mT
+    found = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
+    return found.view(*trace.x.shape[:2], -1)
+
+
+def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    return None if first is None or second is None else first + second
+
+
+def _back(mode: str, kept: Differentiable, trace: Trace, incoming: Incoming) -> GateGradients:
+    """Gate gradients, in torch's order of gates."""
+    last = (None if grad is None else grad.unsqueeze(0) for grad in (incoming.h_n, incoming.c_n))
+    pairs = zip(kept.results, (incoming.output, *last), strict=False)
+    came = [(result, grad) for result, grad in pairs if grad is not None]
+    if came:
+        results, grads = zip(*came, strict=True)
+        # cuDNN's way back overwrites what its forward left, so that for a second one autograd makes a copy.
+        again = torch._C._autograd._get_current_graph_task_keep_graph()
+        with _exact(trace.x.device.type), _recorded():
+            found = torch.autograd.grad(results, kept.given, grads, retain_graph=again)
+    else:
+        found = tuple(torch.zeros_like(start) for start in kept.given)
+    into_input, h0, *c0 = found
+    into_hidden = _into_hidden_of_gru(kept.given[0].detach(), trace, into_input) if mode == "GRU" else into_input
+    return GateGradients(into_input, into_hidden, h0[0], c0[0][0] if c0 else None)
+
+
+def _into_hidden_of_gru(at_gates: Tensor, trace: Trace, into_input: Tensor) -> Tensor:
+    """The gradient as W_hh and b_hh see it: with n = tanh(a + r b), that at b is r times that at a."""
+    hidden = trace.hidden
+    with _exact(at_gates.device.type):
+        before = trace.states[:-1].flatten(0, 1)
+        r = torch.addmm(at_gates[..., :hidden].flatten(0, 1), before, trace.weight_hh[:hidden].mT)
+        if trace.bias_hh is not None:
+            r += trace.bias_hh[:hidden]
+        found = into_input.clone()
+        found[..., 2 * hidden :] *= r.sigmoid_().view_as(at_gates[..., :hidden])
+    return found
+
+
+def _last_cell(kept: Differentiable, trace: Trace) -> Tensor:
+    return kept.results[2][0].detach()
+
+
+# By the mode of torch's recurrent layers.
+IDENTITY = {
+    mode: Way(partial(_keep, mode), partial(_back, mode), _last_cell if mode == "LSTM" else None) for mode in KERNELS
+}
