@@ -94,7 +94,8 @@ def packed(m: torch.nn.Module, x: Tensor, length: Tensor, *states: Tensor, in_or
     if not len(x):  # torch packs no empty batch
         output, last = m.rnn(x, hx)
     else:
-        output, last = m.rnn(pack_padded_sequence(x, length + 1, batch_first=True, enforce_sorted=in_order), hx)
+        lengths = (length + 1).cpu()  # where torch wants them
+        output, last = m.rnn(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=in_order), hx)
         output = pad_packed_sequence(output, batch_first=True, total_length=STEPS)[0]
     return [output, *(part.movedim(1, 0) for part in (last if isinstance(last, tuple) else (last,)))]
 

@@ -6,15 +6,16 @@ pre-activation of every gate and step: Lee & Kifer's dL/dz_t (2020, sections 5.3
 which no weight gradient is formed. Biases add up beforehand; a GRU's b_hh stands inside of r * (W_hn h + b_hn) and
 stays with the kernel, and the hidden side of its n has r times the gradient, for which r is computed once more.
 
-It is the way on cuDNN, whose recurrence is one kernel for all time steps where through_time.py starts several for each.
-What it costs beside the layer's forward and backward: a second fused forward, and the identity's products, gates * H
-multiplications for each pre-activation, forwards and back (that is gates times as much as W_hh's), and the identity's
-memory, for which `serves` has a bound. The second forward could only be saved if the model ran on this one: its output
-would no longer be torch's to the last bit, and what it saves would stay from each layer's forward to its backward.
+It is the way on cuDNN, where a recurrence is one call for all time steps and through_time.py starts several kernels for
+each. What it costs beside the layer's forward and backward: a second fused forward; the identity's products, gates * H
+multiplications for each pre-activation, forwards and back (gates times as much as W_hh's); and the identity's memory,
+which `possible` has a bound for. The second forward could only be saved if the model ran on this one: its output would
+no longer be torch's to the last bit, and what it leaves would stay from each layer's forward to its backward.
 
-The identity's products are exact in float32 and wider, and would be rounded to ten bits by TensorFloat-32, which cuDNN
-may use by default; here it may not. An infinite pre-activation becomes NaN in the identity's sum: the example, that one
-alone, counts as not finite.
+States are run through anew in float32 or wider: where the model's own were rounded (half precision, TensorFloat-32),
+the gate gradients are those of states without that rounding, for norms and sums alike. The identity's products are
+exact then, and would be rounded to ten bits by TensorFloat-32, which cuDNN may use by default; here it may not. An
+infinite pre-activation becomes NaN in the identity's sums: the example, that one alone, counts as not finite.
 
 Nothing here has run on CUDA yet: the tests force this way on the CPU, where torch's kernels take the same calls, and
 tests/gpu holds what is to be proved on a GPU (memory in one chunk, TensorFloat-32, CUDA graphs). No speed is claimed.

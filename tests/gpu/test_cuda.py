@@ -18,8 +18,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch fin
 ROWS = (
     "linear 3-D", "linear 3-D in place", "conv1d dilation", "conv2d stride", "conv2d groups", "conv2d reflect",
     "conv2d channels_last", "conv3d plain", "embedding padding_idx", "layernorm 3-D", "groupnorm 4-D",
-    "rnn tanh output", "lstm output and state", "gru time first", "attention key_padding_mask", "attention causal",
-    "encoder layer", "residual in place", "same conv twice", "tied head", "unused layer", "frozen first",
+    "rnn tanh output", "lstm output and state", "gru time first", "rnn relu two layers both ways states",
+    "lstm both ways", "lstm two layers both ways states", "gru two layers both ways states", "lstm packed",
+    "gru packed in order two layers both ways states", "lstm projected both ways",
+    "attention key_padding_mask", "attention causal", "encoder layer", "residual in place", "same conv twice",
+    "tied head", "unused layer", "frozen first",
 )  # fmt: skip
 
 every_row = pytest.mark.parametrize("name", ROWS)

@@ -1,0 +1,96 @@
+"""Recurrent layers on cuDNN: the fused kernel's way back beside the loop, its memory, TensorFloat-32, CUDA graphs."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from recurrent_layers import KINDS, OPTIONS, initial, losses, pair, run, sequences
+from test_identity_input import lived_through
+from test_time_loop import GATES, incoming_for
+from torch import Tensor
+
+from ghostclip.nn.gates import Trace
+from ghostclip.nn.identity_input import IDENTITY
+from ghostclip.nn.recurrence import way_of
+from ghostclip.nn.through_time import LOOPS, GateGradients, Incoming, Way
+
+DEVICE = "cuda"
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
+
+every_mode = pytest.mark.parametrize("mode", GATES)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+
+
+@pytest.fixture(params=[False, True], ids=["full precision", "TensorFloat-32"])
+def tensor_float(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """cuDNN with TensorFloat-32, as torch has it unless told otherwise, or without."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = request.param
+    yield request.param
+    torch.backends.cudnn.allow_tf32 = before
+
+
+def on_gpu(mode: str, dtype: torch.dtype, bias: bool = True) -> tuple[Trace, Incoming]:
+    """What one direction saw, its states from the processor, and what comes in from outside."""
+    trace = lived_through(mode, bias, dtype)
+    there = {name: value if value is None else value.to(DEVICE) for name, value in vars(trace).items()}
+    incoming = (None if grad is None else grad.to(DEVICE) for grad in incoming_for(trace, mode))
+    return Trace(**there), Incoming(*incoming)
+
+
+def gone_back(way: Way, trace: Trace, incoming: Incoming) -> list[Tensor]:
+    """All gradients of one way back."""
+    found: GateGradients = way.back(way.keep(trace), trace, incoming)
+    return [part for part in (*found[:4], *found.summed()) if part is not None]
+
+
+@every_mode
+def test_the_way_is_the_fused_kernels(mode):
+    trace, _ = on_gpu(mode, torch.float32)
+    assert way_of(mode, trace) is IDENTITY[mode]
+
+
+@every_mode
+@every_dtype
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_gate_gradients_are_those_of_the_loop(mode, dtype, bias, tensor_float):
+    trace, incoming = on_gpu(mode, dtype, bias)
+    ways = [gone_back(ways[mode], trace, incoming) for ways in (IDENTITY, LOOPS)]
+    for found, expected in zip(*ways, strict=True):
+        assert (found - expected).norm() <= (1e-12 if dtype == torch.float64 else 1e-5) * expected.norm()
+    assert torch.backends.cudnn.allow_tf32 is tensor_float
+
+
+@every_mode
+def test_it_can_be_captured_in_a_cuda_graph(mode):
+    trace, incoming = on_gpu(mode, torch.float32)
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            gone_back(IDENTITY[mode], trace, incoming)
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        found = gone_back(IDENTITY[mode], trace, incoming)
+    other, _ = on_gpu(mode, torch.float32)
+    for name, value in vars(trace).items():
+        if value is not None:
+            value.copy_(getattr(other, name))
+    graph.replay()
+    torch.testing.assert_close(found, gone_back(IDENTITY[mode], trace, incoming), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_outputs_and_ordinary_gradients_are_torchs(kind, option):
+    """Each layer and direction has its weights in one chunk of memory: torch's warning would be an error here."""
+    plain, wrapped = (layer.to(DEVICE) for layer in pair(kind, option))
+    plain.dropout = wrapped.dropout = 0.0  # torch draws elsewhere on the GPU
+    x = sequences(plain).to(DEVICE).requires_grad_()
+    states = [state.detach().to(DEVICE).requires_grad_() for state in initial(plain)]
+    found = []
+    for layer in (wrapped, plain):
+        results = run(layer, x, states)
+        grads = torch.autograd.grad(losses(layer, results).sum(), [x, *layer.parameters(), *states])
+        found.append([*results, *grads])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
