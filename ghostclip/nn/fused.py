@@ -85,7 +85,7 @@ def in_one_chunk(mode: str, weights: list[Tensor], bias: bool, directions: int =
     start of a larger chunk would be taken for a chunk of their own, and what follows them for biases.
     """
     first, each = weights[0], len(weights) // directions
-    if is_traced() or not on_cudnn(first) or _are_a_chunk(weights, bias, each):
+    if not on_cudnn(first) or is_traced() or _are_a_chunk(weights, bias, each):
         return weights
     projected = weights[each - 1].shape[0] if each % 2 else 0
     hidden = weights[each - 1].shape[1] if projected else weights[1].shape[1]
