@@ -92,6 +92,7 @@ class FirstPasses:
         groups: GroupSums | None = None,
         repeat: Repeat | None = None,
         roomy: bool = True,
+        postponed: bool = False,
     ) -> FirstPass:
         """A backward from ``losses`` [B] to the pre-activations; raises what `GhostClipper.norms` raises.
 
@@ -105,6 +106,7 @@ class FirstPasses:
             groups: takes the terms, to clip them group by group.
             repeat: this is the first of two passes.
             roomy: norms have room for rounding where weights need it (`ghostclip.norms.rounding`).
+            postponed: norms that need a look at values become NaN; `measure_again`, or another pass, has them.
         """
         check_losses(losses, self.scale)
         losses = losses if self.scale == 1.0 else losses * self.scale
@@ -127,7 +129,7 @@ class FirstPasses:
             collector = Collector(
                 losses, calls, majors, self._planner, self.index,
                 keep=keep, partly=partly, materialise=materialise, aside=aside, budget=budget, groups=groups,
-                roomy=roomy and not self.steady,
+                roomy=roomy and not self.steady, postponed=postponed,
             )  # fmt: skip
             if groups is not None:
                 groups.calls, groups.waits = calls, not wanted and shapes in self._small
@@ -136,7 +138,7 @@ class FirstPasses:
             first_pass(losses, calls, collector.receive, retain_graph=retain_graph)
             collector.finish()
             if groups is not None:
-                groups.close()
+                groups.close(collector.measured if postponed else None)
                 _note(self._small, shapes, groups.nbytes <= POSTPONED_BYTES)
         run = FirstPass(collector, trained, calls, majors, self.scale)
         self.choices = run.choices
@@ -170,6 +172,7 @@ class FirstPasses:
         *,
         retain_graph: bool = True,
         again: bool = True,
+        postponed: bool = False,
     ) -> GroupSums:
         """A first pass that clips on the way: by ``given`` weights, or by the policy's as norms come.
 
@@ -185,7 +188,10 @@ class FirstPasses:
             return bounded_weights(norms, [self.scale * thresholds[group] for group in groups])
 
         sums = GroupSums({id(p): partition[name] for name, p in trained}, weigh, finite, norm_dtype(trained), losses)
-        self.first_pass(losses, keep=True, retain_graph=retain_graph, again=again, ignore_budget=True, groups=sums)
+        self.first_pass(
+            losses, keep=True, retain_graph=retain_graph, again=again, ignore_budget=True, groups=sums,
+            postponed=postponed,
+        )  # fmt: skip
         return sums
 
     def partition(self) -> dict[str, str]:

@@ -96,8 +96,12 @@ class GroupSums:
             yield self.sums.pop()
 
     @torch.no_grad()
-    def close(self) -> None:
-        """Turns the groups that are complete into their clipped sums; to be called once more when all terms came."""
+    def close(self, measure: Callable[[Term | Affine], Tensor] | None = None) -> None:
+        """Turns the groups that are complete into their clipped sums; to be called once more when all terms came.
+
+        Args:
+            measure: squared norms of a term, where those that came may be NaN for want of a look; None where not.
+        """
         if not self._complete:
             return
         groups, self._complete, self._complete_bytes = self._complete, [], 0
@@ -105,6 +109,9 @@ class GroupSums:
         norms = group_norms([[squared for _, squared, _ in parts] for parts in taken], self._dtype)
         weights = self._weigh(groups, norms)
         if self.waits and self.finite is None and not all_finite(norms, self._losses):
+            if measure is not None:
+                norms = group_norms([[measure(held) for *_, held in parts] for parts in taken], self._dtype)
+                weights = self._weigh(groups, norms)
             self.finite = torch.isfinite(norms).all(0) & torch.isfinite(self._losses)
         if self.finite is not None:
             weights = torch.where(self.finite, weights, torch.zeros_like(weights))

@@ -76,6 +76,10 @@ class FirstPass:
                 found.setdefault(owner, []).append(row)
         return found
 
+    def measure_again(self) -> None:
+        """Has norms measured with the looks that were postponed, where it `holds_terms`."""
+        self._found.measure_again()
+
     def norms(self) -> Tensor:
         """||g_i||, [B]."""
         return self._root([squared for _, squared in self._found.squared])

@@ -93,6 +93,7 @@ class Collector:
         budget: bytes that may be held; once passed, everything held is dropped and ``over_budget`` is set.
         groups: takes all terms, to clip them group by group; nothing is held here then.
         roomy: leave room for rounding in norms of sums over positions (`ghostclip.norms.rounding`).
+        postponed: norms that need a look at values become NaN, and can be had from what is held by `measure_again`.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Collector:
         budget: int | None = None,
         groups: GroupSums | None = None,
         roomy: bool = False,
+        postponed: bool = False,
     ) -> None:
         self.examples, self.device = losses.shape[0], losses.device
         self.squared: list[tuple[list[int], Tensor]] = []
@@ -136,7 +138,7 @@ class Collector:
         self.joined, self.joined_bytes = 0, 0
         self._calls, self._room_left = calls, 0 if groups is not None else None
         self._hooked: set[int] | None = None
-        self._groups, self._roomy = groups, roomy
+        self._groups, self._roomy, self._postponed = groups, roomy, postponed
         self._rough: list[tuple[int, Tensor, Tensor]] = []
         if groups is not None:
             groups.expect(self._left)
@@ -264,11 +266,9 @@ class Collector:
     def _note(self, part: Part, term: Term, answer: Answer, choice: Choice) -> None:
         """Takes the squared norms of a term, or puts them by until room is made in all of them."""
         self.choices[part[0]] = choice
-        absolute = None
         # Gradients that are kept for certain are measured and summed as they stand.
         certain = self._groups is not None or (self._keep and self._budget is None and not self.partly)
-        if self._roomy and not (certain and answer.kept is not None):
-            absolute = term.absolute() if answer.absolute is None else answer.absolute
+        absolute = None if certain and answer.kept is not None else self._absolute(term, answer)
         if absolute is None:
             self.squared.append(([part[0]], answer.squared_norms))
         elif self._groups is None:
@@ -276,6 +276,26 @@ class Collector:
         else:
             answer.squared_norms = with_room([answer.squared_norms], [absolute])[0]
             self.squared.append(([part[0]], answer.squared_norms))
+
+    def _absolute(self, term: Term, answer: Answer) -> Tensor | None:
+        """`Term.absolute` where room has to be made."""
+        if not self._roomy:
+            return None
+        return term.absolute() if answer.absolute is None else answer.absolute
+
+    @torch.no_grad()
+    def measure_again(self) -> None:
+        """Squared norms of all parameters once more, from what is held of them all, with the looks they need."""
+        self.squared = [([owner], self.measured(term)) for (owner, _), term in self.terms.items()]
+        self.squared += [(owners, self.measured(affine)) for owners, affine in self.affines]
+
+    def measured(self, held: Term | Affine) -> Tensor:
+        """Squared norms of what is held, [B], or [names, B] of a linear layer's parameters."""
+        if isinstance(held, Affine):
+            return held.squared_norms()
+        answer, _ = self._planner.answer(held, False)
+        absolute = self._absolute(held, answer)
+        return answer.squared_norms if absolute is None else with_room([answer.squared_norms], [absolute])[0]
 
     def _answer(self, part: Part, term: Term, held: set[int]) -> None:
         """Takes the term; ``held`` are addresses of what terms of the same call hold on to."""
@@ -285,7 +305,7 @@ class Collector:
         keep = self._groups is not None or (self._keep and not self.over_budget and part[0] not in self._not_held)
         tensors = {tensor.untyped_storage().data_ptr(): tensor for tensor in term.tensors} if keep else {}
         replaced = sum([tensor.nbytes for address, tensor in tensors.items() if address not in held])
-        answer, choice = self._planner.answer(term, keep, replaced + self._room)
+        answer, choice = self._planner.answer(term, keep, replaced + self._room, self._postponed)
         self._note(part, term, answer, choice)
         if answer.kept is not None:
             if self._groups is None:
@@ -305,7 +325,7 @@ class Collector:
             self._hooked = self._prepare_aside(aside)
         bytes_ = kept_bytes(term)
         fits = part[1] is None and part[0] not in self._hooked and bytes_ <= min(self._room, most)
-        answer, choice = self._planner.answer(term, fits, bytes_)
+        answer, choice = self._planner.answer(term, fits, bytes_, self._postponed)
         self._note(part, term, answer, choice)
         if fits and (answer.kept is not None or isinstance(term, Dense)):
             self.terms[part] = term if answer.kept is None else Dense(answer.kept)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.norms.dense import Dense
+from ghostclip.norms.looks import without_looks
 from ghostclip.norms.memory import Memory, first_touch
 from ghostclip.norms.term import SAMPLE, Answer, Candidate, Term, is_traced
 
@@ -96,14 +97,18 @@ class Planner:
         self.memory = Memory(memory_bytes)
         self._measure = measure
 
-    def answer(self, term: Term, keep: bool, room: int | None = None) -> tuple[Answer, Choice]:
+    def answer(self, term: Term, keep: bool, room: int | None = None, postponed: bool = False) -> tuple[Answer, Choice]:
         """Squared norms of ``term`` the chosen way.
 
         Args:
             term: of any kind.
             keep: a clipped sum of the same term is to follow, so that per-example gradients may be worth keeping.
             room: bytes that kept gradients may take; None for no more than what they replace.
+            postponed: a norm that needs a look at values becomes NaN.
         """
+        if postponed:
+            with without_looks():
+                return self.answer(term, keep, room)
         answer = term.sole_answer(keep)
         if answer is not None:
             return answer, SOLE

@@ -16,6 +16,7 @@ from ghostclip.first_passes import FirstPasses, check_losses, owners_of, without
 from ghostclip.graph import WIDE, first_pass, let_go
 from ghostclip.groupwise import GroupSums, Part
 from ghostclip.nn.base import Call, Repeat
+from ghostclip.norms.looks import looks_stall
 from ghostclip.norms.whole import all_finite
 from ghostclip.outcome import FirstPass, add_to_gradient, norm_dtype
 from ghostclip.passes import OF_WHOLE, Aside
@@ -23,6 +24,10 @@ from ghostclip.reweighting import Reweighting
 from ghostclip.second_pass import in_our_words, reweighted_backward
 
 __all__ = ["TwoPasses"]
+
+# After a norm that needed a look, or wasn't finite, each norm of so many batches is looked at as it is formed: where
+# that keeps happening, it costs less than passes over and over again.
+WATCHED = 64
 
 
 class TwoPasses(FirstPasses):
@@ -35,6 +40,7 @@ class TwoPasses(FirstPasses):
     """
 
     wide_sums: dict[int, Tensor] | None = None
+    _watched = 0
 
     def clip(
         self,
@@ -43,6 +49,7 @@ class TwoPasses(FirstPasses):
         retain_graph: bool,
         forward: Callable[[], Tensor] | None = None,
         aside: Aside = OF_WHOLE,
+        sure: bool = False,
     ) -> tuple[Any, Any]:
         """Adds the clipped sum to each p.grad; returns norms and weights, [B] or {group: [B]}.
 
@@ -52,19 +59,31 @@ class TwoPasses(FirstPasses):
             forward: gives the batch's losses anew, so that a pass that clips on its way needn't keep the graph for an
                 example that turns out not to be finite.
             aside: how much "reweight" may set aside.
+            sure: look at each norm that needs it as it is formed. Otherwise, where looks stall, there is one at all
+                norms, and only where that finds one that isn't finite, or was left open, all is done again to be sure.
         """
         if self.wide_sums is not None:
             self.wide_sums.clear()
+        again = retain_graph or forward is None or not isinstance(self.clipping, Thresholds)
+        postponed = not sure and self._postpones(losses)
         with without_autocast(losses):
             if self._at_once and (at_once := self._clip_at_once(losses, retain_graph)):
                 return at_once
-            if not isinstance(self.clipping, Groupwise):
-                return self._clip_whole(losses, self.clipping, retain_graph, aside)
-            found = self._clip_groups(losses, self.clipping, retain_graph, again=retain_graph or forward is None)
+            found: tuple[Any, Any] | None
+            if isinstance(self.clipping, Groupwise):
+                found = self._clip_groups(losses, self.clipping, retain_graph, again=again, postponed=postponed)
+            else:
+                found = self._clip_whole(losses, self.clipping, retain_graph, aside, postponed)
         if found is None:
-            assert forward is not None
-            return self.clip(forward(), retain_graph=False, aside=aside)
+            self._watched = WATCHED
+            losses = losses if again or forward is None else forward()
+            return self.clip(losses, retain_graph=retain_graph, aside=aside, sure=True)
         return found
+
+    def _postpones(self, losses: Tensor) -> bool:
+        """Whether norms that need a look wait for the one at all of them."""
+        self._watched = max(0, self._watched - 1)
+        return self._watched == 0 and isinstance(losses, Tensor) and looks_stall(losses.device)
 
     def _clip_at_once(self, losses: Tensor, retain_graph: bool) -> tuple[Any, Any] | None:
         """`clip` where it is known to take a single call; None where it isn't, and nothing was done."""
@@ -74,8 +93,13 @@ class TwoPasses(FirstPasses):
         with in_our_words():
             return self._at_once.clip(losses, retain_graph)
 
-    def _clip_whole(self, losses: Tensor, policy: Policy, retain_graph: bool, aside: Aside) -> tuple[Tensor, Tensor]:
-        """Adds the clipped sum to each p.grad; returns norms and weights [B]."""
+    def _clip_whole(
+        self, losses: Tensor, policy: Policy, retain_graph: bool, aside: Aside, postponed: bool
+    ) -> tuple[Tensor, Tensor] | None:
+        """Adds the clipped sum to each p.grad; returns norms and weights [B].
+
+        None, nothing added and the graph still there, where norms have to be formed again, with looks.
+        """
         cached = self.cached
         repeat = None if cached or retain_graph else Repeat()
         run = self.first_pass(
@@ -85,9 +109,17 @@ class TwoPasses(FirstPasses):
             retain_graph=retain_graph,
             again=not cached or self._memory_budget is not None,
             repeat=repeat,
+            postponed=postponed,
         )
         norms = run.norms()
         fine = all_finite(norms, losses.detach())
+        if postponed and not fine:
+            if not run.holds_terms:
+                return None
+            self._watched = WATCHED
+            run.measure_again()
+            norms = run.norms()
+            fine = all_finite(norms, losses.detach())
         finite = None
         weights = policy.weights(norms)
         if not fine:
@@ -147,31 +179,41 @@ class TwoPasses(FirstPasses):
                 let_go(losses, run.calls)
 
     def _clip_groups(
-        self, losses: Tensor, policy: Groupwise, retain_graph: bool, *, again: bool
+        self, losses: Tensor, policy: Groupwise, retain_graph: bool, *, again: bool, postponed: bool
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
         """The same group by group; returns {group: norms [B]} and {group: weights [B]} of all groups.
 
         The graph is kept until all norms are known: an example that turns out not to be finite in the last group is
         left out of all of them by going ``again``. Groups that are known to be small wait for each other instead, and
-        need no graph any more then. Without ``again`` there is none, and None is returned in that case, nothing added.
+        need no graph any more then. Without ``again`` there is none, and None is returned in that case, nothing added;
+        so it is, whether there is a graph or not, where norms have to be formed again, with looks.
         """
         partition = self.partition()
         given: dict[str, Tensor] | None = None
         if isinstance(policy, Thresholds):
-            sums = self.group_pass(losses, policy, None, None, retain_graph=retain_graph, again=again)
+            sums = self.group_pass(
+                losses, policy, None, None, retain_graph=retain_graph, again=again, postponed=postponed
+            )
             if sums.waits:
                 return self._groups_added(losses, sums)
             norms = sums.norms
-            if not again:
-                fine = all_finite(losses.detach().to(norm_dtype(self.index.trained())), *norms.values())
-                return self._groups_added(losses, sums) if fine else None
         else:
-            norms = self.first_pass(losses, keep=False, retain_graph=True).norms_by_group(partition)
-            given = policy.weights(norms)
+            run = self.first_pass(losses, keep=False, retain_graph=True, postponed=postponed)
+            norms = run.norms_by_group(partition)
         found = [losses.detach().to(norm_dtype(self.index.trained())), *norms.values()]
-        finite = None if all_finite(*found) else torch.isfinite(torch.stack(found)).all(0)
+        fine = all_finite(*found)
+        if postponed and not fine:
+            return None
+        if not isinstance(policy, Thresholds):
+            given = policy.weights(norms)
+        elif not again:
+            return self._groups_added(losses, sums) if fine else None
+        finite = None if fine else torch.isfinite(torch.stack(found)).all(0)
         if finite is not None or given is not None:
-            sums = self.group_pass(losses, policy, given, finite)
+            sums = self.group_pass(losses, policy, given, finite, postponed=postponed)
+            if postponed:
+                # Those that were looked at, and that the weights are of.
+                sums.norms = {group: norms[group] * self.scale for group in sums.norms}
         if not retain_graph:
             with in_our_words():
                 let_go(losses, sums.calls)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from ghostclip.compiled.rules import Rule, rule_of
+from ghostclip.norms.looks import looks_stall
 
 __all__ = ["NOT_YET", "Update", "UpdateReader"]
 
@@ -79,7 +80,7 @@ class Update:
 
     def numbers(self, divisor: float) -> Tensor:
         """1 / divisor, and each parameter's numbers one after another, float64; valid until asked for again."""
-        self._taken = [count.item() for count in self._counts]
+        self._taken = _read(self._counts)
         counts, known = iter(self._taken), {}
         found = [1.0 / divisor]
         for rule in self.rules:
@@ -165,6 +166,13 @@ class UpdateReader:
             return found.obstacle
         self._settings, self._last = settings, found
         return found
+
+
+def _read(counts: Sequence[Tensor]) -> list[float]:
+    """The numbers in tensors of one number each; one look at a device, where a fused optimizer keeps them."""
+    if counts and looks_stall(counts[0].device) and len({count.device for count in counts}) == 1:
+        return torch.stack(list(counts)).tolist()
+    return [count.item() for count in counts]
 
 
 def _same(these: Sequence[Any], those: Sequence[Any]) -> bool:

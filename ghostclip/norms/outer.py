@@ -20,9 +20,10 @@ from torch import Tensor
 
 from .dense import Dense, squared_norms
 from .half_gram import half_gram, half_gram_is_there
+from .looks import may_look
 from .memory import FRESH, Memory
 from .rounding import product_of_sizes
-from .term import Answer, Candidate, Term, is_traced, size_class, split_examples, wide, zero_examples
+from .term import Answer, Candidate, Term, size_class, split_examples, wide, zero_examples
 
 __all__ = ["Outer", "chunks", "direct", "gram", "gram_is_reliable", "reliable", "scaled_product"]
 
@@ -91,10 +92,11 @@ def gram_is_reliable(squared: Tensor, scale: Tensor) -> Tensor:
 def reliable(squared: Tensor, scale: Tensor, otherwise: Callable[[], Tensor]) -> Tensor:
     """``squared`` [B] of a Gram form, or ``otherwise()`` where one of them is not `gram_is_reliable`.
 
-    In a graph, which can't look, an unreliable norm becomes NaN: the batch is then done again outside of the graph.
+    Where values can't be looked at, or not yet, an unreliable norm becomes NaN: whoever looks at all norms finds it and
+    has it measured again.
     """
     trusted = gram_is_reliable(squared, scale)
-    if is_traced():
+    if not may_look():
         return torch.where(trusted, squared, torch.nan)
     return squared if trusted.all() else otherwise()
 

@@ -1,0 +1,217 @@
+"""Where looks at values stall, as on a GPU: one a batch, and norms that needed one more are the direct form's still."""
+
+import oracle
+import pytest
+import torch
+from comparing import assert_close, assert_dicts_close, gradients
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ghostclip
+from ghostclip import models, native, nn
+from ghostclip.clipping import Custom, PerLayer, as_policy
+from ghostclip.compiled import update
+from ghostclip.norms.outer import gram
+
+MAX_NORM = 2e-5
+# Operations whose results the host waits for.
+OPERATIONS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select", "_unique2")
+
+
+class Looks(TorchDispatchMode):
+    """Counts OPERATIONS; `tolist`, `numpy` and `cpu` are counted by `counted`."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function._schema.name.removeprefix("aten::") in OPERATIONS
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def stalling(monkeypatch):
+    monkeypatch.setattr("ghostclip.two_passes.looks_stall", lambda device: True)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """Tensor operations alone, as on a GPU."""
+    known = (native.library, native.calls.function)
+    monkeypatch.setenv("GHOSTCLIP_COMPILE", "0")
+    for each in known:
+        each.cache_clear()
+    yield
+    for each in known:
+        each.cache_clear()
+
+
+def counted(monkeypatch, run):
+    """How many looks ``run()`` takes."""
+    with Looks() as looks, monkeypatch.context() as patch:
+        for name in ("tolist", "numpy", "cpu"):
+            true = getattr(torch.Tensor, name)
+
+            def look(*args, true=true, **options):
+                looks.count += 1
+                return true(*args, **options)
+
+            patch.setattr(torch.Tensor, name, look)
+        run()
+    return looks.count
+
+
+SHAPES = {"mlp": (6,), "cnn": (1, 8, 8), "rnn": (1, 5, 4), "lstm": (1, 5, 4), "transformer": (7,)}
+MODES = {
+    "reweight": {},
+    "cached": {"second_pass": "cached"},
+    "per layer": {"clipping": PerLayer(MAX_NORM)},
+    "custom": {"clipping": Custom(lambda norms: norms, MAX_NORM, groups={"all": ["*"]})},
+}
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+@every_mode
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_batch_takes_one_look(name, mode, monkeypatch, no_compiler):
+    tokens = name == "transformer"
+    model = models.build(name, SHAPES[name], 3, 11 if tokens else None)
+    inputs = torch.randint(1, 11, (3, *SHAPES[name])) if tokens else torch.randn(3, *SHAPES[name])
+    clipper = ghostclip.GhostClipper(model, norm_strategy="gram", **MODES[mode])
+
+    def clip():
+        clipper.clip(lambda model, x: torch.logsumexp(model(x), 1) ** 2, inputs)
+
+    found = []
+    for _ in range(3):
+        model.zero_grad()
+        found.append(counted(monkeypatch, clip))
+    # The first batch proves how examples lie, and measures.
+    assert found[0] > 1
+    assert found[1:] == [1, 1]
+
+
+class Cancelling(nn.Module):
+    """Of examples with nearly constant inputs, the gradients of ``linear`` and ``conv`` cancel between positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.conv = nn.Linear(8, 6, bias=False), nn.Conv1d(8, 6, 3, bias=False)
+        self.plain, self.head = nn.Linear(8, 5), nn.Linear(8, 2)
+
+    def forward(self, x, factors):
+        inner = factors[:, 1:-1].mT
+        inner = inner - inner.mean(2, keepdim=True)
+        losses = (self.linear(x) * factors).sum((1, 2)) + (self.conv(x.mT) * inner).sum((1, 2))
+        return losses + 1e-5 * (torch.tanh(self.plain(x)).sum((1, 2)) + self.head(x[:, 0]).sum(1))
+
+
+UNRELIABLE, BAD = [1, 3], 2
+
+
+def cancelling(spoilt=None):
+    """The model, its inputs, and the loop's gradients, zeros for a spoilt example."""
+    model = Cancelling().double()
+    x, factors = torch.randn(5, 40, 8, dtype=torch.float64), torch.randn(5, 40, 6, dtype=torch.float64)
+    x[UNRELIABLE] = 1 + 1e-5 * x[UNRELIABLE]
+    factors[UNRELIABLE] -= factors[UNRELIABLE].mean(1, keepdim=True)
+    if spoilt is not None:
+        x[BAD, 3, 1] = spoilt
+    expected = oracle.per_example_grads(model, lambda losses: losses, (x, factors))
+    if spoilt is not None:
+        for grad in expected.values():
+            grad[BAD] = 0.0
+    return model, (x, factors), expected
+
+
+def test_norms_of_these_inputs_need_a_look():
+    model, (x, factors), expected = cancelling()
+    squared, _ = gram(factors, x)
+    exact = expected["linear.weight"].flatten(1).norm(dim=1)
+    assert float((squared.sqrt() / exact - 1).abs()[UNRELIABLE].min()) > 1e-8
+    clipper = ghostclip.GhostClipper(model, norm_strategy="gram")
+    norms = clipper._passes.first_pass(model(x, factors), keep=False, retain_graph=False, postponed=True).norms()
+    assert norms.isnan().nonzero().flatten().tolist() == UNRELIABLE
+    assert_close(clipper.norms(model(x, factors)), oracle.norms(expected), 1e-8)
+
+
+WAYS = {
+    **{name: MODES[name] for name in ("reweight", "cached", "per layer")},
+    "over the budget": {"second_pass": "cached", "memory_budget": 1},
+    "custom": {"clipping": Custom(lambda norms: {g: (MAX_NORM / n).clamp(max=1) for g, n in norms.items()},
+                                  MAX_NORM * 2, groups={"a": ["linear", "head"], "b": ["conv", "plain"]})},
+}  # fmt: skip
+
+
+def by_the_loop(expected, way):
+    """Norms, by the group where there are any, and the clipped sum."""
+    if "clipping" not in WAYS[way]:
+        return oracle.norms(expected), oracle.clipped_sum(expected, MAX_NORM)
+    group_of = as_policy(WAYS[way]["clipping"]).partition(list(expected))
+    parts = {g: {n: v for n, v in expected.items() if group_of[n] == g} for g in dict.fromkeys(group_of.values())}
+    bound = MAX_NORM / 2 if way == "per layer" else MAX_NORM
+    sums = {name: value for own in parts.values() for name, value in oracle.clipped_sum(own, bound).items()}
+    return {g: oracle.norms(own) for g, own in parts.items()}, {name: sums[name] for name in expected}
+
+
+@pytest.mark.parametrize("spoilt", [None, torch.inf, torch.nan])
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+@pytest.mark.parametrize("call", ["backward", "clip"])
+@pytest.mark.parametrize("way", WAYS)
+def test_norms_that_needed_a_look_are_the_direct_forms(way, call, large, spoilt, monkeypatch):
+    monkeypatch.setattr("ghostclip.two_passes.WATCHED", 0)
+    if large:  # groups don't wait for each other
+        monkeypatch.setattr("ghostclip.first_passes.POSTPONED_BYTES", 0)
+        monkeypatch.setattr("ghostclip.groupwise.POSTPONED_BYTES", 0)
+    model, inputs, expected = cancelling(spoilt)
+    norms, sums = by_the_loop(expected, way)
+    clipper = ghostclip.GhostClipper(model, norm_strategy="gram", **{"clipping": MAX_NORM, **WAYS[way]})
+    others = [i for i in range(5) if spoilt is None or i != BAD]
+    for _ in range(3):
+        model.zero_grad()
+        if call == "backward":
+            result = clipper.backward(model(*inputs))
+        else:
+            result = clipper.clip(lambda model, batch: model(*batch), inputs)
+        found, weights = result.norms, result.weights
+        if not isinstance(norms, dict):
+            norms, found, weights = {"": norms}, {"": found}, {"": weights}
+        assert list(found) == list(norms)
+        for group, norm in norms.items():
+            assert_close(found[group][others], norm[others], 1e-8)
+            assert spoilt is None or float(weights[group][BAD]) == 0.0
+            assert bool((weights[group][others] > 0).all())
+        assert_dicts_close(gradients(model), sums, 1e-8)
+        norms, _ = by_the_loop(expected, way)
+
+
+@pytest.mark.parametrize("way", ["reweight", "cached", "per layer"])
+def test_after_a_norm_that_needed_a_look_each_is_looked_at_for_a_while(way, monkeypatch, no_compiler):
+    monkeypatch.setattr("ghostclip.first_passes.POSTPONED_BYTES", 0)
+    monkeypatch.setattr("ghostclip.two_passes.WATCHED", 3)
+    model, (x, factors), _ = cancelling()
+    plain = torch.randn_like(x)
+    clipper = ghostclip.GhostClipper(model, norm_strategy="gram", **WAYS[way])
+    looks = []
+    for inputs in (plain, plain, x, plain, plain, plain, plain):
+        model.zero_grad()
+        looks.append(counted(monkeypatch, lambda inputs=inputs: clipper.clip(lambda m, b: m(*b), (inputs, factors))))
+    assert looks[2] > looks[3] == looks[4] > 1 == looks[1] == looks[5] == looks[6]
+
+
+def test_on_the_processor_each_norm_is_looked_at_as_it_is_formed(monkeypatch):
+    monkeypatch.undo()
+    model, inputs, _ = cancelling()
+    clipper = ghostclip.GhostClipper(model, norm_strategy="gram")
+    seen = []
+    true = clipper._passes.first_pass
+    clipper._passes.first_pass = lambda *args, **options: seen.append(options["postponed"]) or true(*args, **options)
+    clipper.backward(model(*inputs))
+    assert seen == [False]
+
+
+def test_the_counts_of_an_optimizer_are_read_by_one_look(monkeypatch):
+    counts = [torch.tensor(3.0), torch.tensor(5.0), torch.tensor(5.0)]
+    found = [update._read(counts)]
+    monkeypatch.setattr("ghostclip.compiled.update.looks_stall", lambda device: True)
+    assert counted(monkeypatch, lambda: found.append(update._read(counts))) == 1
+    assert found == [[3.0, 5.0, 5.0]] * 2
+    assert update._read([]) == []
