@@ -169,6 +169,13 @@ CLIPPING = [
         ("tests/test_guards.py",),
     ),
     Mutant(
+        "a norm that needed a look taken for one that isn't finite",
+        PASSES,
+        "        if postponed and not fine:\n            if not",
+        "        if False:\n            if not",
+        ("tests/test_looks.py",),
+    ),
+    Mutant(
         "groups each with the whole bound",
         "ghostclip/clipping/groups.py",
         "dict.fromkeys(groups, max_norm / math.sqrt(max(1, len(groups))))",
