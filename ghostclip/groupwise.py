@@ -90,6 +90,11 @@ class GroupSums:
             if self._complete_bytes > POSTPONED_BYTES and not self.waits:
                 self.close()
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is held for a group that is not closed."""
+        return not self._open and not self._complete
+
     def taken(self) -> Iterator[tuple[Part, Tensor]]:
         """The clipped sums, which are let go of one after another."""
         while self.sums:

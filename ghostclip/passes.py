@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ from ghostclip.nn.base import Call
 from ghostclip.norms.affine import Affine, squared_norms_of
 from ghostclip.norms.combine import combine
 from ghostclip.norms.dense import Dense
+from ghostclip.norms.looks import without_looks
 from ghostclip.norms.rounding import with_room
 from ghostclip.norms.term import Answer, Term
 from ghostclip.planner import SOLE, Choice, Planner, kept_bytes
@@ -26,6 +28,8 @@ __all__ = ["OF_HALF", "OF_WHOLE", "Aside", "Collector"]
 
 # Per-example gradients that are kept may take this share of the pre-activations' bytes beyond what they replace.
 SPARE = 0.5
+# The same of a group's, which are let go of with it, before the next one's come.
+SPARE_OF_GROUP = 0.1
 # Bytes of what is set aside that are always there: an eighth of what waits for company in any case.
 ASIDE_LEAST = POSTPONED_BYTES // 8
 
@@ -136,14 +140,15 @@ class Collector:
         self._unanswered_bytes = 0
         # Calls that were answered at once, and the bytes of their answers.
         self.joined, self.joined_bytes = 0, 0
-        self._calls, self._room_left = calls, 0 if groups is not None else None
+        self._calls = calls
+        self._room_left: int | None = None
         self._hooked: set[int] | None = None
         self._groups, self._roomy, self._postponed = groups, roomy, postponed
         self._rough: list[tuple[int, Tensor, Tensor]] = []
         if groups is not None:
             groups.expect(self._left)
 
-    @property
+    @functools.cached_property
     def _produced(self) -> int:
         """Bytes of all pre-activations."""
         return sum([preactivation_bytes(call) for call in self._calls])
@@ -152,7 +157,8 @@ class Collector:
     def _room(self) -> int:
         """Bytes that may be kept beyond what is replaced."""
         if self._room_left is None:
-            self._room_left = int(SPARE * self._produced)
+            share = SPARE if self._groups is None else SPARE_OF_GROUP
+            self._room_left = int(share * self._produced)
         return self._room_left
 
     @_room.setter
@@ -305,19 +311,27 @@ class Collector:
         keep = self._groups is not None or (self._keep and not self.over_budget and part[0] not in self._not_held)
         tensors = {tensor.untyped_storage().data_ptr(): tensor for tensor in term.tensors} if keep else {}
         replaced = sum([tensor.nbytes for address, tensor in tensors.items() if address not in held])
-        answer, choice = self._planner.answer(term, keep, replaced + self._room, self._postponed)
+        answer, choice = self._ask(term, keep, replaced + self._room)
         self._note(part, term, answer, choice)
         if answer.kept is not None:
-            if self._groups is None:
-                self._room -= max(0, answer.kept.nbytes - replaced)
+            self._room -= max(0, answer.kept.nbytes - replaced)
             term = Dense(answer.kept)
         elif keep:
             held.update(tensors)
         if self._groups is not None:
             self._groups.take([part], answer.squared_norms, term)
+            if self._groups.empty:
+                self._room_left = None
         elif keep:
             self.terms[part] = term
             self._count(term.nbytes)
+
+    def _ask(self, term: Term, keep: bool, room: int) -> tuple[Answer, Choice]:
+        """The planner's answer, with the looks at values that it may need or without."""
+        if not self._postponed:
+            return self._planner.answer(term, keep, room)
+        with without_looks():
+            return self._planner.answer(term, keep, room)
 
     def _answer_aside(self, part: Part, term: Term, most: int, aside: Aside) -> None:
         """The same where a second backward follows: a parameter whose gradients fit in is left out of that."""
@@ -325,7 +339,7 @@ class Collector:
             self._hooked = self._prepare_aside(aside)
         bytes_ = kept_bytes(term)
         fits = part[1] is None and part[0] not in self._hooked and bytes_ <= min(self._room, most)
-        answer, choice = self._planner.answer(term, fits, bytes_, self._postponed)
+        answer, choice = self._ask(term, fits, bytes_)
         self._note(part, term, answer, choice)
         if fits and (answer.kept is not None or isinstance(term, Dense)):
             self.terms[part] = term if answer.kept is None else Dense(answer.kept)
