@@ -39,6 +39,8 @@ bench: install  ## step times and memory beside non-private training; BENCH="--c
 	$(BIN)/python -m ghostclip.bench --seconds 8 --memory --out experiments/results/bench.json $(BENCH)
 	$(BIN)/python -m ghostclip.bench --seconds 4 --threads 2 --contenders nonprivate,reweight,cached,per-layer \
 		--out experiments/results/bench-two-threads.json $(BENCH)
+	$(BIN)/python -m ghostclip.bench --seconds 8 --workloads sizes --contenders nonprivate,reweight,cached,per-layer \
+		--out experiments/results/bench-sizes.json $(BENCH)
 	$(BIN)/python -m ghostclip.bench --seconds 4 --workloads $(COMPILED) \
 		--contenders nonprivate,nonprivate-compiled,reweight,cached,compiled \
 		--out experiments/results/bench-compiled.json $(BENCH)

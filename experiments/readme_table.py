@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results" / "bench.json"
 FURTHER = {
     "bench-peers.json": "Beside other libraries (Opacus, fastDP, JAX), one core:",
+    "bench-sizes.json": "Larger and smaller images, longer texts, one core:",
     "bench-two-threads.json": "On two threads:",
     "bench-compiled.json": "Compiled steps, one core:",
 }
