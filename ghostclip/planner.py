@@ -81,6 +81,8 @@ def milliseconds(run: Callable[[], object], device: torch.device, best: float = 
 class Planner:
     """Chooses among a term's candidates: by measured cost, by flops where a clock must not decide, or as told.
 
+    Of two that take about as long (KEPT), the one whose per-example gradients are kept for the clipped sum is taken.
+
     Measurements are made on a sample of at most SAMPLE examples and scaled to the batch; they are remembered by what
     they depend on, so that batches of every larger size share them.
 
@@ -137,7 +139,8 @@ class Planner:
         costs = self._costs(term, sample, worth_measuring(ordered, sample.candidates()), keep, may_keep)
         chosen = {way: cost * (KEPT if may_keep and candidates[way].keeps else 1.0) for way, cost in costs.items()}
         name = min(chosen, key=chosen.__getitem__)
-        reason = "fastest measured" if name == min(costs, key=costs.__getitem__) else "about the fastest, and keeps"
+        fastest = name == min(costs, key=costs.__getitem__)
+        reason = "fastest measured" if fastest else "about the fastest, and its gradients are kept"
         if len(costs) == 1:
             reason = "far fewest flops" if self.norm_strategy == "auto" else "asked for"
         return Choice(name, may_keep and candidates[name].keeps, reason, costs)
