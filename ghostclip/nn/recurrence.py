@@ -1,9 +1,9 @@
-"""One direction of one recurrent layer as a node of the graph: torch's fused kernel forwards, an own way back.
+"""One direction of one recurrent layer as two nodes of the graph: torch's fused kernel forwards, an own way back.
 
-torch's own backward can't stop at the gates, so this node goes back instead: it recomputes the gates and goes back
+torch's own backward can't stop at the gates, so `Recurrence` goes back instead: it recomputes the gates and goes back
 through time (on the CPU by time_loop.py, on cuDNN by identity_input.py, elsewhere by gates.py and through_time.py; run
-by run for packed sequences, packed.py), and is its own capture: in a first pass it tells the sink the gate gradients
-and forms no weight gradient.
+by run for packed sequences, packed.py). Both nodes are their own capture: in a first pass `Weights` tells the sink the
+gate gradients and forms no weight gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from ghostclip.norms.outer import scaled_product
 from ghostclip.norms.term import is_traced, wide
 
-from .base import NOTHING, Call, _top_hooks
+from .base import NOTHING, PROBE, Call, _top_hooks
 from .fused import fused_forward
 from .gates import Trace
 from .identity_input import IDENTITY, serves
@@ -24,7 +24,7 @@ from .packed import Order, PackedTrace, forward_runs, way_back
 from .through_time import LOOPS, GateGradients, Incoming, Way
 from .time_loop import COMPILED, available
 
-__all__ = ["Recurrence", "way_of"]
+__all__ = ["attached", "way_of"]
 
 
 class Seen(NamedTuple):
@@ -47,14 +47,59 @@ class Found(NamedTuple):
     weights: list[Any]
 
 
+class Left:
+    """What a direction's way back leaves to `Weights`: where its gradients came from, or nothing."""
+
+    __slots__ = ("call", "content")
+
+    def __init__(self, call: Call | None) -> None:
+        self.call = call
+        self.content: tuple[Seen, GateGradients, Tensor | None] | None = None
+
+    def take(self) -> tuple[Seen, GateGradients, Tensor | None] | None:
+        content, self.content = self.content, None
+        return content
+
+
+class Weights(torch.autograd.Function):
+    """The node of a direction's weights, below its `Recurrence`: it tells the sink, or forms their gradients.
+
+    While a node's backward runs, autograd holds the gradient that came to it, of the output's size. That and what
+    weights need need not be in memory together. This node is made just before the other, so that autograd, which takes
+    the youngest first, comes to it just after.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, probe: Tensor, left: Left, *weights: Tensor | None) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.left = left
+        return probe.view_as(probe)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> tuple:
+        nothing = (None,) * len(ctx.needs_input_grad)
+        call, content = ctx.left.call, ctx.left.take()
+        if content is None:
+            return nothing
+        seen, found, factors = content
+        if call is not None and call.sink is not None:
+            call.sink(call, _for_rule(call, seen, found), seen.laid_out(found.into_input))
+            return nothing
+        return None, None, *_into_weights(seen, found, ctx.needs_input_grad[2:], factors)
+
+
 class Recurrence(torch.autograd.Function):
-    """A direction's forward, done; its backward tells the sink, while there is one, the gate gradients."""
+    """A direction's forward, done; its backward goes back through time, and leaves to `Weights` what it found.
+
+    ``probe`` is what `Weights` returned; ``weights`` are detached.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         probe: Tensor,
-        call: Call | None,
+        left: Left,
         mode: str,
         results: tuple[Tensor, ...],
         order: Order | None,
@@ -80,7 +125,7 @@ class Recurrence(torch.autograd.Function):
         else:
             ctx.save_for_backward(x, output.clone(), h0, c0, *weights)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.mode, ctx.order, ctx.kept = call, mode, order, None
+        ctx.call, ctx.left, ctx.mode, ctx.order, ctx.kept = left.call, left, mode, order, None
         return results
 
     @staticmethod
@@ -104,11 +149,37 @@ class Recurrence(torch.autograd.Function):
             ctx.kept = Found(seen, found, weights) if _stays() else None
         if not _stays():
             ctx.output = None
-        needed = ctx.needs_input_grad[5:]
-        if call is not None and call.sink is not None:
-            call.sink(call, _for_rule(call, seen, found), seen.laid_out(found.into_input))
-            needed = (*needed[:3], *(False,) * 5)
-        return None, None, None, None, None, *_gradients(seen, found, weights, needed, factors)
+        if ctx.needs_input_grad[0]:
+            ctx.left.content = seen, found, factors
+        needed = ctx.needs_input_grad[5:8]
+        return (*(None,) * 5, *_into_inputs(seen, found, weights, needed, factors), *(None,) * len(weights))
+
+
+def attached(
+    call: Call | None,
+    mode: str,
+    results: tuple[Tensor, ...],
+    order: Order | None,
+    x: Tensor,
+    initial: tuple[Tensor, ...],
+    weights: list[Tensor | None],
+) -> tuple[Tensor, ...]:
+    """The results of a direction's forward, as part of the graph.
+
+    Args:
+        call: this use of the layer, or None where a first pass has no business with it.
+        mode: of torch's recurrent layers.
+        results: output [T, B, P] and last states [1, B, ...]; or, for packed sequences, [N, P] rows.
+        order: of the rows of packed sequences, else None.
+        x: [T, B, I], or [N, I].
+        initial: h0 [1, B, P] and, for an LSTM, c0 [1, B, H].
+        weights: W_ih, W_hh, b_ih, b_hh, W_hr; None for what there isn't.
+    """
+    left = Left(call)
+    probe = Weights.apply(PROBE, left, *weights)
+    h0, c0 = initial if len(initial) > 1 else (initial[0], None)
+    detached = [None if weight is None else weight.detach() for weight in weights]
+    return Recurrence.apply(probe, left, mode, results, order, x, h0, c0, *detached)
 
 
 def _stays() -> bool:
@@ -171,13 +242,10 @@ def _back_packed(ctx: Any, incoming: Incoming) -> tuple[Seen, GateGradients, lis
     return Seen(x.unsqueeze(1), before.unsqueeze(1), order), found, weights
 
 
-def _gradients(
+def _into_inputs(
     seen: Seen, found: GateGradients, weights: list[Any], needed: tuple[bool, ...], factors: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of x, h0, c0, W_ih, W_hh, b_ih, b_hh and W_hr where needed, by one product over all time steps each.
-
-    Every example's are taken ``factors`` [B] times.
-    """
+    """Gradients of x, h0 and c0 where needed, every example's ``factors`` [B] times."""
     into_x = _into_x(seen, found.into_input.flatten(0, 1), weights[0]) if needed[0] else None
     if into_x is not None and factors is not None:
         into_x *= factors.unsqueeze(1)
@@ -186,11 +254,19 @@ def _gradients(
         into_x,
         _times(found.h0, factors).unsqueeze(0) if needed[1] else None,
         None if c0 is None else _times(c0, factors).unsqueeze(0),
-        _product(found.into_input, seen.x, factors) if needed[3] else None,
-        _product(found.into_hidden, seen.before, factors) if needed[4] else None,
-        _times(found.summed()[0], factors).sum(0) if needed[5] else None,
-        _times(found.summed()[1], factors).sum(0) if needed[6] else None,
-        _product(*found.projection, factors) if needed[7] and found.projection else None,
+    )
+
+
+def _into_weights(
+    seen: Seen, found: GateGradients, needed: tuple[bool, ...], factors: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The same of W_ih, W_hh, b_ih, b_hh and W_hr, by one product over all time steps each."""
+    return (
+        _product(found.into_input, seen.x, factors) if needed[0] else None,
+        _product(found.into_hidden, seen.before, factors) if needed[1] else None,
+        _times(found.summed()[0], factors).sum(0) if needed[2] else None,
+        _times(found.summed()[1], factors).sum(0) if needed[3] else None,
+        _product(*found.projection, factors) if needed[4] and found.projection else None,
     )
 
 

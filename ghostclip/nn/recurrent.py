@@ -20,10 +20,10 @@ from ghostclip.norms.dense import Dense
 from ghostclip.norms.outer import Outer
 from ghostclip.norms.term import Term
 
-from .base import PROBE, Call, GhostLayer, is_capturing, place_of
+from .base import Call, GhostLayer, is_capturing, place_of
 from .fused import native, native_packed
 from .packed import Order
-from .recurrence import Recurrence
+from .recurrence import attached
 
 __all__ = ["GRU", "LSTM", "RNN"]
 
@@ -151,8 +151,7 @@ class _Recurrent(GhostLayer):
     ) -> tuple[Tensor, ...]:
         """The results, attached to the graph; ``told`` has the shape of what a first pass is told."""
         call = self.new_call(told, (x, *initial), tuple([name for name in names if name]), batch_dim=1)
-        h0, c0 = initial if len(initial) > 1 else (initial[0], None)
-        return Recurrence.apply(PROBE, call, self.mode, results, order, x, h0, c0, *weights)
+        return attached(call, self.mode, results, order, x, initial, weights)
 
     def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
         x, before, into_hidden, *others = inputs

@@ -131,6 +131,7 @@ def scaled_product(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
         first, second = (b, a) if turned else (a, b)
         first, second = first.flatten(0, 1).mT, second.flatten(0, 1)
         total = first @ second if total is None else total.addmm_(first, second)
+        del a, b, first, second  # gone before the next rows are scaled
     assert total is not None
     return total.mT if turned else total
 
