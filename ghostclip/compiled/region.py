@@ -41,14 +41,17 @@ class Region:
         started = time.perf_counter()
         # A CUDA graph is replayed into the same memory, so what comes out of it is copied before the next one.
         self._on_cuda = inputs[0].is_cuda
-        # Dropout must draw what it draws without compiling, or the two couldn't be compared.
-        settings = {"fallback_random": True, "triton.cudagraphs": self._on_cuda}
         with torch.no_grad(), warnings.catch_warnings():
             # What inductor uses of torch itself is deprecated by torch.
             warnings.simplefilter("ignore")
             import torch._inductor as inductor
             import torch._inductor.config as config
 
+            # Dropout must draw what it draws without compiling, or the two couldn't be compared.
+            settings = {"fallback_random": True, "triton.cudagraphs": self._on_cuda}
+            if not self._on_cuda:
+                # With channels last in between, norms would be read crosswise (a CNN's step: 1.18 of this one).
+                settings["layout_optimization"] = False
             with config.patch(settings):
                 given: list[Any] = [tensor.detach() for tensor in inputs]
                 self._run: Any = _in_place(graph, given, lasting) if self._on_cuda else inductor.compile(graph, given)

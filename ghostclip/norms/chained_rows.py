@@ -11,6 +11,8 @@ from torch import Tensor
 from ghostclip.native import library
 from ghostclip.native.calls import run_examples
 
+from .term import is_traced
+
 __all__ = ["add_rows", "chained_squared_norms", "chains_are_there"]
 
 
@@ -22,6 +24,10 @@ def chains_are_there(indices: Tensor, gradients: Tensor) -> bool:
 
 def chained_squared_norms(indices: Tensor, gradients: Tensor) -> Tensor:
     """As `ghostclip.norms.rows.runs_squared_norms`, for indices [B, T] and gradients [B, T, d] on the CPU."""
+    if is_traced():
+        from .written import chained_squared_norms
+
+        return chained_squared_norms(indices, gradients)
     batch, positions, width = gradients.shape
     gradients = gradients if gradients.stride(2) == 1 else gradients.contiguous()
     squared = gradients.new_empty(batch)

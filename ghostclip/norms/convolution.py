@@ -93,7 +93,7 @@ class Patches(Term):
         pairs = squares * (outputs + inputs * self.geometry.groups)
         found = {}
         if shifts_are_there(self.images):
-            found["shifts"] = Candidate("direct", lambda keep: self._shifts(lent, keep), product, True, traces=False)
+            found["shifts"] = Candidate("direct", lambda keep: self._shifts(lent, keep), product, keeps=True)
         found |= {
             "patches": Candidate("direct", lambda keep: self._by_patches(lent, keep), product, keeps=True),
             "gram": Candidate("gram", lambda keep: self._by_gram(lent, Outer.by_gram), pairs),
@@ -101,9 +101,7 @@ class Patches(Term):
             "native": Candidate("direct", lambda keep: self._native(lent, keep), 2.0 * product, keeps=True),
         }
         if half_gram_is_there(self.images):
-            found["half gram"] = Candidate(
-                "gram", lambda keep: self._by_gram(lent, Outer.by_half_gram), pairs / 2, traces=False
-            )
+            found["half gram"] = Candidate("gram", lambda keep: self._by_gram(lent, Outer.by_half_gram), pairs / 2)
         if all(step == 1 for step in self.geometry.stride) and math.prod(self.shape[2:]) > 1:
             # An addition to a window was measured to cost as much as some hundred operations of a product.
             pixels = 2.0 * batch * math.prod(self.images.shape[2:]) ** 2
@@ -111,7 +109,7 @@ class Patches(Term):
             found["windows"] = Candidate("gram", lambda keep: self._windows(lent), squares * outputs + sums)
             if half_windows_are_there(self.images):
                 half = (squares * outputs + pixels * self.images.shape[1]) / 2 + sums / 10
-                found["half windows"] = Candidate("gram", lambda keep: self._half_windows(), half, traces=False)
+                found["half windows"] = Candidate("gram", lambda keep: self._half_windows(), half)
         return found
 
     def head(self, count: int) -> Patches:
@@ -137,11 +135,10 @@ class Patches(Term):
     def _shifts(self, memory: Memory, keep: bool) -> Answer:
         images, grads = self._folded(wide(self.images)), self._folded(wide(self.grads))
         geometry = self.geometry
-        kept = memory.empty(grads, self.grads.shape[0], *self.shape) if keep else None
-        squared = shifted_products(
-            images, grads, self.shape[2:], geometry.stride, geometry.padding, geometry.dilation, kept
-        )
-        return Answer(squared.view(-1, geometry.groups).sum(1), kept)
+        axes = self.shape[2:], geometry.stride, geometry.padding, geometry.dilation
+        squared, kept = shifted_products(images, grads, *axes, keep, memory)
+        squared = squared.view(-1, geometry.groups).sum(1)
+        return Answer(squared, None if kept is None else kept.view(-1, *self.shape))
 
     def _by_gram(self, memory: Memory, way: Callable[[Outer, Memory], Answer]) -> Answer:
         squared, _ = self._empty(memory, False)

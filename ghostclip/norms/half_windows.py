@@ -11,6 +11,8 @@ from torch import Tensor
 from ghostclip.native import library
 from ghostclip.native.calls import run_examples
 
+from .term import is_traced
+
 __all__ = ["half_windows", "half_windows_are_there", "in_plane"]
 
 
@@ -23,6 +25,10 @@ def half_windows(
     images: Tensor, grads: Tensor, kernel: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
     """As `ghostclip.norms.windows.windowed_gram`, for float32 or float64 images [B, C, *S] and grads [B, P, *O]."""
+    if is_traced():
+        from .written import windows
+
+        return windows(images, grads, [*kernel], [*padding], [*dilation])
     images, grads = images.contiguous(), grads.contiguous()
     axes = [in_plane(sizes) for sizes in (images.shape[2:], grads.shape[2:], kernel)]
     shifts = in_plane(padding, 0), in_plane(dilation)

@@ -183,7 +183,7 @@ class Outer(Term):
             "direct": Candidate("direct", lambda keep: self.by_direct(memory, keep), products, keeps=True),
         }
         if half_gram_is_there(self.left):
-            found["half gram"] = Candidate("gram", lambda keep: self.by_half_gram(memory), pairs / 2, traces=False)
+            found["half gram"] = Candidate("gram", lambda keep: self.by_half_gram(memory), pairs / 2)
         return found
 
     def head(self, count: int) -> Outer:

@@ -122,7 +122,7 @@ class Rows(Term):
         found = {"runs": Candidate("direct", lambda keep: Answer(runs_squared_norms(indices, gradients)), 60 * numbers)}
         if chains_are_there(indices, gradients):
             found["chains"] = Candidate(
-                "direct", lambda keep: Answer(chained_squared_norms(indices, gradients)), 10 * numbers, traces=False
+                "direct", lambda keep: Answer(chained_squared_norms(indices, gradients)), 10 * numbers
             )
         if gradients.device.type == "cpu":
             found["repeats"] = Candidate(

@@ -14,6 +14,8 @@ from ghostclip.native import library
 from ghostclip.native.calls import run_examples
 
 from .half_windows import in_plane
+from .memory import FRESH, Memory
+from .term import is_traced
 
 __all__ = ["shifted_products", "shifts_are_there"]
 
@@ -30,20 +32,28 @@ def shifted_products(
     stride: tuple[int, ...],
     padding: tuple[int, ...],
     dilation: tuple[int, ...],
-    kept: Tensor | None,
-) -> Tensor:
-    """Squared norms [B] of the weight's gradients.
+    keep: bool,
+    memory: Memory = FRESH,
+) -> tuple[Tensor, Tensor | None]:
+    """Squared norms [B] of the weight's gradients and, where asked, these, [B, P, C, *kernel].
 
     Args:
         images, grads: float32 or float64, [B, C, *S] and [B, P, *O], gradients at the pre-activation.
         kernel, stride, padding, dilation: of the convolution, one entry a spatial dimension; padding with zeros.
-        kept: [B, P, C, *kernel], contiguous, to be filled with the gradients; None where norms are enough.
+        keep: whether the gradients are to be kept.
+        memory: lends their room.
     """
+    if is_traced():
+        from .written import shifted_products
+
+        squared, *formed = shifted_products(images, grads, [*kernel], [*stride], [*padding], [*dilation], keep)
+        return squared, formed[0] if keep else None
     images, grads = images.contiguous(), grads.contiguous()
     axes = [in_plane(sizes) for sizes in (images.shape[2:], grads.shape[2:], kernel)]
     steps = [in_plane(padding, 0), in_plane(dilation), in_plane(stride)]
     squared = grads.new_empty(len(grads))
+    kept = memory.empty(grads, len(grads), grads.shape[1], images.shape[1], *kernel) if keep else None
     sizes = (images.shape[1], grads.shape[1], *(size for axis in (*axes, *steps) for size in axis))
     work = grads.numel() * images.shape[1] * torch.Size(kernel).numel()
     run_examples("shifts", "shifts", grads.dtype, len(grads), work, (images, grads, squared, kept, *sizes))
-    return squared
+    return squared, kept
