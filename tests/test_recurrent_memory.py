@@ -1,5 +1,7 @@
 """Recurrent layers keep one copy of what they need, and two passes go back through time once; results stay the same."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -139,3 +141,30 @@ def test_nothing_is_kept_beside_what_stays_anyway(clipping, monkeypatch):
     clipper.backward(model(torch.randn(16, 4, 3))[0].square().sum((1, 2)))
     kept = {row.parameter: row.kept for row in clipper.explain()}
     assert (kept["weight_ih_l0"], kept["weight_hh_l0"]) == (False, False)
+
+
+@every_kind
+@pytest.mark.usefixtures("every_way")
+def test_the_outputs_gradient_is_gone_when_norms_are_taken(kind, monkeypatch):
+    """Autograd holds what came to a node until its backward is over; norms and weights' gradients come later."""
+    model, x = network(kind)
+    clipper = ghostclip.GhostClipper(model, 0.5)
+    alive: dict[str, bool] = {}
+    came: list[weakref.ref] = []
+
+    def watch(name):
+        watched = getattr(recurrence, name)
+        monkeypatch.setattr(
+            recurrence, name, lambda *args: (alive.update({name: came[-1]() is not None}), watched(*args))[1]
+        )
+
+    def change(output):
+        output.register_hook(lambda grad: came.append(weakref.ref(grad)))
+        return 2.0 * output
+
+    model.change = change
+    for name in ("_back", "_for_rule", "_into_weights"):
+        watch(name)
+    clipper.backward(model(x))
+    model(x).sum().backward()
+    assert alive == {"_back": True, "_for_rule": False, "_into_weights": False}
