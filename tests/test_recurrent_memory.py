@@ -168,3 +168,17 @@ def test_the_outputs_gradient_is_gone_when_norms_are_taken(kind, monkeypatch):
     clipper.backward(model(x))
     model(x).sum().backward()
     assert alive == {"_back": True, "_for_rule": False, "_into_weights": False}
+
+
+@every_kind
+def test_nothing_is_left_for_weights_that_no_one_asks_for(kind, monkeypatch):
+    model, x = network(kind)
+    lefts: list[recurrence.Left] = []
+    made = recurrence.Left.__init__
+    monkeypatch.setattr(recurrence.Left, "__init__", lambda left, call: (made(left, call), lefts.append(left))[0])
+    losses = ghostclip.wrap(model)(x).sum()
+    below, own = list(model.below.parameters()), list(model.layer.parameters())
+    found = torch.autograd.grad(losses, below, retain_graph=True)
+    assert [left.content for left in lefts] == [None]
+    torch.testing.assert_close(torch.autograd.grad(losses, [*below, *own])[: len(below)], found)
+    assert lefts[0].content is None

@@ -149,7 +149,7 @@ class Recurrence(torch.autograd.Function):
             ctx.kept = Found(seen, found, weights) if _stays() else None
         if not _stays():
             ctx.output = None
-        if ctx.needs_input_grad[0]:
+        if torch._C._will_engine_execute_node(ctx.next_functions[0][0]):
             ctx.left.content = seen, found, factors
         needed = ctx.needs_input_grad[5:8]
         return (*(None,) * 5, *_into_inputs(seen, found, weights, needed, factors), *(None,) * len(weights))
