@@ -74,7 +74,7 @@ def loop_sums(
 ) -> dict[str, dict[str, Tensor]]:
     """Weighted sums of the examples' gradients, several at once; summed up in float64.
 
-    The gradients themselves have the model's own precision: in float64 some ReLU would be on the other side of its
+    The gradients themselves have the model's own precision: in another some ReLU would be on the other side of its
     kink, and differ by more than any error of clipping.
 
     Args:
