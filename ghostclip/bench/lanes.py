@@ -31,7 +31,7 @@ from ghostclip.bench.measure import Timings, alternate, timed
 from ghostclip.bench.roster import CONTENDERS
 from ghostclip.bench.workloads import WORKLOADS
 
-__all__ = ["Entry", "Lane", "Laps", "Retired", "can_be_apart", "in_lanes", "serve"]
+__all__ = ["Entry", "Lane", "Laps", "Retired", "can_be_apart", "in_lanes", "keep_what_is_freed", "serve"]
 
 # OpenMP's threads go on spinning for up to 20 ms after their last work, which would take cores from the next contender.
 SPINNING = 0.025
@@ -233,7 +233,7 @@ def _words(line: Connection) -> Iterator[object]:
 
 def _settle(entry: Entry) -> None:
     """Takes the cores and threads of the entry, and the seed that every contender starts from."""
-    _keep_what_is_freed()
+    keep_what_is_freed()
     if entry.cores:
         os.sched_setaffinity(0, entry.cores)
     os.environ["OMP_NUM_THREADS"] = str(entry.threads)
@@ -242,7 +242,7 @@ def _settle(entry: Entry) -> None:
     torch.manual_seed(0)
 
 
-def _keep_what_is_freed() -> None:
+def keep_what_is_freed() -> None:
     """Lets glibc give no memory back, and take none that it would have to give back."""
     if sys.platform != "linux":
         return
