@@ -34,7 +34,7 @@ lint: install  ## ruff and mypy
 mutants: install  ## plant bugs in a copy of the package, one at a time: which test finds each (15 minutes)
 	$(BIN)/python experiments/mutants.py
 
-COMPILED := mlp,fcnn-adult,embedding,cnn,rnn,lstm,lstm-imdb
+COMPILED := mlp,fcnn-adult,embedding,cnn,rnn,lstm,transformer,cifar-cnn,lstm-imdb,lora-gpt,gpt-128,vgg11,resnet18-64px
 bench: install  ## step times and memory beside non-private training; BENCH="--contenders all" for every library
 	$(BIN)/python -m ghostclip.bench --seconds 8 --memory --out experiments/results/bench.json $(BENCH)
 	$(BIN)/python -m ghostclip.bench --seconds 4 --threads 2 --contenders nonprivate,reweight,cached,per-layer \
