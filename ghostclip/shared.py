@@ -23,7 +23,7 @@ from ghostclip.seams import Edge, Seam, shape_of
 
 __all__ = ["Region", "from_below", "inputs_of"]
 
-# What `GhostLayer.capture` makes; recurrent layers have a node of their own, which tells of gates instead.
+# What `GhostLayer.capture` makes; recurrent layers have nodes of their own, which tell of gates instead.
 CAPTURE = "_CaptureBackward"
 
 Sink = Callable[[Call, tuple[Tensor, ...], Tensor], None]

@@ -77,8 +77,8 @@ IMAGES, GRADS = torch.randn(3, 4, 7, 6), torch.randn(3, 6, 4, 4)
 CALLS = {
     "shifts": (written.shifted_products, (IMAGES, GRADS, *AXES, False)),
     "shifts, kept": (written.shifted_products, (IMAGES, GRADS, *AXES, True)),
-    "windows": (written.windows, (IMAGES, torch.randn(3, 6, 7, 4), [3, 2], [1, 0], [1, 2])),
-    "gram": (written.gram, (torch.randn(3, 9, 5), torch.randn(3, 9, 4))),
+    "windows": (written.half_windows, (IMAGES, torch.randn(3, 6, 7, 4), [3, 2], [1, 0], [1, 2])),
+    "gram": (written.half_gram, (torch.randn(3, 9, 5), torch.randn(3, 9, 4))),
     "rows": (written.chained_squared_norms, (torch.randint(0, 4, (3, 8)), torch.randn(3, 8, 5))),
 }
 

@@ -2,6 +2,7 @@
 
 import weakref
 
+import oracle
 import pytest
 import torch
 from recurrent_layers import (
@@ -26,7 +27,7 @@ from torch import nn as torch_nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from ghostclip import UnsupportedModelError
+from ghostclip import GhostClipper, UnsupportedModelError
 from ghostclip.nn import gates, recurrence, recurrent
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -301,3 +302,32 @@ def test_torch_says_what_is_wrong_with_sizes():
         with pytest.raises(RuntimeError) as found:
             layer(x, hx)
         assert str(found.value) == str(expected.value)
+
+
+@every_kind
+@pytest.mark.parametrize("name", ["weight_hh_l0", "weight_ih_l0"])
+def test_weights_that_are_computed_are_clipped_exactly(kind, name):
+    """No rule has business with such a layer: what made the weight is in the graph, and dealt with there."""
+    torch.manual_seed(0)
+    wrapper, own = KINDS[kind]
+    layer = wrapper.wrapped(I, H, batch_first=True, dtype=torch.float64, **own)
+    model, x = torch_nn.utils.parametrizations.weight_norm(layer, name), sequences(layer)
+    singles = oracle.per_example_grads(model, lambda results: results[0].square().sum((1, 2)), [x])
+    norms = oracle.norms(singles)
+    bound = float(norms.median())
+    clipper = GhostClipper(model, bound)
+    for _ in range(2):
+        model.zero_grad()
+        result = clipper.backward(model(x)[0].square().sum((1, 2)))
+        torch.testing.assert_close(result.norms, norms, rtol=1e-10, atol=0.0)
+        found = {name: parameter.grad for name, parameter in model.named_parameters()}
+        torch.testing.assert_close(found, oracle.clipped_sum(singles, bound), rtol=1e-10, atol=1e-13)
+
+
+@every_kind
+def test_a_second_derivative_is_refused_and_not_zero(kind):
+    _, layer = pair(kind)
+    loss = layer(sequences(layer))[0].square().sum()
+    (grad,) = torch.autograd.grad(loss, [layer.weight_hh_l0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.square().sum().backward()

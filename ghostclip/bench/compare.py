@@ -41,7 +41,8 @@ class LineUp:
         max_norm: the median norm of the batch, so that the gate sees clipped and unclipped examples.
         gate: the largest error that is not WRONG.
         prepared: those that can run.
-        errors: relative error of each one's clipped sum; None for one that doesn't clip.
+        errors: relative error of each one's clipped sum, to the loop's or, where that is beyond the gate and the one in
+            float64 is within GATE, to that; None for one that doesn't clip.
         seconds: what preparing, the gate and a first step took, with compilation where there is any.
         absent: the others: ``{name: {"missing": reason}}``, or ``"failed"`` for one that broke at the gate.
     """
@@ -76,12 +77,15 @@ def _truths(
 
 def _in_float64(
     model: nn.Module, workload: Workload, inputs: Tensor, targets: Tensor, max_norm: float
-) -> dict[str, _Truth]:
-    """The truths of the same loop in float64, where some ReLU may be on the other side of its kink."""
-    wide = copy.deepcopy(model).double()
-    inputs = inputs.double() if inputs.is_floating_point() else inputs
-    norms = loop_norms(wide, workload.losses, inputs, targets)
-    return _truths(wide, workload, inputs, targets, norms, max_norm)
+) -> dict[str, _Truth] | None:
+    """The truths of the same loop in float64, where some ReLU may be on the other side of its kink; None without."""
+    try:
+        wide = copy.deepcopy(model).double()
+        inputs = inputs.double() if inputs.is_floating_point() else inputs
+        norms = loop_norms(wide, workload.losses, inputs, targets)
+        return _truths(wide, workload, inputs, targets, norms, max_norm)
+    except Exception:  # a model may be bound to its type, or too large: the float32 loop stands then
+        return None
 
 
 def _gate(model: nn.Module, workload: Workload, inputs: Tensor, targets: Tensor, truth: _Truth) -> float:
@@ -155,12 +159,12 @@ def _enter(
     model: nn.Module,
     workload: Workload,
     truths: Mapping[str, _Truth],
-    wide_truths: Callable[[], Mapping[str, _Truth]],
+    wide_truths: Callable[[], Mapping[str, _Truth] | None],
 ) -> None:
     """Lets a contender take the model, pass the gate and make a step.
 
-    Who is not where the loop is may be where the same loop in float64 is: in float32 the loop's own rounding may have
-    put a ReLU of a single example on the other side of its kink.
+    Who is not where the loop is may be within GATE of the same loop in float64: in float32 the loop's own rounding may
+    have put a ReLU of a single example on the other side of its kink.
     """
     started = time.perf_counter()
     prepared = contender.prepare(model, workload.losses, field.max_norm)
@@ -168,8 +172,9 @@ def _enter(
     if prepared.clipped_sum is not None:
         found = prepared.clipped_sum(field.inputs, field.targets)
         error = relative_error(found, *truths[contender.clips])
-        if error > field.gate:
-            error = min(error, relative_error(found, *wide_truths()[contender.clips]))
+        if error > field.gate and (wide := wide_truths()) is not None:
+            exact = relative_error(found, *wide[contender.clips])
+            error = exact if exact <= GATE else error
     prepared.turn(field.inputs, field.targets)()
     field.prepared[contender.name], field.errors[contender.name] = prepared, error
     field.seconds[contender.name] = time.perf_counter() - started

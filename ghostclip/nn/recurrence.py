@@ -48,11 +48,16 @@ class Found(NamedTuple):
 
 
 class Left:
-    """What a direction's way back leaves to `Weights`: where its gradients came from, or nothing."""
+    """What a direction's `Recurrence` leaves to its `Weights` in a backward, to be taken once; None before and after.
+
+    Attributes:
+        call: this use of the layer.
+        content: what the weights were multiplied with, the gate gradients, and what these are to be taken times, [B].
+    """
 
     __slots__ = ("call", "content")
 
-    def __init__(self, call: Call | None) -> None:
+    def __init__(self, call: Call) -> None:
         self.call = call
         self.content: tuple[Seen, GateGradients, Tensor | None] | None = None
 
@@ -64,16 +69,17 @@ class Left:
 class Weights(torch.autograd.Function):
     """The node of a direction's weights, below its `Recurrence`: it tells the sink, or forms their gradients.
 
-    While a node's backward runs, autograd holds the gradient that came to it, of the output's size. That and what
-    weights need need not be in memory together. This node is made just before the other, so that autograd, which takes
-    the youngest first, comes to it just after.
+    While a node's backward runs, autograd holds the gradient that came to it, of the output's size. That and what norms
+    and products of weights take need not be in memory together. This node is made just before the other, so that
+    autograd, which takes a device's youngest first, comes to it just after; what it returns is on the weights' device.
     """
 
     @staticmethod
     def forward(ctx: Any, probe: Tensor, left: Left, *weights: Tensor | None) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.left = left
-        return probe.view_as(probe)
+        assert weights[0] is not None
+        return weights[0].new_empty(0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -83,7 +89,7 @@ class Weights(torch.autograd.Function):
         if content is None:
             return nothing
         seen, found, factors = content
-        if call is not None and call.sink is not None:
+        if call.sink is not None:
             call.sink(call, _for_rule(call, seen, found), seen.laid_out(found.into_input))
             return nothing
         return None, None, *_into_weights(seen, found, ctx.needs_input_grad[2:], factors)
@@ -92,14 +98,15 @@ class Weights(torch.autograd.Function):
 class Recurrence(torch.autograd.Function):
     """A direction's forward, done; its backward goes back through time, and leaves to `Weights` what it found.
 
-    ``probe`` is what `Weights` returned; ``weights`` are detached.
+    ``probe`` is what `Weights` returned, which gets a gradient without numbers, and ``weights`` are detached. Where a
+    first pass has no business (``left`` is None), the weights are this node's own.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         probe: Tensor,
-        left: Left,
+        left: Left | None,
         mode: str,
         results: tuple[Tensor, ...],
         order: Order | None,
@@ -125,7 +132,8 @@ class Recurrence(torch.autograd.Function):
         else:
             ctx.save_for_backward(x, output.clone(), h0, c0, *weights)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.left, ctx.mode, ctx.order, ctx.kept = left.call, left, mode, order, None
+        ctx.call, ctx.left = None if left is None else left.call, left
+        ctx.mode, ctx.order, ctx.kept = mode, order, None
         return results
 
     @staticmethod
@@ -149,10 +157,14 @@ class Recurrence(torch.autograd.Function):
             ctx.kept = Found(seen, found, weights) if _stays() else None
         if not _stays():
             ctx.output = None
+        needed = ctx.needs_input_grad[5:8]
+        into_inputs = _into_inputs(seen, found, weights, needed, factors)
+        if call is None:
+            own = _into_weights(seen, found, ctx.needs_input_grad[8:], factors)
+            return (*(None,) * 5, *into_inputs, *own)
         if torch._C._will_engine_execute_node(ctx.next_functions[0][0]):
             ctx.left.content = seen, found, factors
-        needed = ctx.needs_input_grad[5:8]
-        return (*(None,) * 5, *_into_inputs(seen, found, weights, needed, factors), *(None,) * len(weights))
+        return (weights[0].new_empty(0), *(None,) * 4, *into_inputs, *(None,) * len(weights))
 
 
 def attached(
@@ -175,9 +187,11 @@ def attached(
         initial: h0 [1, B, P] and, for an LSTM, c0 [1, B, H].
         weights: W_ih, W_hh, b_ih, b_hh, W_hr; None for what there isn't.
     """
+    h0, c0 = initial if len(initial) > 1 else (initial[0], None)
+    if call is None:
+        return Recurrence.apply(PROBE, None, mode, results, order, x, h0, c0, *weights)
     left = Left(call)
     probe = Weights.apply(PROBE, left, *weights)
-    h0, c0 = initial if len(initial) > 1 else (initial[0], None)
     detached = [None if weight is None else weight.detach() for weight in weights]
     return Recurrence.apply(probe, left, mode, results, order, x, h0, c0, *detached)
 

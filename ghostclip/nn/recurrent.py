@@ -1,7 +1,7 @@
 """Recurrent layers (Lee & Kifer 2020, sections 5.3 and 5.4): sums over time of gate gradient (x) input or hidden state.
 
-Several layers and both directions run as one node each (recurrence.py), whose native calls give the values of torch's
-one call for all, bit for bit.
+Each direction of each layer has nodes of its own in the graph (recurrence.py), and a native call of its own: these give
+the values of torch's one call for all, bit for bit.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ def chains_are_there(indices: Tensor, gradients: Tensor) -> bool:
 def chained_squared_norms(indices: Tensor, gradients: Tensor) -> Tensor:
     """As `ghostclip.norms.rows.runs_squared_norms`, for indices [B, T] and gradients [B, T, d] on the CPU."""
     if is_traced():
-        from .written import chained_squared_norms
+        from . import written
 
-        return chained_squared_norms(indices, gradients)
+        return written.chained_squared_norms(indices, gradients)
     batch, positions, width = gradients.shape
     gradients = gradients if gradients.stride(2) == 1 else gradients.contiguous()
     squared = gradients.new_empty(batch)

@@ -24,9 +24,9 @@ def half_gram_is_there(like: Tensor) -> bool:
 def half_gram(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """As `ghostclip.norms.outer.gram`, for left [B, T, p] and right [B, T, d] on the CPU."""
     if is_traced():
-        from .written import gram
+        from . import written
 
-        return gram(left, right)
+        return written.half_gram(left, right)
     left, right = (side if side.stride(2) == 1 else side.contiguous() for side in (left, right))
     batch, positions, outputs = left.shape
     inputs = right.shape[2]

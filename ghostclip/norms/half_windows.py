@@ -26,9 +26,9 @@ def half_windows(
 ) -> tuple[Tensor, Tensor]:
     """As `ghostclip.norms.windows.windowed_gram`, for float32 or float64 images [B, C, *S] and grads [B, P, *O]."""
     if is_traced():
-        from .written import windows
+        from . import written
 
-        return windows(images, grads, [*kernel], [*padding], [*dilation])
+        return written.half_windows(images, grads, [*kernel], [*padding], [*dilation])
     images, grads = images.contiguous(), grads.contiguous()
     axes = [in_plane(sizes) for sizes in (images.shape[2:], grads.shape[2:], kernel)]
     shifts = in_plane(padding, 0), in_plane(dilation)

@@ -44,9 +44,9 @@ def shifted_products(
         memory: lends their room.
     """
     if is_traced():
-        from .written import shifted_products
+        from . import written
 
-        squared, *formed = shifted_products(images, grads, [*kernel], [*stride], [*padding], [*dilation], keep)
+        squared, *formed = written.shifted_products(images, grads, [*kernel], [*stride], [*padding], [*dilation], keep)
         return squared, formed[0] if keep else None
     images, grads = images.contiguous(), grads.contiguous()
     axes = [in_plane(sizes) for sizes in (images.shape[2:], grads.shape[2:], kernel)]

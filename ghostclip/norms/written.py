@@ -8,9 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import chained_rows, half_gram, half_windows, shifts
+from . import chained_rows, shifts
+from . import half_gram as grams
+from . import half_windows as windows
 
-__all__ = ["chained_squared_norms", "gram", "shifted_products", "windows"]
+__all__ = ["chained_squared_norms", "half_gram", "half_windows", "shifted_products"]
 
 
 @torch.library.custom_op("ghostclip::shifted_products", mutates_args=())
@@ -44,25 +46,25 @@ def _(
 
 
 @torch.library.custom_op("ghostclip::half_gram", mutates_args=())
-def gram(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+def half_gram(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Squared norms [B], and what tells whether they can be relied on."""
-    return half_gram.half_gram(left, right)
+    return grams.half_gram(left, right)
 
 
-@gram.register_fake
+@half_gram.register_fake
 def _(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     return left.new_empty(len(left)), left.new_empty(len(left))
 
 
 @torch.library.custom_op("ghostclip::half_windows", mutates_args=())
-def windows(
+def half_windows(
     images: Tensor, grads: Tensor, kernel: list[int], padding: list[int], dilation: list[int]
 ) -> tuple[Tensor, Tensor]:
     """The same of a convolution's weight."""
-    return half_windows.half_windows(images, grads, tuple(kernel), tuple(padding), tuple(dilation))
+    return windows.half_windows(images, grads, tuple(kernel), tuple(padding), tuple(dilation))
 
 
-@windows.register_fake
+@half_windows.register_fake
 def _(
     images: Tensor, grads: Tensor, kernel: list[int], padding: list[int], dilation: list[int]
 ) -> tuple[Tensor, Tensor]:

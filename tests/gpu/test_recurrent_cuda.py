@@ -1,6 +1,7 @@
 """Recurrent layers on cuDNN: the fused kernel's way back beside the loop, its memory, TensorFloat-32, CUDA graphs."""
 
 from collections.abc import Iterator
+from threading import get_ident
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from test_identity_input import lived_through
 from test_time_loop import GATES, incoming_for
 from torch import Tensor
 
+from ghostclip import GhostClipper
+from ghostclip.nn import recurrence
 from ghostclip.nn.gates import Trace
 from ghostclip.nn.identity_input import IDENTITY
 from ghostclip.nn.recurrence import way_of
@@ -94,3 +97,20 @@ def test_outputs_and_ordinary_gradients_are_torchs(kind, option):
         grads = torch.autograd.grad(losses(layer, results).sum(), [x, *layer.parameters(), *states])
         found.append([*results, *grads])
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_sink_is_told_in_the_thread_that_goes_back_through_time(kind, monkeypatch):
+    """Autograd has a thread for each device: norms taken in another one would be two at once, and out of the stream."""
+    threads: dict[str, int] = {}
+    for name in ("_back", "_for_rule"):
+        watched = getattr(recurrence, name)
+        monkeypatch.setattr(
+            recurrence,
+            name,
+            lambda *args, name=name, watched=watched: (threads.update({name: get_ident()}), watched(*args))[1],
+        )
+    _, layer = pair(kind, dtype=torch.float32)
+    layer = layer.to(DEVICE)
+    GhostClipper(layer, 1.0).backward(layer(sequences(layer).to(DEVICE))[0].square().sum((0, 2)))
+    assert threads["_back"] == threads["_for_rule"]
