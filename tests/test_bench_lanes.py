@@ -2,6 +2,7 @@
 
 import math
 import os
+import time
 from itertools import count
 
 import pytest
@@ -87,6 +88,12 @@ def test_a_lane_has_the_threads_and_cores_of_its_entry():
     assert said.value.row == {"missing": f"3 threads, 3 for others, cores [{core}]"}
     assert Entry.here("mlp", "cached", 4, 1.0).cores == tuple(sorted(os.sched_getaffinity(0)))
     assert Entry.here("mlp", "cached", 4, 1.0).threads == 1
+
+
+def test_threads_that_slept_have_work_before_a_step_is_timed():
+    started = time.perf_counter()
+    lanes._wake_threads()
+    assert time.perf_counter() - started >= lanes.AWAKE
 
 
 @pytest.mark.parametrize(("threads", "waits"), [(1, []), (2, [lanes.SPINNING])])

@@ -37,6 +37,8 @@ __all__ = ["Entry", "Lane", "Laps", "Retired", "can_be_apart", "in_lanes", "keep
 SPINNING = 0.025
 # The second is what the first optimizer of a process imports: a second or two that each lane would spend again.
 PRELOADED = [__name__, "torch._dynamo"]
+# Seconds that threads are kept busy for before a step is timed.
+AWAKE = 0.005
 # Seconds that a lane has for ending by itself; one in the midst of a long step is killed.
 GRACE = 2.0
 # Of glibc's malloc.h: what mallopt sets.
@@ -217,11 +219,20 @@ def serve(entry: Entry, line: Connection) -> None:
             turn()
             line.send(("seconds", time.perf_counter() - started))
             for _ in _words(line):
+                if entry.threads > 1:
+                    _wake_threads()
                 line.send(("seconds", turn()))
         except CannotRun as error:
             line.send(("missing", str(error)))
         except Exception as error:  # another library may fail in any way; the others' figures still count
             line.send(("failed", f"{type(error).__name__}: {error}"))
+
+
+def _wake_threads() -> None:
+    """Gives torch's threads something to do: in training they are awake from the step before, here they slept."""
+    spare, until = torch.zeros(1 << 18), time.perf_counter() + AWAKE
+    while time.perf_counter() < until:
+        spare.sin_()
 
 
 def _words(line: Connection) -> Iterator[object]:
