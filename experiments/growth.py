@@ -206,7 +206,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    keep_what_is_freed()  # page faults would come and go by what other methods in this process freed
     if warning := busy_warning():
         print(warning, file=sys.stderr)
     results: dict[str, Any] = {"machine": describe()}
@@ -222,4 +221,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    keep_what_is_freed()  # page faults would come and go by what other methods in this process freed
     sys.exit(main())

@@ -2,10 +2,10 @@
 
 import math
 import os
-import time
 from itertools import count
 
 import pytest
+import torch
 from planted_lanes import HARMLESS, serve_planted
 from test_bench import NONPRIVATE, TINY
 
@@ -90,10 +90,13 @@ def test_a_lane_has_the_threads_and_cores_of_its_entry():
     assert Entry.here("mlp", "cached", 4, 1.0).threads == 1
 
 
-def test_threads_that_slept_have_work_before_a_step_is_timed():
-    started = time.perf_counter()
-    lanes._wake_threads()
-    assert time.perf_counter() - started >= lanes.AWAKE
+def test_threads_that_slept_have_work_before_a_step_is_timed(monkeypatch):
+    ticks = count()
+    monkeypatch.setattr(lanes.time, "perf_counter", lambda: next(ticks) * lanes.AWAKE / 4)
+    with torch.profiler.profile() as profile:
+        lanes._wake_threads()
+    work = [event.count for event in profile.key_averages() if event.key == "aten::sin_"]
+    assert work == [3]
 
 
 @pytest.mark.parametrize(("threads", "waits"), [(1, []), (2, [lanes.SPINNING])])

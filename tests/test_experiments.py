@@ -57,7 +57,8 @@ def test_the_readme_table_needs_its_markers():
 
 @pytest.mark.slow
 def test_growth_writes_figures_and_a_plot(tmp_path):
-    words = ["--seconds", "0.05", "--batches", "2", "8", "--lengths", "4", "16", "--model-lengths", "8"]
+    words = ["--seconds", "0.05", "--model-seconds", "0.05", "--batches", "2", "8", "--lengths", "4", "16"]
+    words += ["--model-lengths", "8"]
     assert script("growth").main([*words, "--workloads", "mlp", "--out", str(tmp_path)]) == 0
     results = json.loads((tmp_path / "growth.json").read_text())
     assert [row["batch_size"] for row in results["batches"]["mlp"]] == [2, 8]
