@@ -16,17 +16,57 @@
 
 #include "panels.h"
 
-/* pairs [positions, positions]: inner products of positions s <= t of from [channels, positions]; others are not set.
- * turned is room for [positions, channels]. */
-static void NAME(pairs)(REAL *pairs, REAL *strip, REAL *packed, REAL *turned, const REAL *from, long channels,
-                        long positions) {
-    for (long c = 0; c < channels; c++)
-        for (long s = 0; s < positions; s++) turned[s * channels + c] = from[c * positions + s];
-    for (long start = 0; start < positions; start += COLUMNS) {
-        const long count = positions - start < COLUMNS ? positions - start : COLUMNS;
-        NAME(fill)(strip, 0, packed, turned, channels, channels, positions, start, 1);
-        for (long s = 0; s < start + count; s++)
-            memcpy(pairs + s * positions + start, strip + s * COLUMNS, count * sizeof(REAL));
+/* into [BLOCK, COLUMNS], rows so far apart: inner products over channels, stride apart, of BLOCK positions from rows on
+ * with a panel of them from columns on, of which vectors [skipped, PANEL) are formed. */
+INLINE void NAME(tile)(REAL *into, long apart, const REAL *rows, const REAL *columns, long stride, long channels,
+                       const int skipped) {
+    VEC sums[BLOCK][PANEL];
+#pragma GCC unroll 8
+    for (int i = 0; i < BLOCK; i++)
+#pragma GCC unroll 2
+        for (int v = skipped; v < PANEL; v++) sums[i][v] = (VEC){0};
+#pragma GCC unroll 2
+    for (long c = 0; c < channels; c++) {
+        VEC these[PANEL];
+#pragma GCC unroll 2
+        for (int v = skipped; v < PANEL; v++) these[v] = *(const VEC *)(columns + c * stride + v * LANES);
+#pragma GCC unroll 8
+        for (int i = 0; i < BLOCK; i++) {
+            const REAL mine = rows[c * stride + i];
+#pragma GCC unroll 2
+            for (int v = skipped; v < PANEL; v++) sums[i][v] += mine * these[v];
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < BLOCK; i++)
+#pragma GCC unroll 2
+        for (int v = skipped; v < PANEL; v++) *(VEC *)(into + i * apart + v * LANES) = sums[i][v];
+}
+
+/* Where rows of positions are at least as long as a panel. */
+INLINE long NAME(apart)(long positions) {
+    return positions < COLUMNS ? COLUMNS : positions;
+}
+
+/* pairs [positions, apart]: inner products of positions s <= t of from [channels, positions]; others may be anything.
+ * aside [channels, COLUMNS] takes what is narrower than a panel. */
+static void NAME(pairs)(REAL *pairs, REAL *aside, const REAL *from, long channels, long positions) {
+    const long apart = NAME(apart)(positions);
+    if (positions < apart) {
+        for (long c = 0; c < channels; c++) memcpy(aside + c * apart, from + c * positions, positions * sizeof(REAL));
+        from = aside;
+    }
+    for (long panel = 0; panel < positions; panel += COLUMNS) {
+        /* The last panel, and its last block of rows, end where the positions end. */
+        const long start = LESSER(panel, apart - COLUMNS), end = LESSER(positions, start + COLUMNS);
+        for (long block = 0; block < end; block += BLOCK) {
+            const long row = LESSER(block, apart - BLOCK);
+            REAL *into = pairs + row * apart + start;
+            if (row >= start + LANES)
+                NAME(tile)(into, apart, from + row, from + start, apart, channels, 1);
+            else
+                NAME(tile)(into, apart, from + row, from + start, apart, channels, 0);
+        }
     }
 }
 
@@ -67,29 +107,26 @@ int NAME(windows)(const REAL *images, const REAL *gradients, REAL *squared, REAL
                   long column_pad, long row_step, long column_step, long first, long last) {
     const struct NAME(axis) down = {height, rows, row_taps, row_pad, row_step};
     const struct NAME(axis) along = {width, columns, column_taps, column_pad, column_step};
-    const long pixels = height * width, places = rows * columns, most = pixels > places ? pixels : places;
-    const long channels = inputs > outputs ? inputs : outputs, strip = (most + BLOCK) * COLUMNS;
+    const long pixels = height * width, places = rows * columns;
+    const long pixel_stride = NAME(apart)(pixels), place_stride = NAME(apart)(places);
+    const long aside = (inputs > outputs ? inputs : outputs) * COLUMNS;
     const long padded = ROUND_UP(columns, LANES), block = columns * padded, slack = column_pad + LANES;
-    const long tables = pixels * pixels + places * places + (height * height + 1) * block;
-    REAL *packed = aligned_alloc(BYTES, (DEPTH * COLUMNS + strip) * sizeof(REAL));
-    REAL *room = malloc((most * channels + tables + 3 * slack) * sizeof(REAL));
-    if (!packed || !room) {
-        free(packed);
-        free(room);
-        return 1;
-    }
+    const long tables = pixel_stride * pixel_stride + place_stride * place_stride + (height * height + 1) * block;
+    REAL *room = malloc((aside + tables + 3 * slack) * sizeof(REAL));
+    if (!room) return 1;
+    memset(room, 0, aside * sizeof(REAL));
     /* Whole vectors are read, whose ends may lie outside of what they are read for. */
-    REAL *strips = packed + DEPTH * COLUMNS, *turned = room, *of_pixels = turned + most * channels + slack;
-    REAL *of_places = of_pixels + pixels * pixels + slack, *across = of_places + places * places + slack;
+    REAL *of_pixels = room + aside + slack, *of_places = of_pixels + pixel_stride * pixel_stride + slack;
+    REAL *across = of_places + place_stride * place_stride + slack;
     REAL *sums = across + height * height * block;
     for (long example = first; example < last; example++) {
         double twice = 0, diagonal = 0;
-        NAME(pairs)(of_pixels, strips, packed, turned, images + example * inputs * pixels, inputs, pixels);
-        NAME(pairs)(of_places, strips, packed, turned, gradients + example * outputs * places, outputs, places);
+        NAME(pairs)(of_pixels, room, images + example * inputs * pixels, inputs, pixels);
+        NAME(pairs)(of_places, room, gradients + example * outputs * places, outputs, places);
         for (long y = 0; y < height; y++)
             for (long z = y; z < height; z++)
-                NAME(sum_across)(across + (y * height + z) * block, padded, of_pixels + y * width * pixels + z * width,
-                                 pixels, along);
+                NAME(sum_across)(across + (y * height + z) * block, padded,
+                                 of_pixels + y * width * pixel_stride + z * width, pixel_stride, along);
         for (long y = 0; y < rows; y++)
             for (long z = y; z < rows; z++) {
                 memset(sums, 0, block * sizeof(REAL));
@@ -99,22 +136,21 @@ int NAME(windows)(const REAL *images, const REAL *gradients, REAL *squared, REAL
                     const REAL *from = across + ((y + shift) * height + z + shift) * block;
                     for (long k = 0; k < block; k += LANES) *(VEC *)(sums + k) += *(const VEC *)(from + k);
                 }
-                const REAL *with = of_places + y * columns * places + z * columns;
+                const REAL *with = of_places + y * columns * place_stride + z * columns;
                 VEC found = {0};
                 for (long v = 0; v * LANES < columns; v++)
                     for (long s = 0; s < columns; s++) {
                         const VEC one = *(const VEC *)(sums + s * padded + v * LANES);
-                        const VEC other = *(const VEC *)(with + s * places + v * LANES);
+                        const VEC other = *(const VEC *)(with + s * place_stride + v * LANES);
                         found += (VEC)((INTS)(one * other) & NAME(between)(v, y == z ? s + 1 : 0, columns));
                     }
                 for (long lane = 0; lane < LANES; lane++) twice += found[lane];
                 for (long s = 0; y == z && s < columns; s++)
-                    diagonal += (double)sums[s * padded + s] * with[s * places + s];
+                    diagonal += (double)sums[s * padded + s] * with[s * place_stride + s];
             }
         squared[example] = 2 * twice + diagonal;
         scale[example] = diagonal;
     }
-    free(packed);
     free(room);
     return 0;
 }
