@@ -73,7 +73,7 @@ OWN = {
 
 
 def leave_pooling_alone(graph: GraphModule) -> None:
-    """Has inductor call torch's operations for the way back through pooling, in place of writing its own."""
+    """Has inductor call the operations above for the way back through pooling, in place of writing its own."""
     for node in graph.graph.nodes:
         if node.op == "call_function":
             node.target = OWN.get(node.target, node.target)

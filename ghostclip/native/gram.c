@@ -9,12 +9,69 @@
 #include "vectors.h"
 #include "panels.h"
 
+/* Features of a panel that stay in the first-level cache. */
+#define DEPTH 128
+/* Panels that share one read of rows that are too many for the second-level cache, of about so many bytes. */
+#define PANELS 4
+#define CACHE (1 << 20)
+
 #define THIS "gram.c"
 #include "twice.h"
 
 #else
 
 #include "panels.h"
+
+/* into [BLOCK, COLUMNS] += inner products of rows with the packed columns, those of vectors [skipped, PANEL). */
+INLINE void NAME(block)(const REAL *const *rows, const REAL *packed, long depth, REAL *into, const int skipped) {
+    VEC sums[BLOCK][PANEL];
+#pragma GCC unroll 8
+    for (int i = 0; i < BLOCK; i++)
+#pragma GCC unroll 2
+        for (int v = skipped; v < PANEL; v++) sums[i][v] = *(VEC *)(into + (i * PANEL + v) * LANES);
+#pragma GCC unroll 8
+    for (long k = 0; k < depth; k++) {
+        VEC columns[PANEL];
+#pragma GCC unroll 2
+        for (int v = skipped; v < PANEL; v++) columns[v] = *(const VEC *)(packed + (k * PANEL + v) * LANES);
+#pragma GCC unroll 8
+        for (int i = 0; i < BLOCK; i++) {
+            const REAL mine = rows[i][k];
+#pragma GCC unroll 2
+            for (int v = skipped; v < PANEL; v++) sums[i][v] += mine * columns[v];
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < BLOCK; i++)
+#pragma GCC unroll 2
+        for (int v = skipped; v < PANEL; v++) *(VEC *)(into + (i * PANEL + v) * LANES) = sums[i][v];
+}
+
+/* strips, one for each of so many panels from the one at start on, strip numbers apart: inner products [end, COLUMNS] of
+ * each position up to the panel's last, end, with the panel's. Where a row's own column is behind a whole vector, that
+ * vector's are left out: zeros. Some features of all rows are taken at a time, and serve all panels. */
+static void NAME(fill)(REAL *strips, long strip, REAL *packed, const REAL *from, long stride, long width, long positions,
+                       long start, long panels) {
+    for (long panel = 0; panel < panels; panel++)
+        memset(strips + panel * strip, 0,
+               (LESSER(positions, start + (panel + 1) * COLUMNS) + BLOCK) * COLUMNS * sizeof(REAL));
+    for (long k = 0; k < width; k += DEPTH) {
+        const long depth = LESSER(DEPTH, width - k);
+        for (long panel = 0; panel < panels; panel++) {
+            const long column = start + panel * COLUMNS, end = LESSER(positions, column + COLUMNS);
+            NAME(pack)(packed, from + column * stride + k, stride, end - column, depth);
+            for (long row = 0; row < end; row += BLOCK) {
+                const REAL *these[BLOCK];
+                REAL *into = strips + panel * strip + row * COLUMNS;
+                for (int i = 0; i < BLOCK; i++) these[i] = from + LESSER(row + i, end - 1) * stride + k;
+                if (row >= column + LANES)
+                    NAME(block)(these, packed, depth, into, 1);
+                else
+                    NAME(block)(these, packed, depth, into, 0);
+            }
+        }
+    }
+}
 
 /* squared [batch], and scale [batch]: sum_t |left_t|^2 |right_t|^2, for examples [first, last). Strides are those of
  * examples and positions. Returns 0, or 1 where there is no memory. */
