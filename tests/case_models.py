@@ -150,7 +150,7 @@ def attention(nn: ModuleType, call: Callable[..., Any] | None = None, **options:
 
 def padded(attend: Callable[..., Any], x: Tensor, **options: Any) -> Any:
     """Some of the last two positions of each example are padding."""
-    padding = torch.zeros(x.shape[:2], dtype=torch.bool)
+    padding = x.new_zeros(x.shape[:2], dtype=torch.bool)
     padding[:, -2:] = x[:, -2:, 0] > 0
     return attend(x, key_padding_mask=padding, **options)
 

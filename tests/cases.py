@@ -177,12 +177,12 @@ def _attention() -> Iterator[Case]:
     calls = {
         "no weights": (lambda attend, x: attend(x, need_weights=False), (x,)),
         "weights of each head": (lambda attend, x: attend(x, average_attn_weights=False), (x,)),
-        "causal": (lambda attend, x: attend(x, attn_mask=torch.ones(5, 5, dtype=torch.bool).triu(1)), (x,)),
+        "causal": (lambda attend, x: attend(x, attn_mask=x.new_ones(5, 5, dtype=torch.bool).triu(1)), (x,)),
         "float mask": (lambda attend, x, mask: attend(x, attn_mask=mask), (x, normal(5, 5, batch_dim=None))),
         "key_padding_mask": (padded, (x,)),
         "mask of each example": (masked_each, (x,)),
         "causal no weights": (
-            lambda attend, x: attend(x, attn_mask=torch.ones(5, 5, dtype=torch.bool).triu(1), need_weights=False),
+            lambda attend, x: attend(x, attn_mask=x.new_ones(5, 5, dtype=torch.bool).triu(1), need_weights=False),
             (x,),
         ),
         "key_padding_mask no weights": (partial(padded, need_weights=False), (x,)),

@@ -77,7 +77,7 @@ def losses(layer, results):
     total = 0.0
     for place, result in enumerate(results):
         rows = result.movedim(0 if place == 0 and layer.batch_first else 1, 0)
-        weights = torch.randn(rows.shape[1:], generator=generator).to(rows.dtype)
+        weights = torch.randn(rows.shape[1:], generator=generator).to(rows)
         total = total + (weights * rows + 0.1 * rows**2).flatten(1).sum(1)
     return total
 
