@@ -25,7 +25,7 @@ from ghostclip.seams import Edge
 
 __all__ = ["WIDE", "Uses", "captured_calls", "first_pass", "gradients_at", "let_go"]
 
-ACCUMULATE = type(torch.zeros((), requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+ACCUMULATE = type(torch.zeros((), device="cpu", requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
 # Operations that may put the examples of a batch into another order, differently for every batch.
 REORDERING = {

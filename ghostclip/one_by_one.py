@@ -269,12 +269,12 @@ def _joined(parts: list[dict[str, Tensor]]) -> Any:
 
 def _difference(found: Gradients, expected: Gradients) -> float:
     """The norm of the difference of all sums as a share of the norm of the expected ones."""
-    off, size = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    off, size = 0.0, 0.0
     for one, other in zip(found, expected, strict=True):
         if one is None and other is None:
             continue
         here = torch.zeros_like(other) if one is None else one  # type: ignore[arg-type]
         there = torch.zeros_like(here) if other is None else other
-        off += (here - there).double().square().sum()
-        size += there.double().square().sum()
-    return float((off / size).sqrt()) if float(size) else float(off.sqrt())
+        off += float((here - there).double().square().sum())
+        size += float(there.double().square().sum())
+    return math.sqrt(off / size) if size else math.sqrt(off)

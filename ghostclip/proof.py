@@ -201,7 +201,7 @@ def _sketch(grad: Tensor, dim: int) -> Tensor:
     rows = grad.movedim(dim, 0).flatten(1) if grad.dim() > 1 else grad.unsqueeze(1)
     rows = rows if rows.dtype == torch.float64 else rows.float()
     generator = torch.Generator().manual_seed(rows.shape[1])
-    directions = torch.randn(rows.shape[1], 4, generator=generator, dtype=rows.dtype).to(rows.device)
+    directions = torch.randn(rows.shape[1], 4, generator=generator, dtype=rows.dtype, device="cpu").to(rows.device)
     return rows @ directions
 
 

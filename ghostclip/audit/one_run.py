@@ -120,10 +120,10 @@ def _places(size: int, inside: np.ndarray) -> tuple[Tensor, Tensor]:
 
     A canary that is out leaves an example whose gradient is zero, so that the size of the data set tells nothing.
     """
-    own = torch.ones(size)
+    own = torch.ones(size, device="cpu")
     own[size - len(inside) :] = 0.0
-    rows = torch.zeros(size, dtype=torch.long)
-    rows[size - len(inside) :] = torch.arange(1, len(inside) + 1) * torch.from_numpy(inside)
+    rows = torch.zeros(size, dtype=torch.long, device="cpu")
+    rows[size - len(inside) :] = torch.arange(1, len(inside) + 1, device="cpu") * torch.from_numpy(inside)
     return own, rows
 
 

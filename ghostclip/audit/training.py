@@ -131,7 +131,12 @@ class _Marked(Dataset[Any]):
     """Chosen examples with columns of their own, collated a whole batch at a time."""
 
     def __init__(self, dataset: Any, indices: list[int], columns: Columns, collate: Callable[[list[Any]], Any]) -> None:
-        self._dataset, self._indices, self._columns, self._collate = dataset, torch.tensor(indices), columns, collate
+        self._dataset, self._indices, self._columns, self._collate = (
+            dataset,
+            torch.tensor(indices, device="cpu"),
+            columns,
+            collate,
+        )
         # Indexing tensors is far faster than collating single examples, and gives the same.
         self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is default_collate else None
 
@@ -142,7 +147,7 @@ class _Marked(Dataset[Any]):
         return self.__getitems__([position])
 
     def __getitems__(self, positions: list[int]) -> Any:
-        rows = torch.tensor(positions)
+        rows = torch.tensor(positions, device="cpu")
         found = self._indices[rows]
         if self._tensors is not None:
             examples: Any = [tensor[found] for tensor in self._tensors]

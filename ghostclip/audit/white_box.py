@@ -99,8 +99,8 @@ class _Canary:
         others = [index for index in range(training.size) if index != chosen] or [chosen]
         indices = [others[place % len(others)] for place in range(setting.size - 1)] + [chosen]
         # The slot is the last position; with weight 0 it is an example whose gradient is zero.
-        self._weights = torch.ones(setting.size)
-        data = training.with_columns(indices, (self._weights, torch.arange(setting.size)))
+        self._weights = torch.ones(setting.size, device="cpu")
+        data = training.with_columns(indices, (self._weights, torch.arange(setting.size, device="cpu")))
         model = training.model_copy()
         self._looking = _Looking(model.parameters())
         # Without the self-check, which would remark that nothing moves.
@@ -122,7 +122,7 @@ class _Canary:
         """
         self._present.clear()
         self._engine.step(next(self._batches), self._losses)
-        present = torch.cat(self._present) if self._present else torch.zeros(0, dtype=torch.long)
+        present = torch.cat(self._present) if self._present else torch.zeros(0, dtype=torch.long, device="cpu")
         seen = self._looking.seen * self._engine.batch_size - float(self._known[present].sum())
         return seen / self._sensitivity
 
@@ -147,7 +147,7 @@ class _Canary:
 
         self._looking.direction = _normalised(clipped(size - 1))
         shares = [_dot(clipped(position), self._looking.direction) for position in range(size - 1)]
-        return torch.tensor([*shares, 0.0], dtype=torch.float64)
+        return torch.tensor([*shares, 0.0], dtype=torch.float64, device="cpu")
 
 
 class _Looking(Optimizer):

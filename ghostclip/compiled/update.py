@@ -93,7 +93,7 @@ class Update:
         if self._table.is_cpu:
             self._table.numpy()[:] = found
         else:
-            self._table.copy_(torch.tensor(found, dtype=torch.float64))
+            self._table.copy_(torch.tensor(found, dtype=torch.float64, device="cpu"))
         return self._table
 
     def formula(

@@ -19,7 +19,7 @@ def random_states() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         "numpy": [str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), place, has_normal, normal],
-        "python": [version, torch.tensor(words), next_normal],
+        "python": [version, torch.tensor(words, device="cpu"), next_normal],
     }
 
 

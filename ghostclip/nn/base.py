@@ -27,7 +27,7 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 # A leaf that every captured pre-activation leads to: asking autograd for its gradient runs a backward that goes
 # to the pre-activations and no further, and so forms no weight gradient. It never has a value and never changes.
-PROBE = torch.zeros(0, requires_grad=True)
+PROBE = torch.zeros(0, device="cpu", requires_grad=True)
 
 # The exact torch class -> its wrapper. Filled once, by the class statements of this package and of users' own layers.
 LAYERS: dict[type, type[GhostLayer]] = {}

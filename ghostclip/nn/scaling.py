@@ -102,8 +102,9 @@ def _form_along(dim: int, module: torch.nn.Module, size: int, has_bias: bool) ->
     """What the module is, if z = z_0 + weight * n + bias along ``dim``, each example's z its own; else None."""
     generator = torch.Generator().manual_seed(size)
     shape = TRIALS[dim](size)
-    draw = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
-    input, weight, bias = draw(shape), draw(size), draw(size) if has_bias else None
+    draw = functools.partial(torch.randn, generator=generator, dtype=torch.float64, device="cpu")
+    own = next(module.parameters()).device
+    input, weight, bias = draw(shape).to(own), draw(size).to(own), draw(size).to(own) if has_bias else None
     zeros = None if bias is None else torch.zeros_like(bias)
     output = functools.partial(_output, type(module), module)
     try:

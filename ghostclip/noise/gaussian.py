@@ -168,7 +168,7 @@ class DeviceNormal:
 
     @position.setter
     def position(self, state: list[int]) -> None:
-        self._generator.set_state(torch.tensor(state, dtype=torch.uint8))
+        self._generator.set_state(torch.tensor(state, dtype=torch.uint8, device="cpu"))
 
     def fill(self, out: Tensor, std: float) -> None:
         """Overwrites ``out`` [n] with numbers of standard deviation ``std``."""

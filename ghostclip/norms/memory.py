@@ -78,7 +78,7 @@ class Memory:
             return like.new_empty(shape)
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         # Not a view of a tensor we hold: views made of it then refer to it, so that its end is the end of all of them.
-        lent = torch.empty(0, dtype=like.dtype).set_(storage, 0, shape, strides)
+        lent = torch.empty(0, dtype=like.dtype, device="cpu").set_(storage, 0, shape, strides)
         weakref.finalize(lent, self._take_back, self._free, storage).atexit = False
         return lent
 
@@ -102,7 +102,7 @@ class Memory:
         if self._bytes + nbytes > self.cap:
             return None
         self._bytes += nbytes
-        return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
 
 
 # Keeps nothing.

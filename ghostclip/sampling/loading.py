@@ -111,7 +111,7 @@ class _Rows(Dataset[Any]):
         self._tensors = dataset.tensors
 
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
-        rows = torch.tensor(indices)
+        rows = torch.tensor(indices, device="cpu")
         return [tensor[rows] for tensor in self._tensors]
 
 
