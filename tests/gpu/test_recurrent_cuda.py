@@ -20,6 +20,8 @@ from ghostclip.nn.through_time import LOOPS, GateGradients, Incoming, Way
 DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
 
+# What tests/pretended leaves out.
+on_a_gpu = pytest.mark.skipif(torch.version.cuda is None, reason="this torch was built without CUDA")
 every_mode = pytest.mark.parametrize("mode", GATES)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
@@ -47,6 +49,7 @@ def gone_back(way: Way, trace: Trace, incoming: Incoming) -> list[Tensor]:
     return [part for part in (*found[:4], *found.summed()) if part is not None]
 
 
+@on_a_gpu
 @every_mode
 def test_the_way_is_the_fused_kernels(mode):
     trace, _ = on_gpu(mode, torch.float32)
@@ -64,6 +67,7 @@ def test_gate_gradients_are_those_of_the_loop(mode, dtype, bias, tensor_float):
     assert torch.backends.cudnn.allow_tf32 is tensor_float
 
 
+@on_a_gpu
 @every_mode
 def test_it_can_be_captured_in_a_cuda_graph(mode):
     trace, incoming = on_gpu(mode, torch.float32)

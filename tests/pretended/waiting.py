@@ -1,0 +1,91 @@
+"""How often the host waits for the device in a private step: once a physical batch, whatever the layers.
+
+Run by test_pretended_cuda.py in a process of its own.
+"""
+
+import pytest
+import torch
+from pretended_cuda import waits
+from torch.utils.data import TensorDataset
+
+import ghostclip
+from ghostclip.bench.workloads import WORKLOADS
+
+B = 4
+POLICIES = {
+    "flat": ghostclip.clipping.Flat(1.0),
+    "automatic": ghostclip.clipping.Automatic(1.0),
+    "per layer": ghostclip.clipping.PerLayer(1.0),
+}
+
+every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+
+
+def engine_on(name: str, **options):
+    """The private training of one of the benchmark's networks, its data on the device, and its losses."""
+    torch.manual_seed(0)
+    workload = WORKLOADS[name]
+    model = workload.model().to("cuda")
+    data = TensorDataset(*(column.to("cuda") for column in workload.batch(2 * B)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    engine = ghostclip.PrivacyEngine(model, optimizer, data, batch_size=2 * B, noise_multiplier=1.0, **options)
+    return engine, lambda model, batch: workload.losses(model(batch[0]), batch[1])
+
+
+def waited(engine, losses, steps: int) -> list[int]:
+    """The waits of each step."""
+    found = []
+    while len(found) < steps:
+        for batch in engine.batches():
+            waits()
+            engine.step(batch, losses)
+            found.append(waits())
+    return found
+
+
+@every_pass
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "transformer", "embedding"])
+def test_once_for_a_batch_in_one_piece(name, policy, second_pass):
+    engine, losses = engine_on(name, clipping=POLICIES[policy], second_pass=second_pass)
+    first, *_, last = waited(engine, losses, 4)
+    assert last == 1
+    assert first > last  # what is proved of a model and measured for its plan is looked at once
+
+
+@every_pass
+def test_once_for_each_physical_batch(second_pass):
+    engine, losses = engine_on("cnn", clipping=1.0, second_pass=second_pass, max_physical_batch_size=B)
+    assert waited(engine, losses, 4)[-1] == 2
+
+
+@every_pass
+def test_a_loop_in_the_user_s_hands_waits_no_more(second_pass):
+    engine, losses = engine_on("mlp", clipping=1.0, second_pass=second_pass)
+    found = []
+    for _ in range(3):
+        for batch in engine.batches():
+            waits()
+            for examples in batch.physical():
+                engine.backward(losses(engine.model, examples))
+            assert all(p.grad.is_cuda for p in engine.model.parameters())
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            found.append(waits())
+    assert found[-1] == 1
+
+
+@pytest.mark.parametrize("noise", ["standard", "hardened", "test"])
+def test_a_run_is_saved_and_goes_on(noise, tmp_path):
+    options = {"clipping": 1.0, "noise": noise, "seed": 7 if noise == "test" else None}
+    engine, losses = engine_on("mlp", **options)
+    waited(engine, losses, 2)
+    engine.save(tmp_path / "saved")
+    waited(engine, losses, 1)
+    other, losses = engine_on("mlp", **options)
+    other.restore(tmp_path / "saved")
+    waited(other, losses, 1)
+    pairs = list(zip(engine.model.parameters(), other.model.parameters(), strict=True))
+    assert all(p.is_cuda and p.isfinite().all() for pair in pairs for p in pair)
+    if noise == "test":
+        assert all(torch.equal(one, same) for one, same in pairs)

@@ -1,0 +1,87 @@
+"""What runs on a GPU, on a device that says it is CUDA and is the processor: values, and where they are.
+
+Branches for devices other than the processor are taken, tensors of two devices that meet are an error, and the host's
+waits are counted (tests/pretended). Kernels, streams, graphs and speed only `make gpu-check` on a GPU can tell.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from pretended.build import build, compiler
+
+HERE = Path(__file__).parent
+PRETENDED = HERE / "pretended"
+pytestmark = [
+    pytest.mark.skipif(compiler() is None, reason="no C++ compiler here"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA itself"),
+]
+
+# Networks whose loop in float64 takes seconds.
+LARGE = ("gpt", "resnet", "vgg", "cifar", "imdb", "lora")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The device, compiled."""
+    out = tmp_path_factory.mktemp("pretended") / "cuda.so"
+    build(out)
+    return out
+
+
+def run(library: Path, *arguments: str) -> str:
+    """Runs Python in a process in which the device is there; returns what it wrote."""
+    paths = os.pathsep.join([str(PRETENDED), str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PRETENDED_CUDA": str(library), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+    return done.stdout
+
+
+def run_tests(library: Path, *arguments: str) -> str:
+    """Runs pytest there; returns its summary."""
+    plugins = ["-p", "pretended_cuda", "-p", "no:cacheprovider"]
+    return run(library, "-m", "pytest", *plugins, "-rs", "-o", "addopts=", *arguments).splitlines()[-1]
+
+
+def test_clipping_is_exact_there(library):
+    summary = run_tests(library, str(HERE / "gpu"), "-k", " and ".join(f"not {name}" for name in LARGE))
+    assert int(summary.split(" passed")[0].split()[-1]) > 150
+
+
+@pytest.mark.slow
+def test_clipping_of_large_networks_is_exact_there(library):
+    run_tests(library, str(HERE / "gpu"), "-k", " or ".join(LARGE))
+
+
+def test_the_host_waits_once_for_each_physical_batch(library):
+    run_tests(library, str(PRETENDED / "waiting.py"))
+
+
+def test_tensors_of_two_devices_do_not_meet(library):
+    code = "import pretended_cuda, torch; print(torch.ones(2, device='cuda') {} torch.ones(2))"
+    for operation in ("+", "@"):
+        with pytest.raises(AssertionError, match=r"device|one of the processor"):
+            run(library, "-c", code.format(operation))
+
+
+def test_the_benchmark_runs_there(library, tmp_path):
+    arguments = [
+        "--device",
+        "cuda",
+        "--together",
+        "--seconds",
+        "0.2",
+        "--workloads",
+        "mlp",
+        "--out",
+        tmp_path / "x.json",
+    ]
+    contenders = "nonprivate,reweight,cached,per-layer,nxbp,vmap"
+    code = "import pretended_cuda; from ghostclip.bench.__main__ import main; main()"
+    out = run(library, "-c", code, *arguments, "--contenders", contenders, "--out", str(tmp_path / "x.json"))
+    assert "pretended" in out
+    assert "WRONG" not in out
