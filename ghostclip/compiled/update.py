@@ -52,6 +52,8 @@ class Update:
         self.size = sum([parameter.numel() for parameter in parameters])
         self.key = tuple((id(p), *rule.switches) for p, rule in zip(parameters, rules, strict=True))
         self._taken: list[float] = []
+        # Their versions, and what they are in these, where a look would have a GPU's host wait.
+        self._known: tuple[list[int], list[float]] | None = None
         self._table = torch.empty(0)
 
     def _obstacle(self) -> str | None:
@@ -80,7 +82,7 @@ class Update:
 
     def numbers(self, divisor: float) -> Tensor:
         """1 / divisor, and each parameter's numbers one after another, float64; valid until asked for again."""
-        self._taken = _read(self._counts)
+        self._taken = self._counted()
         counts, known = iter(self._taken), {}
         found = [1.0 / divisor]
         for rule in self.rules:
@@ -124,10 +126,21 @@ class Update:
     @torch.no_grad()
     def took_place(self) -> None:
         """Leaves on the optimizer what its own step would have left besides what was written."""
-        for counter, count in zip(self._counts, self._taken, strict=True):
-            counter.fill_(count + 1)
+        if self._counts:
+            torch._foreach_add_(self._counts, 1.0)
+            if looks_stall(self._counts[0].device):
+                self._known = self._versions(), [count + 1.0 for count in self._taken]
         # By this mark torch's schedulers know that they don't come before the first step.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _counted(self) -> list[float]:
+        """The steps taken so far, of each parameter; no look at them where they are as `took_place` left them."""
+        if self._known is not None and self._known[0] == self._versions():
+            return self._known[1]
+        return _read(self._counts)
+
+    def _versions(self) -> list[int]:
+        return [count._version for count in self._counts]
 
 
 class UpdateReader:

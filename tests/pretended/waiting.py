@@ -3,6 +3,8 @@
 Run by test_pretended_cuda.py in a process of its own.
 """
 
+import warnings
+
 import pytest
 import torch
 from pretended_cuda import waits
@@ -10,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import ghostclip
 from ghostclip.bench.workloads import WORKLOADS
+from ghostclip.compiled.trial import Trial
 
 B = 4
 POLICIES = {
@@ -21,13 +24,13 @@ POLICIES = {
 every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
 
 
-def engine_on(name: str, **options):
+def engine_on(name: str, fused: bool = False, **options):
     """The private training of one of the benchmark's networks, its data on the device, and its losses."""
     torch.manual_seed(0)
     workload = WORKLOADS[name]
     model = workload.model().to("cuda")
     data = TensorDataset(*(column.to("cuda") for column in workload.batch(2 * B)))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=fused)
     engine = ghostclip.PrivacyEngine(model, optimizer, data, batch_size=2 * B, noise_multiplier=1.0, **options)
     return engine, lambda model, batch: workload.losses(model(batch[0]), batch[1])
 
@@ -89,3 +92,43 @@ def test_a_run_is_saved_and_goes_on(noise, tmp_path):
     assert all(p.is_cuda and p.isfinite().all() for pair in pairs for p in pair)
     if noise == "test":
         assert all(torch.equal(one, same) for one, same in pairs)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """How many graphs were compiled; they run as they were written down, since nothing makes kernels for the device."""
+    found, note = [], Trial.note
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of what torch uses
+        import torch._inductor.compile_fx
+
+    def compiled(graph, inputs, **settings):
+        assert {value.device.type for value in inputs} == {"cuda"}
+        found.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compiled)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
+
+    def never_slower(trial, *seen):
+        reason = note(trial, *seen)
+        return None if reason is not None and reason.startswith("eager is faster") else reason
+
+    monkeypatch.setattr(Trial, "note", never_slower)
+    return found
+
+
+@every_pass
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "lstm"])
+def test_a_compiled_step_is_the_eager_one_and_waits_once(name, fused, second_pass, graphs):
+    ends = []
+    for compiled in (False, True):
+        options = {"clipping": 1.0, "second_pass": second_pass, "noise": "test", "seed": 7}
+        engine, losses = engine_on(name, fused, **options)
+        if compiled:
+            engine.compile()
+        assert waited(engine, losses, 14)[-1] == 1
+        ends.append(torch.cat([p.detach().flatten() for p in engine.model.parameters()]))
+    assert graphs
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
