@@ -4,6 +4,8 @@ cuda.cpp has what it is; here it is loaded, and those functions of `torch.cuda` 
 
     python tests/pretended/build.py /tmp/cuda.so
     PRETENDED_CUDA=/tmp/cuda.so PYTHONPATH=tests/pretended python -m pytest -p pretended_cuda tests/gpu
+
+With PRETENDED_DEFAULT=1 tensors are made there unless something else is said, so that tests for any device run on it.
 """
 
 import copy
@@ -56,6 +58,9 @@ _ANSWERS = {
 for _name, _answer in _ANSWERS.items():
     setattr(torch.cuda, _name, _answer)
 torch.backends.cudnn.is_acceptable = lambda tensor: False
+
+if os.environ.get("PRETENDED_DEFAULT") == "1":
+    torch.set_default_device("cuda")
 
 _DEEPCOPIES = {kind: kind.__deepcopy__ for kind in (torch.Tensor, torch.nn.Parameter)}
 
