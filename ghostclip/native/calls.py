@@ -1,12 +1,16 @@
-"""Calling the compiled C functions: tensors as pointers, the examples of a batch shared among threads."""
+"""Calling the compiled C functions: tensors as pointers, the examples of a batch shared among torch's threads."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import os
+import struct
 import threading
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +18,10 @@ from torch import Tensor
 
 from ghostclip.native.build import library
 
-__all__ = ["function", "run", "run_examples"]
+__all__ = ["function", "run", "run_examples", "share_out"]
 
-# A thread of its own is worth it from about this many multiplications on.
-SHARE = 4_000_000
+# A thread is worth it from about this many multiplications on: one of torch's, and one that is started for it.
+SHARE, OWN_SHARE = 500_000, 4_000_000
 # Shares of the batch are multiples of this: the most examples that C takes together.
 ROWS = 8
 NAMES = {torch.float32: "float", torch.float64: "double"}
@@ -43,34 +47,73 @@ def function(source: str, name: str, dtype: torch.dtype, arguments: int) -> Call
     return found
 
 
-def _as_c(value: Tensor | float | None) -> ctypes.c_long | ctypes.c_double | ctypes.c_void_p:
-    if isinstance(value, int):
-        return ctypes.c_long(value)
-    if isinstance(value, float):
-        return ctypes.c_double(value)
-    return ctypes.c_void_p(None if value is None else value.data_ptr())
-
-
 def run(source: str, name: str, dtype: torch.dtype, arguments: tuple[Any, ...]) -> int:
     """Calls a function for numbers of that type; tensors go as pointers, None as null, integers as C's long."""
-    return _function(source, name, dtype)(*map(_as_c, arguments))
+    return _called(_function(source, name, dtype), map(_as_word, arguments))
+
+
+def _called(function: Callable[..., int], words: Iterable[int]) -> int:
+    known: Any = getattr(function, "argtypes", None)
+    return function(*words) if known else function(*map(ctypes.c_ssize_t, words))
 
 
 def run_examples(source: str, name: str, dtype: torch.dtype, batch: int, work: int, arguments: tuple[Any, ...]) -> None:
-    """Calls a function that takes (first, last) of the examples at the end, for all of them.
-
-    They are shared among torch's threads where ``work`` multiplications are many; no result depends on that.
+    """Calls a function that takes (first, last) of the examples at the end, for all of them, as `share_out` does.
 
     Raises:
         MemoryError: C had no memory for its workspace.
     """
-    blocks = -(-batch // ROWS)
-    count = max(1, min(torch.get_num_threads(), work // SHARE, blocks))
-    edges = [min(batch, share * blocks // count * ROWS) for share in range(count + 1)]
+    if share_out(_function(source, name, dtype), batch, ROWS, work, arguments):
+        raise MemoryError(f"no memory for the workspace of {name}")
+
+
+def share_out(function: Callable[..., int], size: int, unit: int, work: int, arguments: tuple[Any, ...]) -> bool:
+    """Calls ``function(*arguments, first, last)`` for parts of ``range(size)``; whether a call returned other than 0.
+
+    Parts begin at multiples of ``unit``, and are shared among torch's threads where ``work`` multiplications are many.
+    Numbers that aren't whole go as their bits.
+    """
+    words, shares = tuple(map(_as_word, arguments)), work // SHARE
+    if shares < 2 or (threads := torch.get_num_threads()) == 1:
+        return bool(_called(function, (*words, 0, size)))
+    blocks, runtime = -(-size // unit), _runtime()
+    count = max(1, min(threads, blocks, work // OWN_SHARE if runtime is None else shares))
+    edges = [min(size, share * blocks // count * unit) for share in range(count + 1)]
+    if runtime is None:
+        return _by_own_threads(function, words, edges)
+    return _by_torchs_threads(runtime, function, words, edges)
+
+
+def _as_word(value: Tensor | float | None) -> int:
+    if isinstance(value, int):
+        return value
+    if isinstance(value, float):
+        return _bits(value)
+    return 0 if value is None else value.data_ptr()
+
+
+@functools.lru_cache(256)
+def _bits(value: float) -> int:
+    return struct.unpack("q", struct.pack("d", value))[0]
+
+
+def _by_torchs_threads(runtime: int, function: Callable[..., int], words: tuple[int, ...], edges: list[int]) -> bool:
+    share = library("share")
+    assert share is not None
+    given, borders = array("q", words), array("q", edges)
+    # As many threads as torch asks for: another number would have the runtime end some of them, or start new ones.
+    return bool(share.ghostclip_share(
+        ctypes.c_void_p(runtime), function, ctypes.c_void_p(given.buffer_info()[0]), ctypes.c_long(len(words)),
+        ctypes.c_void_p(borders.buffer_info()[0]), ctypes.c_long(len(edges) - 1), torch.get_num_threads(),
+    ))  # fmt: skip
+
+
+def _by_own_threads(function: Callable[..., int], words: tuple[int, ...], edges: list[int]) -> bool:
+    """Where torch's can't be had: the first share in this thread, the others each in a new one."""
     failed: list[int] = []
 
     def share(first: int, last: int) -> None:
-        if run(source, name, dtype, (*arguments, first, last)):
+        if _called(function, (*words, first, last)):
             failed.append(first)
 
     threads = [threading.Thread(target=share, args=edge) for edge in pairwise(edges[1:])]
@@ -79,5 +122,20 @@ def run_examples(source: str, name: str, dtype: torch.dtype, batch: int, work: i
     share(edges[0], edges[1])
     for thread in threads:
         thread.join()
-    if failed:
-        raise MemoryError(f"no memory for the workspace of {name}")
+    return bool(failed)
+
+
+@functools.cache
+def _runtime() -> int | None:
+    """The address of GOMP_parallel in the OpenMP runtime that torch's own threads are of; None where there is none."""
+    if library("share") is None or "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
+        return None
+    beside = sorted(str(path) for path in (Path(torch.__file__).parent / "lib").glob("lib*omp*"))
+    for name in (*beside, "libgomp.so.1", "libomp.so", "libiomp5.so", "libomp.dylib"):
+        try:
+            # Only if it is loaded already.
+            loaded = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LOCAL | os.RTLD_NOW)
+            return ctypes.cast(loaded.GOMP_parallel, ctypes.c_void_p).value
+        except (OSError, AttributeError):
+            continue
+    return None

@@ -4,8 +4,8 @@
    their words. Both are written without intrinsics, for any compiler with vector types. */
 
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
+
+#include "words.h"
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -109,48 +109,55 @@ static void transform(const uint32_t words[WORDS], float std, float *restrict ou
     memset(more, 0, sizeof more);
 }
 
-/* Overwrites out[0 ... n) with normal numbers; returns the number of blocks used up. */
-uint64_t ghostclip_normal(float *out, uint64_t n, float std, const uint32_t key[8], uint64_t counter) {
+/* Overwrites out[first ... last) with normal numbers of that standard deviation (a double's bits), where out[0] is the
+ * first one from block counter on; first is a multiple of WORDS. Returns 0. */
+int ghostclip_normal(float *out, Word std, const uint32_t key[8], Word counter, Word first, Word last) {
+    const float deviation = (float)real_of(std);
     uint32_t words[WORDS];
     float rest[WORDS];
-    uint64_t used = 0;
-    for (uint64_t done = 0; done < n; done += WORDS, used += LANES) {
-        blocks(key, 0, counter + used, words);
-        if (n - done >= WORDS) {
-            transform(words, std, out + done, key, counter + used);
+    for (Word done = first; done < last; done += WORDS) {
+        const uint64_t block = counter + done / 16;
+        blocks(key, 0, block, words);
+        if (last - done >= WORDS) {
+            transform(words, deviation, out + done, key, block);
         } else {
-            transform(words, std, rest, key, counter + used);
-            memcpy(out + done, rest, 4 * (n - done));
+            transform(words, deviation, rest, key, block);
+            memcpy(out + done, rest, 4 * (last - done));
         }
     }
     memset(words, 0, sizeof words);
-    return used;
+    memset(rest, 0, sizeof rest);
+    return 0;
 }
 
-/* Scales numbers and adds normal ones to them: each of count parts is a pointer to floats and how many there are, and
- * the parts share one stream, as if they lay side by side. Returns the number of blocks used up. */
-uint64_t ghostclip_release(const int64_t *parts, uint64_t count, float scale, float std, const uint32_t key[8],
-                           uint64_t counter) {
+/* Scales numbers and adds normal ones to them (factor and standard deviation are doubles' bits): each of count parts is
+ * a pointer to floats and how many there are, and the parts share one stream, as if they lay side by side. Of all these
+ * numbers it takes [first, last), first a multiple of WORDS. Returns 0. */
+int ghostclip_release(const Word *parts, Word count, Word scale, Word std, const uint32_t key[8], Word counter, Word first,
+                      Word last) {
+    const float factor = (float)real_of(scale), deviation = (float)real_of(std);
     uint32_t words[WORDS];
     float fresh[WORDS];
-    uint64_t used = 0, next = WORDS;
-    for (uint64_t part = 0; part < count; part++) {
-        float *numbers = (float *)(intptr_t)parts[2 * part];
-        uint64_t left = parts[2 * part + 1];
-        while (left) {
-            if (next == WORDS) {
-                blocks(key, 0, counter + used, words);
-                transform(words, std, fresh, key, counter + used);
-                used += LANES, next = 0;
+    Word begin = 0, drawn = first;
+    for (Word part = 0; part < count && begin < last; part++) {
+        const Word end = begin + parts[2 * part + 1], stop = end < last ? end : last;
+        for (Word at = begin > first ? begin : first; at < stop;) {
+            if (at == drawn) {
+                blocks(key, 0, counter + at / 16, words);
+                transform(words, deviation, fresh, key, counter + at / 16);
+                drawn += WORDS;
             }
-            const uint64_t some = left < WORDS - next ? left : WORDS - next;
-            for (uint64_t i = 0; i < some; i++) numbers[i] = numbers[i] * scale + fresh[next + i];
-            numbers += some, left -= some, next += some;
+            const Word some = stop < drawn ? stop - at : drawn - at;
+            float *numbers = (float *)(intptr_t)parts[2 * part] + (at - begin);
+            const float *noise = fresh + (at - (drawn - WORDS));
+            for (Word i = 0; i < some; i++) numbers[i] = numbers[i] * factor + noise[i];
+            at += some;
         }
+        begin = end;
     }
     memset(words, 0, sizeof words);
     memset(fresh, 0, sizeof fresh);
-    return used;
+    return 0;
 }
 
 /* Overwrites out[0 ... n) with words of the key stream, lanes interleaved; returns the number of blocks used up. */

@@ -81,7 +81,8 @@ static void NAME(moments_of)(struct NAME(moments) *found, const REAL *x, long st
 /* found [batch, channels] for images and gradients [batch, channels, positions], normalized in groups of channels; of
  * examples [first, last). */
 long NAME(channels)(const REAL *images, const REAL *gradients, REAL *found, long channels, long groups, long positions,
-                    double eps, long first, long last) {
+                    Word eps_bits, long first, long last) {
+    const double eps = real_of(eps_bits);
     const long each = channels / groups;
     struct NAME(moments) of;
     double ones[SUMS], products[SUMS];
@@ -106,8 +107,9 @@ long NAME(channels)(const REAL *images, const REAL *gradients, REAL *found, long
 /* found [batch, width] for inputs and gradients [batch, positions, width], each position normalized by itself; of
  * examples [first, last). Strides are those of examples and positions. Returns 0, or 1 where there is no memory. */
 long NAME(rows)(const REAL *inputs, long input_example, long input_position, const REAL *gradients, long example_stride,
-                long position_stride, REAL *found, long positions, long width, long centred, double eps, long first,
-                long last) {
+                long position_stride, REAL *found, long positions, long width, long centred, Word eps_bits,
+                long first, long last) {
+    const double eps = real_of(eps_bits);
     REAL *part = malloc(width * sizeof(REAL));
     if (!part) return 1;
     struct NAME(moments) of;

@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "words.h"
+
 #if defined(__AVX512F__)
 #define BYTES 64
 #elif defined(__AVX__)

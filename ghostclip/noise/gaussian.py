@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.native import library
+from ghostclip.native.calls import share_out
 
 __all__ = ["ChaCha", "DeviceNormal", "Normal", "Pcg", "box_muller", "normal_on"]
 
@@ -35,6 +36,8 @@ ENTROPY_BYTES = 32
 CHUNK = 1 << 17
 # 31 random bits below it, once in 2^19 times, get 32 more, as in normal.c.
 SMALL = 1 << 12
+# Multiplications that take as long as a number.
+WORK = 32
 
 
 class Normal(Protocol):
@@ -66,13 +69,16 @@ class ChaCha:
     def __init__(self, compiled: ctypes.CDLL, seed: int | None = None) -> None:
         self._key = os.urandom(ENTROPY_BYTES) if seed is None else hashlib.sha256(str(seed).encode()).digest()
         self._block = 0
-        self._normal, self._words = compiled.ghostclip_normal, compiled.ghostclip_words
-        key_and_block: list[type] = [ctypes.c_char_p, ctypes.c_uint64]
-        self._normal.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_float, *key_and_block]
-        self._words.argtypes = [ctypes.c_void_p, ctypes.c_uint64, *key_and_block]
-        self._release = compiled.ghostclip_release
-        self._release.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_float, ctypes.c_float, *key_and_block]
-        self._normal.restype = self._words.restype = self._release.restype = ctypes.c_uint64
+        self._key_place, self._lanes = (
+            ctypes.cast(ctypes.c_char_p(self._key), ctypes.c_void_p).value,
+            compiled.ghostclip_lanes(),
+        )
+        self._normal, self._words, self._release = (
+            compiled.ghostclip_normal, compiled.ghostclip_words, compiled.ghostclip_release,
+        )  # fmt: skip
+        self._normal.argtypes, self._release.argtypes = [ctypes.c_ssize_t] * 6, [ctypes.c_ssize_t] * 8
+        self._words.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_uint64]
+        self._words.restype = ctypes.c_uint64
 
     @property
     def position(self) -> int:
@@ -86,7 +92,7 @@ class ChaCha:
     def fill(self, out: Tensor, std: float) -> None:
         """Overwrites ``out`` [n], contiguous float32 or float64, with numbers of standard deviation ``std``."""
         if out.dtype == torch.float32:
-            self._block += self._normal(out.data_ptr(), out.numel(), std, self._key, self._block)
+            self._share_out(self._normal, out.numel(), (out, float(std)))
             torch.autograd.graph.increment_version(out)
         else:
             _fill_by_parts(out, std, self.words)
@@ -108,9 +114,15 @@ class ChaCha:
                 return False
             parts.extend((tensor.data_ptr(), tensor.numel()))
         where = parts.buffer_info()[0]
-        self._block += self._release(where, len(sums), 1.0 / divisor, std, self._key, self._block)
+        self._share_out(self._release, sum(parts[1::2]), (where, len(sums), 1.0 / divisor, float(std)))
         torch.autograd.graph.increment_version(sums)
         return True
+
+    def _share_out(self, function: Any, size: int, arguments: tuple[Any, ...]) -> None:
+        """Has so many numbers made, in groups that all lanes make together, and counts the blocks they take."""
+        group = 16 * self._lanes
+        share_out(function, size, group, WORK * size, (*arguments, self._key_place, self._block))
+        self._block += -(-size // group) * self._lanes
 
     def words(self, count: int) -> np.ndarray:
         """The next ``count`` words of the key stream, uint32."""
