@@ -22,8 +22,6 @@ __all__ = ["function", "run", "run_examples", "share_out"]
 
 # A thread is worth it from about this many multiplications on: one of torch's, and one that is started for it.
 SHARE, OWN_SHARE = 500_000, 4_000_000
-# Shares of the batch are multiples of this: the most examples that C takes together.
-ROWS = 8
 NAMES = {torch.float32: "float", torch.float64: "double"}
 
 
@@ -57,13 +55,15 @@ def _called(function: Callable[..., int], words: Iterable[int]) -> int:
     return function(*words) if known else function(*map(ctypes.c_ssize_t, words))
 
 
-def run_examples(source: str, name: str, dtype: torch.dtype, batch: int, work: int, arguments: tuple[Any, ...]) -> None:
+def run_examples(
+    source: str, name: str, dtype: torch.dtype, batch: int, work: int, arguments: tuple[Any, ...], together: int = 1
+) -> None:
     """Calls a function that takes (first, last) of the examples at the end, for all of them, as `share_out` does.
 
     Raises:
         MemoryError: C had no memory for its workspace.
     """
-    if share_out(_function(source, name, dtype), batch, ROWS, work, arguments):
+    if share_out(_function(source, name, dtype), batch, together, work, arguments):
         raise MemoryError(f"no memory for the workspace of {name}")
 
 

@@ -9,7 +9,7 @@ and example, four gates and the cell state (five numbers a hidden unit where the
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from .gates import Trace
 from .through_time import GateGradients, Incoming, Way
 
 __all__ = ["COMPILED", "Gates", "available"]
+
+# The most examples that C takes together.
+ROWS = 8
 
 
 class Gates(NamedTuple):
@@ -84,6 +87,10 @@ def _back_work(trace: Trace) -> int:
     return steps * batch * trace.weight_hh.numel()
 
 
+def _for_examples(name: str, trace: Trace, work: int, arguments: tuple[Any, ...]) -> None:
+    run_examples("time_loop", name, trace.x.dtype, trace.x.shape[1], work, arguments, ROWS)
+
+
 def _lstm_keep(trace: Trace) -> Gates:
     steps, batch, _, hidden = sizes = _sizes(trace)
     padded = _padded(trace.x, hidden)
@@ -95,7 +102,7 @@ def _lstm_keep(trace: Trace) -> Gates:
     weights = (_packed_for_gates(weight, 4, padded) for weight in (trace.weight_ih, trace.weight_hh))
     x, states = _dense(trace.x), _dense(trace.states)
     arguments = (x, states, *weights, _padded_bias(bias, 4, padded), gates, cells, *sizes)
-    run_examples("time_loop", "lstm_gates", trace.x.dtype, trace.x.shape[1], _forward_work(trace), arguments)
+    _for_examples("lstm_gates", trace, _forward_work(trace), arguments)
     return Gates(gates, cells)
 
 
@@ -111,14 +118,7 @@ def _gru_keep(trace: Trace) -> Gates:
     weights = (_packed_for_gates(weight, 3, padded) for weight in (trace.weight_ih, trace.weight_hh))
     biases = (_padded_bias(bias, 3, padded) for bias in (trace.bias_ih, trace.bias_hh))
     x, states = _dense(trace.x), _dense(trace.states)
-    run_examples(
-        "time_loop",
-        "gru_gates",
-        trace.x.dtype,
-        trace.x.shape[1],
-        _forward_work(trace),
-        (x, states, *weights, *biases, gates, *sizes),
-    )
+    _for_examples("gru_gates", trace, _forward_work(trace), (x, states, *weights, *biases, gates, *sizes))
     return Gates(gates, None)
 
 
@@ -151,7 +151,7 @@ def _lstm_back(kept: Gates, trace: Trace, incoming: Incoming) -> GateGradients:
     h0, c0 = x.new_empty(batch, hidden), x.new_empty(batch, hidden)
     panels = _packed_for_back(trace.weight_hh, kept.gates.shape[3])
     arguments = (kept.gates, kept.cells, panels, came.output, *came.strides, came.h_n, came.c_n, grad, summed, h0, c0)
-    run_examples("time_loop", "lstm_back", x.dtype, x.shape[1], _back_work(trace), (*arguments, steps, batch, hidden))
+    _for_examples("lstm_back", trace, _back_work(trace), (*arguments, steps, batch, hidden))
     return GateGradients(grad, grad, h0, c0, (summed, summed))
 
 
@@ -163,9 +163,7 @@ def _gru_back(kept: Gates, trace: Trace, incoming: Incoming) -> GateGradients:
     panels = _packed_for_back(trace.weight_hh, kept.gates.shape[3])
     arguments = (kept.gates, _dense(trace.states), panels, came.output, *came.strides, came.h_n)
     results = (into_input, into_hidden, summed, h0)
-    run_examples(
-        "time_loop", "gru_back", x.dtype, x.shape[1], _back_work(trace), (*arguments, *results, steps, batch, hidden)
-    )
+    _for_examples("gru_back", trace, _back_work(trace), (*arguments, *results, steps, batch, hidden))
     r_z, _, n_hidden = summed.split((2 * hidden, hidden, hidden), dim=1)
     sums = summed[:, : 3 * hidden], torch.cat((r_z, n_hidden), dim=1)
     return GateGradients(into_input, into_hidden, h0, None, sums)
@@ -178,7 +176,7 @@ def _rnn_back(relu: bool, kept: None, trace: Trace, incoming: Incoming) -> GateG
     panels = _packed_for_back(trace.weight_hh, _padded(x, hidden))
     after = _dense(trace.states[1:])
     arguments = (after, panels, came.output, *came.strides, came.h_n, grad, summed, h0, int(relu))
-    run_examples("time_loop", "rnn_back", x.dtype, x.shape[1], _back_work(trace), (*arguments, steps, batch, hidden))
+    _for_examples("rnn_back", trace, _back_work(trace), (*arguments, steps, batch, hidden))
     return GateGradients(grad, grad, h0, None, (summed, summed))
 
 

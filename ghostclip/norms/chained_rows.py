@@ -15,6 +15,9 @@ from .term import is_traced
 
 __all__ = ["add_rows", "chained_squared_norms", "chains_are_there"]
 
+# Columns that are shared out together, a line of the cache.
+COLUMNS = 16
+
 
 def chains_are_there(indices: Tensor, gradients: Tensor) -> bool:
     """Whether these can be given to the functions below."""
@@ -42,4 +45,6 @@ def add_rows(table: Tensor, indices: Tensor, gradients: Tensor, weights: Tensor)
     gradients = gradients if gradients.stride(2) == 1 else gradients.contiguous()
     sides = (indices, *indices.stride(), gradients, *gradients.stride()[:2], weights.contiguous(), table)
     # Threads share the columns: no two of them write to the same number.
-    run_examples("rows", "rows_added", gradients.dtype, width, gradients.numel(), (*sides, batch, positions, width))
+    run_examples(
+        "rows", "rows_added", gradients.dtype, width, gradients.numel(), (*sides, batch, positions, width), COLUMNS
+    )

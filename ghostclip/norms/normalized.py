@@ -19,6 +19,8 @@ __all__ = ["by_channel", "by_feature"]
 
 # Positions of a channel below which tensor operations are as fast (measured).
 FEW = 32
+# Examples whose channels are shared out together: their sums are taken in vectors.
+TOGETHER = 8
 
 
 def _in_c(inputs: Tensor, grads: Tensor) -> bool:
@@ -47,7 +49,7 @@ def by_channel(images: Tensor, grads: Tensor, groups: int, eps: float, normalize
     batch, channels = images.shape[:2]
     found = images.new_empty(batch, channels)
     arguments = (images, grads, found, channels, groups, positions, float(eps))
-    run_examples("normalize", "channels", images.dtype, batch, images.numel(), arguments)
+    run_examples("normalize", "channels", images.dtype, batch, images.numel(), arguments, TOGETHER)
     return found
 
 
