@@ -1,6 +1,10 @@
 """Work shared among threads: in those torch has, or in new ones; each part once, and the same results."""
 
 import ctypes
+import os
+import subprocess
+import sys
+import time
 from itertools import pairwise
 
 import pytest
@@ -38,7 +42,7 @@ def test_torchs_own_runtime_is_found():
 
 @both_kinds
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
-@pytest.mark.parametrize("size", [1, 8, 50, 64])
+@pytest.mark.parametrize("size", [0, 1, 8, 50, 64])
 def test_every_part_is_done_once(count, size, kind, threads):
     threads(count)
     found: list = []
@@ -49,7 +53,7 @@ def test_every_part_is_done_once(count, size, kind, threads):
     assert found[0][1] == 0
     assert found[-1][2] == size
     assert all(one[2] == other[1] and one[2] % 8 == 0 for one, other in pairwise(found))
-    assert len(found) == min(count, -(-size // 8))
+    assert len(found) == max(1, min(count, -(-size // 8)))
 
 
 @both_kinds
@@ -58,7 +62,7 @@ def test_a_part_that_fails_is_told(kind, threads):
     assert calls.share_out(noted([], fails=True), 64, 8, 1000, (7,))
 
 
-@pytest.mark.parametrize("work", [0, 10_000])
+@pytest.mark.parametrize("work", [0, 2 * calls.SHARE - 1])
 def test_little_work_stays_in_one_piece(work, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     found: list = []
@@ -66,9 +70,18 @@ def test_little_work_stays_in_one_piece(work, monkeypatch):
     assert found == [(7, 0, 64)]
 
 
+def test_more_work_is_shared_among_as_many_as_it_is_worth(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    found: list = []
+    calls.share_out(noted(found), 64, 8, 3 * calls.SHARE, (7,))
+    assert len(found) == 3
+
+
 def test_numbers_that_are_not_whole_go_as_their_bits():
     assert calls._as_word(1.0) == 0x3FF0000000000000
     assert calls._as_word(None) == 0
+    with pytest.raises(TypeError, match="expected a tensor, a number or None; got str"):
+        calls._as_word("1")
 
 
 @both_kinds
@@ -84,3 +97,55 @@ def test_noise_does_not_depend_on_the_threads(size, kind, threads):
         assert stream.add(sums, 1.5, 3.0)
         ends.append((torch.cat([filled, *sums]), stream.position))
     assert all(torch.equal(one, ends[0][0]) and place == ends[0][1] for one, place in ends)
+
+
+def test_an_interrupted_draw_is_not_repeated(monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    stream = ChaCha(library("normal"), 5)
+    with monkeypatch.context() as patched:
+        patched.setattr("ghostclip.noise.gaussian.share_out", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stream.fill(torch.empty(1000), 1.0)
+    assert stream.position > 0
+    first, second = torch.empty(1000), torch.empty(1000)
+    ChaCha(library("normal"), 5).fill(first, 1.0)
+    stream.fill(second, 1.0)
+    assert not torch.equal(first, second)
+
+
+def test_threads_have_ended_when_an_interruption_is_told(monkeypatch):
+    """What they write to may be freed then."""
+    ended = []
+
+    def slow(word, first, last):
+        if first == 0:
+            raise ZeroDivisionError
+        time.sleep(0.2)
+        ended.append(first)
+        return 0
+
+    monkeypatch.setattr(calls, "_called", lambda function, words: function(*words))
+    with pytest.raises(ZeroDivisionError):
+        calls._by_own_threads(slow, (7,), [0, 8, 16, 24])
+    assert sorted(ended) == [8, 16]
+
+
+FORKED = """
+import os, torch
+from ghostclip.native import library
+from ghostclip.noise.gaussian import ChaCha
+ChaCha(library("normal")).fill(torch.empty(1_000_000), 1.0)
+child = os.fork()
+if not child:
+    ChaCha(library("normal")).fill(torch.empty(1_000_000), 1.0)
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_process_does_not_wait_for_threads_it_does_not_have():
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", FORKED], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["7"], done.stderr

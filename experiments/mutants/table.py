@@ -310,7 +310,7 @@ ENGINE = [
     Mutant(
         "the same noise in every step",
         "ghostclip/noise/gaussian.py",
-        "        self._block += -(-size // group) * self._lanes\n",
+        "        self._block += blocks\n",
         "",
         ("tests/test_noise.py",),
     ),

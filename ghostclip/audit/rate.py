@@ -46,7 +46,7 @@ def sampled_share(training: Training, batches: int, watch: Callable[[], None] = 
 
     The examples are their own numbers, so that loading costs nothing; no step is taken and nothing released.
     """
-    model = nn.Linear(1, 1)
+    model = nn.Linear(1, 1, device="cpu")
     numbers = TensorDataset(torch.arange(training.size, device="cpu"))
     engine = training.engine(model, SGD(model.parameters(), lr=0.0), numbers, training.batch_size, self_check=False)
     drawn = endless(engine)

@@ -127,14 +127,17 @@ class Update:
     def took_place(self) -> None:
         """Leaves on the optimizer what its own step would have left besides what was written."""
         if self._counts:
-            torch._foreach_add_(self._counts, 1.0)
+            torch._foreach_add_(self._counts, 1)
             if looks_stall(self._counts[0].device):
                 self._known = self._versions(), [count + 1.0 for count in self._taken]
         # By this mark torch's schedulers know that they don't come before the first step.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _counted(self) -> list[float]:
-        """The steps taken so far, of each parameter; no look at them where they are as `took_place` left them."""
+        """The steps taken so far, of each parameter; no look at them where they are as `took_place` left them.
+
+        What is written through ``.data`` can't be told from that on a GPU.
+        """
         if self._known is not None and self._known[0] == self._versions():
             return self._known[1]
         return _read(self._counts)

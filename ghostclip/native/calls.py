@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import struct
+import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterable
@@ -22,6 +23,9 @@ __all__ = ["function", "run", "run_examples", "share_out"]
 
 # A thread is worth it from about this many multiplications on: one of torch's, and one that is started for it.
 SHARE, OWN_SHARE = 500_000, 4_000_000
+_PROCESS = os.getpid()
+# What share.c has room for.
+MOST_WORDS = 20
 NAMES = {torch.float32: "float", torch.float64: "double"}
 
 
@@ -31,7 +35,7 @@ def _function(source: str, name: str, dtype: torch.dtype) -> Callable[..., int]:
     loaded = library(source)
     assert loaded is not None
     found = getattr(loaded, f"{name}_{NAMES[dtype]}")
-    found.restype = ctypes.c_long
+    found.restype = ctypes.c_int
     return found
 
 
@@ -40,8 +44,10 @@ def function(source: str, name: str, dtype: torch.dtype, arguments: int) -> Call
     """The same for so many whole numbers and addresses, which it takes as Python's ints; None where there is none."""
     if dtype not in NAMES or library(source) is None:
         return None
-    found = _function(source, name, dtype)
-    found.argtypes = [ctypes.c_ssize_t] * arguments  # type: ignore[attr-defined]
+    loaded = library(source)
+    assert loaded is not None
+    found = loaded[f"{name}_{NAMES[dtype]}"]  # one of its own, where an attribute would be shared
+    found.argtypes, found.restype = [ctypes.c_ssize_t] * arguments, ctypes.c_int
     return found
 
 
@@ -76,7 +82,9 @@ def share_out(function: Callable[..., int], size: int, unit: int, work: int, arg
     words, shares = tuple(map(_as_word, arguments)), work // SHARE
     if shares < 2 or (threads := torch.get_num_threads()) == 1:
         return bool(_called(function, (*words, 0, size)))
-    blocks, runtime = -(-size // unit), _runtime()
+    # A forked process has none of the threads that the runtime counts on, and would wait for them for ever, as torch's
+    # own operations may.
+    blocks, runtime = -(-size // unit), _runtime() if os.getpid() == _PROCESS else None
     count = max(1, min(threads, blocks, work // OWN_SHARE if runtime is None else shares))
     edges = [min(size, share * blocks // count * unit) for share in range(count + 1)]
     if runtime is None:
@@ -89,7 +97,11 @@ def _as_word(value: Tensor | float | None) -> int:
         return value
     if isinstance(value, float):
         return _bits(value)
-    return 0 if value is None else value.data_ptr()
+    if value is None:
+        return 0
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    raise TypeError(f"expected a tensor, a number or None; got {type(value).__name__}")
 
 
 @functools.lru_cache(256)
@@ -100,6 +112,7 @@ def _bits(value: float) -> int:
 def _by_torchs_threads(runtime: int, function: Callable[..., int], words: tuple[int, ...], edges: list[int]) -> bool:
     share = library("share")
     assert share is not None
+    assert len(words) <= MOST_WORDS
     given, borders = array("q", words), array("q", edges)
     # As many threads as torch asks for: another number would have the runtime end some of them, or start new ones.
     return bool(share.ghostclip_share(
@@ -116,13 +129,28 @@ def _by_own_threads(function: Callable[..., int], words: tuple[int, ...], edges:
         if _called(function, (*words, first, last)):
             failed.append(first)
 
-    threads = [threading.Thread(target=share, args=edge) for edge in pairwise(edges[1:])]
-    for thread in threads:
-        thread.start()
-    share(edges[0], edges[1])
-    for thread in threads:
-        thread.join()
+    started: list[threading.Thread] = []
+    try:
+        for edge in pairwise(edges[1:]):
+            started.append(threading.Thread(target=share, args=edge))
+            started[-1].start()
+        share(edges[0], edges[1])
+    finally:
+        # Nobody writes into memory that is let go of after an exception, of Ctrl-C say.
+        _wait_for(started)
     return bool(failed)
+
+
+def _wait_for(threads: list[threading.Thread]) -> None:
+    """Joins those that run, come what may, and lets the last interruption go on."""
+    interrupted: BaseException | None = None
+    while running := [thread for thread in threads if thread.is_alive()]:
+        try:
+            running[0].join()
+        except BaseException as error:
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
 
 
 @functools.cache
@@ -130,10 +158,10 @@ def _runtime() -> int | None:
     """The address of GOMP_parallel in the OpenMP runtime that torch's own threads are of; None where there is none."""
     if library("share") is None or "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
         return None
-    beside = sorted(str(path) for path in (Path(torch.__file__).parent / "lib").glob("lib*omp*"))
-    for name in (*beside, "libgomp.so.1", "libomp.so", "libiomp5.so", "libomp.dylib"):
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    # Where the loader looked for torch: what is preloaded, then what torch's library depends on.
+    for name in (None, str(Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{suffix}")):
         try:
-            # Only if it is loaded already.
             loaded = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LOCAL | os.RTLD_NOW)
             return ctypes.cast(loaded.GOMP_parallel, ctypes.c_void_p).value
         except (OSError, AttributeError):

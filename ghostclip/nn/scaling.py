@@ -103,12 +103,11 @@ def _form_along(dim: int, module: torch.nn.Module, size: int, has_bias: bool) ->
     generator = torch.Generator().manual_seed(size)
     shape = TRIALS[dim](size)
     draw = functools.partial(torch.randn, generator=generator, dtype=torch.float64, device="cpu")
-    own = next(module.parameters()).device
-    input, weight, bias = draw(shape).to(own), draw(size).to(own), draw(size).to(own) if has_bias else None
+    input, weight, bias = draw(shape), draw(size), draw(size) if has_bias else None
     zeros = None if bias is None else torch.zeros_like(bias)
     output = functools.partial(_output, type(module), module)
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             start = output(torch.zeros_like(weight), zeros, input)
             slope = output(torch.ones_like(weight), zeros, input) - start
             whole, alone = output(weight, bias, input), output(weight, bias, input[1:])

@@ -114,20 +114,25 @@ class ChaCha:
                 return False
             parts.extend((tensor.data_ptr(), tensor.numel()))
         where = parts.buffer_info()[0]
-        self._share_out(self._release, sum(parts[1::2]), (where, len(sums), 1.0 / divisor, float(std)))
+        self._share_out(self._release, sum(parts[1::2]), (where, len(sums), 1.0 / float(divisor), float(std)))
         torch.autograd.graph.increment_version(sums)
         return True
 
     def _share_out(self, function: Any, size: int, arguments: tuple[Any, ...]) -> None:
-        """Has so many numbers made, in groups that all lanes make together, and counts the blocks they take."""
-        group = 16 * self._lanes
-        share_out(function, size, group, WORK * size, (*arguments, self._key_place, self._block))
-        self._block += -(-size // group) * self._lanes
+        """Has so many numbers made, in groups that all lanes make together."""
+        block = self._take(size)
+        share_out(function, size, 16 * self._lanes, WORK * size, (*arguments, self._key_place, block))
+
+    def _take(self, size: int) -> int:
+        """Where the blocks for so many numbers begin. They count as taken before they are: Ctrl-C repeats no noise."""
+        block, blocks = self._block, -(-size // (16 * self._lanes)) * self._lanes
+        self._block += blocks
+        return block
 
     def words(self, count: int) -> np.ndarray:
         """The next ``count`` words of the key stream, uint32."""
         found = np.empty(count, np.uint32)
-        self._block += self._words(found.ctypes.data, count, self._key, self._block)
+        self._words(found.ctypes.data, count, self._key, self._take(count))
         return found
 
 
