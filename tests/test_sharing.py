@@ -133,19 +133,23 @@ def test_threads_have_ended_when_an_interruption_is_told(monkeypatch):
 
 
 FORKED = """
-import os, torch
-from ghostclip.native import library
+import os, sys, torch
+from ghostclip.native import calls, library
 from ghostclip.noise.gaussian import ChaCha
-ChaCha(library("normal")).fill(torch.empty(1_000_000), 1.0)
+if sys.argv[1] == "used":
+    ChaCha(library("normal")).fill(torch.empty(1_000_000), 1.0)
 child = os.fork()
 if not child:
     ChaCha(library("normal")).fill(torch.empty(1_000_000), 1.0)
-    os._exit(7)
+    os._exit(7 if calls._forks.lost_threads else 8)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_forked_process_does_not_wait_for_threads_it_does_not_have():
-    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
-    done = subprocess.run([sys.executable, "-c", FORKED], env=environment, capture_output=True, text=True, timeout=60)
-    assert done.stdout.split() == ["7"], done.stderr
+@pytest.mark.parametrize(("before", "status"), [("used", "7"), ("unused", "8")])
+def test_a_forked_process_does_not_wait_for_threads_it_does_not_have(before, status):
+    """Where there were none, it has its own, as the processes of a fork server do."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", FORKED, before]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == [status]

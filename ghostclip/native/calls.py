@@ -23,10 +23,33 @@ __all__ = ["function", "run", "run_examples", "share_out"]
 
 # A thread is worth it from about this many multiplications on: one of torch's, and one that is started for it.
 SHARE, OWN_SHARE = 500_000, 4_000_000
-_PROCESS = os.getpid()
 # What share.c has room for.
 MOST_WORDS = 20
 NAMES = {torch.float32: "float", torch.float64: "double"}
+
+
+class _Forks:
+    """Whether this process was forked from one that had threads, of which it has none.
+
+    A runtime that had some would wait for them for ever, as torch's own operations do.
+    """
+
+    def __init__(self) -> None:
+        self.lost_threads = self._had_threads = False
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(before=self._before, after_in_child=self._after)
+
+    def _before(self) -> None:
+        try:
+            self._had_threads = len(os.listdir("/proc/self/task")) > 1
+        except OSError:
+            self._had_threads = True  # where the system doesn't say
+
+    def _after(self) -> None:
+        self.lost_threads = self.lost_threads or self._had_threads
+
+
+_forks = _Forks()
 
 
 @functools.cache
@@ -82,9 +105,7 @@ def share_out(function: Callable[..., int], size: int, unit: int, work: int, arg
     words, shares = tuple(map(_as_word, arguments)), work // SHARE
     if shares < 2 or (threads := torch.get_num_threads()) == 1:
         return bool(_called(function, (*words, 0, size)))
-    # A forked process has none of the threads that the runtime counts on, and would wait for them for ever, as torch's
-    # own operations may.
-    blocks, runtime = -(-size // unit), _runtime() if os.getpid() == _PROCESS else None
+    blocks, runtime = -(-size // unit), None if _forks.lost_threads else _runtime()
     count = max(1, min(threads, blocks, work // OWN_SHARE if runtime is None else shares))
     edges = [min(size, share * blocks // count * unit) for share in range(count + 1)]
     if runtime is None:
