@@ -131,12 +131,8 @@ class _Marked(Dataset[Any]):
     """Chosen examples with columns of their own, collated a whole batch at a time."""
 
     def __init__(self, dataset: Any, indices: list[int], columns: Columns, collate: Callable[[list[Any]], Any]) -> None:
-        self._dataset, self._indices, self._columns, self._collate = (
-            dataset,
-            torch.tensor(indices, device="cpu"),
-            columns,
-            collate,
-        )
+        self._dataset, self._columns, self._collate = dataset, columns, collate
+        self._indices = torch.tensor(indices, device="cpu")
         # Indexing tensors is far faster than collating single examples, and gives the same.
         self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is default_collate else None
 

@@ -65,10 +65,9 @@ def _function(source: str, name: str, dtype: torch.dtype) -> Callable[..., int]:
 @functools.cache
 def function(source: str, name: str, dtype: torch.dtype, arguments: int) -> Callable[..., int] | None:
     """The same for so many whole numbers and addresses, which it takes as Python's ints; None where there is none."""
-    if dtype not in NAMES or library(source) is None:
+    loaded = library(source) if dtype in NAMES else None
+    if loaded is None:
         return None
-    loaded = library(source)
-    assert loaded is not None
     found = loaded[f"{name}_{NAMES[dtype]}"]  # one of its own, where an attribute would be shared
     found.argtypes, found.restype = [ctypes.c_ssize_t] * arguments, ctypes.c_int
     return found

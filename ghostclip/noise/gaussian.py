@@ -69,13 +69,10 @@ class ChaCha:
     def __init__(self, compiled: ctypes.CDLL, seed: int | None = None) -> None:
         self._key = os.urandom(ENTROPY_BYTES) if seed is None else hashlib.sha256(str(seed).encode()).digest()
         self._block = 0
-        self._key_place, self._lanes = (
-            ctypes.cast(ctypes.c_char_p(self._key), ctypes.c_void_p).value,
-            compiled.ghostclip_lanes(),
-        )
-        self._normal, self._words, self._release = (
-            compiled.ghostclip_normal, compiled.ghostclip_words, compiled.ghostclip_release,
-        )  # fmt: skip
+        self._key_place = ctypes.cast(ctypes.c_char_p(self._key), ctypes.c_void_p).value
+        self._lanes = compiled.ghostclip_lanes()
+        self._normal, self._release = compiled.ghostclip_normal, compiled.ghostclip_release
+        self._words = compiled.ghostclip_words
         self._normal.argtypes, self._release.argtypes = [ctypes.c_ssize_t] * 6, [ctypes.c_ssize_t] * 8
         self._words.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_uint64]
         self._words.restype = ctypes.c_uint64
