@@ -20,6 +20,9 @@
 #define PAIRS (WORDS / 2)
 /* Sizes of a word below it, one in 2^19, get more bits. */
 #define SMALL (1 << 12)
+/* Floats in a line of the cache, and how far ahead sums are fetched. */
+#define LINE 16
+#define AHEAD (2 * WORDS)
 
 typedef uint32_t lanes __attribute__((vector_size(4 * LANES)));
 
@@ -57,9 +60,10 @@ static void blocks(const uint32_t key[8], uint32_t nonce, uint64_t counter, uint
     memcpy(words, state, 4 * WORDS);
 }
 
-/* ln x for x in [2^-64, 1]: x = 2^e (1 + f), f in [sqrt(1/2) - 1, sqrt(2) - 1), ln(1 + f) = f - f^2 p(f) with the
- * polynomial p of degree 7 that interpolates at Chebyshev's points (relative error 1.3e-7; no division). */
-static inline float logarithm(float x) {
+/* -2 ln x for x in [2^-64, 1], never below 0: x = 2^e (1 + f), f in [sqrt(1/2) - 1, sqrt(2) - 1), and ln(1 + f) =
+ * f - f^2 p(f) with the polynomial p of degree 7 that interpolates at Chebyshev's points (relative error 1.3e-7; no
+ * division). Its coefficients stand here twice as large. */
+static inline float minus_twice_the_logarithm(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
     int32_t exponent = (int32_t)(bits - 0x3f3504f3) >> 23;
@@ -67,38 +71,41 @@ static inline float logarithm(float x) {
     float m;
     memcpy(&m, &bits, 4);
     float f = m - 1.0f;
-    float p = 0.49999995f + f * (-0.3333366f + f * (0.2500161f + f * (-0.19973106f + f * (0.16575048f
-            + f * (-0.1480646f + f * (0.14257795f - f * 0.09004202f))))));
-    return (float)exponent * 0.69314718056f + (f - f * f * p);
+    float p = 0.9999999f + f * (-0.6666732f + f * (0.5000322f + f * (-0.39946212f + f * (0.33150096f
+            + f * (-0.2961292f + f * (0.28515594f - f * 0.18008404f))))));
+    return f * (f * p - 2.0f) - (float)exponent * 1.38629436112f;
 }
 
-/* 31 bits of a word: a number below 2^31, each from two words. */
-static inline int32_t size_of(uint32_t word) { return (int32_t)word < 0 ? (int32_t)~word : (int32_t)word; }
+/* 31 bits of a word. */
+static inline int32_t size_of(uint32_t word) { return (int32_t)(word >> 1); }
 
-/* One pair from u in (0, 1], which is its distance from zero, and the angle from a word. */
-static inline void pair(float u, uint32_t second, float std, float *one, float *other) {
-    float square = -2.0f * logarithm(u);
-    float radius = std * sqrtf(square > 0.0f ? square : 0.0f);
-    /* The angle is quadrant * pi/2 + x with x in [-pi/4, pi/4), where few terms of the series are enough. */
-    uint32_t quadrant = (second + 0x20000000u) >> 30;
-    float x = (float)(int32_t)(second - (quadrant << 30)) * (6.28318530718f * 0x1p-32f), q = x * x;
+/* One pair from u in (0, 1], which is its distance from zero, and the angle from a word: 30 bits are x in
+ * [-pi/4, pi/4), where few terms of the series are enough, and two the quadrant: whether it is the one number or the
+ * other that is the cosine's, and with which sign. */
+static inline void pair(float u, uint32_t word, float std, float *one, float *other) {
+    float radius = std * sqrtf(minus_twice_the_logarithm(u));
+    float x = (float)(int32_t)(word & ~3u) * (1.57079632679f * 0x1p-32f), q = x * x;
     float sine = x * (1.0f - q * (1.0f / 6 - q * (1.0f / 120 - q * (1.0f / 5040 - q * (1.0f / 362880)))));
     float cosine = 1.0f - q * (0.5f - q * (1.0f / 24 - q * (1.0f / 720 - q * (1.0f / 40320))));
-    float across = quadrant & 1 ? sine : cosine, up = quadrant & 1 ? cosine : sine;
-    *one = radius * (((quadrant + 1) & 2) ? -across : across);
-    *other = radius * ((quadrant & 2) ? -up : up);
+    uint32_t bits;
+    memcpy(&bits, &cosine, 4);
+    bits ^= word << 31;
+    memcpy(&cosine, &bits, 4);
+    *one = radius * (word & 2 ? sine : cosine);
+    *other = radius * (word & 2 ? cosine : sine);
 }
 
 /* Normal numbers out of a group of blocks. Where the size of a word is small, which makes a number far out, it gets 32
  * more bits from the other nonce's stream: with 31 alone, numbers would end at 6.7 standard deviations. */
 static void transform(const uint32_t words[WORDS], float std, float *restrict out, const uint32_t key[8],
                       uint64_t counter) {
-    int small = 0;
+    int32_t least = SMALL;
     for (int i = 0; i < PAIRS; i++) {
-        pair((float)size_of(words[i]) * 0x1p-31f + 0x1p-32f, words[PAIRS + i], std, &out[i], &out[PAIRS + i]);
-        small |= size_of(words[i]) < SMALL;
+        const int32_t size = size_of(words[i]);
+        pair((float)size * 0x1p-31f + 0x1p-32f, words[PAIRS + i], std, &out[i], &out[PAIRS + i]);
+        least = size < least ? size : least;
     }
-    if (!small) return;
+    if (least == SMALL) return;
     uint32_t more[WORDS];
     blocks(key, 1, counter, more);
     for (int i = 0; i < PAIRS; i++) {
@@ -150,6 +157,8 @@ int ghostclip_release(const Word *parts, Word count, Word scale, Word std, const
             const Word some = stop < drawn ? stop - at : drawn - at;
             float *numbers = (float *)(intptr_t)parts[2 * part] + (at - begin);
             const float *noise = fresh + (at - (drawn - WORDS));
+            /* What comes after the next group is on its way from memory while that group's noise is made. */
+            for (Word i = 0; i < some; i += LINE) __builtin_prefetch(numbers + AHEAD + i, 1);
             for (Word i = 0; i < some; i++) numbers[i] = numbers[i] * factor + noise[i];
             at += some;
         }
