@@ -11,6 +11,8 @@
 
 /* Features of a panel that stay in the first-level cache. */
 #define DEPTH 128
+/* Features that are taken between two looks at how many are left. */
+#define STEPS 4
 /* Panels that share one read of rows that are too many for the second-level cache, of about so many bytes. */
 #define PANELS 4
 #define CACHE (1 << 20)
@@ -22,6 +24,19 @@
 
 #include "panels.h"
 
+/* sums += products of one feature of rows and packed columns, of vectors [skipped, PANEL). */
+INLINE void NAME(step)(const REAL *const *rows, const REAL *packed, long k, VEC sums[BLOCK][PANEL], const int skipped) {
+    VEC columns[PANEL];
+#pragma GCC unroll 2
+    for (int v = skipped; v < PANEL; v++) columns[v] = *(const VEC *)(packed + (k * PANEL + v) * LANES);
+#pragma GCC unroll 8
+    for (int i = 0; i < BLOCK; i++) {
+        const REAL mine = rows[i][k];
+#pragma GCC unroll 2
+        for (int v = skipped; v < PANEL; v++) sums[i][v] += mine * columns[v];
+    }
+}
+
 /* into [BLOCK, COLUMNS] += inner products of rows with the packed columns, those of vectors [skipped, PANEL). */
 INLINE void NAME(block)(const REAL *const *rows, const REAL *packed, long depth, REAL *into, const int skipped) {
     VEC sums[BLOCK][PANEL];
@@ -29,18 +44,12 @@ INLINE void NAME(block)(const REAL *const *rows, const REAL *packed, long depth,
     for (int i = 0; i < BLOCK; i++)
 #pragma GCC unroll 2
         for (int v = skipped; v < PANEL; v++) sums[i][v] = *(VEC *)(into + (i * PANEL + v) * LANES);
-#pragma GCC unroll 8
-    for (long k = 0; k < depth; k++) {
-        VEC columns[PANEL];
-#pragma GCC unroll 2
-        for (int v = skipped; v < PANEL; v++) columns[v] = *(const VEC *)(packed + (k * PANEL + v) * LANES);
-#pragma GCC unroll 8
-        for (int i = 0; i < BLOCK; i++) {
-            const REAL mine = rows[i][k];
-#pragma GCC unroll 2
-            for (int v = skipped; v < PANEL; v++) sums[i][v] += mine * columns[v];
-        }
-    }
+    long k = 0;
+#pragma GCC unroll 1
+    for (; k + STEPS <= depth; k += STEPS)
+#pragma GCC unroll 4
+        for (long step = 0; step < STEPS; step++) NAME(step)(rows, packed, k + step, sums, skipped);
+    for (; k < depth; k++) NAME(step)(rows, packed, k, sums, skipped);
 #pragma GCC unroll 8
     for (int i = 0; i < BLOCK; i++)
 #pragma GCC unroll 2

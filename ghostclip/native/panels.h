@@ -40,24 +40,35 @@ INLINE void NAME(transpose)(VEC *rows) {
 #endif
 }
 
+/* LANES positions as columns of packed, from [count, wide]: zeros for those behind count. With `all` there are as many
+ * positions and numbers as lanes. */
+INLINE void NAME(pack_square)(REAL *packed, const REAL *from, long stride, long count, long wide, const int all) {
+    VEC square[BYTES / sizeof(REAL)];
+#pragma GCC unroll 16
+    for (long row = 0; row < LANES; row++)
+        if (all)
+            square[row] = *(const VEC *)(from + row * stride);
+        else if (row >= count)
+            square[row] = (VEC){0};
+        else if (wide == LANES)
+            square[row] = *(const VEC *)(from + row * stride);
+        else
+            for (long j = 0; j < LANES; j++) square[row][j] = j < wide ? from[row * stride + j] : 0;
+    NAME(transpose)(square);
+#pragma GCC unroll 16
+    for (long j = 0; j < LANES; j++)
+        if (all || j < wide) *(VEC *)(packed + j * COLUMNS) = square[j];
+}
+
 /* packed [depth, COLUMNS]: positions of from [count, depth] as columns, zeros beside the last. */
 static void NAME(pack)(REAL *packed, const REAL *from, long stride, long count, long depth) {
-    for (long v = 0; v < PANEL; v++)
+    for (long v = 0; v < PANEL; v++, from += LANES * stride, count -= LANES)
         for (long k = 0; k < depth; k += LANES) {
-            VEC square[BYTES / sizeof(REAL)];
-            const long wide = depth - k < LANES ? depth - k : LANES;
-#pragma GCC unroll 16
-            for (long row = 0; row < LANES; row++) {
-                const REAL *at = from + (v * LANES + row) * stride + k;
-                square[row] = (VEC){0};
-                if (v * LANES + row >= count) continue;
-                if (wide == LANES)
-                    square[row] = *(const VEC *)at;
-                else
-                    memcpy(&square[row], at, wide * sizeof(REAL));
-            }
-            NAME(transpose)(square);
-            for (long j = 0; j < wide; j++) *(VEC *)(packed + (k + j) * COLUMNS + v * LANES) = square[j];
+            REAL *into = packed + k * COLUMNS + v * LANES;
+            if (count >= LANES && depth - k >= LANES)
+                NAME(pack_square)(into, from + k, stride, LANES, LANES, 1);
+            else
+                NAME(pack_square)(into, from + k, stride, count, LESSER(LANES, depth - k), 0);
         }
 }
 

@@ -87,11 +87,19 @@ static double NAME(squares)(const REAL *tile, long rows) {
 static void NAME(turn)(REAL *kept, const REAL *tile, long weights, long rows, long outputs) {
     for (long row = 0; row < rows; row += LANES)
         for (long v = 0; v * LANES < outputs; v++) {
+            const long some = LESSER(LANES, outputs - v * LANES), wide = LESSER(LANES, rows - row);
+            REAL *into = kept + v * LANES * weights + row;
             VEC square[BYTES / sizeof(REAL)];
+#pragma GCC unroll 16
             for (long j = 0; j < LANES; j++) square[j] = *(const VEC *)(tile + (row + j) * COLUMNS + v * LANES);
             NAME(transpose)(square);
-            for (long j = 0; j < LANES && v * LANES + j < outputs; j++)
-                memcpy(kept + (v * LANES + j) * weights + row, &square[j], LESSER(LANES, rows - row) * sizeof(REAL));
+            if (wide == LANES)
+#pragma GCC unroll 16
+                for (long j = 0; j < LANES; j++) {
+                    if (j < some) *(VEC *)(into + j * weights) = square[j];
+                }
+            else
+                for (long j = 0; j < some; j++) memcpy(into + j * weights, &square[j], wide * sizeof(REAL));
         }
 }
 
