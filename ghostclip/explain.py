@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -28,6 +28,7 @@ class Row:
         kept: whether its per-example gradients are kept for the clipped sum.
         why: the reason for the strategy.
         milliseconds: measured cost by candidate; empty when nothing had to be measured.
+        sums: the same by way to the clipped sum, where there are several.
     """
 
     layer: str
@@ -38,10 +39,13 @@ class Row:
     kept: bool
     why: str
     milliseconds: dict[str, float]
+    sums: dict[str, float] = field(default_factory=dict)
 
     def cells(self) -> tuple[str, ...]:
         """The line as texts, in the order of the table's columns."""
-        costs = ", ".join(f"{name} {cost:.3g}" for name, cost in sorted(self.milliseconds.items(), key=lambda c: c[1]))
+        costs = _cheapest_first(self.milliseconds)
+        if self.sums:
+            costs += f"; sum: {_cheapest_first(self.sums)}"
         shape = " x ".join(map(str, self.shape))
         return (self.layer or "(model)", self.parameter, self.rule, shape, self.strategy, "yes" if self.kept else "no",
                 self.why, costs)  # fmt: skip
@@ -70,6 +74,10 @@ class Plan:
         return iter(self.rows)
 
 
+def _cheapest_first(costs: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {cost:.3g}" for name, cost in sorted(costs.items(), key=lambda each: each[1]))
+
+
 def plan_of(model: nn.Module, choices: Mapping[int, Choice] | None) -> Plan:
     """The plan as the last batch left it (choices by id of Parameter); None before one: what the layers alone tell."""
     rows = []
@@ -83,8 +91,7 @@ def plan_of(model: nn.Module, choices: Mapping[int, Choice] | None) -> Plan:
         rule = str(module.rule) if ruled else f"fallback ({type(module).__name__})"
         choice = chosen.get(id(parameter))
         if choice is None:
-            strategy, kept, why, costs = ("at the first batch" if choices is None else "unused"), False, "", {}
-        else:
-            strategy, kept, why, costs = choice.name, choice.keep, choice.reason, choice.milliseconds
-        rows.append(Row(layer, own, rule, tuple(parameter.shape), strategy, kept, why, costs))
+            choice = Choice("at the first batch" if choices is None else "unused", False, "")
+        of_choice = choice.name, choice.keep, choice.reason, choice.milliseconds, choice.sums
+        rows.append(Row(layer, own, rule, tuple(parameter.shape), *of_choice))
     return Plan(tuple(rows))

@@ -187,7 +187,8 @@ class FirstPasses:
                 return torch.stack([given[group] for group in groups])
             return bounded_weights(norms, [self.scale * thresholds[group] for group in groups])
 
-        sums = GroupSums({id(p): partition[name] for name, p in trained}, weigh, finite, norm_dtype(trained), losses)
+        group_of = {id(parameter): partition[name] for name, parameter in trained}
+        sums = GroupSums(group_of, weigh, finite, norm_dtype(trained), losses, self._planner)
         self.first_pass(
             losses, keep=True, retain_graph=retain_graph, again=again, ignore_budget=True, groups=sums,
             postponed=postponed,

@@ -16,6 +16,7 @@ from ghostclip.nn.base import Call
 from ghostclip.norms.affine import Affine, weighted_sums_of
 from ghostclip.norms.term import Term
 from ghostclip.norms.whole import all_finite, group_norms
+from ghostclip.planner import Planner
 
 __all__ = ["POSTPONED_BYTES", "GroupSums", "Part"]
 
@@ -39,6 +40,7 @@ class GroupSums:
         finite: [B] bool, False for examples that are left out; None when nobody is known to be.
         dtype: of the norms.
         losses: [B].
+        planner: chooses the way to each sum.
 
     Attributes:
         norms, weights: {group: [B]} of the groups that took part.
@@ -57,6 +59,7 @@ class GroupSums:
         finite: Tensor | None,
         dtype: torch.dtype,
         losses: Tensor,
+        planner: Planner,
     ) -> None:
         self.norms: dict[str, Tensor] = {}
         self.weights: dict[str, Tensor] = {}
@@ -64,6 +67,7 @@ class GroupSums:
         self.calls: list[Call] = []
         self.finite, self.waits, self.nbytes = finite, False, 0
         self._group_of, self._weigh, self._dtype, self._losses = group_of, weigh, dtype, losses.detach()
+        self._planner = planner
         self._left: Counter[str] = Counter()
         self._open: dict[str, list[Taken]] = {}
         self._complete: list[str] = []
@@ -135,7 +139,7 @@ class GroupSums:
                 if isinstance(held, Affine):
                     together.append((parts, held, self.weights[group]))
                 else:
-                    self.sums.append((parts[0], held.weighted_sum(self.weights[group])))
+                    self.sums.append((parts[0], self._planner.weighted_sum(held, self.weights[group])))
         if together:
             amounts = weighted_sums_of([affine for _, affine, _ in together], [weights for *_, weights in together])
             for (parts, *_), each in zip(together, amounts, strict=True):

@@ -127,7 +127,7 @@ class FirstPass:
         for part in list(terms):
             term = terms.pop(part)
             with torch.no_grad():
-                amount = (term if finite is None else term.keep_only(finite)).weighted_sum(weights)
+                amount = self._found.weighted_sum(term if finite is None else term.keep_only(finite), weights)
             yield part, self._unscaled(amount)
         while self._found.affines:
             yield from self._of_several(weights, finite)

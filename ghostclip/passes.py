@@ -295,6 +295,10 @@ class Collector:
         self.squared = [([owner], self.measured(term)) for (owner, _), term in self.terms.items()]
         self.squared += [(owners, self.measured(affine)) for owners, affine in self.affines]
 
+    def weighted_sum(self, term: Term, weights: Tensor) -> Tensor:
+        """The clipped sum [*shape] of a term that was held, for weights [B]."""
+        return self._planner.weighted_sum(term, weights)
+
     def measured(self, held: Term | Affine) -> Tensor:
         """Squared norms of what is held, [B], or [names, B] of a linear layer's parameters."""
         if isinstance(held, Affine):

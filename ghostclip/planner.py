@@ -42,12 +42,14 @@ class Choice:
         keep: whether its per-example gradients are kept for the clipped sum.
         reason: in words.
         milliseconds: measured cost of every candidate that was tried, by name, for the batch it was first measured on.
+        sums: the same of the ways to the clipped sum, where that is formed of what the term holds and has several.
     """
 
     name: str
     keep: bool
     reason: str
     milliseconds: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, float] = field(default_factory=dict)
 
 
 SOLE = Choice("exact", False, "the only way")
@@ -100,6 +102,7 @@ class Planner:
         self.choices: dict[tuple, Choice] = {}
         self.memory = Memory(memory_bytes)
         self._measure = measure
+        self._sums: dict[tuple, dict[str, float]] = {}
 
     def answer(self, term: Term, keep: bool, room: int | None = None) -> tuple[Answer, Choice]:
         """Squared norms of ``term`` the chosen way.
@@ -126,6 +129,22 @@ class Planner:
         self.memory.give_up()
         return answer, choice
 
+    def weighted_sum(self, term: Term, weights: Tensor) -> Tensor:
+        """`Term.weighted_sum` [*shape] for weights [B], the fastest way where there are several."""
+        ways = term.sums()
+        return ways[self._way_to_sum(term, ways, weights)](weights) if ways else term.weighted_sum(weights)
+
+    def _way_to_sum(self, term: Term, ways: dict[str, Callable[[Tensor], Tensor]], weights: Tensor) -> str:
+        """The fastest of the ways, as measured once; the first where a clock must not decide or can't."""
+        costs = self._sums.get(term.key, {})
+        if torch.are_deterministic_algorithms_enabled() or (not costs and is_traced()):
+            return next(iter(ways))
+        if not costs:
+            for name, way in ways.items():
+                costs[name] = self._measure(partial(way, weights), term.device, min(costs.values(), default=math.inf))
+            self._sums[term.key] = costs
+        return min(costs, key=costs.__getitem__)
+
     def _choose(self, term: Term, candidates: dict[str, Candidate], keep: bool, may_keep: bool, traced: bool) -> Choice:
         fit = {name: way for name, way in candidates.items() if way.traces or not traced}
         allowed = {n: c for n, c in fit.items() if self.norm_strategy in ("auto", c.family)} or fit
@@ -143,7 +162,8 @@ class Planner:
         reason = "fastest measured" if fastest else "about the fastest, and its gradients are kept"
         if len(costs) == 1:
             reason = "far fewest flops" if self.norm_strategy == "auto" else "asked for"
-        return Choice(name, may_keep and candidates[name].keeps, reason, costs)
+        kept = may_keep and candidates[name].keeps
+        return Choice(name, kept, reason, costs, {} if kept or not keep else self._sums.get(term.key, {}))
 
     def _as_measured(
         self, term: Term, allowed: dict[str, Candidate], ordered: list[str], keep: bool, may_keep: bool
@@ -178,11 +198,17 @@ class Planner:
                 continue
             if keep and summed is None:
                 # Part of its cost is that of a parameter-sized result, which does not grow with the batch.
-                summed = self._measure(partial(term.weighted_sum, weights), term.device, math.inf)
+                summed = self._cost_of_sum(term, weights)
             after = summed or 0.0
             best = max(0.0, best - after)
             costs[name] = self._measure(partial(way.run, False), term.device, best * share) / share + after
         return costs
+
+    def _cost_of_sum(self, term: Term, weights: Tensor) -> float:
+        if ways := term.sums():
+            name = self._way_to_sum(term, ways, weights)
+            return self._sums[term.key][name]
+        return self._measure(partial(term.weighted_sum, weights), term.device, math.inf)
 
 
 def worth_measuring(ordered: list[str], candidates: dict[str, Candidate]) -> list[str]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ghostclip.index import ModelIndex
 from ghostclip.nn.base import Call
 from ghostclip.norms.affine import Affine, weighted_sums_of
+from ghostclip.planner import Planner
 from ghostclip.regroup import row_count
 
 __all__ = ["Reweighting"]
@@ -40,6 +41,7 @@ class Reweighting:
         weights: [B].
         add: told (parameter id, rows or None) and what is to be added to its sum.
         calls: all uses in the graph; the sums of a parameter's uses are added up here, and rounded to its type once.
+        planner: chooses the way to each sum.
     """
 
     def __init__(
@@ -51,9 +53,10 @@ class Reweighting:
         weights: Tensor,
         add: Callable[[Part, Tensor], None],
         calls: Sequence[Call],
+        planner: Planner,
     ) -> None:
         self._examples, self._majors, self._index, self._done = examples, majors, index, done
-        self._weights, self._add = weights, add
+        self._weights, self._add, self._planner = weights, add, planner
         self._waiting: list[tuple[list[int], Affine]] = []
         self._bytes = 0
         self._left = Counter([self._part(call, name) for call in calls for name in index.own_parameters(call)])
@@ -80,7 +83,7 @@ class Reweighting:
             count = row_count(call, self._examples, name)
             if count != 1:
                 term = term.regroup(count, self._majors[id(call)])
-            self._take(self._part(call, name), term.weighted_sum(self._weights))
+            self._take(self._part(call, name), self._planner.weighted_sum(term, self._weights))
 
     def _part(self, call: Call, name: str) -> Part:
         return id(call.layer._parameters[name]), call.rows.get(name)

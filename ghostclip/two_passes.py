@@ -169,7 +169,9 @@ class TwoPasses(FirstPasses):
         """Adds what a backward of reweighted losses would, where rounding might undo their weights."""
         aside = frozenset(run.aside)
         self._add(run.weighted_sums(weights, None))
-        sink = Reweighting(len(losses), run.majors, self.index, aside, weights / self.scale, self._add_part, run.calls)
+        sink = Reweighting(
+            len(losses), run.majors, self.index, aside, weights / self.scale, self._add_part, run.calls, self._planner
+        )
         losses = losses if self.scale == 1.0 else losses * self.scale
         with in_our_words():
             if len(aside) < len(self.index.trained()):

@@ -161,3 +161,56 @@ def test_shifts_are_offered_in_one_and_two_dimensions():
             Geometry(ones, (0,) * dimensions, ones, 1),
         )
         assert ("shifts" in term.candidates()) == (offered and library("shifts") is not None)
+
+
+SUMMED = SHIFTED | {"three dimensions": ((4, 3, 5), (2, 3, 1), (1, 2, 1), (1, 1, 0), (1, 1, 2), 3, 6)}
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["at once", "by parts"])
+@pytest.mark.parametrize("way", ["native", "rows", "turned rows"])
+@pytest.mark.parametrize("name", SUMMED)
+def test_every_way_to_the_sum_equals_gradients_formed_one_by_one(name, way, whole, monkeypatch):
+    if not whole:
+        monkeypatch.setattr("ghostclip.norms.convolution.SUM_BYTES", 1)
+    sizes, kernel, stride, padding, dilation, inputs, outputs = SUMMED[name]
+    torch.manual_seed(0)
+    for images_first in (True, False):
+        # More numbers in the images, or in the gradients: either may be the one that is scaled.
+        extra = 40 if images_first else 0
+        geometry = Geometry(stride, padding, dilation, 1)
+        axes = zip(sizes, kernel, stride, padding, dilation, strict=True)
+        places = [(size + 2 * pad - step * (width - 1) - 1) // by + 1 for size, width, by, pad, step in axes]
+        images = torch.randn(5, inputs + extra, *sizes, dtype=torch.float64)
+        grads = torch.randn(5, outputs, *places, dtype=torch.float64)
+        weights = torch.rand(5, dtype=torch.float64)
+        term = Patches(images, grads, torch.Size((outputs, inputs + extra, *kernel)), geometry)
+        expected = sum(
+            weight * weight_gradient(images[one], grads[one], term.shape, geometry)
+            for weight, one in zip(weights, (slice(i, i + 1) for i in range(5)), strict=True)
+        )
+        found = term.sums()[way](weights)
+        assert found.is_contiguous()
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_products_are_offered_for_the_sum_where_positions_are_few_and_channels_whole():
+    def ways(size, groups=1, kernel=3, batch=2):
+        images = torch.randn(batch, 4, size + kernel - 1, size + kernel - 1)
+        shape = torch.Size((8, 4 // groups, kernel, kernel))
+        term = Patches(images, torch.randn(batch, 8, size, size), shape, Geometry((1, 1), (0, 0), (1, 1), groups))
+        return list(term.sums())
+
+    assert ways(12) == ["native", "rows", "turned rows"]
+    assert ways(12, kernel=1) == ["native", "rows"]
+    assert ways(13) == ways(2, groups=2) == ways(2, batch=0) == []
+
+
+def test_narrow_gradients_are_summed_in_single_precision():
+    torch.manual_seed(0)
+    term = Patches(torch.randn(3, 4, 3, 3).bfloat16(), torch.randn(3, 5, 3, 3).bfloat16(), torch.Size((5, 4, 3, 3)),
+                   Geometry((1, 1), (1, 1), (1, 1), 1))  # fmt: skip
+    weights = torch.rand(3)
+    for way in term.sums().values():
+        assert way(weights).dtype == torch.float32
+        expected = (weights.view(-1, 1) * term.per_example().flatten(1)).sum(0).view(term.shape)
+        torch.testing.assert_close(way(weights), expected, rtol=1e-4, atol=1e-5)

@@ -113,6 +113,10 @@ class Term(ABC):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """``sum_i weights[i] * gradient[i]`` for weights [B]; returns [*shape]."""
 
+    def sums(self) -> dict[str, Callable[[Tensor], Tensor]]:
+        """The ways to `weighted_sum`, by name, where there are several; the first is `weighted_sum` itself."""
+        return {}
+
     @abstractmethod
     def keep_only(self, keep: Tensor) -> Term:
         """The same term with what belongs to examples where ``keep`` [B] is False replaced by zeros."""
