@@ -37,8 +37,8 @@ __all__ = ["Geometry", "Patches", "weight_gradient"]
 # Positions of an example up to which the weighted sum may be a product with patches. Where there are few, torch's
 # kernel is slower (measured: 3.5 times at 2 x 2, the same at 8 x 8); where there are many, patches cost more than it.
 MOST_POSITIONS = 144
-# Patches of about so many bytes are multiplied at a time.
-SUM_BYTES = 1 << 22
+# Patches of so many bytes are multiplied at a time, or of as many as the weight has, which is read and written each time.
+SUM_BYTES = 1 << 20
 
 
 def weight_gradient(images: Tensor, grads: Tensor, shape: torch.Size, geometry: Geometry) -> Tensor:
@@ -241,7 +241,7 @@ class Patches(Term):
         images, grads = self._scaled(weights)
         outputs, inputs, *kernel = self.shape
         total: Tensor | None = None
-        for part in chunks(self.examples, self._column_bytes(), SUM_BYTES):
+        for part in chunks(self.examples, self._column_bytes(), max(SUM_BYTES, 4 * math.prod(self.shape))):
             rows = rows_of_patches(images[part], self.shape[2:], self.grads.shape[2:], self.geometry)
             if turned:
                 rows = rows.unflatten(2, (-1, inputs)).mT
