@@ -37,7 +37,7 @@ __all__ = ["Geometry", "Patches", "weight_gradient"]
 # Positions of an example up to which the weighted sum may be a product with patches. Where there are few, torch's
 # kernel is slower (measured: 3.5 times at 2 x 2, the same at 8 x 8); where there are many, patches cost more than it.
 MOST_POSITIONS = 144
-# Patches of so many bytes are multiplied at a time, or of as many as the weight has, which is read and written each time.
+# Patches of so many bytes are multiplied at a time, or as many as the weight has, which is read and written each time.
 SUM_BYTES = 1 << 20
 
 
