@@ -1,7 +1,12 @@
 """Peak memory: what a fresh process reports, and the search for the largest batch."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
+from ghostclip.bench import memory
 from ghostclip.bench.memory import ask, largest_batch, peaks, within
 
 MIB = 2**20
@@ -34,3 +39,66 @@ def test_the_largest_batch_is_found_to_within_five_percent(limit, start):
     found = largest_batch(fits, start)
     assert limit / 1.05 - 1 < found <= limit
     assert len(asked) == len(set(asked)) < 16
+
+
+COUNTED = """
+import ctypes
+libc = ctypes.CDLL(None)
+for name in ("malloc", "calloc", "realloc", "aligned_alloc"):
+    getattr(libc, name).restype = ctypes.c_void_p
+now, most = libc.ghostclip_allocated, libc.ghostclip_most_allocated
+now.restype = most.restype = ctypes.c_long
+size, floor = ctypes.c_size_t, now()
+most()
+blocks = [libc.malloc(size(100_000)), libc.calloc(size(10), size(20_000)), libc.aligned_alloc(size(64), size(64_000))]
+held = now() - floor
+grown = libc.realloc(ctypes.c_void_p(blocks[0]), size(1_000_000))
+for block in (grown, *blocks[1:]):
+    libc.free(ctypes.c_void_p(block))
+print(held, most() - floor, most() - floor, now() - floor)
+"""
+
+
+@pytest.mark.skipif(memory._counter() is None, reason="no compiler, or not glibc")
+def test_allocated_bytes_are_counted():
+    environment = {**os.environ, "LD_PRELOAD": memory._counter(), "PYTHONMALLOC": "malloc"}
+    command = [sys.executable, "-c", COUNTED]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    held, most, since, left = map(int, done.stdout.split())
+    assert 364_000 <= held < 364_000 + 20_000
+    # While it grew, the first block was counted once; Python's own objects come on top.
+    assert 1_264_000 <= most < 1_264_000 + 120_000
+    assert since < 20_000
+    assert left < 20_000
+
+
+def test_little_memory_is_counted_as_it_is_allocated(monkeypatch):
+    asked = []
+
+    def answer(workload, contender, batch_size, device="cpu", threads=1, steps=3, counter=None):
+        asked.append((contender, counter))
+        return {"peak": peak if counter is None else 1000 + len(asked), "steady": 1}
+
+    monkeypatch.setattr(memory, "ask", answer)
+    monkeypatch.setattr(memory, "_counter", lambda: "counter.so")
+    peak = memory.COARSE - 1
+    found = peaks("mlp", ["cached"], 4)
+    assert asked == [*3 * [("nonprivate", None)], ("nonprivate", "counter.so"), ("cached", "counter.so")]
+    assert found["cached"] == {"peak": 1005, "steady": 1, "allocated": True, "over_nonprivate": 1005 / 1004}
+    asked.clear()
+    peak = memory.COARSE
+    assert peaks("mlp", ["cached"], 4)["cached"] == {"peak": peak, "steady": 1, "over_nonprivate": 1.0}
+    assert {counter for _, counter in asked} == {None}
+    peak = 1
+    assert "allocated" not in peaks("mlp", [], 4, "cuda")["nonprivate"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(memory._counter() is None, reason="no compiler, or not glibc")
+def test_allocated_bytes_of_steps_are_the_same_in_every_process():
+    first, second = (peaks("fcnn-adult", ["cached"], 256) for _ in range(2))
+    assert first["nonprivate"]["allocated"]
+    # Gradients and Adam's two moments of 5,352 numbers, and what two hidden layers of 256 x 50 hold.
+    assert 3 * 4 * 5352 < first["nonprivate"]["peak"] < 600_000
+    for name in first:
+        assert abs(first[name]["peak"] - second[name]["peak"]) < 8192

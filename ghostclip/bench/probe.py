@@ -40,6 +40,7 @@ class Question:
         device: "cpu" or "cuda".
         threads: processor threads torch may use.
         steps: steps to make; the first is the one in which strategies are chosen.
+        allocated: count what the C library allocates, by native/allocated.c, with which the process was started.
     """
 
     workload: str
@@ -48,6 +49,7 @@ class Question:
     device: str = "cpu"
     threads: int = 1
     steps: int = 3
+    allocated: bool = False
 
 
 def answer(question: Question) -> dict[str, int]:
@@ -67,7 +69,7 @@ def answer(question: Question) -> dict[str, int]:
     _give_back()
     step = _stepper(workload, contender, question.batch_size, question.device)
     _give_back()
-    gauge = _Cuda() if question.device == "cuda" else _Resident()
+    gauge = _Cuda() if question.device == "cuda" else _Allocated() if question.allocated else _Resident()
     step()
     first = gauge.rise()
     gauge.reset()
@@ -123,6 +125,25 @@ class _Resident:
     def _highest() -> int:
         # Kilobytes on Linux, bytes on macOS.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class _Allocated:
+    """What malloc and its kin have given out, to the byte; not all of it need ever be touched."""
+
+    def __init__(self) -> None:
+        counter = ctypes.CDLL(None)
+        self._most = counter.ghostclip_most_allocated
+        counter.ghostclip_allocated.restype = self._most.restype = ctypes.c_long
+        self._floor = counter.ghostclip_allocated()
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts the high-water mark anew."""
+        self._most()
+
+    def rise(self) -> int:
+        """The high-water mark over the floor, in bytes; starts it anew."""
+        return self._most() - self._floor
 
 
 class _Cuda:

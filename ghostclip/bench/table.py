@@ -23,6 +23,7 @@ APART = (
 MEMORY_NOTE = (
     "Peak memory of a step over the non-private one's, each in a fresh process: what it rises by above model and data."
 )
+ALLOCATED_NOTE = " {}: bytes that the C library allocates; for so few the system's count of pages is too coarse."
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -140,7 +141,9 @@ def _memory(results: dict[str, Any], names: Sequence[str]) -> list[str]:
         [name, _mebibytes(found[BASELINE]), *(_memory_cell(found.get(other, {})) for other in measured)]
         for name, found in works.items()
     ]
-    return ["", *_table(["workload", f"{BASELINE}, MiB", *measured], rows), "", MEMORY_NOTE]
+    allocated = [name for name, found in works.items() if found[BASELINE].get("allocated")]
+    note = MEMORY_NOTE + (ALLOCATED_NOTE.format(", ".join(allocated)) if allocated else "")
+    return ["", *_table(["workload", f"{BASELINE}, MiB", *measured], rows), "", note]
 
 
 def _mebibytes(row: dict[str, Any]) -> str:
