@@ -59,8 +59,6 @@ class AtOnce:
     def __init__(self, index: ModelIndex, grouping: Grouping, policy: Policy | Groupwise) -> None:
         self._index, self._grouping, self._policy = index, grouping, policy
         self._known: dict[tuple, Known] = {}
-        # {graph: a workspace} of the last batch's, unless it is in use: two threads must not write into one.
-        self._space: dict[tuple, list[Tensor]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._known)
@@ -105,11 +103,9 @@ class AtOnce:
             taken[id(call)] = affine
 
         first_pass(losses, uses.calls, take, retain_graph=retain_graph)
-        space = self._space.pop(graph, [])
         affines = [taken[id(call)] for call in uses.calls]
         bounds = list(known.bounds.values()) or [self._policy.max_norm]  # type: ignore[union-attr]
-        norms, weights, sums = clipped_sums_of(affines, known.groups, bounds, losses.detach(), space)
-        self._space = {graph: space}
+        norms, weights, sums = clipped_sums_of(affines, known.groups, bounds, losses.detach())
         for call, each in zip(uses.calls, sums, strict=True):
             for name, amount in zip(call.parameters, each, strict=True):
                 add_to_gradient(call.layer._parameters[name], None, amount)  # type: ignore[arg-type]

@@ -92,14 +92,13 @@ def weighted_sums_of(affines: Sequence[Affine], weights: Sequence[Tensor]) -> li
     scale = _in_c("scale", 3, affines)
     if scale is None or any(w.dtype != affines[0].left.dtype or not w.is_contiguous() for w in weights):
         return [affine.weighted_sums(each) for affine, each in zip(affines, weights, strict=True)]
-    scaled: list[Tensor] = []
-    layers, sums = _to_scale(affines, [each.data_ptr() for each in weights], scaled)
+    layers, scaled, sums = _to_scale(affines, [each.data_ptr() for each in weights])
     scale(layers.buffer_info()[0], len(affines), affines[0].left.shape[0])
     return _multiplied(affines, scaled, sums)
 
 
 def clipped_sums_of(
-    affines: Sequence[Affine], groups: Sequence[int], bounds: Sequence[float], losses: Tensor, scaled: list[Tensor]
+    affines: Sequence[Affine], groups: Sequence[int], bounds: Sequence[float], losses: Tensor
 ) -> tuple[Sequence[Tensor], Sequence[Tensor], list[list[Tensor]]]:
     """All of it: norms, weights ``min(1, bound / norm)`` and clipped sums, by one call where C can.
 
@@ -108,7 +107,6 @@ def clipped_sums_of(
         groups: the number of each one's group.
         bounds: one for each group; each has an affine.
         losses: [B]; an example whose loss or norm is not finite has weight 0.
-        scaled: filled with a workspace when it is empty; used again where tensors of the same sizes follow.
 
     Returns:
         Norms [B] of each group, weights [B] of each group, and the clipped sums for each name of each affine.
@@ -124,7 +122,7 @@ def clipped_sums_of(
         batch = left.shape[0]
         found = left.new_empty(2 * count, batch)
         place, stride = found.data_ptr(), batch * left.element_size()
-        layers, sums = _to_scale(affines, [place + (count + group) * stride for group in groups], scaled)
+        layers, scaled, sums = _to_scale(affines, [place + (count + group) * stride for group in groups])
         limits = array("d", [bound * margin(left.dtype) for bound in bounds])
         fine = bool(clip(
             layers.buffer_info()[0], len(affines), batch, losses.data_ptr(), limits.buffer_info()[0], count,
@@ -142,17 +140,14 @@ def clipped_sums_of(
     return norms.unbind(), each, weighted_sums_of(affines, [each[group] for group in groups])
 
 
-def _to_scale(
-    affines: Sequence[Affine], weights: Sequence[int], scaled: list[Tensor]
-) -> tuple[array[int], list[Tensor]]:
-    """What C needs to scale the lefts by weights at these addresses into ``scaled`` [p, B]; and its columns' sums."""
-    if not scaled:
-        scaled += [affine.left.new_empty(affine.left.shape).t() for affine in affines]
-    layers, sums = array("q"), []
-    for affine, place, left in zip(affines, weights, scaled, strict=True):
-        sums.append(affine.left.new_empty(left.shape[0]))
-        layers.extend((*_layer(affine), place, left.data_ptr(), sums[-1].data_ptr()))
-    return layers, sums
+def _to_scale(affines: Sequence[Affine], weights: Sequence[int]) -> tuple[array[int], list[Tensor], list[Tensor]]:
+    """What C needs to scale the lefts by weights at these addresses; where they go, [p, B], and their columns' sums."""
+    layers, scaled, sums = array("q"), [], []
+    for affine, place in zip(affines, weights, strict=True):
+        scaled.append(affine.left.new_empty(affine.left.shape).t())
+        sums.append(affine.left.new_empty(scaled[-1].shape[0]))
+        layers.extend((*_layer(affine), place, scaled[-1].data_ptr(), sums[-1].data_ptr()))
+    return layers, scaled, sums
 
 
 def _multiplied(affines: Sequence[Affine], scaled: Sequence[Tensor], sums: Sequence[Tensor]) -> list[list[Tensor]]:
