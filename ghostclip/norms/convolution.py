@@ -249,7 +249,10 @@ class Patches(Term):
             right = rows.reshape(left.shape[1], -1)
             total = left @ right if total is None else total.addmm_(left, right)
         assert total is not None
-        return total.view(self.shape) if turned else total.view(outputs, *kernel, inputs).movedim(-1, 1).contiguous()
+        # Of one channel or one tap both orders are the same, and nothing would be copied, or its strides put right.
+        if turned or min(inputs, math.prod(kernel)) == 1:
+            return total.view(self.shape)
+        return total.view(outputs, *kernel, inputs).movedim(-1, 1).contiguous()
 
     def _scaled(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Images and gradients, one of them times the weights: linear in both, the smaller one is copied."""
