@@ -337,6 +337,22 @@ def test_what_an_optimizer_may_not_have_to_be_compiled():
     assert "has a gradient, by which the optimizer steps it" in UpdateReader(frozen, 0).read()
 
 
+def test_axes_of_one_number_may_have_any_stride():
+    """As torch's own gradients have, after which SGD's momentum is made."""
+
+    def read(grad):
+        parameter = torch.nn.Parameter(torch.ones(grad.shape))
+        optimizer = SGD([parameter], 0.1, momentum=0.9)
+        parameter.grad = grad
+        optimizer.step()
+        kept = optimizer.state[parameter]["momentum_buffer"]
+        assert kept.stride() == grad.stride() != parameter.stride()
+        return UpdateReader(optimizer, 0).read()
+
+    assert isinstance(read(torch.ones(1, 5).mT), Update)
+    assert "momentum_buffer doesn't lie in memory" in read(torch.ones(3, 5).mT)
+
+
 def test_an_optimizer_that_changed_is_read_anew():
     first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     optimizer = SGD([first], 0.1)

@@ -69,7 +69,7 @@ class Update:
         for parameter, state, rule in zip(self.parameters, self._states, self.rules, strict=True):
             for name in rule.state:
                 kept = (state or {})[name]
-                if kept.dtype != parameter.dtype or kept.stride() != parameter.stride():
+                if kept.dtype != parameter.dtype or not _lie_alike(kept, parameter):
                     return f"the optimizer's {name} doesn't lie in memory as its parameter does"
         return None
 
@@ -182,6 +182,14 @@ class UpdateReader:
             return found.obstacle
         self._settings, self._last = settings, found
         return found
+
+
+def _lie_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same shape and strides; axes of one number may have any, as torch's gradients do."""
+    if one.shape != other.shape:
+        return False
+    axes = zip(one.shape, one.stride(), other.stride(), strict=True)
+    return all(size == 1 or mine == theirs for size, mine, theirs in axes)
 
 
 def _read(counts: Sequence[Tensor]) -> list[float]:
