@@ -198,7 +198,7 @@ def test_other_policies_and_larger_networks_go_on_as_they_were(monkeypatch):
     assert not is_known(known({"clipping": 0.2}))
 
 
-def test_a_workspace_in_use_is_nobody_elses(monkeypatch):
+def test_a_clip_in_the_midst_of_another_changes_nothing(monkeypatch):
     """As by another thread, while C works or the products of what it wrote are formed."""
     clipper, inputs = known({"clipping": 0.2}), batch()
     _, expected = clip(clipper, inputs)
