@@ -329,6 +329,13 @@ ENGINE = [
         ("tests/test_noise.py",),
     ),
     Mutant(
+        "sums of small layers from the last 128 examples alone",
+        "ghostclip/native/affine.c",
+        "inputs, wide, first > 0, tall, 3)",
+        "inputs, wide, 0, tall, 3)",
+        ("tests/test_affine.py",),
+    ),
+    Mutant(
         "noise on half of the circle",
         "ghostclip/native/normal.c",
         "    bits ^= word << 31;\n",

@@ -1,9 +1,10 @@
 /* Linear layers on one position an example, all layers of a batch in one call: squared norms of both factors, weighted
- * gradients with their column sums; and for any layers the norms of groups and the weights that clip them.
+ * sums of their gradients; and for any layers the norms of groups and the weights that clip them.
  *
  * A layer is LAYER numbers: left [batch, outputs], its row stride, outputs, right [batch, inputs], its row stride,
- * inputs, NAMES, and for `scale` weights [batch], scaled [batch, outputs] or 0, column sums [outputs] or 0. For `clip`
- * the weights are those of the layer's group.
+ * inputs, NAMES, and for `sums` weights [batch] and what is asked for, or 0: the weight's sum [outputs, inputs], the
+ * bias' sum [outputs], the weighted left [batch, outputs] for a product elsewhere. For `clip` the weights are those of
+ * the layer's group.
  *
  * It is read twice, with REAL float and double (twice.h); NAME(x) is x_float or x_double.
  */
@@ -14,7 +15,7 @@
 
 #include "vectors.h"
 
-#define LAYER 10
+#define LAYER 11
 #define BLOCK 3
 #define WEIGHT 1
 #define BIAS 2
@@ -23,6 +24,13 @@
 /* Columns whose sums stay in the first-level cache, and rows after which a sum is put by, for precision. */
 #define COLUMNS 512
 #define STRETCH 128
+/* Vectors in a panel of inputs, and outputs beside it: as many sums as there are registers. */
+#define PANEL 3
+#if BYTES == 64
+#define TALL 8
+#else
+#define TALL 4
+#endif
 
 #define THIS "affine.c"
 #include "twice.h"
@@ -91,29 +99,112 @@ void NAME(squared_norms)(const int64_t *layers, long count, long batch, REAL *sq
     }
 }
 
-/* Each left times its weights, and the sums of the columns. */
-void NAME(scale)(const int64_t *layers, long count, long batch) {
-    for (const int64_t *layer = layers; layer < layers + count * LAYER; layer += LAYER) {
-        const REAL *left = (const REAL *)(intptr_t)layer[0], *weights = (const REAL *)(intptr_t)layer[7];
-        REAL *scaled = (REAL *)(intptr_t)layer[8], *sums = (REAL *)(intptr_t)layer[9];
-        for (long column = 0; column < layer[2]; column += COLUMNS) {
-            const long some = LESSER(COLUMNS, layer[2] - column);
-            REAL total[COLUMNS] = {0};
-            for (long first = 0; first < batch; first += STRETCH) {
-                REAL part[COLUMNS] = {0};
-                for (long row = first; row < batch && row < first + STRETCH; row++) {
-                    const REAL *from = left + row * layer[1] + column, weight = weights[row];
-                    if (scaled) {
-                        REAL *to = scaled + row * layer[2] + column;
-                        for (long k = 0; k < some; k++) part[k] += to[k] = weight * from[k];
-                    } else {
-                        for (long k = 0; k < some; k++) part[k] += weight * from[k];
-                    }
+/* Each left times its weights where that is asked for, and the bias' sum. */
+static void NAME(scale)(const int64_t *layer, long batch) {
+    const REAL *left = (const REAL *)(intptr_t)layer[0], *weights = (const REAL *)(intptr_t)layer[7];
+    REAL *sums = (REAL *)(intptr_t)layer[9], *scaled = (REAL *)(intptr_t)layer[10];
+    for (long column = 0; column < layer[2]; column += COLUMNS) {
+        const long some = LESSER(COLUMNS, layer[2] - column);
+        REAL total[COLUMNS] = {0};
+        for (long first = 0; first < batch; first += STRETCH) {
+            REAL part[COLUMNS] = {0};
+            for (long row = first; row < batch && row < first + STRETCH; row++) {
+                const REAL *from = left + row * layer[1] + column, weight = weights[row];
+                if (scaled) {
+                    REAL *to = scaled + row * layer[2] + column;
+                    for (long k = 0; k < some; k++) part[k] += to[k] = weight * from[k];
+                } else {
+                    for (long k = 0; k < some; k++) part[k] += weight * from[k];
                 }
-                for (long k = 0; k < some; k++) total[k] += part[k];
             }
-            if (sums) memcpy(sums + column, total, some * sizeof(REAL));
+            for (long k = 0; k < some; k++) total[k] += part[k];
         }
+        if (sums) memcpy(sums + column, total, some * sizeof(REAL));
+    }
+}
+
+/* sums [tall, wide] of products of columns of left and panel [count, PANEL * LANES]; added to those before, if any. */
+INLINE void NAME(tile)(const REAL *left, long stride, const REAL *panel, long count, REAL *sums, long apart, long wide,
+                       int more, const int tall, const int vectors) {
+    VEC total[TALL][PANEL];
+#pragma GCC unroll 8
+    for (int i = 0; i < tall; i++)
+#pragma GCC unroll 3
+        for (int v = 0; v < vectors; v++) total[i][v] = (VEC){0};
+    for (long k = 0; k < count; k++, left += stride, panel += PANEL * LANES) {
+        VEC right[PANEL];
+#pragma GCC unroll 3
+        for (int v = 0; v < vectors; v++) right[v] = *(const VEC *)(panel + v * LANES);
+#pragma GCC unroll 8
+        for (int i = 0; i < tall; i++)
+#pragma GCC unroll 3
+            for (int v = 0; v < vectors; v++) total[i][v] += left[i] * right[v];
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < tall; i++, sums += apart)
+#pragma GCC unroll 3
+        for (int v = 0; v < vectors; v++) {
+            REAL *into = sums + v * LANES, last[BYTES / sizeof(REAL)];
+            if (wide >= (v + 1) * LANES) {
+                if (more) total[i][v] += *(const VEC *)into;
+                *(VEC *)into = total[i][v];
+            } else {
+                *(VEC *)last = total[i][v];
+                for (long k = 0; k < LANES && k < wide - v * LANES; k++)
+                    into[k] = more ? into[k] + last[k] : last[k];
+            }
+        }
+}
+
+#define TILES(tall)                                                                                    \
+    for (; outputs - row >= tall; row += tall) {                                                       \
+        const REAL *left = lefts + row;                                                                \
+        REAL *sums = found + row * inputs;                                                             \
+        if (vectors == 3)                                                                              \
+            NAME(tile)(left, stride, panel, some, sums, inputs, wide, first > 0, tall, 3);             \
+        else if (vectors == 2)                                                                         \
+            NAME(tile)(left, stride, panel, some, sums, inputs, wide, first > 0, tall, 2);             \
+        else                                                                                           \
+            NAME(tile)(left, stride, panel, some, sums, inputs, wide, first > 0, tall, 1);             \
+    }
+
+/* The weight's sum: panels of weighted inputs, which stay in the cache, against all outputs. */
+static void NAME(multiply)(const int64_t *layer, long batch) {
+    const long stride = layer[1], outputs = layer[2], inputs = layer[5];
+    const REAL *weights = (const REAL *)(intptr_t)layer[7];
+    for (long column = 0; column < inputs; column += PANEL * LANES) {
+        const long wide = LESSER(PANEL * LANES, inputs - column), vectors = (wide + LANES - 1) / LANES;
+        REAL *found = (REAL *)(intptr_t)layer[8] + column, panel[STRETCH * PANEL * LANES];
+        for (long first = 0; first == 0 || first < batch; first += STRETCH) { /* zeros for no example */
+            const REAL *lefts = (const REAL *)(intptr_t)layer[0] + first * stride;
+            const REAL *right = (const REAL *)(intptr_t)layer[3] + first * layer[4] + column;
+            const long some = LESSER(STRETCH, batch - first);
+            for (long k = 0; k < some; k++, right += layer[4]) {
+                REAL *to = panel + k * PANEL * LANES;
+                if (wide == PANEL * LANES)
+#pragma GCC unroll 3
+                    for (long v = 0; v < PANEL * LANES; v += LANES)
+                        *(VEC *)(to + v) = weights[first + k] * *(const VEC *)(right + v);
+                else
+                    for (long j = 0; j < vectors * LANES; j++) to[j] = j < wide ? weights[first + k] * right[j] : 0;
+            }
+            long row = 0;
+#if TALL == 8
+            TILES(8)
+#endif
+            TILES(4)
+            TILES(2)
+            TILES(1)
+        }
+    }
+}
+#undef TILES
+
+/* What is asked for of each layer's weighted sums. */
+void NAME(sums)(const int64_t *layers, long count, long batch) {
+    for (const int64_t *layer = layers; layer < layers + count * LAYER; layer += LAYER) {
+        if (layer[9] || layer[10]) NAME(scale)(layer, batch);
+        if (layer[8]) NAME(multiply)(layer, batch);
     }
 }
 
@@ -156,7 +247,7 @@ void NAME(weights)(const REAL *norms, const double *bounds, long groups, long ba
 }
 
 /* All of it: norms and weights [groups, batch] by a bound for each group and, where norms and losses are finite, what
- * `scale` gives. Returns whether they are. */
+ * `sums` gives. Returns whether they are. */
 long NAME(clip)(const int64_t *layers, long count, long batch, const REAL *losses, const double *bounds, long groups,
                 REAL *norms, REAL *weights) {
     for (long group = 0; group < groups; group++) {
@@ -180,7 +271,7 @@ long NAME(clip)(const int64_t *layers, long count, long batch, const REAL *losse
     }
     NAME(weights)(norms, bounds, groups, batch, weights);
     if (!NAME(finite)(norms, groups * batch) || !NAME(finite)(losses, batch)) return 0;
-    NAME(scale)(layers, count, batch);
+    NAME(sums)(layers, count, batch);
     return 1;
 }
 

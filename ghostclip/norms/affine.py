@@ -24,6 +24,9 @@ __all__ = ["Affine", "clipped_sums_of", "squared_norms_of", "weighted_sums_of"]
 
 # Beyond so many bytes torch's operations, which share the work among threads, are as good.
 MOST_BYTES = 8 << 20
+# Up to so many multiplications C forms the weight's sum, without a scaled copy of the gradients: measured, in at most
+# torch's time. Beyond, torch's threads are worth it. How many there are is not asked, so that no result depends on it.
+MOST_WORK = 1 << 21
 # Names as native/affine.c has them.
 NAMES = {("weight",): 1, ("bias",): 2, ("weight", "bias"): 3}
 
@@ -70,6 +73,10 @@ class Affine:
         same = left.dtype is dtype and right.dtype is dtype
         return plain and same and left.stride(1) == 1 and right.stride(1) == 1 and self.names in NAMES
 
+    def is_small(self) -> bool:
+        """Whether C forms the weight's sum."""
+        return self.left.shape[0] * self.left.shape[1] * self.right.shape[1] <= MOST_WORK
+
 
 def squared_norms_of(affines: Sequence[Affine]) -> Tensor:
     """Squared norms for each name of each layer in turn, of which there is at least one: [names, B], for the same B."""
@@ -80,7 +87,7 @@ def squared_norms_of(affines: Sequence[Affine]) -> Tensor:
     layers = array("q")
     rows = 0
     for affine in affines:
-        layers.extend((*_layer(affine), 0, 0, 0))
+        layers.extend((*_layer(affine), 0, 0, 0, 0))
         rows += len(affine.names)
     found = first.new_empty(rows, len(first))
     squares(layers.buffer_info()[0], len(affines), len(first), found.data_ptr())
@@ -89,12 +96,12 @@ def squared_norms_of(affines: Sequence[Affine]) -> Tensor:
 
 def weighted_sums_of(affines: Sequence[Affine], weights: Sequence[Tensor]) -> list[list[Tensor]]:
     """``sum_i weights[i] * gradient[i]`` for each name of each, for as many weights [B]."""
-    scale = _in_c("scale", 3, affines)
-    if scale is None or any(w.dtype != affines[0].left.dtype or not w.is_contiguous() for w in weights):
+    sums = _in_c("sums", 3, affines)
+    if sums is None or any(w.dtype != affines[0].left.dtype or not w.is_contiguous() for w in weights):
         return [affine.weighted_sums(each) for affine, each in zip(affines, weights, strict=True)]
-    layers, scaled, sums = _to_scale(affines, [each.data_ptr() for each in weights])
-    scale(layers.buffer_info()[0], len(affines), affines[0].left.shape[0])
-    return _multiplied(affines, scaled, sums)
+    layers, places = _to_sum(affines, [each.data_ptr() for each in weights])
+    sums(layers.buffer_info()[0], len(affines), affines[0].left.shape[0])
+    return _formed(affines, places)
 
 
 def clipped_sums_of(
@@ -122,7 +129,7 @@ def clipped_sums_of(
         batch = left.shape[0]
         found = left.new_empty(2 * count, batch)
         place, stride = found.data_ptr(), batch * left.element_size()
-        layers, scaled, sums = _to_scale(affines, [place + (count + group) * stride for group in groups])
+        layers, places = _to_sum(affines, [place + (count + group) * stride for group in groups])
         limits = array("d", [bound * margin(left.dtype) for bound in bounds])
         fine = bool(clip(
             layers.buffer_info()[0], len(affines), batch, losses.data_ptr(), limits.buffer_info()[0], count,
@@ -130,7 +137,7 @@ def clipped_sums_of(
         ))  # fmt: skip
         if fine:
             rows = found.unbind()
-            return rows[:count], rows[count:], _multiplied(affines, scaled, sums)
+            return rows[:count], rows[count:], _formed(affines, places)
         norms, weights = found.split(count)
     if not fine:
         finite = torch.isfinite(norms).all(0) & torch.isfinite(losses)
@@ -140,21 +147,32 @@ def clipped_sums_of(
     return norms.unbind(), each, weighted_sums_of(affines, [each[group] for group in groups])
 
 
-def _to_scale(affines: Sequence[Affine], weights: Sequence[int]) -> tuple[array[int], list[Tensor], list[Tensor]]:
-    """What C needs to scale the lefts by weights at these addresses; where they go, [p, B], and their columns' sums."""
-    layers, scaled, sums = array("q"), [], []
-    for affine, place in zip(affines, weights, strict=True):
-        scaled.append(affine.left.new_empty(affine.left.shape).t())
-        sums.append(affine.left.new_empty(scaled[-1].shape[0]))
-        layers.extend((*_layer(affine), place, scaled[-1].data_ptr(), sums[-1].data_ptr()))
-    return layers, scaled, sums
+def _to_sum(affines: Sequence[Affine], weights: Sequence[int]) -> tuple[array[int], list[dict[str, Tensor]]]:
+    """What C needs to form weighted sums, for weights at these addresses.
+
+    Returns:
+        The layers, and for each the places of its sums: "weight" [p, d], or "scaled", the weighted left as columns
+        [p, B] where torch is to multiply, and "bias" [p].
+    """
+    layers, places = array("q"), []
+    for affine, weight in zip(affines, weights, strict=True):
+        left, outputs = affine.left, affine.left.shape[1]
+        place = {"bias": left.new_empty(outputs)} if "bias" in affine.names else {}
+        if "weight" in affine.names and affine.is_small():
+            place["weight"] = left.new_empty(outputs, affine.right.shape[1])
+        elif "weight" in affine.names:
+            place["scaled"] = left.new_empty(left.shape).t()
+        asked = [place[name].data_ptr() if name in place else 0 for name in ("weight", "bias", "scaled")]
+        layers.extend((*_layer(affine), weight, *asked))
+        places.append(place)
+    return layers, places
 
 
-def _multiplied(affines: Sequence[Affine], scaled: Sequence[Tensor], sums: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The weighted sums, for each name of each affine."""
+def _formed(affines: Sequence[Affine], places: Sequence[dict[str, Tensor]]) -> list[list[Tensor]]:
+    """The weighted sums, for each name of each affine, from what C wrote."""
     return [
-        [bias if name == "bias" else torch.mm(left, affine.right) for name in affine.names]
-        for affine, left, bias in zip(affines, scaled, sums, strict=True)
+        [place[name] if name in place else torch.mm(place["scaled"], affine.right) for name in affine.names]
+        for affine, place in zip(affines, places, strict=True)
     ]
 
 
