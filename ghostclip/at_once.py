@@ -1,7 +1,7 @@
 """Networks of small linear layers alone, where calling operations costs more than what they compute.
 
-What an ordinary pass found of such a graph is remembered; from then on its norms, weights and scaled gradients take one
-call of native/affine.c, and its clipped sums one product a layer.
+What an ordinary pass found of such a graph is remembered; from then on its norms, weights and clipped sums take one
+call of native/affine.c, and a product for each layer whose sum is large.
 """
 
 from __future__ import annotations
