@@ -18,6 +18,7 @@ RESULTS = ROOT / "experiments" / "results" / "bench.json"
 FURTHER = {
     "bench-peers.json": "Beside other libraries (Opacus, fastDP, JAX), one core:",
     "bench-sizes.json": "Larger and smaller images, longer texts, one core:",
+    "bench-backward.json": "By `backward(losses)`, which has to do with the graph it is given, one core:",
     "bench-two-threads.json": "On two threads:",
     "bench-compiled.json": "Compiled steps, one core:",
 }

@@ -48,6 +48,20 @@ def _nonprivate_compiled(model: nn.Module, losses: Losses, max_norm: float) -> P
     return Prepared(step, None)
 
 
+def _ghost_backward(policy: Callable[[float], Any], options: dict[str, Any]) -> Fill:
+    """GhostClipper's `backward` of losses that the caller computed."""
+
+    def fill(model: nn.Module, losses: Losses, max_norm: float) -> Batch:
+        clipper = GhostClipper(model, policy(max_norm), **options)
+
+        def add_clipped_sum(inputs: Tensor, targets: Tensor) -> None:
+            clipper.backward(losses(model(inputs), targets))
+
+        return add_clipped_sum
+
+    return fill
+
+
 def _ghost(policy: Callable[[float], Any], options: dict[str, Any], trials: int) -> Fill:
     """GhostClipper's `clip` with a policy and options; each size's first call goes on until the way is chosen."""
 
@@ -106,6 +120,12 @@ OURS = (
               by_filling_gradients(_ghost(_flat, {"second_pass": "cached"}, one_by_one.TRIALS))),
     Contender("per-layer", "GhostClipper, each layer clipped by itself",
               by_filling_gradients(_ghost(_per_layer, {}, one_by_one.TRIALS)), clips="layer"),
+    Contender("reweight-backward", "a second backward, of losses that the caller computed",
+              by_filling_gradients(_ghost_backward(_flat, {"second_pass": "reweight"})), usual=False),
+    Contender("cached-backward", "no second backward, of losses that the caller computed",
+              by_filling_gradients(_ghost_backward(_flat, {"second_pass": "cached"})), usual=False),
+    Contender("per-layer-backward", "each layer clipped by itself, of losses that the caller computed",
+              by_filling_gradients(_ghost_backward(_per_layer, {})), clips="layer", usual=False),
     Contender("compiled", "the engine's whole step, noise and Adam too, compiled where that is faster", compiled_steps,
               usual=False),
 )  # fmt: skip
