@@ -24,9 +24,10 @@ __all__ = ["Affine", "clipped_sums_of", "squared_norms_of", "weighted_sums_of"]
 
 # Beyond so many bytes torch's operations, which share the work among threads, are as good.
 MOST_BYTES = 8 << 20
-# Up to so many multiplications C forms the weight's sum, without a scaled copy of the gradients: measured, in at most
-# torch's time. Beyond, torch's threads are worth it. How many there are is not asked, so that no result depends on it.
-MOST_WORK = 1 << 21
+# Up to so many multiplications, of a weight of so many numbers, C forms its sum without a scaled copy of the gradients:
+# measured, in at most torch's time. Beyond, torch's threads are worth it. How many there are is not asked, so that no
+# result depends on it.
+MOST_WORK, MOST_NUMBERS = 1 << 21, 1 << 18
 # Names as native/affine.c has them.
 NAMES = {("weight",): 1, ("bias",): 2, ("weight", "bias"): 3}
 
@@ -75,7 +76,8 @@ class Affine:
 
     def is_small(self) -> bool:
         """Whether C forms the weight's sum."""
-        return self.left.shape[0] * self.left.shape[1] * self.right.shape[1] <= MOST_WORK
+        numbers = self.left.shape[1] * self.right.shape[1]
+        return numbers <= MOST_NUMBERS and numbers * self.left.shape[0] <= MOST_WORK
 
 
 def squared_norms_of(affines: Sequence[Affine]) -> Tensor:
