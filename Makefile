@@ -35,12 +35,15 @@ mutants: install  ## plant bugs in a copy of the package, one at a time: which t
 	$(BIN)/python experiments/mutants.py
 
 COMPILED := mlp,fcnn-adult,embedding,cnn,rnn,lstm,transformer,cifar-cnn,lstm-imdb,lora-gpt,gpt-128,vgg11,resnet18-64px
+BACKWARD := reweight-backward,cached-backward,per-layer-backward
 bench: install  ## step times and memory beside non-private training; BENCH="--contenders all" for every library
 	$(BIN)/python -m ghostclip.bench --seconds 8 --memory --out experiments/results/bench.json $(BENCH)
 	$(BIN)/python -m ghostclip.bench --seconds 4 --threads 2 --contenders nonprivate,reweight,cached,per-layer \
 		--out experiments/results/bench-two-threads.json $(BENCH)
 	$(BIN)/python -m ghostclip.bench --seconds 8 --workloads sizes --contenders nonprivate,reweight,cached,per-layer \
 		--out experiments/results/bench-sizes.json $(BENCH)
+	$(BIN)/python -m ghostclip.bench --seconds 6 --contenders nonprivate,$(BACKWARD) --memory nonprivate,$(BACKWARD) \
+		--out experiments/results/bench-backward.json $(BENCH)
 	$(BIN)/python -m ghostclip.bench --seconds 4 --workloads $(COMPILED) \
 		--contenders nonprivate,nonprivate-compiled,reweight,cached,compiled \
 		--out experiments/results/bench-compiled.json $(BENCH)

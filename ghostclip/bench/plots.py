@@ -11,6 +11,9 @@ from ghostclip.bench.machine import in_words
 __all__ = ["plot_ratios"]
 
 OURS = {"reweight": "#56b4e9", "cached": "#0072b2", "per-layer": "#009e73", "compiled": "#cc79a7"}
+OURS |= {f"{name}-backward": color for name, color in OURS.items() if name != "compiled"}
+# Axes over less than this factor have a tick at each tenth.
+NARROW = 2.5
 OTHERS = ("#d55e00", "#e69f00", "#8c564b", "#7f7f7f", "#bcbd22", "#17becf", "#9467bd", "#e377c2", "#aaaa00", "#555555")
 MARKERS = "s^vD<>pPX*"
 
@@ -50,9 +53,13 @@ def plot_ratios(results: dict[str, Any], path: Path) -> None:
 
 def _finish(axes: Any, results: dict[str, Any], works: list[str]) -> None:
     """Axes, lines between workloads, names."""
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, MultipleLocator, NullLocator
 
     axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    if high < NARROW * low:
+        axes.xaxis.set_major_locator(MultipleLocator(0.1))
+        axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "235" else ""))
     axes.set_yticks(range(len(works)), works)
