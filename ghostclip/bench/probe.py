@@ -1,9 +1,9 @@
 """The peak memory of one contender's steps: what runs in a fresh process, ``python -m ghostclip.bench.probe JSON``.
 
 The process imports everything, makes as many steps on as many examples with a copy of the model, which loads kernels
-and code, gives that memory back, then builds model, optimizer and batch. There its high-water mark is reset, and the
-rise over what it held is reported: gradients, optimizer state, noise, activations, and whatever clipping keeps. On a
-GPU the same is asked of torch's allocator.
+and code (thousands more, where bytes are counted, which fill Python's caches), gives that memory back, then builds
+model, optimizer and batch. There its high-water mark is reset, and the rise over what it held is reported: gradients,
+optimizer state, noise, activations, and whatever clipping keeps. On a GPU the same is asked of torch's allocator.
 """
 
 from __future__ import annotations

@@ -23,7 +23,10 @@ APART = (
 MEMORY_NOTE = (
     "Peak memory of a step over the non-private one's, each in a fresh process: what it rises by above model and data."
 )
-ALLOCATED_NOTE = " {}: bytes that the C library allocates; for so few the system's count of pages is too coarse."
+ALLOCATED_NOTE = (
+    " {}: bytes that the C library allocates, once up to 3,000 other steps have filled Python's own caches; for so few"
+    " the system's count of pages is too coarse."
+)
 
 
 def markdown(results: dict[str, Any]) -> str:
