@@ -19,6 +19,7 @@ from torch.autograd.graph import _engine_run_backward as run_backward
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.index import ModelIndex
+from ghostclip.narrowing import Narrowing
 from ghostclip.nn.base import NOTHING, PROBE, Call
 from ghostclip.nn.fallback import Outside
 from ghostclip.seams import Edge
@@ -174,7 +175,13 @@ def _refuse_statistics(node: Any) -> None:
 
 
 def first_pass(
-    losses: Tensor, calls: Sequence[Call], sink: Any, seed: Tensor | None = None, *, retain_graph: bool
+    losses: Tensor,
+    calls: Sequence[Call],
+    sink: Any,
+    seed: Tensor | None = None,
+    *,
+    retain_graph: bool,
+    narrowing: Narrowing | None = None,
 ) -> None:
     """A backward from ``losses`` to the pre-activations and no further; ``sink`` is told of each as it arrives.
 
@@ -184,6 +191,7 @@ def first_pass(
         sink: called with (call, inputs, gradient at the pre-activation); nothing is kept on its behalf.
         seed: gradient of the losses, [B]; None for ones.
         retain_graph: as torch's.
+        narrowing: where an earlier pass kept the gradient, which this one goes on from.
     """
     for call in calls:
         call.sink = sink
@@ -192,11 +200,25 @@ def first_pass(
         if calls and isinstance(calls[-1], Outside):
             _pass_with_region(losses, calls, sink, seed, retain_graph)
         else:
+            outputs, seeds = ((losses,), (seed,)) if narrowing is None else _with_kept(losses, seed, narrowing)
             # What torch.autograd.grad does, without its checks of what is right here.
-            run_backward((losses,), (seed,), retain_graph, False, (PROBE,), True, accumulate_grad=False)
+            run_backward(outputs, seeds, retain_graph, False, (PROBE,), True, accumulate_grad=False)
     finally:
         for call in calls:
-            call.sink = None
+            call.sink, call.ends = None, False
+
+
+def _with_kept(losses: Tensor, seed: Tensor, narrowing: Narrowing) -> tuple[tuple[Any, Any], tuple[Tensor, Tensor]]:
+    """What a pass starts from that has a gradient already, and their gradients; the layer above gives none to it."""
+    assert narrowing.grad is not None
+    if narrowing.above is not None:
+        narrowing.above.ends = True
+    if narrowing.done:
+        # All that is above is let go of on the way.
+        losses = _NoGradient.apply(losses)
+        if narrowing.above is not None:
+            narrowing.above.sink = NOTHING
+    return (losses, GradientEdge(*narrowing.edge)), (seed, narrowing.grad)
 
 
 def _pass_with_region(losses: Tensor, calls: Sequence[Call], sink: Any, seed: Tensor, retain_graph: bool) -> None:

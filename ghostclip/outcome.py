@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip.groupwise import POSTPONED_BYTES, Part
+from ghostclip.narrowing import Narrowing
 from ghostclip.nn.base import Call
 from ghostclip.norms.affine import Affine, weighted_sums_of
 from ghostclip.norms.term import wide
@@ -33,6 +34,7 @@ class FirstPass:
         calls: the uses of layers behind the losses.
         majors: how each call's rows are grouped, by id(call).
         scale: what the losses were multiplied with, and results are divided by.
+        narrowing: where a gradient was kept that another pass can go on from.
     """
 
     def __init__(
@@ -42,9 +44,10 @@ class FirstPass:
         calls: Sequence[Call],
         majors: Mapping[int, str],
         scale: float = 1.0,
+        narrowing: Narrowing | None = None,
     ) -> None:
         self._found, self._trained, self._scale = collector, trained, scale
-        self.calls, self.majors = calls, majors
+        self.calls, self.majors, self.narrowing = calls, majors, narrowing
         self._dtype = norm_dtype(trained)
 
     @property

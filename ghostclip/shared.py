@@ -17,14 +17,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.nn.base import PROBE, Call, place_of
+from ghostclip.nn.base import CAPTURE, PROBE, Call, place_of
 from ghostclip.nn.fallback import Outside, bare, one_example, product, spread, spread_one_by_one
 from ghostclip.seams import Edge, Seam, shape_of
 
 __all__ = ["Region", "from_below", "inputs_of"]
-
-# What `GhostLayer.capture` makes; recurrent layers have nodes of their own, which tell of gates instead.
-CAPTURE = "_CaptureBackward"
 
 Sink = Callable[[Call, tuple[Tensor, ...], Tensor], None]
 

@@ -138,7 +138,8 @@ class TwoPasses(FirstPasses):
         self, losses: Tensor, weights: Tensor, run: FirstPass, retain_graph: bool, repeat: Repeat | None
     ) -> bool:
         """A backward of the reweighted losses, without the parameters whose gradients were set aside; see there."""
-        by_rules = not (self.steady or self._is_hooked())
+        narrowing = run.narrowing
+        by_rules = (not self.steady or (narrowing is not None and narrowing.is_of_texts)) and not self._is_hooked()
         if repeat is not None:
             repeat.begun, repeat.factors = True, None if by_rules else weights
         try:
@@ -175,7 +176,10 @@ class TwoPasses(FirstPasses):
         losses = losses if self.scale == 1.0 else losses * self.scale
         with in_our_words():
             if len(aside) < len(self.index.trained()):
-                first_pass(losses, run.calls, sink.receive, retain_graph=retain_graph)
+                narrowing = run.narrowing
+                if narrowing is not None:
+                    narrowing.done = narrowing.above is None or aside.issuperset(owners_of(narrowing.above))
+                first_pass(losses, run.calls, sink.receive, retain_graph=retain_graph, narrowing=narrowing)
                 sink.finish()
             elif not retain_graph:
                 let_go(losses, run.calls)

@@ -146,6 +146,20 @@ CLIPPING = [
         "        pass\n",
         PITFALLS,
     ),
+    Mutant(
+        "a gradient kept where ways part",
+        "ghostclip/narrowing.py",
+        "if call is not None or len(ways) != 1:",
+        "if call is not None or not ways:",
+        ("tests/test_narrowing.py",),
+    ),
+    Mutant(
+        "a kept gradient and the layer above both go on",
+        "ghostclip/graph.py",
+        "narrowing.above.ends = True",
+        "pass",
+        ("tests/test_narrowing.py",),
+    ),
     Mutant("no margin below the bound", WHOLE, "1.0 - 8.0 * torch", "1.0 + 3e5 * torch", CLIPPER),
     Mutant(
         "reweighting where rounding undoes it",

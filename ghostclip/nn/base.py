@@ -20,7 +20,7 @@ from ghostclip.norms.affine import Affine
 from ghostclip.norms.dense import Dense
 from ghostclip.norms.term import Term
 
-__all__ = ["LAYERS", "NOTHING", "PROBE", "Call", "GhostLayer", "Repeat", "Sink", "is_capturing", "place_of"]
+__all__ = ["CAPTURE", "LAYERS", "NOTHING", "PROBE", "Call", "GhostLayer", "Repeat", "Sink", "is_capturing", "place_of"]
 
 # What packs saved tensors now, or None.
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -28,6 +28,9 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 # A leaf that every captured pre-activation leads to: asking autograd for its gradient runs a backward that goes
 # to the pre-activations and no further, and so forms no weight gradient. It never has a value and never changes.
 PROBE = torch.zeros(0, device="cpu", requires_grad=True)
+
+# The node that `GhostLayer.capture` makes; recurrent layers have nodes of their own, which tell of gates instead.
+CAPTURE = "_CaptureBackward"
 
 # The exact torch class -> its wrapper. Filled once, by the class statements of this package and of users' own layers.
 LAYERS: dict[type, type[GhostLayer]] = {}
@@ -67,11 +70,12 @@ class Call:
         packed: whether what is saved goes through hooks, as activation checkpointing has it computed again.
         sink: told (call, inputs, gradient at the pre-activation) during a first pass; None at any other time.
         repeat: the pass that is going by is one of these two; None where it stands for itself.
+        ends: whether the pass that is going by goes on elsewhere, not below this layer; for those who end in `capture`.
     """
 
     __slots__ = (
-        "batch_dim", "device", "dtype", "extra", "layer", "packed", "parameters", "repeat", "rows", "shape", "sink",
-        "sources",
+        "batch_dim", "device", "dtype", "ends", "extra", "layer", "packed", "parameters", "repeat", "rows", "shape",
+        "sink", "sources",
     )  # fmt: skip
 
     def __init__(
@@ -91,6 +95,7 @@ class Call:
         self.packed = _top_hooks(False) is not None
         self.sink: Sink | None = None
         self.repeat: Repeat | None = None
+        self.ends = False
 
     def term(self, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
         """The per-example gradients of ``name`` by the layer's rule; a plain tensor [B, *shape] is taken as is."""
@@ -116,7 +121,7 @@ class _Capture(torch.autograd.Function):
             if grad is None:
                 grad = torch.zeros(call.shape, dtype=call.dtype, device=call.device)
             call.sink(call, ctx.saved_tensors, grad if grad.shape == call.shape else grad.reshape(call.shape))
-        return grad, None, None, None
+        return None if call.ends else grad, None, None, None
 
 
 # Function.apply looks for torch.func's transforms first, which `is_capturing` has done.
