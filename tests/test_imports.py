@@ -18,7 +18,7 @@ LEVELS: list[tuple[str, ...] | set[str]] = [
     ("norms",),
     ("nn",),
     ("planner", "separation", "convert"),
-    ("index", "seams", "shared", "graph", "search", "proof", "positions", "regroup"),
+    ("index", "seams", "narrowing", "shared", "graph", "search", "proof", "positions", "regroup"),
     ("clipping",),
     ("gradients", "groupwise", "passes", "outcome", "reweighting", "second_pass", "at_once", "first_passes",
      "two_passes", "explain", "verify", "compiled", "replay", "halves", "one_by_one"),
