@@ -22,7 +22,6 @@ from ghostclip.index import ModelIndex
 from ghostclip.narrowing import narrowing_of
 from ghostclip.nn.base import Call, Repeat
 from ghostclip.nn.fallback import Outside
-from ghostclip.norms.whole import bounded_weights
 from ghostclip.outcome import FirstPass, norm_dtype
 from ghostclip.passes import Aside, Collector
 from ghostclip.planner import Choice, Planner
@@ -186,14 +185,9 @@ class FirstPasses:
         """
         trained, partition = self.index.trained(), self.partition()
         thresholds = policy.thresholds_of(dict.fromkeys(partition.values())) if isinstance(policy, Thresholds) else {}
-
-        def weigh(groups: list[str], norms: Tensor) -> Tensor:
-            if given is not None:
-                return torch.stack([given[group] for group in groups])
-            return bounded_weights(norms, [self.scale * thresholds[group] for group in groups])
-
+        bounds = {group: self.scale * threshold for group, threshold in thresholds.items()}
         group_of = {id(parameter): partition[name] for name, parameter in trained}
-        sums = GroupSums(group_of, weigh, finite, norm_dtype(trained), losses, self._planner)
+        sums = GroupSums(group_of, bounds, given, finite, norm_dtype(trained), losses, self._planner)
         self.first_pass(
             losses, keep=True, retain_graph=retain_graph, again=again, ignore_budget=True, groups=sums,
             postponed=postponed,

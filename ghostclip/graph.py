@@ -8,6 +8,7 @@ of every rule: `ghostclip.search` then looks where its gradient can be had examp
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,9 @@ BATCH_STATISTICS = {f"{name}BatchNormBackward0" for name in ("Native", "Cudnn", 
 WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 # Nodes of torch's own that more has to be known of than where they lead.
 TOLD = REORDERING | BATCH_STATISTICS
+
+
+log = logging.getLogger("ghostclip")
 
 
 @dataclass(frozen=True)
@@ -200,7 +204,7 @@ def first_pass(
         if calls and isinstance(calls[-1], Outside):
             _pass_with_region(losses, calls, sink, seed, retain_graph)
         else:
-            outputs, seeds = ((losses,), (seed,)) if narrowing is None else _with_kept(losses, seed, narrowing)
+            outputs, seeds = _starts(losses, seed, narrowing)
             # What torch.autograd.grad does, without its checks of what is right here.
             run_backward(outputs, seeds, retain_graph, False, (PROBE,), True, accumulate_grad=False)
     finally:
@@ -208,17 +212,16 @@ def first_pass(
             call.sink, call.ends = None, False
 
 
-def _with_kept(losses: Tensor, seed: Tensor, narrowing: Narrowing) -> tuple[tuple[Any, Any], tuple[Tensor, Tensor]]:
-    """What a pass starts from that has a gradient already, and their gradients; the layer above gives none to it."""
-    assert narrowing.grad is not None
-    if narrowing.above is not None:
-        narrowing.above.ends = True
+def _starts(losses: Tensor, seed: Tensor, narrowing: Narrowing | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What a pass starts from, and the gradients there; above what has one already a layer goes no further down."""
+    if narrowing is None:
+        return (losses,), (seed,)
+    edge = GradientEdge(*narrowing.edge)
     if narrowing.done:
-        # All that is above is let go of on the way.
-        losses = _NoGradient.apply(losses)
-        if narrowing.above is not None:
-            narrowing.above.sink = NOTHING
-    return (losses, GradientEdge(*narrowing.edge)), (seed, narrowing.grad)
+        return (edge,), (narrowing.grad,)
+    assert narrowing.above is not None
+    narrowing.above.ends = True
+    return (losses, edge), (seed, narrowing.grad)
 
 
 def _pass_with_region(losses: Tensor, calls: Sequence[Call], sink: Any, seed: Tensor, retain_graph: bool) -> None:
@@ -254,9 +257,34 @@ class _NoGradient(torch.autograd.Function):
         return None
 
 
-def let_go(losses: Tensor, calls: Sequence[Call]) -> None:
+def let_go(losses: Tensor, calls: Sequence[Call], narrowing: Narrowing | None = None) -> None:
     """Frees what the graph behind ``losses`` holds, as a backward does in passing, without computing anything.
 
-    Autograd frees each node it comes through, and nodes that get no gradient have nothing to compute.
+    Autograd frees each node it comes through, and nodes that get no gradient have nothing to compute. Hooks of tensors
+    get None; what they raise about that is nobody's business, and what is left goes with the losses.
+
+    Args:
+        losses, calls: as for `first_pass`.
+        narrowing: what is below it is left alone.
     """
-    first_pass(_NoGradient.apply(losses), calls, NOTHING, retain_graph=False)
+    nothing = _NoGradient.apply(losses)
+    try:
+        if narrowing is None:
+            first_pass(nothing, calls, NOTHING, retain_graph=False)
+        else:
+            _let_go_above(nothing, narrowing)
+    except RuntimeError:
+        raise
+    except Exception as error:
+        log.debug("a hook, given None while the graph was let go of, raised %s: %s", type(error).__name__, error)
+
+
+def _let_go_above(nothing: Tensor, narrowing: Narrowing) -> None:
+    if narrowing.above is not None:
+        narrowing.above.sink = NOTHING
+    try:
+        below = (GradientEdge(*narrowing.edge),)
+        run_backward((nothing,), (torch.ones_like(nothing),), False, False, below, True, accumulate_grad=False)
+    finally:
+        if narrowing.above is not None:
+            narrowing.above.sink = None

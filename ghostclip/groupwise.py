@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ghostclip.nn.base import Call
 from ghostclip.norms.affine import Affine, weighted_sums_of
-from ghostclip.norms.term import Term
-from ghostclip.norms.whole import all_finite, group_norms
+from ghostclip.norms.term import Clipped, Term, Weigh
+from ghostclip.norms.whole import all_finite, bounded_weight, bounded_weights, group_norms
 from ghostclip.planner import Planner
 
 __all__ = ["POSTPONED_BYTES", "GroupSums", "Part"]
@@ -36,7 +36,8 @@ class GroupSums:
 
     Args:
         group_of: {id of a trained parameter: its group}.
-        weigh: (groups, their norms [groups, B]) -> weights [groups, B].
+        bounds: {group: what its norms are clipped to}.
+        given: {group: weights [B]}, whatever the norms; None for ``min(1, bound / norm)``.
         finite: [B] bool, False for examples that are left out; None when nobody is known to be.
         dtype: of the norms.
         losses: [B].
@@ -55,7 +56,8 @@ class GroupSums:
     def __init__(
         self,
         group_of: Mapping[int, str],
-        weigh: Callable[[list[str], Tensor], Tensor],
+        bounds: Mapping[str, float],
+        given: Mapping[str, Tensor] | None,
         finite: Tensor | None,
         dtype: torch.dtype,
         losses: Tensor,
@@ -66,8 +68,8 @@ class GroupSums:
         self.sums: list[tuple[Part, Tensor]] = []
         self.calls: list[Call] = []
         self.finite, self.waits, self.nbytes = finite, False, 0
-        self._group_of, self._weigh, self._dtype, self._losses = group_of, weigh, dtype, losses.detach()
-        self._planner = planner
+        self._group_of, self._dtype, self._losses = group_of, dtype, losses.detach()
+        self._bounds, self._given, self._planner = bounds, given, planner
         self._left: Counter[str] = Counter()
         self._open: dict[str, list[Taken]] = {}
         self._complete: list[str] = []
@@ -94,6 +96,34 @@ class GroupSums:
             if self._complete_bytes > POSTPONED_BYTES and not self.waits:
                 self.close()
 
+    def weigher(self, part: Part) -> Weigh | None:
+        """Weighs examples by their squared norms of ``part``, the last that its group waits for; None of another."""
+        group = self._group_of[part[0]]
+        if self.waits or self._left[group] != 1 or self._given is not None or self.finite is not None:
+            return None
+        bound, dtype = self._bounds[group], self._dtype
+        before = [row for _, squared, _ in self._open.get(group, []) for row in squared.view(-1, squared.shape[-1])]
+        others: list[float] = []
+
+        def weigh(example: int, squared: float) -> float:
+            if before and not others:
+                others.extend(torch.stack(before).sum(0, dtype=torch.float64).tolist())
+            return bounded_weight(squared + others[example] if before else squared, bound, dtype)
+
+        return weigh
+
+    def take_clipped(self, part: Part, found: Clipped) -> None:
+        """Takes what was clipped by the `weigher` of that part, which completes its group."""
+        group = self._group_of[part[0]]
+        self._left[group] -= 1
+        others = self._open.pop(group, [])
+        last = torch.tensor(found.squared_norms, dtype=self._dtype, device=found.total.device)
+        self.norms[group] = group_norms([[*(squared for _, squared, _ in others), last]], self._dtype)[0]
+        self.weights[group] = torch.tensor(found.weights, dtype=self._dtype, device=found.total.device)
+        self.sums.append((part, found.total))
+        self.nbytes += len(found.weights) * found.total.nbytes
+        self._add_up([group], [others])
+
     @property
     def empty(self) -> bool:
         """Whether nothing is held for a group that is not closed."""
@@ -103,6 +133,12 @@ class GroupSums:
         """The clipped sums, which are let go of one after another."""
         while self.sums:
             yield self.sums.pop()
+
+    def _weigh(self, groups: list[str], norms: Tensor) -> Tensor:
+        """Weights [groups, B] of groups by their norms."""
+        if self._given is not None:
+            return torch.stack([self._given[group] for group in groups])
+        return bounded_weights(norms, [self._bounds[group] for group in groups])
 
     @torch.no_grad()
     def close(self, measure: Callable[[Term | Affine], Tensor] | None = None) -> None:

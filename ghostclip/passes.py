@@ -185,9 +185,12 @@ class Collector:
         if self._answer_at_once(call, parts, inputs, grad):
             return
         held: set[int] = set()
-        # The largest first, which are the last to be worth keeping: what they hold is there for the others.
+        # The largest first, which are the last to be worth keeping: what they hold is there for the others. Of a weight
+        # and a bias in groups the weight comes last, so that its group may be complete with it.
         own: Mapping[str, Any] = call.layer._parameters
-        for name, part in sorted(zip(names, parts, strict=True), key=lambda each: -own[each[0]].numel()):
+        turned = self._groups is not None and len(parts) == 2
+        ordered = sorted(zip(names, parts, strict=True), key=lambda each: -own[each[0]].numel())
+        for name, part in reversed(ordered) if turned else ordered:
             term = self._term(call, name, inputs, grad)
             self._left[part] -= 1
             if self._left[part] or part in self._waiting:
@@ -312,6 +315,8 @@ class Collector:
         if self._materialise:
             self.terms[part] = Dense(term.per_example())
             return
+        if self._groups is not None and self._clip_in_passing(part, term, self._groups):
+            return
         keep = self._groups is not None or (self._keep and not self.over_budget and part[0] not in self._not_held)
         tensors = {tensor.untyped_storage().data_ptr(): tensor for tensor in term.tensors} if keep else {}
         replaced = sum([tensor.nbytes for address, tensor in tensors.items() if address not in held])
@@ -329,6 +334,16 @@ class Collector:
         elif keep:
             self.terms[part] = term
             self._count(term.nbytes)
+
+    def _clip_in_passing(self, part: Part, term: Term, groups: GroupSums) -> bool:
+        """Clips a group with its last term where that is the fastest; says whether it did."""
+        weigh = groups.weigher(part)
+        found = None if weigh is None else self._planner.clip(term, weigh)
+        if found is None:
+            return False
+        clipped, self.choices[part[0]] = found
+        groups.take_clipped(part, clipped)
+        return True
 
     def _ask(self, term: Term, keep: bool, room: int) -> tuple[Answer, Choice]:
         """The planner's answer, with the looks at values that it may need or without."""

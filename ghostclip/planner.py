@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ghostclip.norms.dense import Dense
 from ghostclip.norms.memory import Memory, first_touch
-from ghostclip.norms.term import SAMPLE, Answer, Candidate, Term, is_traced
+from ghostclip.norms.term import SAMPLE, Answer, Candidate, Clipped, Term, Weigh, is_traced
 
 __all__ = ["SOLE", "Choice", "Planner", "kept_bytes", "milliseconds"]
 
@@ -52,6 +52,8 @@ class Choice:
     sums: dict[str, float] = field(default_factory=dict)
 
 
+# What ways that clip while norms come are called.
+PASSING = "in passing"
 SOLE = Choice("exact", False, "the only way")
 EMPTY = Choice("any", False, "an empty batch")
 
@@ -129,6 +131,17 @@ class Planner:
         self.memory.give_up()
         return answer, choice
 
+    def clip(self, term: Term, weigh: Weigh) -> tuple[Clipped, Choice] | None:
+        """Norms, weights and clipped sum of ``term`` in passing, or None where that isn't a way, or not the fastest."""
+        way = term.in_passing() if term.examples and self.norm_strategy != "gram" else None
+        if way is None or torch.are_deterministic_algorithms_enabled():
+            return None
+        key = (term.key, PASSING)
+        choice = self.choices.get(key)
+        if choice is None:
+            choice = self.choices[key] = self._choose_in_passing(term)
+        return (way(weigh), choice) if choice.name == PASSING else None
+
     def weighted_sum(self, term: Term, weights: Tensor) -> Tensor:
         """`Term.weighted_sum` [*shape] for weights [B], the fastest way where there are several."""
         ways = term.sums()
@@ -146,9 +159,7 @@ class Planner:
         return min(costs, key=costs.__getitem__)
 
     def _choose(self, term: Term, candidates: dict[str, Candidate], keep: bool, may_keep: bool, traced: bool) -> Choice:
-        fit = {name: way for name, way in candidates.items() if way.traces or not traced}
-        allowed = {n: c for n, c in fit.items() if self.norm_strategy in ("auto", c.family)} or fit
-        ordered = sorted(allowed, key=lambda name: allowed[name].flops)
+        allowed, ordered = self._allowed(candidates, traced)
         if torch.are_deterministic_algorithms_enabled():
             reason = "fewest flops (deterministic algorithms asked for)"
             return Choice(ordered[0], may_keep and allowed[ordered[0]].keeps, reason)
@@ -164,6 +175,27 @@ class Planner:
             reason = "far fewest flops" if self.norm_strategy == "auto" else "asked for"
         kept = may_keep and candidates[name].keeps
         return Choice(name, kept, reason, costs, {} if kept or not keep else self._sums.get(term.key, {}))
+
+    def _choose_in_passing(self, term: Term) -> Choice:
+        """Between that and ways to norms that are followed by one to the sum, with nothing kept."""
+        sample = term.head(SAMPLE)
+        candidates = sample.candidates()
+        _, ordered = self._allowed(candidates, False)
+        costs = self._costs(term, sample, worth_measuring(ordered, candidates), True, False)
+        name = min(costs, key=costs.__getitem__)
+        share = sample.examples / term.examples
+        clip = sample.in_passing()
+        assert clip is not None
+        costs[PASSING] = self._measure(partial(clip, _alike), term.device, costs[name] / KEPT * share) / share
+        if costs[PASSING] * KEPT > costs[name]:
+            return Choice(name, False, "faster than in passing", costs)
+        return Choice(PASSING, False, "about the fastest, and nothing is kept", costs)
+
+    def _allowed(self, candidates: dict[str, Candidate], traced: bool) -> tuple[dict[str, Candidate], list[str]]:
+        """Those that may be chosen, and their names in the order of their flops."""
+        fit = {name: way for name, way in candidates.items() if way.traces or not traced}
+        allowed = {n: c for n, c in fit.items() if self.norm_strategy in ("auto", c.family)} or fit
+        return allowed, sorted(allowed, key=lambda name: allowed[name].flops)
 
     def _as_measured(
         self, term: Term, allowed: dict[str, Candidate], ordered: list[str], keep: bool, may_keep: bool
@@ -209,6 +241,11 @@ class Planner:
             name = self._way_to_sum(term, ways, weights)
             return self._sums[term.key][name]
         return self._measure(partial(term.weighted_sum, weights), term.device, math.inf)
+
+
+def _alike(example: int, squared: float) -> float:
+    """A weight to measure with."""
+    return 1.0
 
 
 def worth_measuring(ordered: list[str], candidates: dict[str, Candidate]) -> list[str]:

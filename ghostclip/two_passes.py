@@ -181,6 +181,8 @@ class TwoPasses(FirstPasses):
                     narrowing.done = narrowing.above is None or aside.issuperset(owners_of(narrowing.above))
                 first_pass(losses, run.calls, sink.receive, retain_graph=retain_graph, narrowing=narrowing)
                 sink.finish()
+                if narrowing is not None and narrowing.done and not retain_graph:
+                    let_go(losses, run.calls, narrowing)
             elif not retain_graph:
                 let_go(losses, run.calls)
 

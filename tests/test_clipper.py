@@ -262,3 +262,50 @@ def test_verify_does_not_compare_rounding_with_rounding(dtype):
     torch.manual_seed(0)
     clipper = ghostclip.GhostClipper(KeysWithBias().to(dtype), 0.1)
     clipper.verify(lambda m, x: m(x).square().sum((1, 2)), torch.randn(5, 7, 6, dtype=dtype))
+
+
+class Hooked(nn.Module):
+    """Losses [B]; hooks on what is between its layers, and on the scores, double gradients and note them."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.dense, self.head = nn.Embedding(30, 4), nn.Linear(4, 4), nn.Linear(4, 30)
+        self.head.requires_grad_(trained)
+        self.seen: list[torch.Tensor | None] = []
+
+    def twice(self, grad: torch.Tensor) -> torch.Tensor:
+        self.seen.append(grad)
+        return grad * 2
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden = self.dense(self.words(words))
+        scores = self.head(hidden.softmax(2))
+        for tensor in (hidden, scores):
+            if tensor.requires_grad:
+                tensor.register_hook(self.twice)
+        return scores.log_softmax(2).square().mean((1, 2))
+
+
+@every_pass
+@pytest.mark.parametrize("layers", [False, True])
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_hooks_on_tensors_change_gradients_and_break_nothing(second_pass, layers, trained, retain_graph):
+    """A graph that is let go of has no gradients to give them."""
+    model = Hooked(trained).double()
+    words = torch.arange(12).view(4, 3)
+    grads = oracle.per_example_grads(model, lambda losses: losses, (words,))
+    policy = ghostclip.clipping.PerLayer(0.01) if layers else 0.01
+    clipper = ghostclip.GhostClipper(ghostclip.wrap(model), policy, second_pass=second_pass, memory_budget=1)
+    for _ in range(3):
+        model.zero_grad()
+        result = clipper.backward(model(words), retain_graph=retain_graph)
+        weights = result.weights if layers else dict.fromkeys(["words", "dense", "head"], result.weights)
+        norms = result.norms if layers else dict.fromkeys(["words", "dense", "head"], result.norms)
+        for name, found in gradients(model).items():
+            layer = name.partition(".")[0]
+            torch.testing.assert_close(found, torch.einsum("b,b...->...", weights[layer], grads[name]))
+            own = {n: g for n, g in grads.items() if n.startswith(layer) or not layers}
+            assert_close(norms[layer], oracle.norms(own), 1e-10)
+    assert any(grad is not None for grad in model.seen)

@@ -160,6 +160,20 @@ CLIPPING = [
         "pass",
         ("tests/test_narrowing.py",),
     ),
+    Mutant(
+        "a weight clipped in passing without its bias",
+        "ghostclip/groupwise.py",
+        "bounded_weight(squared + others[example] if before else squared, bound, dtype)",
+        "bounded_weight(squared, bound, dtype)",
+        ("tests/test_in_passing.py",),
+    ),
+    Mutant(
+        "an infinite gradient added in passing",
+        WHOLE,
+        "    if not math.isfinite(squared):\n        return 0.0\n",
+        "",
+        ("tests/test_in_passing.py",),
+    ),
     Mutant("no margin below the bound", WHOLE, "1.0 - 8.0 * torch", "1.0 + 3e5 * torch", CLIPPER),
     Mutant(
         "reweighting where rounding undoes it",

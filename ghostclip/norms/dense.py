@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from .term import Answer, Term, is_traced, split_examples, wide, zero_examples
 
-__all__ = ["Dense", "squared_norms"]
+__all__ = ["Dense", "squared_norm_of", "squared_norms"]
 
 # A norm in float32 loses 1e-6 of itself for about so many numbers, and more in proportion (2.5 million: 4e-4).
 LONG = 8192
@@ -30,6 +31,15 @@ def squared_norms(gradients: Tensor) -> Tensor:
         return _inner_products(flat)
     norms = _row_norms(flat)
     return norms.mul_(norms)
+
+
+def squared_norm_of(gradient: Tensor) -> Callable[[], float]:
+    """What gives the squared L2 norm of one gradient, a contiguous tensor of any shape, as it is when it is asked."""
+    row = gradient.view(1, -1)
+    if row.shape[1] < INNER_LEAST or not _inner_products_are_best(row):
+        return lambda: squared_norms(row).item()
+    parts = row[0].split(INNER_MOST)
+    return lambda: sum([torch.dot(part, part).item() for part in parts])
 
 
 def _inner_products_are_best(flat: Tensor) -> bool:

@@ -17,7 +17,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .memory import Memory
 
-__all__ = ["SAMPLE", "Answer", "Candidate", "Term", "is_traced", "size_class", "wide"]
+__all__ = ["SAMPLE", "Answer", "Candidate", "Clipped", "Term", "Weigh", "is_traced", "size_class", "wide"]
+
+# (number of an example, its squared norm) -> its weight, a finite number.
+Weigh = Callable[[int, float], float]
 
 # Costs are measured on at most this many examples: beyond, they grow with their number.
 SAMPLE = 32
@@ -31,6 +34,15 @@ class Answer:
     squared_norms: Tensor
     kept: Tensor | None = None
     absolute: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """Squared norms [B], the weights [B] that followed from them, and the clipped sum [*shape]."""
+
+    squared_norms: list[float]
+    weights: list[float]
+    total: Tensor
 
 
 @dataclass(frozen=True)
@@ -93,6 +105,13 @@ class Term(ABC):
             memory: lends what they need; None for memory that is new each time.
         """
         return {}
+
+    def in_passing(self) -> Callable[[Weigh], Clipped] | None:
+        """Norms, weights and clipped sum at once, where each example's norm is all that its weight waits for.
+
+        None where there is no such way, or none that could be the fastest.
+        """
+        return None
 
     def head(self, count: int) -> Term:
         """The term of the first ``count`` examples, to measure on; all of them where a kind can't be divided."""
