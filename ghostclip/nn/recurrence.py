@@ -26,6 +26,9 @@ from .time_loop import COMPILED, available
 
 __all__ = ["attached", "way_of"]
 
+# The inputs' gradient is kept for a second pass if the gates' have so many times its numbers.
+SMALL = 2
+
 
 class Seen(NamedTuple):
     """Rows of what the weights were multiplied with, [T, B, d], or [N, 1, d] of a packed sequence."""
@@ -40,11 +43,15 @@ class Seen(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a first pass leaves to a second whose gradients differ by a factor an example (`Repeat`)."""
+    """What a first pass leaves to a second whose gradients differ by a factor an example (`Repeat`).
+
+    The inputs' gradient, which a large product made, is left with it if it is small beside the gates'.
+    """
 
     seen: Seen
     gradients: GateGradients
     weights: list[Any]
+    into_x: Tensor | None
 
 
 class Left:
@@ -145,20 +152,23 @@ class Recurrence(torch.autograd.Function):
         call = ctx.call
         repeat = None if call is None or ctx.order is not None else call.repeat
         if repeat is not None and repeat.begun and isinstance(ctx.kept, Found):
-            seen, found, weights = ctx.kept
+            seen, found, weights, into_x = ctx.kept
             factors = None if repeat.factors is None else repeat.factors.to(found.into_input.dtype)
         else:
             last = (None if grad is None else wide(grad[0]) for grad in (h_n, c_n))
             incoming = Incoming(None if output is None else wide(output), *last)
             seen, found, weights = (_back if ctx.order is None else _back_packed)(ctx, incoming)
-            factors = None
-        if repeat is not None and not is_traced():
-            # The second pass has use for what was found, and none for what it was made of.
-            ctx.kept = Found(seen, found, weights) if _stays() else None
+            into_x = factors = None
         if not _stays():
             ctx.output = None
         needed = ctx.needs_input_grad[5:8]
-        into_inputs = _into_inputs(seen, found, weights, needed, factors)
+        if needed[0] and into_x is None:
+            into_x = _into_x(seen, found.into_input.flatten(0, 1), weights[0])
+        if repeat is not None and not is_traced():
+            # The second pass has use for what was found, and none for what it was made of.
+            small = into_x is not None and SMALL * into_x.numel() <= found.into_input.numel()
+            ctx.kept = Found(seen, found, weights, into_x if small else None) if _stays() else None
+        into_inputs = _into_inputs(into_x, found, needed, factors)
         if call is None:
             own = _into_weights(seen, found, ctx.needs_input_grad[8:], factors)
             return (*(None,) * 5, *into_inputs, *own)
@@ -257,15 +267,12 @@ def _back_packed(ctx: Any, incoming: Incoming) -> tuple[Seen, GateGradients, lis
 
 
 def _into_inputs(
-    seen: Seen, found: GateGradients, weights: list[Any], needed: tuple[bool, ...], factors: Tensor | None
+    into_x: Tensor | None, found: GateGradients, needed: tuple[bool, ...], factors: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Gradients of x, h0 and c0 where needed, every example's ``factors`` [B] times."""
-    into_x = _into_x(seen, found.into_input.flatten(0, 1), weights[0]) if needed[0] else None
-    if into_x is not None and factors is not None:
-        into_x *= factors.unsqueeze(1)
     c0 = found.c0 if needed[2] else None
     return (
-        into_x,
+        None if into_x is None else _times(into_x, factors),
         _times(found.h0, factors).unsqueeze(0) if needed[1] else None,
         None if c0 is None else _times(c0, factors).unsqueeze(0),
     )
@@ -285,7 +292,7 @@ def _into_weights(
 
 
 def _times(rows: Tensor, factors: Tensor | None) -> Tensor:
-    """``rows`` [B, d] times ``factors`` [B]."""
+    """``rows`` [..., B, d] times ``factors`` [B]."""
     return rows if factors is None else rows * factors.unsqueeze(1)
 
 
