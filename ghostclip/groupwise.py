@@ -102,12 +102,13 @@ class GroupSums:
         if self.waits or self._left[group] != 1 or self._given is not None or self.finite is not None:
             return None
         bound, dtype = self._bounds[group], self._dtype
-        before = [row for _, squared, _ in self._open.get(group, []) for row in squared.view(-1, squared.shape[-1])]
+        before = [squared for _, squared, _ in self._open.get(group, [])]
         others: list[float] = []
 
         def weigh(example: int, squared: float) -> float:
             if before and not others:
-                others.extend(torch.stack(before).sum(0, dtype=torch.float64).tolist())
+                rows = torch.cat([torch.atleast_2d(each) for each in before])
+                others.extend(rows.sum(0, dtype=torch.float64).tolist())
             return bounded_weight(squared + others[example] if before else squared, bound, dtype)
 
         return weigh

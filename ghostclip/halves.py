@@ -26,6 +26,7 @@ from ghostclip.gradients import have_hooks, is_distributed
 from ghostclip.nn.base import Call
 from ghostclip.passes import preactivation_bytes
 from ghostclip.replay import Replay
+from ghostclip.reweighting import CONVOLUTIONS
 from ghostclip.two_passes import TwoPasses
 
 __all__ = ["Halves", "head_of_large"]
@@ -39,7 +40,6 @@ LEAST, LEAST_DATA = 64, 1 << 16
 IMAGE_BYTES, ROW_BYTES, OVER_PARAMETERS = 4 << 20, 64 << 20, 2
 # Policies that weigh an example by its own norm alone.
 EACH_BY_ITSELF = (Flat, Automatic, Adaptive)
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 # Relative difference of a loss from which on it is another one.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 

@@ -20,7 +20,7 @@ from ghostclip.norms.looks import looks_stall
 from ghostclip.norms.whole import all_finite
 from ghostclip.outcome import FirstPass, add_to_gradient, norm_dtype
 from ghostclip.passes import OF_WHOLE, Aside
-from ghostclip.reweighting import Reweighting
+from ghostclip.reweighting import Reweighting, are_faster
 from ghostclip.second_pass import in_our_words, reweighted_backward
 
 __all__ = ["TwoPasses"]
@@ -138,8 +138,7 @@ class TwoPasses(FirstPasses):
         self, losses: Tensor, weights: Tensor, run: FirstPass, retain_graph: bool, repeat: Repeat | None
     ) -> bool:
         """A backward of the reweighted losses, without the parameters whose gradients were set aside; see there."""
-        narrowing = run.narrowing
-        by_rules = (not self.steady or (narrowing is not None and narrowing.is_of_texts)) and not self._is_hooked()
+        by_rules = (not self.steady or are_faster(run.calls, run.narrowing)) and not self._is_hooked()
         if repeat is not None:
             repeat.begun, repeat.factors = True, None if by_rules else weights
         try:
@@ -167,7 +166,7 @@ class TwoPasses(FirstPasses):
         return done
 
     def _sum_by_rules(self, losses: Tensor, weights: Tensor, run: FirstPass, retain_graph: bool) -> None:
-        """Adds what a backward of reweighted losses would, where rounding might undo their weights."""
+        """Adds what a backward of reweighted losses would, where rounding might undo their weights, or it's slower."""
         aside = frozenset(run.aside)
         self._add(run.weighted_sums(weights, None))
         sink = Reweighting(

@@ -175,6 +175,16 @@ def test_no_more_than_one_example_s_gradient_stands():
     assert live.peak == 3 * one
 
 
+def test_an_empty_batch_adds_nothing():
+    model, x = Texts().double(), batch()
+    clipper = ready(model, PerLayer(1.0))
+    for given in (x, x[:0]):
+        model.zero_grad()
+        result = clipper.backward(model(given))
+        assert {len(norms) for norms in result.norms.values()} == {len(given)}
+    assert all(not gradient.any() for gradient in gradients(model).values())
+
+
 @pytest.mark.parametrize("scale", [1.0, 16.0])
 def test_the_loss_scale_changes_nothing(scale):
     model, x = Texts().double(), batch()
