@@ -19,7 +19,7 @@ from ghostclip.gradients import have_hooks, is_distributed
 from ghostclip.graph import WIDE, captured_calls, first_pass
 from ghostclip.groupwise import POSTPONED_BYTES, GroupSums
 from ghostclip.index import ModelIndex
-from ghostclip.narrowing import narrowing_of
+from ghostclip.narrowing import Narrowing, narrowing_of
 from ghostclip.nn.base import Call, Repeat
 from ghostclip.nn.fallback import Outside
 from ghostclip.outcome import FirstPass, norm_dtype
@@ -134,16 +134,13 @@ class FirstPasses:
             if groups is not None:
                 groups.calls, groups.waits = calls, not wanted and shapes in self._small
                 retain_graph = retain_graph and not groups.waits
-            outside = _expect_again(calls, repeat, len(losses))
-            narrowing = narrowing_of(losses) if repeat is not None and calls and not (outside or whole) else None
+            narrowing = _expect_again(losses, calls, None if whole else repeat)
             with nullcontext() if narrowing is None else narrowing.kept():
                 first_pass(losses, calls, collector.receive, retain_graph=retain_graph)
             collector.finish()
             if groups is not None:
                 groups.close(collector.measured if postponed else None)
                 _note(self._small, shapes, groups.nbytes <= POSTPONED_BYTES)
-            if narrowing is not None and narrowing.grad is None:
-                narrowing = None
         run = FirstPass(collector, trained, calls, majors, self.scale, narrowing)
         self.choices = run.choices
         if aside is not None:
@@ -246,16 +243,16 @@ def owners_of(call: Call) -> list[int]:
     return [id(call.layer._parameters[name]) for name in call.parameters]
 
 
-def _expect_again(calls: list[Call], repeat: Repeat | None, examples: int) -> bool:
+def _expect_again(losses: Tensor, calls: list[Call], repeat: Repeat | None) -> Narrowing | None:
     """Tells layers with a row for each example that another pass may follow, or that this one stands for itself.
 
     Returns:
-        Whether parameters are used outside of layers.
+        Where a gradient may be kept for the other pass.
     """
-    outside = any(isinstance(call, Outside) for call in calls)
+    repeat = None if any(isinstance(call, Outside) for call in calls) else repeat
     for call in calls:
-        call.repeat = None if outside or call.packed or call.shape[call.batch_dim] != examples else repeat
-    return outside
+        call.repeat = None if call.packed or call.shape[call.batch_dim] != len(losses) else repeat
+    return None if repeat is None or not calls else narrowing_of(losses)
 
 
 def _note(known: set[Any], shapes: tuple[Any, ...], holds: bool) -> None:

@@ -47,7 +47,8 @@ class FirstPass:
         narrowing: Narrowing | None = None,
     ) -> None:
         self._found, self._trained, self._scale = collector, trained, scale
-        self.calls, self.majors, self.narrowing = calls, majors, narrowing
+        self.calls, self.majors = calls, majors
+        self.narrowing = narrowing if narrowing is not None and narrowing.grad is not None else None
         self._dtype = norm_dtype(trained)
 
     @property
