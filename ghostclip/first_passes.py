@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip.at_once import AtOnce
+from ghostclip.by_parts import collect
 from ghostclip.clipping import Groupwise, Policy, Thresholds
 from ghostclip.errors import LossShapeError, StaleInputError
 from ghostclip.gradients import have_hooks, is_distributed
-from ghostclip.graph import WIDE, captured_calls, first_pass
+from ghostclip.graph import WIDE, captured_calls
 from ghostclip.groupwise import POSTPONED_BYTES, GroupSums
 from ghostclip.index import ModelIndex
 from ghostclip.narrowing import Narrowing, narrowing_of
@@ -27,6 +28,7 @@ from ghostclip.passes import Aside, Collector
 from ghostclip.planner import Choice, Planner
 from ghostclip.regroup import Grouping
 from ghostclip.second_pass import in_our_words
+from ghostclip.tail import Tail, tail_of
 
 __all__ = ["FirstPasses", "check_losses", "owners_of", "without_autocast"]
 
@@ -116,7 +118,8 @@ class FirstPasses:
             self._parameters = {id(parameter): parameter for _, parameter in trained}
             narrow = any(parameter.dtype not in WIDE for _, parameter in trained)
             self.steady = uses.steady and not narrow
-            calls, majors = self._grouping.prove(losses, uses, self.index)
+            tail = None if uses.leaves or (keep and groups is None) else tail_of(uses.calls, uses.shared, len(losses))
+            calls, majors = self._grouping.prove(losses, uses, self.index, tail=tail)
             # What is computed again in order not to be kept is not kept here, either.
             partly = self.cached and keep and groups is None and not (ignore_budget or materialise)
             partly = partly and not self._is_waited_for() and any(call.packed for call in calls)
@@ -126,22 +129,24 @@ class FirstPasses:
             wanted, retain_graph = retain_graph, retain_graph or partly or (again and not whole)
             # What was set aside under the budget may stay under it.
             budget = None if ignore_budget or materialise or whole else self._memory_budget
+            # A graph that is let go of takes no more than an ordinary backward's.
+            at_once = not retain_graph or (keep and groups is None) or (aside is not None and not aside.by_parts)
+            above, tail = _apart(calls, None if at_once else tail, groups)
             collector = Collector(
-                losses, calls, majors, self._planner, self.index,
+                losses, above, majors, self._planner, self.index,
                 keep=keep, partly=partly, materialise=materialise, aside=aside, budget=budget, groups=groups,
-                roomy=roomy and not self.steady, postponed=postponed,
+                roomy=roomy and not self.steady, postponed=postponed, below=[] if tail is None else tail.calls,
             )  # fmt: skip
             if groups is not None:
-                groups.calls, groups.waits = calls, not wanted and shapes in self._small
+                groups.calls, groups.waits = calls, not wanted and tail is None and shapes in self._small
                 retain_graph = retain_graph and not groups.waits
             narrowing = _expect_again(losses, calls, None if whole else repeat)
             with nullcontext() if narrowing is None else narrowing.kept():
-                first_pass(losses, calls, collector.receive, retain_graph=retain_graph)
-            collector.finish()
+                collect(losses, above, tail, collector, groups, retain_graph=retain_graph)
             if groups is not None:
                 groups.close(collector.measured if postponed else None)
                 _note(self._small, shapes, groups.nbytes <= POSTPONED_BYTES)
-        run = FirstPass(collector, trained, calls, majors, self.scale, narrowing)
+        run = FirstPass(collector, trained, calls, majors, self.scale, narrowing, tail)
         self.choices = run.choices
         if aside is not None:
             owners = [owner for call in calls for owner in owners_of(call)]
@@ -253,6 +258,18 @@ def _expect_again(losses: Tensor, calls: list[Call], repeat: Repeat | None) -> N
     for call in calls:
         call.repeat = None if call.packed or call.shape[call.batch_dim] != len(losses) else repeat
     return None if repeat is None or not calls else narrowing_of(losses)
+
+
+def _apart(calls: list[Call], tail: Tail | None, groups: GroupSums | None) -> tuple[list[Call], Tail | None]:
+    """The uses of layers above the tail, and the tail, if it can go by itself."""
+    if tail is None or isinstance(calls[-1], Outside):
+        return calls, None
+    above = [call for call in calls if call not in tail.calls]
+    if groups is not None:
+        upper, lower = ([owner for call in some for owner in owners_of(call)] for some in (above, tail.calls))
+        if not groups.are_apart(lower, upper):
+            return calls, None
+    return above, tail
 
 
 def _note(known: set[Any], shapes: tuple[Any, ...], holds: bool) -> None:

@@ -73,6 +73,7 @@ class GroupSums:
         self._left: Counter[str] = Counter()
         self._open: dict[str, list[Taken]] = {}
         self._complete: list[str] = []
+        self._joined: dict[Part, Tensor] = {}
         self._complete_bytes = 0
 
     def expect(self, parts: Iterable[Part]) -> None:
@@ -124,6 +125,29 @@ class GroupSums:
         self.sums.append((part, found.total))
         self.nbytes += len(found.weights) * found.total.nbytes
         self._add_up([group], [others])
+
+    def of_part(self, part: slice) -> GroupSums:
+        """What takes terms of some of the examples, to `join` this."""
+        given = None if self._given is None else {group: weights[part] for group, weights in self._given.items()}
+        finite = None if self.finite is None else self.finite[part]
+        return GroupSums(self._group_of, self._bounds, given, finite, self._dtype, self._losses[part], self._planner)
+
+    def join(self, part: GroupSums) -> None:
+        """Takes the groups of the next examples, which are complete there, and come from such parts alone."""
+        for mine, its in ((self.norms, part.norms), (self.weights, part.weights)):
+            for group, values in its.items():
+                mine[group] = torch.cat([mine[group], values]) if group in mine else values
+        self.nbytes += part.nbytes
+        for owner, amount in part.taken():
+            if owner in self._joined:
+                self._joined[owner] += amount
+            else:
+                self._joined[owner] = amount
+                self.sums.append((owner, amount))
+
+    def are_apart(self, some: Iterable[int], others: Iterable[int]) -> bool:
+        """Whether no group has parameters among both."""
+        return {self._group_of[owner] for owner in some}.isdisjoint([self._group_of[owner] for owner in others])
 
     @property
     def empty(self) -> bool:

@@ -15,6 +15,7 @@ from ghostclip.norms.term import wide
 from ghostclip.norms.whole import norms
 from ghostclip.passes import Collector
 from ghostclip.planner import Choice
+from ghostclip.tail import Tail
 
 __all__ = ["FirstPass", "add_sums", "add_to_gradient", "norm_dtype"]
 
@@ -35,6 +36,7 @@ class FirstPass:
         majors: how each call's rows are grouped, by id(call).
         scale: what the losses were multiplied with, and results are divided by.
         narrowing: where a gradient was kept that another pass can go on from.
+        tail: the lowest layers, where they went by parts of the examples.
     """
 
     def __init__(
@@ -45,9 +47,10 @@ class FirstPass:
         majors: Mapping[int, str],
         scale: float = 1.0,
         narrowing: Narrowing | None = None,
+        tail: Tail | None = None,
     ) -> None:
         self._found, self._trained, self._scale = collector, trained, scale
-        self.calls, self.majors = calls, majors
+        self.calls, self.majors, self.tail = calls, majors, tail
         self.narrowing = narrowing if narrowing is not None and narrowing.grad is not None else None
         self._dtype = norm_dtype(trained)
 

@@ -43,16 +43,18 @@ class Aside(NamedTuple):
         of_layer: share of its layer's pre-activation that each may take.
         of_all: share of all pre-activations that all of them may take.
         of_parameters: share of the parameters besides, where their gradients don't exist yet.
+        by_parts: whether the lowest layers may go by parts of the examples (`ghostclip.tail`).
     """
 
     of_layer: float
     of_all: float
     of_parameters: float
+    by_parts: bool
 
 
 # Measured: no peak rises by more than 7%; and the CIFAR network's in halves, which has room, to that of an ordinary
 # backward of the whole batch (1.54 to 1.33 of its time).
-OF_WHOLE, OF_HALF = Aside(0.5, 0.15, 1.0), Aside(2.5, 0.6, 0.0)
+OF_WHOLE, OF_HALF = Aside(0.5, 0.15, 1.0, True), Aside(2.5, 0.6, 0.0, False)
 
 
 def overlapping_parts(calls: Iterable[Call]) -> set[int]:
@@ -98,6 +100,7 @@ class Collector:
         groups: takes all terms, to clip them group by group; nothing is held here then.
         roomy: leave room for rounding in norms of sums over positions (`ghostclip.norms.rounding`).
         postponed: norms that need a look at values become NaN, and can be had from what is held by `measure_again`.
+        below: further uses, of which collectors of some of the examples are told (`of_part`, `join`).
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class Collector:
         groups: GroupSums | None = None,
         roomy: bool = False,
         postponed: bool = False,
+        below: Sequence[Call] = (),
     ) -> None:
         self.examples, self.device = losses.shape[0], losses.device
         self.squared: list[tuple[list[int], Tensor]] = []
@@ -140,7 +144,7 @@ class Collector:
         self._unanswered_bytes = 0
         # Calls that were answered at once, and the bytes of their answers.
         self.joined, self.joined_bytes = 0, 0
-        self._calls = calls
+        self._calls = [*calls, *below]
         self._room_left: int | None = None
         self._hooked: set[int] | None = None
         self._groups, self._roomy, self._postponed = groups, roomy, postponed
@@ -172,6 +176,32 @@ class Collector:
         room = max(int(room), ASIDE_LEAST)
         self._room = room if self._budget is None else min(room, self._budget)
         return {id(p) for _, p in trained if p._backward_hooks or p._post_accumulate_grad_hooks}
+
+    def of_part(self, losses: Tensor, calls: Sequence[Call], groups: GroupSums | None) -> Collector:
+        """A collector of some of the examples, to `join` this: their losses [b], uses and groups."""
+        found = Collector(
+            losses, calls, {}, self._planner, self._index,
+            keep=False, aside=self._aside, groups=groups, roomy=self._roomy, postponed=self._postponed,
+        )  # fmt: skip
+        if self._aside is not None:
+            self._hooked = self._prepare_aside(self._aside) if self._hooked is None else self._hooked
+            found._hooked, found._room = self._hooked, self._room * len(losses) // self.examples
+        return found
+
+    def join(self, parts: Sequence[Collector]) -> None:
+        """Takes what collectors of all examples, in their order, found of the uses that they were told of."""
+        self.choices.update(parts[0].choices)
+        if self._groups is not None:
+            return
+        rows: dict[int, list[Tensor]] = {}
+        for owners, squared in [each for part in parts for each in part.squared]:
+            for owner, row in zip(owners, squared if squared.dim() == 2 else [squared], strict=True):
+                rows.setdefault(owner, []).append(row)
+        self.squared += [([owner], torch.cat(found)) for owner, found in rows.items()]
+        for key in list(parts[0].terms):
+            if all(key in part.terms for part in parts):
+                self.terms[key] = Dense(torch.cat([part.terms.pop(key).per_example() for part in parts]))
+                self._room -= self.terms[key].nbytes
 
     def _part(self, call: Call, name: str) -> Part:
         owner = id(call.layer._parameters[name])

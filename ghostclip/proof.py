@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ghostclip.index import ModelIndex
 from ghostclip.nn.base import Call
 from ghostclip.seams import Edge, shape_of
 from ghostclip.search import OTHER, PICKED, Candidate, Decision, Places, refusal
+from ghostclip.tail import Tail
 
 __all__ = ["decide", "majors_of"]
 
@@ -38,7 +40,7 @@ STEADY_NOISE = 1e-10
 
 
 def majors_of(
-    losses: Tensor, calls: Sequence[Call], pending: Sequence[Call], steady: bool = False
+    losses: Tensor, calls: Sequence[Call], pending: Sequence[Call], steady: bool = False, tail: Tail | None = None
 ) -> dict[Call, str | None]:
     """How rows of the pending calls are grouped; calls no gradient reached are left out.
 
@@ -47,31 +49,32 @@ def majors_of(
         calls: of layers whose batch dimension is a multiple of B.
         pending: those of them to be proved.
         steady: whether scaled losses give scaled gradients, up to the rounding of each number.
+        tail: the lowest layers, if they can go by parts of the examples.
 
     Returns:
         "example" or "row" (see `ghostclip.regroup`), "" where both fit, None where rows of several examples mix.
     """
-    found = _majors(losses, calls, pending, 1.0, steady)
+    found = _majors(losses, calls, pending, 1.0, steady, tail)
     # Times the factors, it must be a number of the losses' type.
     most = 2.0 ** (math.floor(math.log2(torch.finfo(losses.dtype).max)) - BASE)
     for lift in LIFTS if any(call.dtype == torch.float16 for call in calls) else ():
         if mixing := [call for call, major in found.items() if major is None]:
-            again = _majors(losses, calls, mixing, min(lift, most), steady)
+            again = _majors(losses, calls, mixing, min(lift, most), steady, tail)
             found |= {call: major for call, major in again.items() if major is not None}
     return found
 
 
 def _majors(
-    losses: Tensor, calls: Sequence[Call], pending: Sequence[Call], lift: float, steady: bool
+    losses: Tensor, calls: Sequence[Call], pending: Sequence[Call], lift: float, steady: bool, tail: Tail | None
 ) -> dict[Call, str | None]:
     """The same, for losses ``lift`` times as large."""
     examples = losses.shape[0]
-    base = _sketches(losses, calls, torch.full_like(losses, lift))
+    base = _sketches(losses, calls, torch.full_like(losses, lift), tail)
     largest = _largest(list(base.values()))
     readable = {call: _readable(rows, largest, steady) for call, rows in base.items()}
     fits = {call: {"example", "row"} for call in pending if call in readable and bool(readable[call].any())}
     for factors in _telling_factors(losses):
-        seen = _sketches(losses, pending, lift * factors)
+        seen = _sketches(losses, pending, lift * factors, tail)
         for call, ways in fits.items():
             if lift != 1.0 and not bool((base[call].isfinite() & seen[call].isfinite()).all()):
                 ways.clear()  # what overflowed for the lift alone shows nothing
@@ -205,14 +208,23 @@ def _sketch(grad: Tensor, dim: int) -> Tensor:
     return rows @ directions
 
 
-def _sketches(losses: Tensor, calls: Sequence[Call], factors: Tensor) -> dict[Any, Tensor]:
+def _sketches(losses: Tensor, calls: Sequence[Call], factors: Tensor, tail: Tail | None = None) -> dict[Any, Tensor]:
     """The sketch of each pre-activation's gradient, for weighted losses."""
     found: dict[Any, Tensor] = {}
 
     def look(call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
         found[call] = _sketch(grad, call.batch_dim)
 
-    first_pass(losses, calls, look, factors, retain_graph=True)
+    by_parts = [] if tail is None else [call for call in calls if call in tail.calls]
+    whole = [call for call in calls if call not in by_parts] if by_parts else calls
+    with tail.stopped() if tail is not None and by_parts else nullcontext():
+        first_pass(losses, whole, look, factors, retain_graph=True)
+    if tail is not None and by_parts:
+        rows: dict[Call, list[Tensor]] = {call: [] for call in tail.calls}
+        for part in tail.parts:
+            for call, (_, _, grad) in zip(tail.calls, tail.gradients(part, tail.calls_of(part)), strict=True):
+                rows[call].append(_sketch(grad, 0))
+        found |= {call: torch.cat(rows[call]) for call in by_parts}
     return found
 
 

@@ -21,6 +21,7 @@ from ghostclip.proof import decide, majors_of
 from ghostclip.seams import Edge
 from ghostclip.search import Candidate, Decision, NotShared, Places, Search, settle
 from ghostclip.shared import Region, from_below
+from ghostclip.tail import Tail
 
 __all__ = ["Grouping", "row_count"]
 
@@ -92,7 +93,7 @@ class Grouping:
         return graph in self._settled and not (uses.reorders or uses.leaves or self._positions)
 
     def prove(
-        self, losses: Tensor, uses: Uses, index: ModelIndex, rehearsal: bool = False
+        self, losses: Tensor, uses: Uses, index: ModelIndex, rehearsal: bool = False, tail: Tail | None = None
     ) -> tuple[list[Call], dict[int, str]]:
         """Every use of a parameter, and how each call's rows are grouped ("example" or "row" major), by id(call).
 
@@ -104,6 +105,7 @@ class Grouping:
             uses: what is behind them.
             index: of the model.
             rehearsal: the graph is that of a few examples, and will be met again with more of them.
+            tail: its lowest layers, if they can go by parts of the examples.
 
         Raises:
             UnsupportedModelError: rows of other examples move with one example's loss, or the grouping can't be told.
@@ -126,9 +128,9 @@ class Grouping:
         if examples > 1 and (uses.reorders or not all(key in self._proved for key in keys.values())):
             versions = sum([parameter._version for _, parameter in index.trained()])
             pending = [call for call in calls if uses.reorders or self._is_open(keys[id(call)], rehearsal, versions)]
-            if mixing := self._prove_calls(losses, uses, calls, pending, keys, None if rehearsal else versions):
+            if mixing := self._prove_calls(losses, uses, calls, pending, keys, None if rehearsal else versions, tail):
                 self._take_as_positions(losses, mixing, keys, index)
-                return self.prove(losses, uses, index, rehearsal)
+                return self.prove(losses, uses, index, rehearsal, tail)
         majors = {id(call): self._major(call, keys[id(call)], examples, index) for call in calls}
         settled = region is None and all(key in self._proved for key in keys.values())
         if settled and len(self._settled) < MOST_GRAPHS:
@@ -143,9 +145,10 @@ class Grouping:
         pending: Sequence[Call],
         keys: dict[int, tuple],
         versions: int | None,
+        tail: Tail | None,
     ) -> list[Call]:
         """Proves what is pending; returns the calls where examples mix. ``versions`` are None in a rehearsal."""
-        found = majors_of(losses, calls, pending, uses.steady) if pending else {}
+        found = majors_of(losses, calls, pending, uses.steady, tail) if pending else {}
         for call, major in found.items():
             if major:
                 self._proved[keys[id(call)]] = major

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ghostclip.errors import StaleInputError
 from ghostclip.graph import let_go
 from ghostclip.nn.base import Call
+from ghostclip.tail import let_go_below
 
 __all__ = ["in_our_words", "reweighted_backward"]
 
@@ -23,6 +24,7 @@ def reweighted_backward(
     *,
     scale: float,
     strays: bool,
+    end: Any | None,
     retain_graph: bool,
     repeatable: bool,
 ) -> bool:
@@ -38,11 +40,12 @@ def reweighted_backward(
         calls: the uses of layers behind the losses.
         scale: what float16 gradients are multiplied with on the way; the sums are divided by it.
         strays: whether this backward leaves parts of the graph behind, which are freed then.
+        end: the node that all these parts are below of, where they are a part of one tail.
         retain_graph: keep the graph for another call.
         repeatable: whether what to do instead is there; without, an overflow goes unseen.
     """
     narrow = scale != 1.0 or any(call.dtype == torch.float16 for call in calls)
-    kept = strays or (narrow and repeatable)
+    kept = (strays and end is None) or (narrow and repeatable)
     with in_our_words():
         if left:
             seed = weights.to(losses.dtype) * scale
@@ -58,6 +61,8 @@ def reweighted_backward(
                 _add_to(before, left, scale)
         if kept and not retain_graph:
             let_go(losses, calls)
+        elif strays and not retain_graph:
+            let_go_below(end)
     return True
 
 

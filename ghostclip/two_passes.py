@@ -146,14 +146,15 @@ class TwoPasses(FirstPasses):
                 self._sum_by_rules(losses, weights, run, retain_graph)
                 return True
             aside = run.aside
+            strays = [call for call in run.calls if _is_lowest(call) and aside.issuperset(owners_of(call))]
             done = reweighted_backward(
                 losses,
                 weights,
                 [parameter for _, parameter in self.index.trained() if id(parameter) not in aside],
                 run.calls,
                 scale=self.scale,
-                strays=bool(aside)
-                and any(_is_lowest(call) and aside.issuperset(owners_of(call)) for call in run.calls),
+                strays=bool(strays),
+                end=run.tail.end_without(aside) if run.tail is not None and len(strays) == 1 else None,
                 retain_graph=retain_graph,
                 repeatable=not self._is_waited_for(),
             )

@@ -51,7 +51,7 @@ def test_a_small_layer_is_left_out_of_the_second_backward():
 
 def test_more_is_set_aside_of_a_half_and_changes_no_sum():
     sums, kept = [], []
-    for share in (Aside(0.1, 0.15, 1.0), OF_HALF):
+    for share in (Aside(0.1, 0.15, 1.0, True), OF_HALF):
         each = clipper()
         for _ in range(2):
             each._passes.clip(losses(each.model), retain_graph=False, aside=share)
