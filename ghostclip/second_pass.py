@@ -45,7 +45,8 @@ def reweighted_backward(
         repeatable: whether what to do instead is there; without, an overflow goes unseen.
     """
     narrow = scale != 1.0 or any(call.dtype == torch.float16 for call in calls)
-    kept = (strays and end is None) or (narrow and repeatable)
+    apart = strays and bool(left) and end is not None
+    kept = (strays and not apart) or (narrow and repeatable)
     with in_our_words():
         if left:
             seed = weights.to(losses.dtype) * scale
@@ -61,7 +62,7 @@ def reweighted_backward(
                 _add_to(before, left, scale)
         if kept and not retain_graph:
             let_go(losses, calls)
-        elif strays and not retain_graph:
+        elif apart and not retain_graph:
             let_go_below(end)
     return True
 

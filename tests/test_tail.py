@@ -1,7 +1,6 @@
 """The lowest layers of a network of images go by parts of the examples, and nothing but memory shows it."""
 
 import gc
-import weakref
 
 import oracle
 import pytest
@@ -15,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import ghostclip
 from ghostclip import first_passes, tail
 from ghostclip.clipping import Automatic, Grouped, PerLayer
+from ghostclip.passes import OF_WHOLE
+from ghostclip.planner import Planner
 
 EXAMPLES, CLASSES, MAX_NORM = 5, 3, 0.05
 
@@ -198,25 +199,28 @@ def test_an_example_that_is_not_finite_contributes_nothing(policy, bad, how, fou
 
 
 class Twice(nn.Module):
-    """An activation in the tail is read by something else, too; or what the tail ends in is."""
+    """What a layer or an operation in the tail makes is read by something else, too."""
 
-    def __init__(self, inside: bool) -> None:
+    def __init__(self, place: int) -> None:
         super().__init__()
-        self.inside, self.layers = inside, network(nn.Tanh())
+        self.layers, self.place = network(nn.Tanh(), nn.MaxPool2d(2)), place
         self.other = nn.Linear(6, CLASSES).double()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        first = self.layers[1](self.layers[0](inputs))
-        second = self.layers[3](self.layers[2](first))
-        read = first if self.inside else second
-        return self.layers[4:](second) + self.other(read.mean((2, 3)))
+        for number, layer in enumerate(self.layers):
+            inputs = layer(inputs)
+            if number == self.place:
+                read = self.other(inputs.mean((2, 3)))
+        return inputs + read
 
 
-@pytest.mark.parametrize("inside", [True, False])
+# The layers are 0, 3 and 6; what is read twice can be the upper end of the tail, but nothing within.
+@pytest.mark.parametrize(("place", "layers"), [(0, 0), (1, 0), (2, 1), (3, 1), (4, 1), (5, 2)])
 @pytest.mark.parametrize("policy", [MAX_NORM, PerLayer(MAX_NORM)], ids=["flat", "layers"])
-def test_what_is_read_twice_is_above_the_tail_or_its_upper_end(inside, policy, found):
-    assert_exact(Twice(inside), images(), policy)
-    assert set(found) == {1 if inside else 2}
+def test_what_is_read_twice_is_above_the_tail_or_its_upper_end(place, layers, policy, found, monkeypatch):
+    monkeypatch.setattr(tail, "SHARE", 0.0)
+    assert_exact(Twice(place), images(), policy)
+    assert set(found) == {layers}
 
 
 class Residual(nn.Module):
@@ -349,27 +353,51 @@ def test_a_graph_that_is_kept_can_be_used_again_and_one_that_is_not_is_gone(poli
     assert min(found) == 2
 
 
-@pytest.mark.parametrize("policy", [MAX_NORM, PerLayer(MAX_NORM)], ids=["flat", "layers"])
-def test_all_that_the_graph_held_is_let_go_of(policy, found):
-    """The losses stay, and hold on to nothing."""
-    model, inputs, alive = network(nn.ReLU()), images(), []
-    for layer in model[:6]:
-        layer.register_forward_hook(lambda module, given, made: alive.append(weakref.ref(made.untyped_storage())))
-    clipper = ghostclip.GhostClipper(ghostclip.wrap(model), policy)
-    held = []
-    for _ in range(2):
-        held.append(losses_of(model(inputs)))
-        clipper.backward(held[-1])
+def held_after(clipper: ghostclip.GhostClipper, inputs: Tensor) -> tuple[int, int]:
+    """Bytes that a forward made, and those that are there when it was clipped, while the losses still are."""
     with Live() as live:
-        held.append(losses_of(model(inputs)))
+        losses = losses_of(clipper.model(inputs))
         before = live.bytes()
-        clipper.backward(held[-1])
+        clipper.backward(losses)
         gc.collect()
         after = live.bytes()
+    with pytest.raises(ghostclip.StaleInputError, match="freed"):
+        clipper.backward(losses)
+    return before, after
+
+
+@pytest.mark.parametrize("policy", [MAX_NORM, PerLayer(MAX_NORM)], ids=["flat", "layers"])
+def test_all_that_the_graph_held_is_let_go_of(policy, found):
+    model = network(nn.ReLU())
+    clipper = ghostclip.GhostClipper(ghostclip.wrap(model), policy)
     sums = sum(parameter.nbytes for parameter in model.parameters())
-    assert before > 20 * sums
-    assert after < 4 * sums
+    for _ in range(3):
+        before, after = held_after(clipper, images())
+        assert before > 20 * sums
+        assert after < 4 * sums
     assert min(found) == 2
+
+
+@pytest.mark.parametrize("budget", [None, 12_000])
+def test_so_it_is_where_the_second_backward_stops_above_the_lowest_layer(budget, found):
+    """The lowest layer's gradients are set aside; under the budget those of the second one aren't."""
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 24, 3), nn.ReLU(), nn.AvgPool2d(4), nn.Flatten())
+    model = nn.Sequential(*layers, nn.Linear(384, 40), nn.ReLU(), nn.Linear(40, CLASSES)).double()
+    inputs = images()
+    grads = oracle.per_example_grads(model, losses_of, (inputs,))
+    clipper = ghostclip.GhostClipper(ghostclip.wrap(model), MAX_NORM, memory_budget=budget)
+    clipper._passes._planner = Planner("direct", measure=lambda run, device, best: 1.0)
+    run = clipper._passes.first_pass(losses_of(model(inputs)), keep=False, retain_graph=True, aside=OF_WHOLE)
+    assert (id(model[0].weight) in run.aside, id(model[2].weight) in run.aside) == (True, budget is None)
+    assert run.tail.end_without(run.aside).name() == "ReluBackward0"
+    for number in range(3):
+        before, after = held_after(clipper, inputs)
+        # Of the first batch the sums are new; of those that follow there is nothing left.
+        assert after < (0.5 if number == 0 else 0.1) * before
+        result = clipper.backward(losses_of(model(inputs)))
+        assert_result(result, {name: sums / 2 for name, sums in gradients(model).items()}, grads)
+        model.zero_grad(set_to_none=False)
 
 
 def test_an_input_that_was_changed_since_is_noticed(found):

@@ -25,6 +25,7 @@ class Mutant:
 
 PITFALLS = ("tests/test_pitfalls.py",)
 CLIPPER = ("tests/test_clipper.py",)
+TAIL, TESTS_OF_TAIL = "ghostclip/tail.py", ("tests/test_tail.py",)
 PASSES, FIRST = "ghostclip/two_passes.py", "ghostclip/first_passes.py"
 WHOLE, STEPS = "ghostclip/norms/whole.py", "ghostclip/engine/steps.py"
 SUMS, NOISE, SPENDING = "ghostclip/engine/sums.py", "ghostclip/noise/standard.py", "ghostclip/engine/spending.py"
@@ -159,6 +160,48 @@ CLIPPING = [
         "narrowing.above.ends = True",
         "pass",
         ("tests/test_narrowing.py",),
+    ),
+    Mutant(
+        "what else reads a tensor in the tail forgotten",
+        TAIL,
+        "any(node in shared for node in nodes[1:])",
+        "False",
+        TESTS_OF_TAIL,
+    ),
+    Mutant(
+        "hooks in the tail forgotten",
+        TAIL,
+        "lowest[0].hooks != RemovableHandle.next_id or ",
+        "",
+        TESTS_OF_TAIL,
+    ),
+    Mutant(
+        "another use of a layer of the tail forgotten",
+        TAIL,
+        "if not found or uses != sum([len(way.below.parameters) for way in found]):",
+        "if not found:",
+        TESTS_OF_TAIL,
+    ),
+    Mutant(
+        "gradients go on down a tail that goes by parts",
+        TAIL,
+        "        return (None,) * len(grads)\n",
+        "        return grads\n",
+        TESTS_OF_TAIL,
+    ),
+    Mutant(
+        "a group split at the upper end of the tail",
+        FIRST,
+        "        if not groups.are_apart(lower, upper):\n",
+        "        if False:\n",
+        TESTS_OF_TAIL,
+    ),
+    Mutant(
+        "a graph below what is set aside never let go of",
+        "ghostclip/second_pass.py",
+        "            let_go_below(end)\n",
+        "            pass\n",
+        TESTS_OF_TAIL,
     ),
     Mutant(
         "a weight clipped in passing without its bias",
