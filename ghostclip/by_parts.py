@@ -1,8 +1,12 @@
-"""A first pass over a graph whose lowest layers may go by parts of the examples (`ghostclip.tail`)."""
+"""Passes over a graph whose lowest layers go by parts of the examples (`ghostclip.tail`).
+
+A second pass goes by the parts of the first, and by the same kernels: where a gradient is nothing but rounding errors,
+they are those that were measured.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 from torch import Tensor
@@ -11,9 +15,10 @@ from ghostclip.graph import first_pass
 from ghostclip.groupwise import GroupSums
 from ghostclip.nn.base import Call
 from ghostclip.passes import Collector
+from ghostclip.reweighting import Reweighting
 from ghostclip.tail import Tail
 
-__all__ = ["collect"]
+__all__ = ["add_up", "collect"]
 
 
 def collect(
@@ -39,7 +44,7 @@ def collect(
         first_pass(losses, calls, collector.receive, retain_graph=retain_graph)
     if tail is not None:
         _collect_by_parts(losses, tail, collector, groups)
-        tail.forget()
+        tail.grad = None
     collector.finish()
 
 
@@ -57,3 +62,21 @@ def _collect_by_parts(losses: Tensor, tail: Tail, collector: Collector, groups: 
             groups.join(sums)
         found.append(some)
     collector.join(found)
+
+
+def add_up(tail: Tail, known: set[int], sink: Callable[[slice, Sequence[Call]], Reweighting]) -> None:
+    """Adds the clipped sums of the layers in the tail, to whose top a second pass has come.
+
+    Args:
+        tail: of the first pass.
+        known: ids of parameters whose sums are there already.
+        sink: (part, its uses of layers) -> what forms their sums and adds them.
+    """
+    needed = tail.needed(known)
+    for part in tail.parts if needed else []:
+        calls = tail.calls_of(part)[:needed]
+        adding = sink(part, calls)
+        for call, inputs, grad in tail.gradients(part, calls):
+            adding.receive(call, inputs, grad)
+        adding.finish()
+    tail.forget()

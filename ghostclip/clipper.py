@@ -175,8 +175,8 @@ class GhostClipper:
         """Both passes: adds ``sum_i v_i g_i`` to each ``p.grad`` (a sum: not averaged, without noise).
 
         An example whose loss or gradient is not finite contributes exactly zero. Several calls add up. Hooks on tensors
-        of the graph run in each pass over it, and may be given None at the end, as it is let go of. What ``retain_grad``
-        leaves on tensors of the graph is not to be relied on: passes may go by without it.
+        of the graph run in each pass over it, and may be given None at the end, as it is let go of. What
+        ``retain_grad`` leaves there is not to be relied on: not every pass comes to every tensor.
 
         Args:
             losses: shape exactly [B], from a forward of the model.

@@ -118,7 +118,7 @@ class FirstPasses:
             self._parameters = {id(parameter): parameter for _, parameter in trained}
             narrow = any(parameter.dtype not in WIDE for _, parameter in trained)
             self.steady = uses.steady and not narrow
-            tail = None if uses.leaves or (keep and groups is None) else tail_of(uses.calls, uses.shared, len(losses))
+            tail = None if uses.leaves or (keep and groups is None) else tail_of(losses, uses.calls)
             calls, majors = self._grouping.prove(losses, uses, self.index, tail=tail)
             # What is computed again in order not to be kept is not kept here, either.
             partly = self.cached and keep and groups is None and not (ignore_budget or materialise)
@@ -129,17 +129,19 @@ class FirstPasses:
             wanted, retain_graph = retain_graph, retain_graph or partly or (again and not whole)
             # What was set aside under the budget may stay under it.
             budget = None if ignore_budget or materialise or whole else self._memory_budget
+            waits = groups is not None and not wanted and shapes in self._small
             # A graph that is let go of takes no more than an ordinary backward's.
-            at_once = not retain_graph or (keep and groups is None) or (aside is not None and not aside.by_parts)
-            above, tail = _apart(calls, None if at_once else tail, groups)
+            kept = retain_graph and not waits and (aside is None or aside.by_parts) and not (keep and groups is None)
+            tail = tail if kept and tail is not None and self._goes_by_parts(tail, calls) else None
+            above = calls if tail is None else [call for call in calls if call not in tail.calls]
             collector = Collector(
                 losses, above, majors, self._planner, self.index,
                 keep=keep, partly=partly, materialise=materialise, aside=aside, budget=budget, groups=groups,
                 roomy=roomy and not self.steady, postponed=postponed, below=[] if tail is None else tail.calls,
             )  # fmt: skip
             if groups is not None:
-                groups.calls, groups.waits = calls, not wanted and tail is None and shapes in self._small
-                retain_graph = retain_graph and not groups.waits
+                groups.calls, groups.waits = calls, waits
+                retain_graph = retain_graph and not waits
             narrowing = _expect_again(losses, calls, None if whole else repeat)
             with nullcontext() if narrowing is None else narrowing.kept():
                 collect(losses, above, tail, collector, groups, retain_graph=retain_graph)
@@ -205,6 +207,18 @@ class FirstPasses:
             self._groups, self._names = self.clipping.partition(names), names
         return self._groups
 
+    def _goes_by_parts(self, tail: Tail, calls: list[Call]) -> bool:
+        """Whether no other backward is needed for the tail's layers, nor a group of parameters split at its end."""
+        if self._is_hooked() or isinstance(calls[-1], Outside):
+            return False
+        partition = self.partition()
+        groups: list[set[str]] = [set(), set()]
+        for call in calls if partition else []:
+            own = call.layer._parameters
+            names = [self.index.names[id(own[name])] for name in self.index.own_parameters(call)]
+            groups[call in tail.calls].update([partition[name] for name in names])
+        return groups[0].isdisjoint(groups[1])
+
     def _is_waited_for(self) -> bool:
         """Whether other processes wait for this one's backward."""
         return is_distributed() and not self.reduced_apart
@@ -258,18 +272,6 @@ def _expect_again(losses: Tensor, calls: list[Call], repeat: Repeat | None) -> N
     for call in calls:
         call.repeat = None if call.packed or call.shape[call.batch_dim] != len(losses) else repeat
     return None if repeat is None or not calls else narrowing_of(losses)
-
-
-def _apart(calls: list[Call], tail: Tail | None, groups: GroupSums | None) -> tuple[list[Call], Tail | None]:
-    """The uses of layers above the tail, and the tail, if it can go by itself."""
-    if tail is None or isinstance(calls[-1], Outside):
-        return calls, None
-    above = [call for call in calls if call not in tail.calls]
-    if groups is not None:
-        upper, lower = ([owner for call in some for owner in owners_of(call)] for some in (above, tail.calls))
-        if not groups.are_apart(lower, upper):
-            return calls, None
-    return above, tail
 
 
 def _note(known: set[Any], shapes: tuple[Any, ...], holds: bool) -> None:

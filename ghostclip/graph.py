@@ -75,7 +75,6 @@ class Uses:
         reorders: whether something between the layers may order the examples differently from batch to batch.
         size: how many nodes there are, by which a forward that took another way is told.
         steady: whether a backward from scaled losses gives scaled gradients, up to the rounding of each number.
-        shared: nodes that several others lead to.
     """
 
     calls: list[Call]
@@ -83,7 +82,6 @@ class Uses:
     reorders: bool
     size: int
     steady: bool
-    shared: set[Any]
 
     def key(self, examples: int) -> tuple:
         """What graphs have in common of which one thing holds, for batches of that size."""
@@ -105,14 +103,10 @@ def captured_calls(losses: Tensor, index: ModelIndex) -> Uses:
     leaves: list[Any] = []
     reorders, steady = False, True
     seen: set[Any] = set()
-    shared: set[Any] = set()
     stack: list[Any] = [losses.grad_fn]
     while stack:
         node = stack.pop()
-        if node is None:
-            continue
-        if node in seen:
-            shared.add(node)
+        if node in seen or node is None:
             continue
         seen.add(node)
         kind: Any = type(node)
@@ -143,7 +137,7 @@ def captured_calls(losses: Tensor, index: ModelIndex) -> Uses:
             if kind.__name__ in BATCH_STATISTICS:
                 _refuse_statistics(node)
             stack += [edge[0] for edge in node.next_functions]
-    return Uses(calls, leaves, reorders, len(seen), steady and not leaves, shared)
+    return Uses(calls, leaves, reorders, len(seen), steady and not leaves)
 
 
 @functools.cache

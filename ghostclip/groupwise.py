@@ -138,16 +138,12 @@ class GroupSums:
             for group, values in its.items():
                 mine[group] = torch.cat([mine[group], values]) if group in mine else values
         self.nbytes += part.nbytes
-        for owner, amount in part.taken():
-            if owner in self._joined:
-                self._joined[owner] += amount
+        for of, amount in part.taken():
+            if of in self._joined:
+                self._joined[of] += amount
             else:
-                self._joined[owner] = amount
-                self.sums.append((owner, amount))
-
-    def are_apart(self, some: Iterable[int], others: Iterable[int]) -> bool:
-        """Whether no group has parameters among both."""
-        return {self._group_of[owner] for owner in some}.isdisjoint([self._group_of[owner] for owner in others])
+                self._joined[of] = amount
+                self.sums.append((of, amount))
 
     @property
     def empty(self) -> bool:

@@ -35,12 +35,12 @@ ASIDE_LEAST = POSTPONED_BYTES // 8
 
 
 class Aside(NamedTuple):
-    """How large per-example gradients may be that are set aside where a second backward follows.
+    """What per-example gradients are set aside where a second backward follows, and how it goes.
 
     That needn't form those parameters' gradients then, nor go below the last of the others.
 
     Attributes:
-        of_layer: share of its layer's pre-activation that each may take.
+        of_layer: how large they may be, as a share of its layer's pre-activation.
         of_all: share of all pre-activations that all of them may take.
         of_parameters: share of the parameters besides, where their gradients don't exist yet.
         by_parts: whether the lowest layers may go by parts of the examples (`ghostclip.tail`).

@@ -112,106 +112,7 @@ BETWEEN: dict[str, Callable[[Any], Down]] = {
 }
 
 
-@dataclass
-class Tail:
-    """The lowest layers of a graph, from a tensor that all ways to them lead through.
-
-    Attributes:
-        top: the node of that tensor.
-        steps: from there down: operations, and uses of layers with what they remember.
-        calls: the uses, from the top down.
-        tops: for each use, the node of what the layer above it read.
-        examples: B.
-        grad: the gradient at the top, once a backward came there.
-    """
-
-    top: Any
-    steps: list[Down | tuple[Call, tuple[Tensor, ...]]]
-    calls: list[Call]
-    tops: list[Any]
-    examples: int
-    grad: Tensor | None = None
-
-    @property
-    def parts(self) -> list[slice]:
-        """Equal parts of the examples."""
-        count = min(self.examples, PARTS)
-        ends = [number * self.examples // count for number in range(count + 1)]
-        return [slice(start, end) for start, end in pairwise(ends)]
-
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Gradients of a backward in this context go no further down than the top, where they are kept."""
-
-        def keep(grad: Tensor | None) -> None:
-            self.grad = grad
-
-        self.grad = None
-        with _stopped_at(self.top, keep):
-            for call in self.calls:
-                call.hooks += 1  # this one
-            yield
-
-    def forget(self) -> None:
-        """Holds on to nothing any more that a backward may free."""
-        self.steps, self.grad = [], None
-
-    def end_without(self, owners: Collection[int]) -> Any | None:
-        """The node from which on a backward has no business, if none with the lowest layer, whose parameters are known.
-
-        Args:
-            owners: ids of parameters whose gradients are known.
-        """
-        end = None
-        for call, top in zip(reversed(self.calls), reversed(self.tops), strict=True):
-            if any(id(call.layer._parameters[name]) not in owners for name in call.parameters):
-                break
-            end = top
-        return end
-
-    def calls_of(self, part: slice) -> list[Call]:
-        """The uses as the examples of that part alone would have made them, in the order of `calls`."""
-        return [_of_some(call, part.stop - part.start) for call in self.calls]
-
-    @torch.no_grad()
-    def gradients(self, part: slice, calls: Sequence[Call]) -> Iterator[tuple[Call, tuple[Tensor, ...], Tensor]]:
-        """What a first pass is told of the layers for the examples of one part: use, inputs, and gradient.
-
-        Args:
-            part: of `parts`.
-            calls: its `calls_of`.
-        """
-        used = iter(calls)
-        if self.grad is None:
-            grad = torch.zeros(shape_of((self.top, 0)), dtype=calls[0].dtype, device=calls[0].device)[part]
-        else:
-            grad = self.grad[part]
-        for step in self.steps:
-            if isinstance(step, tuple):
-                yield next(used), tuple([tensor[part] for tensor in step[1]]), grad
-            else:
-                grad = step(grad, part)
-
-
-@contextmanager
-def _stopped_at(node: Any, keep: Callable[[Tensor | None], None]) -> Iterator[None]:
-    def stop(grads: tuple[Tensor | None, ...]) -> tuple[None, ...]:
-        keep(grads[0])
-        return (None,) * len(grads)
-
-    listening = node.register_prehook(stop)
-    try:
-        yield
-    finally:
-        listening.remove()
-
-
-def let_go_below(end: Any) -> None:
-    """Frees what the graph holds from a node of a tail on down, as a backward does that comes through."""
-    edge, told = GradientEdge(end, 0), end._input_metadata[0]
-    nothing = torch.zeros((), dtype=told.dtype, device=told.device).expand(shape_of((end, 0)))
-    with _stopped_at(end, lambda grad: None):
-        run_backward((edge,), (nothing,), False, False, (PROBE,), True, accumulate_grad=False)
+Step = Down | tuple[Call, tuple[Tensor, ...]]
 
 
 @dataclass
@@ -238,49 +139,184 @@ class _Way:
         """The node of what the upper layer read."""
         return self.nodes[0] if self.nodes else self.capture
 
-    def steps(self) -> list[Down | tuple[Call, tuple[Tensor, ...]]]:
+    def steps(self) -> list[Step]:
         """For `Tail`, down to the lower layer's pre-activation."""
-        operations: list[Down | tuple[Call, tuple[Tensor, ...]]] = [BETWEEN[node.name()](node) for node in self.nodes]
-        return [*operations, (self.below, self.capture.saved_tensors)]
+        return [*(BETWEEN[node.name()](node) for node in self.nodes), (self.below, self.capture.saved_tensors)]
 
 
-def tail_of(calls: Sequence[Call], shared: Collection[Any], examples: int) -> Tail | None:
+class Tail:
+    """The lowest layers of a graph, from a tensor that all ways to them lead through.
+
+    Args:
+        ways: down to the layers, the uppermost first.
+        examples: B.
+        shared: whether more than one operation reads the tensor at the top.
+
+    Attributes:
+        calls: the uses of the layers, from the top down.
+        grad: the gradient at the top, once a backward came there.
+    """
+
+    def __init__(self, ways: list[_Way], examples: int, shared: bool) -> None:
+        self.calls = [way.below for way in ways]
+        self.grad: Tensor | None = None
+        self._ways, self._examples, self._shared = ways, examples, shared
+        self._steps: list[Step] = []
+
+    @property
+    def parts(self) -> list[slice]:
+        """Equal parts of the examples, two of them at least in each: of one torch's kernels may round otherwise."""
+        count = min(self._examples // 2, PARTS)
+        ends = [number * self._examples // count for number in range(count + 1)]
+        return [slice(start, end) for start, end in pairwise(ends)]
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Gradients of a backward in this context go no further down than the top, where they are kept.
+
+        What the layers remember is held from here on until `forget`, also if the backward lets go of it.
+        """
+
+        def keep(grad: Tensor | None) -> None:
+            # A graph may be let go of in this context, too: then there is none.
+            self.grad = self.grad if grad is None else grad
+
+        if not self._steps:
+            self._steps = self._ways[0].steps()
+            for upper, lower in pairwise(self._ways):
+                self._steps += [_convolution(_operation(upper.capture)), *lower.steps()]
+        self.grad = None
+        with _stopped_at(self._ways[0].top, keep):
+            self.calls[-1].registered += 1  # this one
+            yield
+
+    def forget(self) -> None:
+        """Holds on to nothing any more that a backward may free."""
+        self._steps, self.grad = [], None
+
+    def calls_of(self, part: slice) -> list[Call]:
+        """The uses as the examples of that part alone would have made them, in the order of `calls`."""
+        return [_of_some(call, part.stop - part.start) for call in self.calls]
+
+    @torch.no_grad()
+    def gradients(self, part: slice, calls: Sequence[Call]) -> Iterator[tuple[Call, tuple[Tensor, ...], Tensor]]:
+        """What a pass is told of the layers for the examples of one part: use, inputs, and gradient.
+
+        Args:
+            part: of `parts`.
+            calls: its `calls_of`, or the first of them.
+        """
+        used = iter(calls)
+        left = len(calls)
+        if self.grad is None:
+            shape = shape_of((self._ways[0].top, 0))
+            grad = torch.zeros(shape, dtype=calls[0].dtype, device=calls[0].device)[part]
+        else:
+            grad = self.grad[part]
+        for step in self._steps:
+            if isinstance(step, tuple):
+                yield next(used), tuple([tensor[part] for tensor in step[1]]), grad
+                left -= 1
+            else:
+                grad = step(grad, part)
+            if not left:
+                return
+
+    def needed(self, owners: Collection[int]) -> int:
+        """How many of `calls` a second pass has to do with, of whose parameters those in ``owners`` (ids) are known."""
+        return max([number for number, call in enumerate(self.calls, 1) if not _is_known(call, owners)], default=0)
+
+    def end(self, owners: Collection[int]) -> Any | None:
+        """The node below which all is that a backward to the other parameters doesn't come through.
+
+        None where there is more of that, or nothing.
+        """
+        needed = self.needed(owners)
+        if needed == len(self.calls):
+            return None
+        way = self._ways[needed]
+        return None if not needed and (self._shared or _is_known(way.above, owners)) else way.top
+
+
+def _is_known(call: Call, owners: Collection[int]) -> bool:
+    return all(id(call.layer._parameters[name]) in owners for name in call.parameters)
+
+
+@contextmanager
+def _stopped_at(node: Any, keep: Callable[[Tensor | None], None]) -> Iterator[None]:
+    def stop(grads: tuple[Tensor | None, ...]) -> tuple[None, ...]:
+        keep(grads[0])
+        return (None,) * len(grads)
+
+    listening = node.register_prehook(stop)
+    try:
+        yield
+    finally:
+        listening.remove()
+
+
+def let_go_below(end: Any) -> None:
+    """Frees what the graph holds from a node of a tail on down, as a backward does that comes through."""
+    edge, told = GradientEdge(end, 0), end._input_metadata[0]
+    nothing = torch.zeros((), dtype=told.dtype, device=told.device).expand(shape_of((end, 0)))
+    with _stopped_at(end, lambda grad: None):
+        run_backward((edge,), (nothing,), False, False, (PROBE,), True, accumulate_grad=False)
+
+
+def tail_of(losses: Tensor, calls: Sequence[Call]) -> Tail | None:
     """The tail of a graph; None where it has none, or a small one.
 
     Args:
-        calls: all uses of layers in it.
-        shared: its nodes that several others lead to.
-        examples: B.
+        losses: [B].
+        calls: all uses of layers behind them.
     """
+    examples = len(losses)
     lowest = [call for call in calls if not call.sources and _treats_each_by_itself(call, examples)]
-    if len(lowest) != 1 or examples < 2 or lowest[0].hooks != RemovableHandle.next_id or is_traced():
+    if len(lowest) != 1 or examples < 4 or lowest[0].registered != RemovableHandle.next_id or is_traced():
         return None
-    found = _trimmed(_ways_up(lowest[0], calls, shared, examples))
-    own = {id(call.layer._parameters[name]) for way in found for call in [way.below] for name in call.parameters}
-    uses = sum([id(call.layer._parameters[name]) in own for call in calls for name in call.parameters])
-    if not found or uses != sum([len(way.below.parameters) for way in found]):
-        return None
-    steps = found[-1].steps()
-    for upper, lower in zip(found[:0:-1], found[-2::-1], strict=True):
-        steps += [_convolution(_operation(upper.capture)), *lower.steps()]
-    down = found[::-1]
-    return Tail(down[0].top, steps, [way.below for way in down], [way.top for way in down], examples)
-
-
-def _ways_up(lowest: Call, calls: Sequence[Call], shared: Collection[Any], examples: int) -> list[_Way]:
-    """The ways down to the lowest layer, to the one above it, and so on, as far as there is only one to each."""
     ways = {id(way.below): way for call in calls if (way := _way_down(call, examples)) is not None}
+    if id(lowest[0]) not in ways:
+        return None
+    shared = _shared_nodes(losses)
     found: list[_Way] = []
-    below = lowest
+    below = lowest[0]
     while (way := ways.get(id(below))) is not None:
-        nodes = [*way.nodes, way.capture]
-        if any(node in shared for node in nodes[1:]):
+        if any(node in shared for node in [*way.nodes, way.capture][1:]):
             break
-        found.append(way)
-        if nodes[0] in shared or not _treats_each_by_itself(way.above, examples):
+        found.insert(0, way)
+        if way.top in shared or not _treats_each_by_itself(way.above, examples):
             break
         below = way.above
-    return found
+    largest = max([_bytes(way.below) for way in found], default=0)
+    if largest < LEAST_BYTES:
+        return None
+    while _bytes(found[0].below) < SHARE * largest:
+        found.pop(0)
+    if _are_used_elsewhere([way.below for way in found], calls):
+        return None
+    return Tail(found, examples, found[0].top in shared)
+
+
+def _shared_nodes(losses: Tensor) -> set[Any]:
+    """The nodes of the graph that several others lead to, the insides of layers included."""
+    shared: set[Any] = set()
+    seen: set[Any] = set()
+    stack: list[Any] = [losses.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            shared.add(node)
+        elif node is not None:
+            seen.add(node)
+            stack += [edge[0] for edge in node.next_functions]
+    return shared
+
+
+def _are_used_elsewhere(some: Sequence[Call], calls: Sequence[Call]) -> bool:
+    """Whether a parameter of some uses has another use."""
+    own = [id(call.layer._parameters[name]) for call in some for name in call.parameters]
+    every = [id(call.layer._parameters[name]) for call in calls for name in call.parameters]
+    return sum([owner in own for owner in every]) != len(own)
 
 
 def _way_down(call: Call, examples: int) -> _Way | None:
@@ -294,10 +330,11 @@ def _way_down(call: Call, examples: int) -> _Way | None:
             return None
         nodes.append(node)
         node = node.next_functions[0][0]
-    if node is None or node.name() != CAPTURE or not _treats_each_by_itself(node.call, examples):
+    below = getattr(node, "call", None)
+    if not isinstance(below, Call) or node.name() != CAPTURE or not _treats_each_by_itself(below, examples):
         return None
-    operation, sources = _operation(node), node.call.sources
-    if operation.name() != "ConvolutionBackward0" or operation.next_functions[0][0] is not (sources or [None])[0]:
+    operation, source = _operation(node), below.sources[0] if below.sources else None
+    if operation.name() != "ConvolutionBackward0" or operation.next_functions[0][0] is not source:
         return None
     return _Way(call, nodes, node)
 
@@ -305,16 +342,6 @@ def _way_down(call: Call, examples: int) -> _Way | None:
 def _operation(capture: Any) -> Any:
     """What produced the pre-activation."""
     return capture.next_functions[0][0]
-
-
-def _trimmed(ways: list[_Way]) -> list[_Way]:
-    """Without layers at the upper end that are small; [] where all are."""
-    largest = max([_bytes(way.below) for way in ways], default=0)
-    if largest < LEAST_BYTES:
-        return []
-    while _bytes(ways[-1].below) < SHARE * largest:
-        ways.pop()
-    return ways
 
 
 def _treats_each_by_itself(call: Call, examples: int) -> bool:

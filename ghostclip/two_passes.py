@@ -5,12 +5,14 @@ Norms come from a first pass (first_passes.py); here they become weights, and we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ghostclip.by_parts import add_up
 from ghostclip.clipping import Groupwise, Policy, Thresholds
 from ghostclip.first_passes import FirstPasses, check_losses, owners_of, without_autocast
 from ghostclip.graph import WIDE, first_pass, let_go
@@ -126,13 +128,25 @@ class TwoPasses(FirstPasses):
             finite = torch.isfinite(norms + losses.detach())
             weights = torch.where(finite, weights, torch.zeros_like(weights))
         if not fine and not run.holds_terms:
-            run = self.first_pass(losses, keep=True, retain_graph=retain_graph, ignore_budget=True)
+            run, weights = self._whole_pass(losses, run, norms, weights, retain_graph)
         if run.holds_terms:
             self._add(run.weighted_sums(weights, finite))
         elif not self._second_backward(losses, weights, run, retain_graph, repeat):
-            run = self.first_pass(losses, keep=True, retain_graph=retain_graph, ignore_budget=True)
+            run, weights = self._whole_pass(losses, run, norms, weights, retain_graph)
             self._add(run.weighted_sums(weights, finite))
         return norms, weights
+
+    def _whole_pass(
+        self, losses: Tensor, run: FirstPass, norms: Tensor, weights: Tensor, retain_graph: bool
+    ) -> tuple[FirstPass, Tensor]:
+        """A pass that holds all terms, after ``run``, and the weights for it.
+
+        Layers that went by parts go whole here, and round otherwise: nobody may add more than by the norm measured.
+        """
+        again = self.first_pass(losses, keep=True, retain_graph=retain_graph, ignore_budget=True)
+        if run.tail is not None:
+            weights = weights * (norms / again.norms()).nan_to_num(nan=1.0, posinf=1.0).clamp(max=1.0)
+        return again, weights
 
     def _second_backward(
         self, losses: Tensor, weights: Tensor, run: FirstPass, retain_graph: bool, repeat: Repeat | None
@@ -145,19 +159,22 @@ class TwoPasses(FirstPasses):
             if by_rules:
                 self._sum_by_rules(losses, weights, run, retain_graph)
                 return True
-            aside = run.aside
+            aside, tail = run.aside, run.tail
             strays = [call for call in run.calls if _is_lowest(call) and aside.issuperset(owners_of(call))]
-            done = reweighted_backward(
-                losses,
-                weights,
-                [parameter for _, parameter in self.index.trained() if id(parameter) not in aside],
-                run.calls,
-                scale=self.scale,
-                strays=bool(strays),
-                end=run.tail.end_without(aside) if run.tail is not None and len(strays) == 1 else None,
-                retain_graph=retain_graph,
-                repeatable=not self._is_waited_for(),
-            )
+            with nullcontext() if tail is None else tail.stopped():
+                done = reweighted_backward(
+                    losses,
+                    weights,
+                    [parameter for _, parameter in self.index.trained() if id(parameter) not in aside],
+                    run.calls,
+                    scale=self.scale,
+                    strays=bool(strays),
+                    end=tail.end(aside) if tail is not None and len(strays) == 1 else None,
+                    retain_graph=retain_graph,
+                    repeatable=not self._is_waited_for(),
+                )
+            if done and tail is not None:
+                add_up(tail, aside, self._sink(run, torch.full_like(weights, 1.0 / self.scale)))
         finally:
             if repeat is not None:
                 # Whatever else goes over this graph, after a failure, has gradients of its own.
@@ -168,23 +185,36 @@ class TwoPasses(FirstPasses):
 
     def _sum_by_rules(self, losses: Tensor, weights: Tensor, run: FirstPass, retain_graph: bool) -> None:
         """Adds what a backward of reweighted losses would, where rounding might undo their weights, or it's slower."""
-        aside = frozenset(run.aside)
+        aside, tail = frozenset(run.aside), run.tail
+        sink_of = self._sink(run, weights / self.scale)
         self._add(run.weighted_sums(weights, None))
-        sink = Reweighting(
-            len(losses), run.majors, self.index, aside, weights / self.scale, self._add_part, run.calls, self._planner
-        )
+        sink = sink_of(slice(None), run.calls)
         losses = losses if self.scale == 1.0 else losses * self.scale
         with in_our_words():
             if len(aside) < len(self.index.trained()):
                 narrowing = run.narrowing
                 if narrowing is not None:
                     narrowing.done = narrowing.above is None or aside.issuperset(owners_of(narrowing.above))
-                first_pass(losses, run.calls, sink.receive, retain_graph=retain_graph, narrowing=narrowing)
+                calls = run.calls if tail is None else [call for call in run.calls if call not in tail.calls]
+                with nullcontext() if tail is None else tail.stopped():
+                    first_pass(losses, calls, sink.receive, retain_graph=retain_graph, narrowing=narrowing)
+                if tail is not None:
+                    add_up(tail, set(aside), sink_of)
                 sink.finish()
                 if narrowing is not None and narrowing.done and not retain_graph:
                     let_go(losses, run.calls, narrowing)
             elif not retain_graph:
                 let_go(losses, run.calls)
+
+    def _sink(self, run: FirstPass, weights: Tensor) -> Callable[[slice, Sequence[Call]], Reweighting]:
+        """(part of the examples, their uses of layers) -> what adds these layers' sums, by ``weights`` [B]."""
+        aside = frozenset(run.aside)
+
+        def sink(part: slice, calls: Sequence[Call]) -> Reweighting:
+            own = weights[part]
+            return Reweighting(len(own), run.majors, self.index, aside, own, self._add_part, calls, self._planner)
+
+        return sink
 
     def _clip_groups(
         self, losses: Tensor, policy: Groupwise, retain_graph: bool, *, again: bool, postponed: bool

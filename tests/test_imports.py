@@ -20,7 +20,7 @@ LEVELS: list[tuple[str, ...] | set[str]] = [
     ("planner", "separation", "convert"),
     ("index", "seams", "narrowing", "tail", "shared", "graph", "search", "proof", "positions", "regroup"),
     ("clipping",),
-    ("gradients", "groupwise", "passes", "by_parts", "outcome", "reweighting", "second_pass", "at_once", "first_passes",
+    ("gradients", "groupwise", "passes", "outcome", "reweighting", "by_parts", "second_pass", "at_once", "first_passes",
      "two_passes", "explain", "verify", "compiled", "replay", "halves", "one_by_one"),
     ("clipper",),
     ("events",),

@@ -68,7 +68,7 @@ class Call:
         batch_dim: the dimension of the pre-activation that holds examples.
         shape, dtype, device: of the pre-activation.
         sources: where the graph goes on below the layer: gradient nodes of the inputs, or leaf inputs themselves.
-        hooks: how many hooks of any kind were ever registered when the layer was used.
+        registered: how many hooks of any kind ever were when the layer was used.
         packed: whether what is saved goes through hooks, as activation checkpointing has it computed again.
         sink: told (call, inputs, gradient at the pre-activation) during a first pass; None at any other time.
         repeat: the pass that is going by is one of these two; None where it stands for itself.
@@ -76,8 +76,8 @@ class Call:
     """
 
     __slots__ = (
-        "batch_dim", "device", "dtype", "ends", "extra", "hooks", "layer", "packed", "parameters", "repeat", "rows",
-        "shape", "sink", "sources",
+        "batch_dim", "device", "dtype", "ends", "extra", "layer", "packed", "parameters", "registered", "repeat",
+        "rows", "shape", "sink", "sources",
     )  # fmt: skip
 
     def __init__(
@@ -95,7 +95,7 @@ class Call:
         self.dtype, self.device = preactivation.dtype, preactivation.device
         self.sources = [t.grad_fn or t for t in inputs if t.requires_grad]
         self.packed = _top_hooks(False) is not None
-        self.hooks = RemovableHandle.next_id
+        self.registered = RemovableHandle.next_id
         self.sink: Sink | None = None
         self.repeat: Repeat | None = None
         self.ends = False
