@@ -114,8 +114,8 @@ CLIPPING = [
     Mutant(
         "mean-loss factor",
         PASSES,
-        "weights / self.scale, self._add_part",
-        "weights / len(losses), self._add_part",
+        "sink_of = self._sink(run, weights / self.scale)",
+        "sink_of = self._sink(run, weights / len(losses))",
         ("tests/test_layers.py", "-k", "encoder_layer"),
     ),
     Mutant("[B, 1] losses broadcast", FIRST, "    if losses.dim() != 1:\n", "    if losses.dim() > 2:\n", PITFALLS),
