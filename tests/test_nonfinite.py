@@ -23,13 +23,13 @@ FINITE_MODELS = {
 SPOILT = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
 
-def check_spoilt(model, losses_of, second_pass, bad):
+def check_spoilt(model, losses_of, second_pass, bad, norm_strategy="auto"):
     """Example ``bad`` is not finite; the sum is what the others give, and nothing is raised, first batch or not."""
     everyone = torch.arange(5)
     others = everyone[everyone != bad]
     ghostclip.GhostClipper(model, clipping=0.5, second_pass=second_pass).backward(losses_of(others))
     expected = {name: value.clone() for name, value in gradients(model).items()}
-    clipper = ghostclip.GhostClipper(model, clipping=0.5, second_pass=second_pass)
+    clipper = ghostclip.GhostClipper(model, clipping=0.5, second_pass=second_pass, norm_strategy=norm_strategy)
     for _ in range(2):
         model.zero_grad()
         result = clipper.backward(losses_of(everyone))
@@ -41,12 +41,14 @@ def check_spoilt(model, losses_of, second_pass, bad):
 @every_pass
 @pytest.mark.parametrize("value", SPOILT.values(), ids=SPOILT)
 @pytest.mark.parametrize("name", FINITE_MODELS)
-def test_a_spoilt_input_contributes_zero(name, value, second_pass):
+@pytest.mark.parametrize("norm_strategy", ["direct", "gram"])
+def test_a_spoilt_input_contributes_zero(name, value, second_pass, norm_strategy):
+    """Whether gradients are kept, or inputs and what comes back to a layer are."""
     build, shape = FINITE_MODELS[name]
     model = build().double()
     inputs = torch.randn(5, *shape, dtype=torch.float64)
     inputs[2].view(-1)[0] = value
-    check_spoilt(model, lambda chosen: project(model(inputs[chosen])), second_pass, bad=2)
+    check_spoilt(model, lambda chosen: project(model(inputs[chosen])), second_pass, bad=2, norm_strategy=norm_strategy)
 
 
 @every_pass
