@@ -29,7 +29,8 @@ from ghostclip.seams import shape_of
 
 __all__ = ["Tail", "let_go_below", "tail_of"]
 
-# Bytes of the largest pre-activation from which on a tail is worth its calls.
+# Bytes of the largest pre-activation from which on a tail is worth its calls. Where all of them take less than the
+# parameters do, as in VGG11, their gradients and the optimizer's state make the peak.
 LEAST_BYTES = 2 << 20
 # Layers go by parts while their pre-activations are at least this share of the largest; and by so many. Measured on
 # the CNN of Lee & Kifer and the CIFAR network: memory over an ordinary backward 1.34 and 1.38 to 1.06 and 1.01, for
@@ -239,7 +240,7 @@ class Tail:
 
 
 def _is_known(call: Call, owners: Collection[int]) -> bool:
-    return all(id(call.layer._parameters[name]) in owners for name in call.parameters)
+    return all(id(parameter) in owners for parameter in _parameters(call))
 
 
 @contextmanager
@@ -274,7 +275,8 @@ def tail_of(losses: Tensor, calls: Sequence[Call]) -> Tail | None:
     lowest = [call for call in calls if not call.sources and _treats_each_by_itself(call, examples)]
     if len(lowest) != 1 or examples < 4 or lowest[0].registered != RemovableHandle.next_id or is_traced():
         return None
-    if max(map(_bytes, calls)) < LEAST_BYTES:
+    own = {id(parameter): parameter.nbytes for call in calls for parameter in _parameters(call)}
+    if max(map(_bytes, calls)) < LEAST_BYTES or sum(map(_bytes, calls)) < sum(own.values()):
         return None
     ways = {id(way.below): way for call in calls if (way := _way_down(call, examples)) is not None}
     shared = _shared_nodes(losses)
@@ -314,8 +316,8 @@ def _shared_nodes(losses: Tensor) -> set[Any]:
 
 def _are_used_elsewhere(some: Sequence[Call], calls: Sequence[Call]) -> bool:
     """Whether a parameter of some uses has another use."""
-    own = [id(call.layer._parameters[name]) for call in some for name in call.parameters]
-    every = [id(call.layer._parameters[name]) for call in calls for name in call.parameters]
+    own = [id(parameter) for call in some for parameter in _parameters(call)]
+    every = [id(parameter) for call in calls for parameter in _parameters(call)]
     return sum([owner in own for owner in every]) != len(own)
 
 
@@ -350,6 +352,11 @@ def _treats_each_by_itself(call: Call, examples: int) -> bool:
         return False
     whole = call.batch_dim == 0 and call.shape[0] == examples and not call.rows
     return whole and not call.packed and call.dtype in (torch.float32, torch.float64)
+
+
+def _parameters(call: Call) -> list[Tensor]:
+    """Those that the use multiplied with, but for frozen ones."""
+    return [parameter for name in call.parameters if (parameter := call.layer._parameters[name]) is not None]
 
 
 def _bytes(call: Call) -> int:
