@@ -33,7 +33,7 @@ __all__ = ["Tail", "let_go_below", "tail_of"]
 # parameters do, as in VGG11, their gradients and the optimizer's state make the peak.
 LEAST_BYTES = 2 << 20
 # Layers go by parts while their pre-activations are at least this share of the largest; and by so many. Measured on
-# the CNN of Lee & Kifer and the CIFAR network: memory over an ordinary backward 1.34 and 1.38 to 1.06 and 1.01, for
+# the CNN of Lee & Kifer and the CIFAR network: memory over an ordinary step 1.34 and 1.38 to 1.06 and 1.00, for
 # 1 to 6% more time; with parts half as large 5%, and with smaller layers too 14%, for nothing.
 SHARE, PARTS = 0.5, 4
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
