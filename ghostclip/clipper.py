@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ghostclip.aside import OF_HALF, OF_WHOLE, Aside
 from ghostclip.clipping import Adaptive, Groupwise, Policy, as_policy
 from ghostclip.compiled import CompiledClip
 from ghostclip.convert import wrap
@@ -18,7 +19,6 @@ from ghostclip.graph import WIDE
 from ghostclip.halves import Halves
 from ghostclip.one_by_one import Alone, OneByOne
 from ghostclip.outcome import add_sums
-from ghostclip.passes import OF_HALF, OF_WHOLE, Aside
 from ghostclip.planner import Planner
 from ghostclip.two_passes import TwoPasses
 from ghostclip.validate import one_of, positive, power_of_two

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ghostclip.aside import Aside
 from ghostclip.at_once import AtOnce
 from ghostclip.by_parts import collect
 from ghostclip.clipping import Groupwise, Policy, Thresholds
@@ -24,7 +25,7 @@ from ghostclip.narrowing import Narrowing, narrowing_of
 from ghostclip.nn.base import Call, Repeat
 from ghostclip.nn.fallback import Outside
 from ghostclip.outcome import FirstPass, norm_dtype
-from ghostclip.passes import Aside, Collector
+from ghostclip.passes import Collector
 from ghostclip.planner import Choice, Planner
 from ghostclip.regroup import Grouping
 from ghostclip.second_pass import in_our_words

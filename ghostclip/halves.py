@@ -24,7 +24,6 @@ from ghostclip.clipping import Adaptive, Automatic, Flat, Groupwise, Policy
 from ghostclip.compiled.signature import function_kind, leaves_of
 from ghostclip.gradients import have_hooks, is_distributed
 from ghostclip.nn.base import Call
-from ghostclip.passes import preactivation_bytes
 from ghostclip.replay import Replay
 from ghostclip.reweighting import CONVOLUTIONS
 from ghostclip.two_passes import TwoPasses
@@ -117,7 +116,7 @@ class Halves:
                 calls, self._open = self.passes.rehearse(loss_fn(self.model, few))
             least = self._least_bytes(calls) if self._batches == 1 else math.inf
             if not math.isinf(least):
-                self._each, self._least = sum([preactivation_bytes(call) for call in calls]) / FEW, least
+                self._each, self._least = sum([call.nbytes for call in calls]) / FEW, least
                 with replay.again(training=False):
                     if _stand_alone(loss_fn(self.model, few), loss_fn(self.model, _last_of(few))):
                         self.function = function_kind(loss_fn)
@@ -133,8 +132,8 @@ class Halves:
             return math.inf
         if any(isinstance(call.layer, nn.RNNBase) for call in calls):
             return math.inf
-        total = sum([preactivation_bytes(call) for call in calls])
-        of_images = sum([preactivation_bytes(call) for call in calls if isinstance(call.layer, CONVOLUTIONS)])
+        total = sum([call.nbytes for call in calls])
+        of_images = sum([call.nbytes for call in calls if isinstance(call.layer, CONVOLUTIONS)])
         least = IMAGE_BYTES if 2 * of_images >= total else ROW_BYTES
         return max(least, OVER_PARAMETERS * sum([p.nbytes for p in trained]))
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ghostclip.aside import Aside
 from ghostclip.groupwise import POSTPONED_BYTES, GroupSums, Part
 from ghostclip.index import ModelIndex
 from ghostclip.nn.base import Call
@@ -24,7 +24,7 @@ from ghostclip.norms.term import Answer, Term
 from ghostclip.planner import SOLE, Choice, Planner, kept_bytes
 from ghostclip.regroup import row_count
 
-__all__ = ["OF_HALF", "OF_WHOLE", "Aside", "Collector"]
+__all__ = ["Collector"]
 
 # Per-example gradients that are kept may take this share of the pre-activations' bytes beyond what they replace.
 SPARE = 0.5
@@ -32,29 +32,6 @@ SPARE = 0.5
 SPARE_OF_GROUP = 0.1
 # Bytes of what is set aside that are always there: an eighth of what waits for company in any case.
 ASIDE_LEAST = POSTPONED_BYTES // 8
-
-
-class Aside(NamedTuple):
-    """What per-example gradients are set aside where a second backward follows, and how it goes.
-
-    That needn't form those parameters' gradients then, nor go below the last of the others.
-
-    Attributes:
-        of_layer: how large they may be, as a share of its layer's pre-activation.
-        of_all: share of all pre-activations that all of them may take.
-        of_parameters: share of the parameters besides, where their gradients don't exist yet.
-        by_parts: whether the lowest layers may go by parts of the examples (`ghostclip.tail`).
-    """
-
-    of_layer: float
-    of_all: float
-    of_parameters: float
-    by_parts: bool
-
-
-# Measured: no peak rises by more than 7%; and the CIFAR network's in halves, which has room, to that of an ordinary
-# backward of the whole batch (1.54 to 1.33 of its time).
-OF_WHOLE, OF_HALF = Aside(0.5, 0.15, 1.0, True), Aside(2.5, 0.6, 0.0, False)
 
 
 def overlapping_parts(calls: Iterable[Call]) -> set[int]:
@@ -75,11 +52,6 @@ def overlapping_parts(calls: Iterable[Call]) -> set[int]:
         if any(left[1] > right[0] for left, right in pairwise(ordered)):
             found.add(owner)
     return found
-
-
-def preactivation_bytes(call: Call) -> int:
-    """Bytes of what a layer produced."""
-    return math.prod(call.shape) * call.dtype.itemsize
 
 
 class Collector:
@@ -155,7 +127,7 @@ class Collector:
     @functools.cached_property
     def _produced(self) -> int:
         """Bytes of all pre-activations."""
-        return sum([preactivation_bytes(call) for call in self._calls])
+        return sum([call.nbytes for call in self._calls])
 
     @property
     def _room(self) -> int:
@@ -229,7 +201,7 @@ class Collector:
                     continue
                 term = combine(self._waiting.pop(part))
             if self._aside is not None:
-                self._answer_aside(part, term, int(self._aside.of_layer * preactivation_bytes(call)), self._aside)
+                self._answer_aside(part, term, int(self._aside.of_layer * call.nbytes), self._aside)
             else:
                 self._answer(part, term, held)
 

@@ -10,7 +10,6 @@ one part of the examples after another.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -276,7 +275,7 @@ def tail_of(losses: Tensor, calls: Sequence[Call]) -> Tail | None:
     if len(lowest) != 1 or examples < 4 or lowest[0].registered != RemovableHandle.next_id or is_traced():
         return None
     own = {id(parameter): parameter.nbytes for call in calls for parameter in _parameters(call)}
-    if max(map(_bytes, calls)) < LEAST_BYTES or sum(map(_bytes, calls)) < sum(own.values()):
+    if max([call.nbytes for call in calls]) < LEAST_BYTES or sum([call.nbytes for call in calls]) < sum(own.values()):
         return None
     ways = {id(way.below): way for call in calls if (way := _way_down(call, examples)) is not None}
     shared = _shared_nodes(losses)
@@ -289,10 +288,10 @@ def tail_of(losses: Tensor, calls: Sequence[Call]) -> Tail | None:
         if way.top in shared or not _treats_each_by_itself(way.above, examples):
             break
         below = way.above
-    largest = max([_bytes(way.below) for way in found], default=0)
+    largest = max([way.below.nbytes for way in found], default=0)
     if largest < LEAST_BYTES:
         return None
-    while _bytes(found[0].below) < SHARE * largest:
+    while found[0].below.nbytes < SHARE * largest:
         found.pop(0)
     if _are_used_elsewhere([way.below for way in found], calls):
         return None
@@ -357,11 +356,6 @@ def _treats_each_by_itself(call: Call, examples: int) -> bool:
 def _parameters(call: Call) -> list[Tensor]:
     """Those that the use multiplied with, but for frozen ones."""
     return [parameter for name in call.parameters if (parameter := call.layer._parameters[name]) is not None]
-
-
-def _bytes(call: Call) -> int:
-    """Of what the layer produced."""
-    return math.prod(call.shape) * call.dtype.itemsize
 
 
 def _of_some(call: Call, examples: int) -> Call:

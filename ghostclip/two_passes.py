@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ghostclip.aside import OF_WHOLE, Aside
 from ghostclip.by_parts import add_up
 from ghostclip.clipping import Groupwise, Policy, Thresholds
 from ghostclip.first_passes import FirstPasses, check_losses, owners_of, without_autocast
@@ -21,7 +22,6 @@ from ghostclip.nn.base import Call, Repeat
 from ghostclip.norms.looks import looks_stall
 from ghostclip.norms.whole import all_finite
 from ghostclip.outcome import FirstPass, add_to_gradient, norm_dtype
-from ghostclip.passes import OF_WHOLE, Aside
 from ghostclip.reweighting import Reweighting, are_faster
 from ghostclip.second_pass import in_our_words, reweighted_backward
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ghostclip
-from ghostclip.passes import OF_HALF, Aside
+from ghostclip.aside import OF_HALF, Aside
 from ghostclip.planner import Planner
 
 CLASSES, EXAMPLES = 3, 4

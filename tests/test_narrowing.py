@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ghostclip
+from ghostclip.aside import OF_WHOLE
 from ghostclip.narrowing import narrowing_of
-from ghostclip.passes import OF_WHOLE
 from ghostclip.planner import Planner
 
 EXAMPLES, POSITIONS, WIDTH, WORDS = 3, 5, 6, 50

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ghostclip
 from ghostclip import first_passes, tail
+from ghostclip.aside import OF_WHOLE
 from ghostclip.clipping import Automatic, Grouped, PerLayer
-from ghostclip.passes import OF_WHOLE
 from ghostclip.planner import Planner
 
 EXAMPLES, CLASSES, MAX_NORM = 5, 3, 0.05
@@ -367,6 +367,18 @@ def held_after(clipper: ghostclip.GhostClipper, inputs: Tensor) -> tuple[int, in
     return before, after
 
 
+def assert_all_let_go_of(
+    clipper: ghostclip.GhostClipper, inputs: Tensor, grads: dict[str, Tensor], share_of_sums: float
+) -> None:
+    """Of three batches nothing is left but the sums, which are new with the first, and exact."""
+    for number in range(3):
+        before, after = held_after(clipper, inputs)
+        assert after < (share_of_sums if number == 0 else 0.1) * before
+        result = clipper.backward(losses_of(clipper.model(inputs)))
+        assert_result(result, {name: sums / 2 for name, sums in gradients(clipper.model).items()}, grads)
+        clipper.model.zero_grad(set_to_none=False)
+
+
 @pytest.mark.parametrize("policy", [MAX_NORM, PerLayer(MAX_NORM)], ids=["flat", "layers"])
 def test_all_that_the_graph_held_is_let_go_of(policy, found):
     model = network(nn.ReLU())
@@ -393,13 +405,7 @@ def test_so_it_is_where_the_second_backward_stops_above_the_lowest_layer(budget,
     assert (id(model[0].weight) in run.aside, id(model[2].weight) in run.aside) == (True, budget is None)
     # Without a budget the layer above is set aside as well, and a backward doesn't come through it.
     assert (run.tail.end(run.aside) is None) == (budget is None)
-    for number in range(3):
-        before, after = held_after(clipper, inputs)
-        # Of the first batch the sums are new; of those that follow there is nothing left.
-        assert after < (0.5 if number == 0 else 0.1) * before
-        result = clipper.backward(losses_of(model(inputs)))
-        assert_result(result, {name: sums / 2 for name, sums in gradients(model).items()}, grads)
-        model.zero_grad(set_to_none=False)
+    assert_all_let_go_of(clipper, inputs, grads, share_of_sums=0.5)
 
 
 def test_an_input_that_was_changed_since_is_noticed(found):
@@ -475,12 +481,7 @@ def test_a_branch_at_the_upper_end_is_let_go_of(budget, found):
     grads = oracle.per_example_grads(model, losses_of, (inputs,))
     clipper = ghostclip.GhostClipper(ghostclip.wrap(model), MAX_NORM, memory_budget=budget)
     clipper._passes._planner = Planner("direct", measure=lambda run, device, best: 1.0)
-    for number in range(3):
-        before, after = held_after(clipper, inputs)
-        assert after < (0.2 if number == 0 else 0.1) * before
-        result = clipper.backward(losses_of(model(inputs)))
-        assert_result(result, {name: sums / 2 for name, sums in gradients(model).items()}, grads)
-        model.zero_grad(set_to_none=False)
+    assert_all_let_go_of(clipper, inputs, grads, share_of_sums=0.2)
     assert 2 in found
 
 

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from ghostclip.aside import OF_HALF
 from ghostclip.clipping import Groupwise
 from ghostclip.errors import VerificationError
 from ghostclip.groupwise import Part
 from ghostclip.norms.whole import all_finite
 from ghostclip.outcome import FirstPass
-from ghostclip.passes import OF_HALF
 from ghostclip.two_passes import TwoPasses
 
 __all__ = ["gradients_agree"]

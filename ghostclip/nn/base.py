@@ -9,6 +9,7 @@ module or its Parameters: what is remembered lives in the graph and dies with it
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -99,6 +100,11 @@ class Call:
         self.sink: Sink | None = None
         self.repeat: Repeat | None = None
         self.ends = False
+
+    @property
+    def nbytes(self) -> int:
+        """Of the pre-activation."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def term(self, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
         """The per-example gradients of ``name`` by the layer's rule; a plain tensor [B, *shape] is taken as is."""
