@@ -105,19 +105,15 @@ class Collector:
         self._not_held = {id(call.layer._parameters[name]) for call in packed for name in call.parameters}
         self._majors, self._planner, self._index = majors, planner, index
         self._padded = overlapping_parts(calls)
-        # The names of each call's parameters that are ours, and what of them it used.
-        self._own: dict[int, tuple[list[str], list[Part]]] = {}
-        for call in calls:
-            names = index.own_parameters(call)
-            self._own[id(call)] = names, [self._part(call, name) for name in names]
-        self._left = Counter([part for _, parts in self._own.values() for part in parts])
+        # What each call used of parameters that are ours: in its own order, and by their names in that of `receive`.
+        self._own = {id(call): self._used(call, groups is not None) for call in calls}
+        self._left = Counter([part for parts, _ in self._own.values() for part in parts])
         self._waiting: dict[Part, list[Term]] = {}
         self._unanswered: list[tuple[list[Part], Affine]] = []
         self._unanswered_bytes = 0
         # Calls that were answered at once, and the bytes of their answers.
         self.joined, self.joined_bytes = 0, 0
         self._calls = [*calls, *below]
-        self._room_left: int | None = None
         self._hooked: set[int] | None = None
         self._groups, self._roomy, self._postponed = groups, roomy, postponed
         self._rough: list[tuple[int, Tensor, Tensor]] = []
@@ -129,17 +125,15 @@ class Collector:
         """Bytes of all pre-activations."""
         return sum([call.nbytes for call in self._calls])
 
-    @property
-    def _room(self) -> int:
-        """Bytes that may be kept beyond what is replaced."""
-        if self._room_left is None:
-            share = SPARE if self._groups is None else SPARE_OF_GROUP
-            self._room_left = int(share * self._produced)
-        return self._room_left
+    @functools.cached_property
+    def _whole_room(self) -> int:
+        """Bytes that may be kept beyond what is replaced, in all or of one group."""
+        return int((SPARE if self._groups is None else SPARE_OF_GROUP) * self._produced)
 
-    @_room.setter
-    def _room(self, room: int) -> None:
-        self._room_left = room
+    @functools.cached_property
+    def _room(self) -> int:
+        """What is left of it."""
+        return self._whole_room
 
     def _prepare_aside(self, aside: Aside) -> set[int]:
         """Sets how much may be set aside; ids of parameters with hooks, which wait for an ordinary backward."""
@@ -175,6 +169,14 @@ class Collector:
                 self.terms[key] = Dense(torch.cat([part.terms.pop(key).per_example() for part in parts]))
                 self._room -= self.terms[key].nbytes
 
+    def _used(self, call: Call, in_groups: bool) -> tuple[list[Part], list[tuple[str, Part]]]:
+        own: Mapping[str, Any] = call.layer._parameters
+        used = [(name, self._part(call, name)) for name in self._index.own_parameters(call)]
+        # The largest first, which are the last to be worth keeping: what they hold is there for the others. Of a weight
+        # and a bias in groups the weight comes last, so that its group may be complete with it.
+        ordered = sorted(used, key=lambda each: -own[each[0]].numel())
+        return [part for _, part in used], ordered[::-1] if in_groups and len(used) == 2 else ordered
+
     def _part(self, call: Call, name: str) -> Part:
         owner = id(call.layer._parameters[name])
         return (owner, None) if owner in self._padded else (owner, call.rows.get(name))
@@ -183,16 +185,11 @@ class Collector:
         """Takes the gradient at one pre-activation; called by the layer's node in the graph."""
         # Saved inputs still know their history; what is held must not keep that part of the graph alive.
         inputs = tuple([tensor.detach() if tensor.requires_grad else tensor for tensor in inputs])
-        names, parts = self._own[id(call)]
+        parts, used = self._own[id(call)]
         if self._answer_at_once(call, parts, inputs, grad):
             return
         held: set[int] = set()
-        # The largest first, which are the last to be worth keeping: what they hold is there for the others. Of a weight
-        # and a bias in groups the weight comes last, so that its group may be complete with it.
-        own: Mapping[str, Any] = call.layer._parameters
-        turned = self._groups is not None and len(parts) == 2
-        ordered = sorted(zip(names, parts, strict=True), key=lambda each: -own[each[0]].numel())
-        for name, part in reversed(ordered) if turned else ordered:
+        for name, part in used:
             term = self._term(call, name, inputs, grad)
             self._left[part] -= 1
             if self._left[part] or part in self._waiting:
@@ -320,22 +317,25 @@ class Collector:
         if self._groups is not None and self._clip_in_passing(part, term, self._groups):
             return
         keep = self._groups is not None or (self._keep and not self.over_budget and part[0] not in self._not_held)
-        tensors = {tensor.untyped_storage().data_ptr(): tensor for tensor in term.tensors} if keep else {}
-        replaced = sum([tensor.nbytes for address, tensor in tensors.items() if address not in held])
-        answer, choice = self._ask(term, keep, replaced + self._room)
+        answer, choice, replaced = term.sole_answer(keep), SOLE, 0
+        if answer is None:
+            tensors = {tensor.untyped_storage().data_ptr(): tensor for tensor in term.tensors} if keep else {}
+            replaced = sum([tensor.nbytes for address, tensor in tensors.items() if address not in held])
+            answer, choice = self._ask(term, keep, replaced + self._room)
+            if answer.kept is None:
+                held.update(tensors)
         self._note(part, term, answer, choice)
         if answer.kept is not None:
             self._room -= max(0, answer.kept.nbytes - replaced)
             term = Dense(answer.kept)
-        elif keep:
-            held.update(tensors)
         if self._groups is not None:
             self._groups.take([part], answer.squared_norms, term)
             if self._groups.empty:
-                self._room_left = None
+                self._room = self._whole_room
         elif keep:
             self.terms[part] = term
-            self._count(term.nbytes)
+            if self._budget is not None:
+                self._count(term.nbytes)
 
     def _clip_in_passing(self, part: Part, term: Term, groups: GroupSums) -> bool:
         """Clips a group with its last term where that is the fastest; says whether it did."""

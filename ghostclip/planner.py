@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ghostclip.norms.dense import Dense
-from ghostclip.norms.memory import Memory, first_touch
-from ghostclip.norms.term import SAMPLE, Answer, Candidate, Clipped, Term, Weigh, is_traced
+from ghostclip.norms.memory import Memory, Trials, first_touch
+from ghostclip.norms.term import SAMPLE, Answer, Candidate, Clipped, Term, Way, Weigh, is_traced
 
 __all__ = ["SOLE", "Choice", "Planner", "kept_bytes", "milliseconds"]
 
@@ -103,6 +103,7 @@ class Planner:
         self.norm_strategy = norm_strategy
         self.choices: dict[tuple, Choice] = {}
         self.memory = Memory(memory_bytes)
+        self._ways: dict[tuple, Way] = {}
         self._measure = measure
         self._sums: dict[tuple, dict[str, float]] = {}
 
@@ -117,16 +118,17 @@ class Planner:
         answer = term.sole_answer(keep)
         if answer is not None:
             return answer, SOLE
-        candidates = term.candidates(self.memory)
         if term.examples == 0:
-            return next(iter(candidates.values())).run(False), EMPTY
+            return next(iter(term.candidates().values())).run(term), EMPTY
         may_keep = keep and kept_bytes(term) <= (term.nbytes if room is None else room)
         traced = is_traced()
         key = (term.key, keep, may_keep, traced, torch.are_deterministic_algorithms_enabled())
         choice = self.choices.get(key)
         if choice is None:
+            candidates = term.candidates()
             choice = self.choices[key] = self._choose(term, candidates, keep, may_keep, traced)
-        answer = candidates[choice.name].run(choice.keep)
+            self._ways[key] = candidates[choice.name].run
+        answer = self._ways[key](term, choice.keep, self.memory)
         # Kept from layer to layer, chunks would lie beside the activations where these are most.
         self.memory.give_up()
         return answer, choice
@@ -209,11 +211,12 @@ class Planner:
     def _costs(self, term: Term, sample: Term, names: list[str], keep: bool, may_keep: bool) -> dict[str, float]:
         """Milliseconds of each candidate for the norms and, where one follows (``keep``), the clipped sum."""
         share = sample.examples / term.examples
-        candidates = sample.candidates(self.memory)
+        candidates = sample.candidates()
         weights = torch.ones(term.examples, device=term.device)
+        trials = Trials(self.memory.cap)
 
         def kept_and_summed(way: Candidate) -> Tensor:
-            kept = way.run(True).kept
+            kept = way.run(sample, True, trials).kept
             assert kept is not None
             return Dense(kept).weighted_sum(weights[: sample.examples])
 
@@ -222,7 +225,7 @@ class Planner:
         costs: dict[str, float] = {}
         summed: float | None = None
         for name in names:
-            self.memory.give_up()
+            trials.give_up()
             way, best = candidates[name], min(costs.values(), default=math.inf)
             if may_keep and way.keeps:
                 least = max(0.0, best - new) * share
@@ -232,8 +235,8 @@ class Planner:
                 # Part of its cost is that of a parameter-sized result, which does not grow with the batch.
                 summed = self._cost_of_sum(term, weights)
             after = summed or 0.0
-            best = max(0.0, best - after)
-            costs[name] = self._measure(partial(way.run, False), term.device, best * share) / share + after
+            run, least = partial(way.run, sample, False, trials), max(0.0, best - after) * share
+            costs[name] = self._measure(run, term.device, least) / share + after
         return costs
 
     def _cost_of_sum(self, term: Term, weights: Tensor) -> float:

@@ -158,7 +158,7 @@ def test_every_way_to_the_norms_gives_the_same(case, monkeypatch):
         each = term.per_example()
         squared = each.unsqueeze(-1).flatten(1).square().sum(1)
         for name, way in term.candidates().items() if term.sole_answer(keep) is None else ():
-            for found in (way.run(False), way.run(True)):
+            for found in (way.run(term), way.run(term, True)):
                 assert_close(found.squared_norms, squared, 1e-10, 1e-6 * squared.max(), name)
                 if found.kept is not None:
                     torch.testing.assert_close(found.kept.view_as(each), each, rtol=1e-10, atol=1e-10)

@@ -80,7 +80,7 @@ def test_cancellation_between_positions_is_noticed(name):
     grads -= grads.mean((2, 3), keepdim=True)
     term = Patches(images, grads, torch.Size((4, 3, 3, 3)), Geometry((1, 1), (0, 0), (1, 1), 1))
     exact = Patches(images.double(), grads.double(), term.shape, term.geometry).per_example().flatten(1).square().sum(1)
-    found = term.candidates()[name].run(False).squared_norms
+    found = term.candidates()[name].run(term).squared_norms
     torch.testing.assert_close(found.double(), exact, rtol=1e-3, atol=0)
 
 
@@ -145,7 +145,7 @@ def test_every_candidate_gives_the_same(dimensions, groups, stride):
     term = Patches(images, grads, torch.Size((4, 6 // groups, *[3] * dimensions)), geometry)
     expected = term.per_example()
     for candidate in term.candidates().values():
-        found = candidate.run(True)
+        found = candidate.run(term, True)
         torch.testing.assert_close(found.squared_norms, expected.flatten(1).square().sum(1), rtol=1e-11, atol=0)
         assert (found.kept is not None) == candidate.keeps
         if candidate.keeps:

@@ -61,7 +61,8 @@ def test_a_graph_gives_what_the_call_gives(name, dtype):
     inputs, term = make(dtype)
 
     def answer(*inputs):
-        found = term(*inputs).candidates()[way].run(keep)
+        made = term(*inputs)
+        found = made.candidates()[way].run(made, keep)
         return [found.squared_norms] + ([found.kept] if keep else [])
 
     graph = make_fx(answer)(*inputs)

@@ -97,7 +97,7 @@ def test_every_candidate_gives_the_same_norms(make):
     assert len(term.candidates()) >= 2
     for candidate in term.candidates().values():
         for keep in (False, candidate.keeps):
-            answer = candidate.run(keep)
+            answer = candidate.run(term, keep)
             torch.testing.assert_close(answer.squared_norms, expected, rtol=1e-12, atol=0)
             assert (answer.kept is not None) == keep
             if keep:
@@ -220,7 +220,7 @@ def test_a_changed_measurement_changes_the_way_to_the_sum(fastest):
 def test_the_sums_fastest_way_counts_and_is_shown():
     term = convolution_term()
     some = {name: way for name, way in term.candidates().items() if name in ("windows", "native")}
-    term.candidates = lambda memory=None: some
+    term.candidates = lambda: some
     term.head = lambda count: term
     sums = {"native": 9.0, "rows": 5.0, "turned rows": 7.0}
     planner = planner_that_measures((*sums.values(), 3.0, 20.0))

@@ -75,7 +75,7 @@ def function(source: str, name: str, dtype: torch.dtype, arguments: int) -> Call
 
 def run(source: str, name: str, dtype: torch.dtype, arguments: tuple[Any, ...]) -> int:
     """Calls a function for numbers of that type; tensors go as pointers, None as null, integers as C's long."""
-    return _called(_function(source, name, dtype), map(_as_word, arguments))
+    return _called(_function(source, name, dtype), _words(arguments))
 
 
 def _called(function: Callable[..., int], words: Iterable[int]) -> int:
@@ -101,7 +101,7 @@ def share_out(function: Callable[..., int], size: int, unit: int, work: int, arg
     Parts begin at multiples of ``unit``, and are shared among torch's threads where ``work`` multiplications are many.
     Numbers that aren't whole go as their bits.
     """
-    words, shares = tuple(map(_as_word, arguments)), work // SHARE
+    words, shares = _words(arguments), work // SHARE
     if shares < 2 or (threads := torch.get_num_threads()) == 1:
         return bool(_called(function, (*words, 0, size)))
     blocks, runtime = -(-size // unit), None if _forks.lost_threads else _runtime()
@@ -110,6 +110,10 @@ def share_out(function: Callable[..., int], size: int, unit: int, work: int, arg
     if runtime is None:
         return _by_own_threads(function, words, edges)
     return _by_torchs_threads(runtime, function, words, edges)
+
+
+def _words(arguments: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple([value if type(value) is int else _as_word(value) for value in arguments])
 
 
 def _as_word(value: Tensor | float | None) -> int:

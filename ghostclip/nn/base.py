@@ -109,7 +109,8 @@ class Call:
     def term(self, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
         """The per-example gradients of ``name`` by the layer's rule; a plain tensor [B, *shape] is taken as is."""
         found = self.layer.per_example(name, self, inputs, grad)
-        return found if isinstance(found, Term) else Dense(found)
+        # Asked the other way round an abstract class would be, which takes longer.
+        return Dense(found) if isinstance(found, Tensor) else found
 
 
 class _Capture(torch.autograd.Function):

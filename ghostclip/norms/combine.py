@@ -11,11 +11,11 @@ from torch import Tensor
 from .bags import Bags
 from .convolution import Patches
 from .dense import Dense, squared_norms
-from .memory import Memory
+from .memory import FRESH, Memory
 from .outer import Outer, chunks
 from .rounding import product_of_sizes
 from .rows import Rows, runs_squared_norms
-from .term import Answer, Candidate, Term, wide
+from .term import Answer, Candidate, Term, Way, wide
 
 __all__ = ["Tied", "combine", "cross"]
 
@@ -113,11 +113,15 @@ class Tied(Term):
         outer = self.outer.sole_answer(False)
         return None if outer is None else self._joined(outer)
 
-    def candidates(self, memory: Memory | None = None) -> dict[str, Candidate]:
-        def through(way: Candidate) -> Candidate:
-            return Candidate(way.family, lambda keep: self._joined(way.run(False)), way.flops)
+    def candidates(self) -> dict[str, Candidate]:
+        def through(run: Way) -> Way:
+            def joined(term: Tied, keep: bool = False, memory: Memory = FRESH) -> Answer:
+                return term._joined(run(term.outer, False, memory))
 
-        return {name: through(way) for name, way in self.outer.candidates(memory).items()}
+            return joined
+
+        return {name: Candidate(way.family, through(way.run), way.flops)
+                for name, way in self.outer.candidates().items()}  # fmt: skip
 
     def head(self, count: int) -> Tied:
         return Tied(self.outer.head(count), self.rows.head(count))

@@ -29,7 +29,7 @@ from .memory import FRESH, Memory
 from .outer import Outer, chunks, reliable
 from .rounding import product_of_sizes
 from .shifts import shifted_products, shifts_are_there
-from .term import Answer, Candidate, Term, size_class, wide, zero_examples
+from .term import Answer, Candidate, Term, Way, size_class, wide, zero_examples
 from .windows import windowed_gram
 
 __all__ = ["Geometry", "Patches", "weight_gradient"]
@@ -91,8 +91,7 @@ class Patches(Term):
         groups = self.geometry.groups
         return maps if groups == 1 else maps.unflatten(1, (groups, -1)).flatten(0, 1)
 
-    def candidates(self, memory: Memory | None = None) -> dict[str, Candidate]:
-        lent = memory or FRESH
+    def candidates(self) -> dict[str, Candidate]:
         batch, positions = self.grads.shape[0], math.prod(self.grads.shape[2:])
         outputs, inputs = self.shape[0], math.prod(self.shape[1:])
         product = 2.0 * batch * positions * outputs * inputs
@@ -100,23 +99,23 @@ class Patches(Term):
         pairs = squares * (outputs + inputs * self.geometry.groups)
         found = {}
         if shifts_are_there(self.images):
-            found["shifts"] = Candidate("direct", lambda keep: self._shifts(lent, keep), product, keeps=True)
+            found["shifts"] = Candidate("direct", Patches._shifts, product, keeps=True)
         found |= {
-            "patches": Candidate("direct", lambda keep: self._by_patches(lent, keep), product, keeps=True),
-            "gram": Candidate("gram", lambda keep: self._by_gram(lent, Outer.by_gram), pairs),
-            "grouped": Candidate("direct", lambda keep: self._grouped(lent, keep), 1.5 * product, keeps=True),
-            "native": Candidate("direct", lambda keep: self._native(lent, keep), 2.0 * product, keeps=True),
+            "patches": Candidate("direct", Patches._by_patches, product, keeps=True),
+            "gram": Candidate("gram", Patches._by_gram, pairs),
+            "grouped": Candidate("direct", Patches._grouped, 1.5 * product, keeps=True),
+            "native": Candidate("direct", Patches._native, 2.0 * product, keeps=True),
         }
         if half_gram_is_there(self.images):
-            found["half gram"] = Candidate("gram", lambda keep: self._by_gram(lent, Outer.by_half_gram), pairs / 2)
+            found["half gram"] = Candidate("gram", Patches._by_half_gram, pairs / 2)
         if all(step == 1 for step in self.geometry.stride) and math.prod(self.shape[2:]) > 1:
             # An addition to a window was measured to cost as much as some hundred operations of a product.
             pixels = 2.0 * batch * math.prod(self.images.shape[2:]) ** 2
             sums = pixels * (self.images.shape[1] + 50 * sum(self.shape[2:]) * self.geometry.groups)
-            found["windows"] = Candidate("gram", lambda keep: self._windows(lent), squares * outputs + sums)
+            found["windows"] = Candidate("gram", Patches._windows, squares * outputs + sums)
             if half_windows_are_there(self.images):
                 half = (squares * outputs + pixels * self.images.shape[1]) / 2 + sums / 10
-                found["half windows"] = Candidate("gram", lambda keep: self._half_windows(), half)
+                found["half windows"] = Candidate("gram", Patches._half_windows, half)
         return found
 
     def head(self, count: int) -> Patches:
@@ -126,20 +125,20 @@ class Patches(Term):
         """Room for the squared norms and, where asked, for the gradients."""
         like = wide(self.grads[:0])
         batch = self.grads.shape[0]
-        return like.new_empty(batch), (memory.empty(like, batch, *self.shape) if keep else None)
+        return like.new_empty(batch), (memory.to_keep(like, batch, *self.shape) if keep else None)
 
     def _column_bytes(self) -> int:
         """Of one example's patches."""
         return 4 * math.prod(self.shape[1:]) * self.geometry.groups * math.prod(self.grads.shape[2:])
 
-    def _by_patches(self, memory: Memory, keep: bool) -> Answer:
+    def _by_patches(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
         squared, kept = self._empty(memory, keep)
         for part in chunks(self.grads.shape[0], self._column_bytes()):
             into = None if kept is None else kept[part]
-            squared[part] = self.outer(part, memory).by_direct(memory, kept=into).squared_norms
+            squared[part] = self.outer(part, memory).by_direct(memory=memory, kept=into).squared_norms
         return Answer(squared, kept)
 
-    def _shifts(self, memory: Memory, keep: bool) -> Answer:
+    def _shifts(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
         images, grads = self._folded(wide(self.images)), self._folded(wide(self.grads))
         geometry = self.geometry
         axes = self.shape[2:], geometry.stride, geometry.padding, geometry.dilation
@@ -147,11 +146,17 @@ class Patches(Term):
         squared = squared.view(-1, geometry.groups).sum(1)
         return Answer(squared, None if kept is None else kept.view(-1, *self.shape))
 
-    def _by_gram(self, memory: Memory, way: Callable[[Outer, Memory], Answer]) -> Answer:
+    def _by_gram(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
+        return self._by_pairs(Outer.by_gram, memory)
+
+    def _by_half_gram(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
+        return self._by_pairs(Outer.by_half_gram, memory)
+
+    def _by_pairs(self, way: Way, memory: Memory) -> Answer:
         squared, _ = self._empty(memory, False)
         absolute = torch.empty_like(squared)
         for part in chunks(self.grads.shape[0], self._column_bytes()):
-            answer = way(self._by_positions(part, memory), memory)
+            answer = way(self._by_positions(part, memory), memory=memory)
             assert answer.absolute is not None
             squared[part], absolute[part] = answer.squared_norms, answer.absolute
         return Answer(squared, absolute=absolute)
@@ -162,25 +167,26 @@ class Patches(Term):
         rows = rows_of_patches(images, self.shape[2:], self.grads.shape[2:], self.geometry, memory)
         return Outer(grads.flatten(2).mT, rows, self.shape, self.geometry.groups)
 
-    def _windows(self, memory: Memory) -> Answer:
+    def _windows(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
         images, grads = self._folded(wide(self.images)), self._folded(wide(self.grads))
         geometry = self.geometry
         return self._by_windows(
             windowed_gram(images, grads, self.shape[2:], geometry.padding, geometry.dilation, memory), memory
         )
 
-    def _half_windows(self) -> Answer:
+    def _half_windows(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
         images, grads = self._folded(wide(self.images)), self._folded(wide(self.grads))
         geometry = self.geometry
-        return self._by_windows(half_windows(images, grads, self.shape[2:], geometry.padding, geometry.dilation), FRESH)
+        found = half_windows(images, grads, self.shape[2:], geometry.padding, geometry.dilation)
+        return self._by_windows(found, memory)
 
     def _by_windows(self, found: tuple[Tensor, Tensor], memory: Memory) -> Answer:
         squared, scale = (each.view(-1, self.geometry.groups).sum(1) for each in found)
         positions = math.prod(self.grads.shape[2:])
-        squared = reliable(squared, scale, lambda: self._by_patches(memory, False).squared_norms)
+        squared = reliable(squared, scale, lambda: self._by_patches(memory=memory).squared_norms)
         return Answer(squared, absolute=scale * positions)
 
-    def _grouped(self, memory: Memory, keep: bool) -> Answer:
+    def _grouped(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
         images, grads = wide(self.images), wide(self.grads)
         squared, kept = self._empty(memory, keep)
         # The kernel copies images and gradients into a layout of its own.
@@ -198,7 +204,7 @@ class Patches(Term):
                 kept[part] = gradients
         return Answer(squared, kept)
 
-    def _native(self, memory: Memory, keep: bool) -> Answer:
+    def _native(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
         images, grads = wide(self.images), wide(self.grads)
         squared, kept = self._empty(memory, keep)
         for example in range(grads.shape[0]):

@@ -22,11 +22,12 @@ INNER_LEAST, INNER_MOST = 1 << 16, 1 << 18
 def squared_norms(gradients: Tensor) -> Tensor:
     """Squared L2 norms of the rows of ``gradients`` [B, ...]; returns [B] in float32 or wider."""
     gradients = wide(gradients)
-    if gradients.dim() == 1:
+    dims = gradients.dim()
+    if dims == 1:
         return gradients.square()
     if gradients.numel() == 0:
         return gradients.new_zeros(gradients.shape[0])
-    flat = gradients if gradients.dim() == 2 else gradients.flatten(1)
+    flat = gradients if dims == 2 else gradients.flatten(1)
     if flat.shape[1] >= INNER_LEAST and _inner_products_are_best(flat):
         return _inner_products(flat)
     norms = _row_norms(flat)
@@ -105,6 +106,8 @@ class Dense(Term):
         gradients = wide(self.gradients)
         if gradients.dim() == 2:
             return torch.mv(gradients.t(), weights.to(gradients.dtype))
+        if gradients.dim() == 3 and not gradients.is_contiguous() and gradients.mT.is_contiguous():
+            return Dense(gradients.mT).weighted_sum(weights).mT
         return (weights.to(gradients.dtype) @ gradients.unsqueeze(-1).flatten(1)).view(self.shape)
 
     def head(self, count: int) -> Dense:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .term import is_traced
 
-__all__ = ["FRESH", "Memory", "first_touch"]
+__all__ = ["FRESH", "Memory", "Trials", "first_touch"]
 
 # Below this the allocator itself keeps pages at hand.
 SMALL_BYTES = 1 << 16
@@ -82,6 +82,10 @@ class Memory:
         weakref.finalize(lent, self._take_back, self._free, storage).atexit = False
         return lent
 
+    def to_keep(self, like: Tensor, *shape: int) -> Tensor:
+        """The same for what is kept from one term to the next, and so isn't lent."""
+        return like.new_empty(shape)
+
     def give_up(self) -> None:
         """Frees every block that is not lent; those that are lent now are freed as they come back."""
         # What is lent still refers to this list, and would keep what is in it.
@@ -103,6 +107,13 @@ class Memory:
             return None
         self._bytes += nbytes
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
+
+
+class Trials(Memory):
+    """Lends what is to be kept, too: where a way is tried several times, in memory that is there from the first on."""
+
+    def to_keep(self, like: Tensor, *shape: int) -> Tensor:
+        return self.empty(like, *shape)
 
 
 # Keeps nothing.

@@ -39,8 +39,9 @@ ALONE_LEAST, ALONE_MOST = 1 << 17, 1 << 21
 BLOCK_ROWS = 256
 # Rows that are scaled at a time for a weighted sum: fewer make its product slower (measured: at 512, not yet at 1024).
 SCALED_ROWS = 1024
-# Columns up to which a product's narrower side comes first.
-NARROW = 128
+# Columns up to which a product's narrower side comes first, and how many times as wide the other has to be (measured:
+# 768 x 8 takes half the time, 400 x 100 four fifths; a wide one, of 200 columns, no less).
+NARROW, WIDER = 128, 4
 # Below this share of sum_t |left_t|^2 |right_t|^2, rounding in the Gram form may reach 1e-4 of the result in float32.
 CANCELLATION = {torch.float32: 1e-2, torch.float64: 1e-5}
 
@@ -111,6 +112,8 @@ def direct(left: Tensor, right: Tensor, memory: Memory = FRESH, kept: Tensor | N
     """Squared norms [B] from gradients formed a chunk of examples at a time; ``kept`` [B, p, d] is filled with them."""
     batch, _, outputs = left.shape
     inputs = right.shape[2]
+    if kept is not None and kept.nbytes <= KEPT_CHUNK_BYTES:
+        return squared_norms(torch.bmm(left.mT, right, out=kept))
     squared = left.new_empty(batch)
     most = CHUNK_BYTES if kept is None else KEPT_CHUNK_BYTES
     parts = list(chunks(batch, outputs * inputs * left.element_size(), most))
@@ -119,6 +122,11 @@ def direct(left: Tensor, right: Tensor, memory: Memory = FRESH, kept: Tensor | N
         into = space[: part.stop - part.start] if kept is None else kept[part]
         squared[part] = squared_norms(torch.bmm(left[part].mT, right[part], out=into))
     return squared
+
+
+def is_narrow(left: Tensor, right: Tensor) -> bool:
+    """Whether the transpose of ``left[i]^T right[i]`` is formed faster."""
+    return right.shape[2] <= NARROW and left.shape[2] >= WIDER * right.shape[2]
 
 
 def stand_alone(left: Tensor, right: Tensor) -> bool:
@@ -157,9 +165,7 @@ def scaled_product(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
 
     A part of the first axis at a time, so that never more than SCALED_ROWS rows are scaled.
     """
-    # A narrow right side is faster on the left of the product (measured: 1.3 times at 400 x 100, twice at 384 x 28; a
-    # wide one, of 200 columns, is not, and the result has to be copied).
-    turned = right.shape[2] <= NARROW and left.shape[2] >= 4 * right.shape[2]
+    turned = is_narrow(left, right)
     by_left = left.shape[2] <= right.shape[2]
     total: Tensor | None = None
     step = max(1, SCALED_ROWS // max(1, left.shape[1]))
@@ -209,19 +215,18 @@ class Outer(Term):
             return None
         return Answer(self._by_example(squared_norms(self.left) * squared_norms(self.right)))
 
-    def candidates(self, memory: Memory | None = None) -> dict[str, Candidate]:
-        memory = memory or FRESH
+    def candidates(self) -> dict[str, Candidate]:
         batch, positions, outputs = self.left.shape
         inputs = self.right.shape[2]
         pairs, products = (
             2.0 * batch * positions * each for each in (positions * (outputs + inputs), outputs * inputs)
         )
         found = {
-            "gram": Candidate("gram", lambda keep: self.by_gram(memory), pairs),
-            "direct": Candidate("direct", lambda keep: self.by_direct(memory, keep), products, keeps=True),
+            "gram": Candidate("gram", Outer.by_gram, pairs),
+            "direct": Candidate("direct", Outer.by_direct, products, keeps=True),
         }
         if half_gram_is_there(self.left):
-            found["half gram"] = Candidate("gram", lambda keep: self.by_half_gram(memory), pairs / 2)
+            found["half gram"] = Candidate("gram", Outer.by_half_gram, pairs / 2)
         return found
 
     def in_passing(self) -> Callable[[Weigh], Clipped] | None:
@@ -242,15 +247,13 @@ class Outer(Term):
     def _by_example(self, squared: Tensor) -> Tensor:
         return squared if self.groups == 1 else squared.view(-1, self.groups).sum(1)
 
-    def by_gram(self, memory: Memory = FRESH) -> Answer:
+    def by_gram(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
         """The Gram form; the direct one where it can't be relied on."""
-        left, right = wide(self.left), wide(self.right)
-        return self._reliable(*gram(left, right, memory), memory)
+        return self._reliable(*gram(wide(self.left), wide(self.right), memory), memory)
 
-    def by_half_gram(self, memory: Memory = FRESH) -> Answer:
+    def by_half_gram(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
         """The same by compiled C."""
-        left, right = wide(self.left), wide(self.right)
-        return self._reliable(*half_gram(left, right), memory)
+        return self._reliable(*half_gram(wide(self.left), wide(self.right)), memory)
 
     def _reliable(self, squared: Tensor, scale: Tensor, memory: Memory) -> Answer:
         """The answer of a Gram form, as `gram` returns it; the direct one where it can't be relied on."""
@@ -258,13 +261,19 @@ class Outer(Term):
         squared = reliable(squared, scale, lambda: direct(left, right, memory))
         return Answer(self._by_example(squared), absolute=self._by_example(scale) * left.shape[1])
 
-    def by_direct(self, memory: Memory = FRESH, keep: bool = False, kept: Tensor | None = None) -> Answer:
+    def by_direct(self, keep: bool = False, memory: Memory = FRESH, kept: Tensor | None = None) -> Answer:
         """The direct form; ``keep`` keeps the gradients, in ``kept`` [B, *shape] where that is given."""
         left, right = wide(self.left), wide(self.right)
-        if keep and kept is None:
-            kept = memory.empty(left, self.examples, *self.shape)
-        into = None if kept is None else kept.view(left.shape[0], left.shape[2], right.shape[2])
-        return Answer(self._by_example(direct(left, right, memory, into)), kept)
+        if kept is not None:
+            formed = kept.view(len(left), left.shape[2], right.shape[2])
+            return Answer(self._by_example(direct(left, right, memory, formed)), kept)
+        turned = len(self.shape) == 2 and is_narrow(left, right) and left.stride(2) == right.stride(2) == 1
+        first, second = (right, left) if turned else (left, right)
+        formed = memory.to_keep(first, len(first), first.shape[2], second.shape[2]) if keep else None
+        squared = self._by_example(direct(first, second, memory, formed))
+        if formed is None:
+            return Answer(squared)
+        return Answer(squared, formed.mT if turned else formed.view(-1, *self.shape))
 
     def absolute(self) -> Tensor | None:
         return None if self.left.shape[1] == 1 else self._by_example(product_of_sizes(self.left, self.right))

@@ -115,24 +115,29 @@ class Rows(Term):
     def sole_answer(self, keep: bool) -> Answer | None:
         return Answer(squared_norms(self.gradients)) if self.indices.shape[1] == 1 else None
 
-    def candidates(self, memory: Memory | None = None) -> dict[str, Candidate]:
-        lent, indices, gradients = memory or FRESH, self.indices, wide(self.gradients)
-        numbers, positions = float(gradients.numel()), indices.shape[1]
+    def candidates(self) -> dict[str, Candidate]:
+        numbers, positions = float(self.gradients.numel()), self.indices.shape[1]
         # Sorting and adding by index are not counted in flops; these factors are what they were measured to cost.
-        found = {"runs": Candidate("direct", lambda keep: Answer(runs_squared_norms(indices, gradients)), 60 * numbers)}
-        if chains_are_there(indices, gradients):
-            found["chains"] = Candidate(
-                "direct", lambda keep: Answer(chained_squared_norms(indices, gradients)), 10 * numbers
-            )
-        if gradients.device.type == "cpu":
-            found["repeats"] = Candidate(
-                "direct", lambda keep: Answer(repeats_squared_norms(indices, gradients)), 50 * numbers, traces=False
-            )
+        found = {"runs": Candidate("direct", Rows._by_runs, 60 * numbers)}
+        if chains_are_there(self.indices, wide(self.gradients)):
+            found["chains"] = Candidate("direct", Rows._by_chains, 10 * numbers)
+        if self.gradients.device.type == "cpu":
+            found["repeats"] = Candidate("direct", Rows._by_repeats, 50 * numbers, traces=False)
         if positions <= PAIRED_POSITIONS:
-            found["gram"] = Candidate(
-                "gram", lambda keep: Answer(pairs_squared_norms(indices, gradients, lent)), 2 * numbers * positions
-            )
+            found["gram"] = Candidate("gram", Rows._by_pairs, 2 * numbers * positions)
         return found
+
+    def _by_runs(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
+        return Answer(runs_squared_norms(self.indices, wide(self.gradients)))
+
+    def _by_chains(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
+        return Answer(chained_squared_norms(self.indices, wide(self.gradients)))
+
+    def _by_repeats(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
+        return Answer(repeats_squared_norms(self.indices, wide(self.gradients)))
+
+    def _by_pairs(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
+        return Answer(pairs_squared_norms(self.indices, wide(self.gradients), memory))
 
     def head(self, count: int) -> Rows:
         return Rows(self.indices[:count], self.gradients[:count], self.shape)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ __all__ = ["SAMPLE", "Answer", "Candidate", "Clipped", "Term", "Weigh", "is_trac
 
 # (number of an example, its squared norm) -> its weight, a finite number.
 Weigh = Callable[[int, float], float]
+
+_dispatch_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
 
 # Costs are measured on at most this many examples: beyond, they grow with their number.
 SAMPLE = 32
@@ -45,20 +47,32 @@ class Clipped:
     total: Tensor
 
 
+class Way(Protocol):
+    """Computes the answer of any term of one kind.
+
+    Args:
+        term: the term.
+        keep: whether per-example gradients are to be kept, where the way can.
+        memory: lends what is needed.
+    """
+
+    def __call__(self, term: Any, /, keep: bool = ..., memory: Memory = ...) -> Answer: ...
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One way to the squared norms of a term.
 
     Attributes:
         family: "gram" or "direct", what ``norm_strategy`` asks for.
-        run: computes the answer; its argument says whether per-example gradients are to be kept.
+        run: computes the answer, of this term or another of the same ``key``.
         flops: an estimate, for choices that must not depend on a clock.
-        keeps: whether ``run(True)`` keeps the per-example gradients.
+        keeps: whether ``run`` can keep the per-example gradients.
         traces: whether it can be written down as a graph, without a look at any value.
     """
 
     family: str
-    run: Callable[[bool], Answer]
+    run: Way
     flops: float
     keeps: bool = False
     traces: bool = True
@@ -82,7 +96,7 @@ class Term(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors this term holds on to."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum([tensor.nbytes for tensor in self.tensors])
 
     @property
     def examples(self) -> int:
@@ -98,12 +112,8 @@ class Term(ABC):
         """The squared norms where there is only one way to them; None where `candidates` has to be chosen from."""
         return None
 
-    def candidates(self, memory: Memory | None = None) -> dict[str, Candidate]:
-        """The ways to the squared norms, by name; a term without a sole answer has at least one.
-
-        Args:
-            memory: lends what they need; None for memory that is new each time.
-        """
+    def candidates(self) -> dict[str, Candidate]:
+        """The ways to the squared norms, by name; a term without a sole answer has at least one."""
         return {}
 
     def in_passing(self) -> Callable[[Weigh], Clipped] | None:
@@ -147,8 +157,7 @@ class Term(ABC):
 
 def is_traced() -> bool:
     """Whether operations are being written down as a graph, where no value is known."""
-    proxied = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-    return proxied or torch.compiler.is_compiling()
+    return _dispatch_mode(_PROXY) is not None or torch.compiler.is_compiling()
 
 
 def size_class(examples: int) -> int:
