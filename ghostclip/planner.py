@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -43,6 +43,7 @@ class Choice:
         reason: in words.
         milliseconds: measured cost of every candidate that was tried, by name, for the batch it was first measured on.
         sums: the same of the ways to the clipped sum, where that is formed of what the term holds and has several.
+        run: the way itself, where there was something to choose.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Choice:
     reason: str
     milliseconds: dict[str, float] = field(default_factory=dict)
     sums: dict[str, float] = field(default_factory=dict)
+    run: Way | None = field(default=None, repr=False, compare=False)
 
 
 # What ways that clip while norms come are called.
@@ -103,7 +105,6 @@ class Planner:
         self.norm_strategy = norm_strategy
         self.choices: dict[tuple, Choice] = {}
         self.memory = Memory(memory_bytes)
-        self._ways: dict[tuple, Way] = {}
         self._measure = measure
         self._sums: dict[tuple, dict[str, float]] = {}
 
@@ -126,9 +127,10 @@ class Planner:
         choice = self.choices.get(key)
         if choice is None:
             candidates = term.candidates()
-            choice = self.choices[key] = self._choose(term, candidates, keep, may_keep, traced)
-            self._ways[key] = candidates[choice.name].run
-        answer = self._ways[key](term, choice.keep, self.memory)
+            choice = self._choose(term, candidates, keep, may_keep, traced)
+            choice = self.choices[key] = replace(choice, run=candidates[choice.name].run)
+        assert choice.run is not None
+        answer = choice.run(term, choice.keep, self.memory)
         # Kept from layer to layer, chunks would lie beside the activations where these are most.
         self.memory.give_up()
         return answer, choice

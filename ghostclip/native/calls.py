@@ -113,7 +113,10 @@ def share_out(function: Callable[..., int], size: int, unit: int, work: int, arg
 
 
 def _words(arguments: tuple[Any, ...]) -> tuple[int, ...]:
-    return tuple([value if type(value) is int else _as_word(value) for value in arguments])
+    return tuple([
+        value if type(value) is int else value.data_ptr() if type(value) is Tensor else _as_word(value)
+        for value in arguments
+    ])  # fmt: skip
 
 
 def _as_word(value: Tensor | float | None) -> int:

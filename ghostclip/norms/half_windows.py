@@ -33,11 +33,12 @@ def half_windows(
     images, grads = images.contiguous(), grads.contiguous()
     axes = [in_plane(sizes) for sizes in (images.shape[2:], grads.shape[2:], kernel)]
     shifts = in_plane(padding, 0), in_plane(dilation)
-    squared, scale = grads.new_empty(len(grads)), grads.new_empty(len(grads))
+    batch = grads.shape[0]
+    squared, scale = grads.new_empty(batch), grads.new_empty(batch)
     sizes = (images.shape[1], grads.shape[1], *(size for axis in axes for size in axis), *shifts[0], *shifts[1])
     positions = [torch.Size(axis).numel() ** 2 for axis in axes[:2]]
-    work = len(grads) * (positions[0] * images.shape[1] + positions[1] * grads.shape[1]) // 2
-    run_examples("windows", "windows", grads.dtype, len(grads), work, (images, grads, squared, scale, *sizes))
+    work = batch * (positions[0] * images.shape[1] + positions[1] * grads.shape[1]) // 2
+    run_examples("windows", "windows", grads.dtype, batch, work, (images, grads, squared, scale, *sizes))
     return squared, scale
 
 

@@ -27,7 +27,7 @@ def _in_c(inputs: Tensor, grads: Tensor) -> bool:
     """Whether C can read both, and should."""
     if is_traced() or library("normalize") is None:
         return False
-    plain = all(type(tensor) is Tensor and tensor.is_cpu for tensor in (inputs, grads))
+    plain = type(inputs) is Tensor and type(grads) is Tensor and inputs.is_cpu and grads.is_cpu
     return plain and inputs.dtype == grads.dtype and inputs.dtype in NAMES
 
 
@@ -41,7 +41,7 @@ def by_channel(images: Tensor, grads: Tensor, groups: int, eps: float, normalize
         eps: added to the variance.
         normalize: does the same by tensor operations.
     """
-    positions = images[0, 0].numel() if len(images) else 0
+    positions = images[0, 0].numel() if images.shape[0] else 0
     if positions < FEW or not _in_c(images, grads) or not images.is_contiguous():
         products = grads * normalize(images)
         return products if products.dim() == 2 else products.flatten(2).sum(2)
@@ -72,10 +72,11 @@ def by_feature(
         products = grads * normalize(inputs)
         positions = products.dim() - 1 - normalized
         return products.flatten(1, positions).sum(1) if positions else products
-    found = inputs.new_empty(len(inputs), *shape)
+    batch, positions, width = left.shape
+    found = inputs.new_empty(batch, *shape)
     sides = (left, *left.stride()[:2], right, *right.stride()[:2])
-    arguments = (*sides, found, left.shape[1], left.shape[2], int(centred), float(eps))
-    run_examples("normalize", "rows", inputs.dtype, len(inputs), inputs.numel(), arguments)
+    arguments = (*sides, found, positions, width, int(centred), float(eps))
+    run_examples("normalize", "rows", inputs.dtype, batch, inputs.numel(), arguments)
     return found
 
 

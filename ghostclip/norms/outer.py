@@ -265,11 +265,11 @@ class Outer(Term):
         """The direct form; ``keep`` keeps the gradients, in ``kept`` [B, *shape] where that is given."""
         left, right = wide(self.left), wide(self.right)
         if kept is not None:
-            formed = kept.view(len(left), left.shape[2], right.shape[2])
-            return Answer(self._by_example(direct(left, right, memory, formed)), kept)
+            squared = direct(left, right, memory, kept.view(left.shape[0], left.shape[2], right.shape[2]))
+            return Answer(self._by_example(squared), kept)
         turned = len(self.shape) == 2 and is_narrow(left, right) and left.stride(2) == right.stride(2) == 1
         first, second = (right, left) if turned else (left, right)
-        formed = memory.to_keep(first, len(first), first.shape[2], second.shape[2]) if keep else None
+        formed = memory.to_keep(first, first.shape[0], first.shape[2], second.shape[2]) if keep else None
         squared = self._by_example(direct(first, second, memory, formed))
         if formed is None:
             return Answer(squared)

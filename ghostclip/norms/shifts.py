@@ -51,9 +51,10 @@ def shifted_products(
     images, grads = images.contiguous(), grads.contiguous()
     axes = [in_plane(sizes) for sizes in (images.shape[2:], grads.shape[2:], kernel)]
     steps = [in_plane(padding, 0), in_plane(dilation), in_plane(stride)]
-    squared = grads.new_empty(len(grads))
-    kept = memory.to_keep(grads, len(grads), grads.shape[1], images.shape[1], *kernel) if keep else None
+    batch = grads.shape[0]
+    squared = grads.new_empty(batch)
+    kept = memory.to_keep(grads, batch, grads.shape[1], images.shape[1], *kernel) if keep else None
     sizes = (images.shape[1], grads.shape[1], *(size for axis in (*axes, *steps) for size in axis))
     work = grads.numel() * images.shape[1] * torch.Size(kernel).numel()
-    run_examples("shifts", "shifts", grads.dtype, len(grads), work, (images, grads, squared, kept, *sizes))
+    run_examples("shifts", "shifts", grads.dtype, batch, work, (images, grads, squared, kept, *sizes))
     return squared, kept
