@@ -9,7 +9,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ghostclip
-from ghostclip.norms.memory import FRESH, SMALL_BYTES, Memory, first_touch
+from ghostclip.norms.memory import FRESH, SMALL_BYTES, Memory, Trials, first_touch
 from ghostclip.norms.outer import Outer
 from ghostclip.planner import Planner
 
@@ -107,6 +107,15 @@ def test_nothing_is_kept_without_a_cap_or_for_little():
     for memory, size in ((FRESH, NUMBERS), (Memory(1 << 20), 10)):
         memory.empty(LIKE, size)
         assert memory.nbytes == 0
+
+
+def test_what_is_kept_is_lent_in_trials_only():
+    for kind, lent in ((Memory, 0), (Trials, 4 * NUMBERS)):
+        memory = kind(1 << 20)
+        where = address(memory.to_keep(LIKE, NUMBERS))
+        assert memory.nbytes == lent
+        if lent:
+            assert address(memory.to_keep(LIKE, NUMBERS)) == where
 
 
 def test_a_copy_starts_empty():

@@ -29,6 +29,15 @@ def linear_term(positions=6):
     return Outer(left, right, torch.Size((4, 5)))
 
 
+def narrow_term(positions_last=False):
+    """Of a layer with eight times as many outputs as inputs."""
+    torch.manual_seed(0)
+    left, right = torch.randn(3, 6, 40, dtype=torch.float64), torch.randn(3, 6, 5, dtype=torch.float64)
+    if positions_last:
+        left, right = (side.mT.contiguous().mT for side in (left, right))
+    return Outer(left, right, torch.Size((40, 5)))
+
+
 def convolution_term():
     torch.manual_seed(0)
     images, grads = torch.randn(3, 2, 6, 6, dtype=torch.float64), torch.randn(3, 4, 4, 4, dtype=torch.float64)
@@ -90,7 +99,7 @@ def test_a_shape_is_measured_once():
     assert torch.equal(first[0].squared_norms, second[0].squared_norms)
 
 
-@pytest.mark.parametrize("make", [linear_term, convolution_term, rows_term])
+@pytest.mark.parametrize("make", [linear_term, narrow_term, convolution_term, rows_term])
 def test_every_candidate_gives_the_same_norms(make):
     term = make()
     expected = term.per_example().flatten(1).square().sum(1)
@@ -102,6 +111,18 @@ def test_every_candidate_gives_the_same_norms(make):
             assert (answer.kept is not None) == keep
             if keep:
                 torch.testing.assert_close(answer.kept, term.per_example(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("positions_last", [False, True])
+def test_gradients_of_a_narrow_layer_are_kept_as_they_are_formed_fastest(positions_last):
+    term, weights = narrow_term(positions_last), torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64)
+    kept = term.by_direct(keep=True).kept
+    # The transposes, unless that would be the slower product.
+    assert kept.is_contiguous() == positions_last
+    torch.testing.assert_close(Dense(kept).weighted_sum(weights), term.weighted_sum(weights), rtol=1e-12, atol=1e-12)
+    given = torch.empty(3, 40, 5, dtype=torch.float64)
+    assert term.by_direct(kept=given).kept is given
+    torch.testing.assert_close(given, kept, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("strategy", ["gram", "direct"])

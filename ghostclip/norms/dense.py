@@ -107,7 +107,7 @@ class Dense(Term):
         if gradients.dim() == 2:
             return torch.mv(gradients.t(), weights.to(gradients.dtype))
         if gradients.dim() == 3 and not gradients.is_contiguous() and gradients.mT.is_contiguous():
-            return Dense(gradients.mT).weighted_sum(weights).mT
+            return Dense(gradients.mT).weighted_sum(weights).mT.contiguous()
         return (weights.to(gradients.dtype) @ gradients.unsqueeze(-1).flatten(1)).view(self.shape)
 
     def head(self, count: int) -> Dense:
