@@ -1,11 +1,14 @@
 """The plan follows the measurements, is remembered, and can be forced; no choice changes a norm."""
 
+import pickle
+
 import pytest
 import torch
 from cases import case as find
 from comparing import ready
 
 from ghostclip.explain import Row
+from ghostclip.norms.combine import Tied
 from ghostclip.norms.convolution import Geometry, Patches
 from ghostclip.norms.dense import Dense
 from ghostclip.norms.outer import Outer
@@ -123,6 +126,35 @@ def test_gradients_of_a_narrow_layer_are_kept_as_they_are_formed_fastest(positio
     given = torch.empty(3, 40, 5, dtype=torch.float64)
     assert term.by_direct(kept=given).kept is given
     torch.testing.assert_close(given, kept, rtol=1e-12, atol=1e-12)
+
+
+def test_a_choice_is_for_one_type_of_indices():
+    """The compiled function reads one type only."""
+    term, planner = rows_term(), Planner()
+    narrow = Rows(term.indices.int(), term.gradients, term.shape)
+    assert narrow.key != term.key
+    expected = planner.answer(term, keep=False)[0].squared_norms
+    torch.testing.assert_close(planner.answer(narrow, keep=False)[0].squared_norms, expected, rtol=1e-12, atol=0)
+
+
+def test_a_planner_is_pickled_with_its_choices():
+    planner = Planner()
+    terms = [linear_term(), convolution_term(), rows_term(), Tied(linear_term(7), rows_term())]
+    found = [planner.answer(term, keep=False) for term in terms]
+    twin = pickle.loads(pickle.dumps(planner))
+    for term, (answer, choice) in zip(terms, found, strict=True):
+        again, chosen = twin.answer(term, keep=False)
+        assert chosen == choice
+        assert torch.equal(again.squared_norms, answer.squared_norms)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_layer_without_outputs(keep):
+    """It has no gradient, and still is one of several examples."""
+    term = Outer(torch.randn(3, 6, 0), torch.randn(3, 6, 5), torch.Size((0, 5)))
+    answer = term.by_direct(keep)
+    assert answer.squared_norms.tolist() == [0.0, 0.0, 0.0]
+    assert (None if answer.kept is None else answer.kept.shape) == ((3, 0, 5) if keep else None)
 
 
 @pytest.mark.parametrize("strategy", ["gram", "direct"])

@@ -56,6 +56,13 @@ CLIPPING = [
         CLIPPER,
     ),
     Mutant(
+        "gradients formed as their transposes kept as they lie",
+        "ghostclip/norms/outer.py",
+        "        return Answer(squared, formed.mT if turned else formed.view(self.examples, *self.shape))\n",
+        "        return Answer(squared, formed.view(self.examples, *self.shape))\n",
+        ("tests/test_planner.py",),
+    ),
+    Mutant(
         "bias omitted from the norm",
         "ghostclip/nn/linear.py",
         "            return summed_positions(grad)\n",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -114,14 +115,12 @@ class Tied(Term):
         return None if outer is None else self._joined(outer)
 
     def candidates(self) -> dict[str, Candidate]:
-        def through(run: Way) -> Way:
-            def joined(term: Tied, keep: bool = False, memory: Memory = FRESH) -> Answer:
-                return term._joined(run(term.outer, False, memory))
-
-            return joined
-
-        return {name: Candidate(way.family, through(way.run), way.flops)
+        return {name: Candidate(way.family, partial(Tied._by, way.run), way.flops)
                 for name, way in self.outer.candidates().items()}  # fmt: skip
+
+    @staticmethod
+    def _by(run: Way, term: Tied, /, keep: bool = False, memory: Memory = FRESH) -> Answer:
+        return term._joined(run(term.outer, False, memory))
 
     def head(self, count: int) -> Tied:
         return Tied(self.outer.head(count), self.rows.head(count))

@@ -273,7 +273,7 @@ class Outer(Term):
         squared = self._by_example(direct(first, second, memory, formed))
         if formed is None:
             return Answer(squared)
-        return Answer(squared, formed.mT if turned else formed.view(-1, *self.shape))
+        return Answer(squared, formed.mT if turned else formed.view(self.examples, *self.shape))
 
     def absolute(self) -> Tensor | None:
         return None if self.left.shape[1] == 1 else self._by_example(product_of_sizes(self.left, self.right))

@@ -105,8 +105,8 @@ class Rows(Term):
 
     @property
     def key(self) -> tuple:
-        sizes = tuple(self.gradients.shape[1:])
-        return ("rows", size_class(self.examples), sizes, self.shape, self.gradients.dtype, self.gradients.device)
+        sizes, kinds = tuple(self.gradients.shape[1:]), (self.indices.dtype, self.gradients.dtype)
+        return ("rows", size_class(self.examples), sizes, self.shape, kinds, self.gradients.device)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
