@@ -435,6 +435,15 @@ def test_the_lowest_layers_take_less_memory_by_parts(policy, monkeypatch):
     assert peaks[0] < 0.6 * peaks[1]
 
 
+@pytest.mark.parametrize("examples", range(4, 20))
+def test_no_part_is_a_single_example(examples):
+    """Of one, torch's kernels may round otherwise than of several, to zero even where all digits cancel."""
+    parts = tail.Tail([], examples, shared=False).parts
+    assert [number for part in parts for number in range(examples)[part]] == list(range(examples))
+    assert len(parts) == min(examples // 2, tail.PARTS)
+    assert min(part.stop - part.start for part in parts) >= 2
+
+
 def test_small_layers_go_whole(monkeypatch, found):
     monkeypatch.setattr(tail, "LEAST_BYTES", 1 << 20)
     assert_exact(network(nn.ReLU()), images())

@@ -232,6 +232,13 @@ CLIPPING = [
         TESTS_OF_TAIL,
     ),
     Mutant(
+        "parts of one example",
+        TAIL,
+        "count = min(self._examples // 2, PARTS)",
+        "count = min(self._examples, PARTS)",
+        TESTS_OF_TAIL,
+    ),
+    Mutant(
         "a branch at the upper end of a tail never let go of",
         TAIL,
         "return None if not needed and (self._shared or _is_known(way.above, owners)) else way.top",
