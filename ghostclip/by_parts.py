@@ -6,7 +6,7 @@ they are those that were measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 
 from torch import Tensor
@@ -64,7 +64,7 @@ def _collect_by_parts(losses: Tensor, tail: Tail, collector: Collector, groups: 
     collector.join(found)
 
 
-def add_up(tail: Tail, known: set[int], sink: Callable[[slice, Sequence[Call]], Reweighting]) -> None:
+def add_up(tail: Tail, known: Collection[int], sink: Callable[[slice, Sequence[Call]], Reweighting]) -> None:
     """Adds the clipped sums of the layers in the tail, to whose top a second pass has come.
 
     Args:

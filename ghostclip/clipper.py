@@ -158,7 +158,7 @@ class GhostClipper:
         """
         if per is not None:
             one_of(("layer", "parameter"), per=per)
-        run = self._passes.first_pass(losses, keep=False, retain_graph=retain_graph, roomy=False)
+        run = self._passes.first_pass(losses, keep=False, retain_graph=retain_graph, margin=False)
         if per is None:
             return run.norms()
         return run.norms_by_layer() if per == "layer" else run.norms_by_parameter()

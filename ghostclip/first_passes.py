@@ -18,7 +18,7 @@ from ghostclip.by_parts import collect
 from ghostclip.clipping import Groupwise, Policy, Thresholds
 from ghostclip.errors import LossShapeError, StaleInputError
 from ghostclip.gradients import have_hooks, is_distributed
-from ghostclip.graph import WIDE, captured_calls
+from ghostclip.graph import captured_calls
 from ghostclip.groupwise import POSTPONED_BYTES, GroupSums
 from ghostclip.index import ModelIndex
 from ghostclip.narrowing import Narrowing, narrowing_of
@@ -52,7 +52,6 @@ class FirstPasses:
         index: the model's names.
         scale: what losses are multiplied with before the passes, and results divided by.
         choices: what the planner chose for the last batch it was asked for, by id of parameter; None before one.
-        steady: whether the last batch's gradients scale with its losses (`Uses.steady`).
         reduced_apart: whether sums of several processes are added up apart from any backward: nobody waits for one.
     """
 
@@ -69,7 +68,6 @@ class FirstPasses:
         self._memory_budget, self.scale = memory_budget, loss_scale
         self.index = ModelIndex(model)
         self.choices: Mapping[int, Choice] | None = None
-        self.steady = True
         self.reduced_apart = False
         self._parameters: dict[int, nn.Parameter] = {}
         self._grouping = Grouping()
@@ -94,7 +92,7 @@ class FirstPasses:
         ignore_budget: bool = False,
         groups: GroupSums | None = None,
         repeat: Repeat | None = None,
-        roomy: bool = True,
+        margin: bool = True,
         postponed: bool = False,
     ) -> FirstPass:
         """A backward from ``losses`` [B] to the pre-activations; raises what `GhostClipper.norms` raises.
@@ -108,7 +106,7 @@ class FirstPasses:
             ignore_budget: hold terms whatever they take.
             groups: takes the terms, to clip them group by group.
             repeat: this is the first of two passes.
-            roomy: norms have room for rounding where weights need it (`ghostclip.norms.rounding`).
+            margin: the rounding margin of the norms can be had, for weights (`ghostclip.norms.rounding`).
             postponed: norms that need a look at values become NaN; `measure_again`, or another pass, has them.
         """
         check_losses(losses, self.scale)
@@ -117,15 +115,13 @@ class FirstPasses:
             uses = captured_calls(losses, self.index)
             trained = self.index.trained()
             self._parameters = {id(parameter): parameter for _, parameter in trained}
-            narrow = any(parameter.dtype not in WIDE for _, parameter in trained)
-            self.steady = uses.steady and not narrow
             tail = None if uses.leaves or (keep and groups is None) else tail_of(losses, uses.calls)
             calls, majors = self._grouping.prove(losses, uses, self.index, tail=tail)
             # What is computed again in order not to be kept is not kept here, either.
             partly = self.cached and keep and groups is None and not (ignore_budget or materialise)
-            partly = partly and not self._is_waited_for() and any(call.packed for call in calls)
+            partly = partly and any(call.packed for call in calls)
             shapes = tuple([call.shape for call in calls])
-            whole = aside is not None and (aside, *shapes) in self._set_aside and not self._is_hooked()
+            whole = aside is not None and (aside, *shapes) in self._set_aside
             keep, aside = keep or whole, None if whole else aside
             wanted, retain_graph = retain_graph, retain_graph or partly or (again and not whole)
             # What was set aside under the budget may stay under it.
@@ -138,7 +134,7 @@ class FirstPasses:
             collector = Collector(
                 losses, above, majors, self._planner, self.index,
                 keep=keep, partly=partly, materialise=materialise, aside=aside, budget=budget, groups=groups,
-                roomy=roomy and not self.steady, postponed=postponed, below=[] if tail is None else tail.calls,
+                margin=margin, postponed=postponed, below=[] if tail is None else tail.calls,
             )  # fmt: skip
             if groups is not None:
                 groups.calls, groups.waits = calls, waits
@@ -210,7 +206,7 @@ class FirstPasses:
 
     def _goes_by_parts(self, tail: Tail, calls: list[Call]) -> bool:
         """Whether no other backward is needed for the tail's layers, nor a group of parameters split at its end."""
-        if self._is_hooked() or isinstance(calls[-1], Outside):
+        if isinstance(calls[-1], Outside):
             return False
         partition = self.partition()
         groups: list[set[str]] = [set(), set()]
@@ -220,13 +216,10 @@ class FirstPasses:
             groups[call in tail.calls].update([partition[name] for name in names])
         return groups[0].isdisjoint(groups[1])
 
-    def _is_waited_for(self) -> bool:
-        """Whether other processes wait for this one's backward."""
-        return is_distributed() and not self.reduced_apart
-
     def _is_hooked(self) -> bool:
-        """Whether there are hooks on parameters, or processes that wait for each other: they need a backward."""
-        return self._is_waited_for() or have_hooks(parameter for _, parameter in self.index.trained())
+        """Whether there are hooks on parameters, or processes that wait for each other's gradients."""
+        waited_for = is_distributed() and not self.reduced_apart
+        return waited_for or have_hooks(parameter for _, parameter in self.index.trained())
 
 
 def check_losses(losses: Tensor, scale: float) -> None:

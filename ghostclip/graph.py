@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.graph import _engine_run_backward as run_backward
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.index import ModelIndex
 from ghostclip.narrowing import Narrowing
-from ghostclip.nn.base import NOTHING, PROBE, Call
+from ghostclip.nn.base import CAPTURE, NOTHING, PROBE, Call
 from ghostclip.nn.fallback import Outside
 from ghostclip.seams import Edge
+from ghostclip.shared import from_below, inputs_of
 
 __all__ = ["WIDE", "Uses", "captured_calls", "first_pass", "gradients_at", "let_go"]
 
@@ -35,24 +36,6 @@ REORDERING = {
     for name in ("Embedding", "Flip", "Gather", "Index", "IndexAdd", "IndexCopy", "IndexPut", "IndexSelect", "Roll",
                  "Scatter", "ScatterAdd", "Sort", "Take")
 }  # fmt: skip
-
-# Operations whose backward gives a scaled gradient for a scaled one, up to the rounding of each number: they multiply,
-# select, move and add up. Others (the softmax of an attention, a normalization) take differences in which all digits
-# may cancel, and then nothing is left but rounding errors, others for each scale.
-STEADY = {
-    f"{name}Backward{number}"
-    for name in ("Abs", "AdaptiveAvgPool1D", "AdaptiveAvgPool2D", "AdaptiveMaxPool2D", "Add", "Alias", "AvgPool2D",
-                 "AvgPool3D", "BinaryCrossEntropyWithLogits", "Cat", "Clone", "Convolution", "Elu", "Expand", "Gelu",
-                 "Hardtanh", "Index", "LeakyRelu", "LogSoftmax", "MaxPool2DWithIndices", "MaxPool3DWithIndices", "Mean",
-                 "MseLoss", "Mul", "NativeDropout", "Neg", "NllLoss", "NllLoss2D", "Permute", "Relu", "Select",
-                 "Sigmoid", "Silu", "Slice", "SmoothL1Loss", "Softplus", "Split", "SplitWithSizes", "Squeeze", "Stack",
-                 "Sub", "Sum", "T", "Tanh", "Transpose", "Unbind", "UnsafeSplit", "UnsafeView", "Unsqueeze", "View")
-    for number in (0, 1, 2)
-}  # fmt: skip
-STEADY_LAYERS = (
-    nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-    nn.Embedding, nn.EmbeddingBag, nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell,
-)  # fmt: skip
 
 # Functions that normalize by the statistics of a batch, whatever module calls them.
 BATCH_STATISTICS = {f"{name}BatchNormBackward0" for name in ("Native", "Cudnn", "Miopen")}
@@ -74,14 +57,12 @@ class Uses:
         leaves: nodes at which trained parameters enter outside of every layer.
         reorders: whether something between the layers may order the examples differently from batch to batch.
         size: how many nodes there are, by which a forward that took another way is told.
-        steady: whether a backward from scaled losses gives scaled gradients, up to the rounding of each number.
     """
 
     calls: list[Call]
     leaves: list[Any]
     reorders: bool
     size: int
-    steady: bool
 
     def key(self, examples: int) -> tuple:
         """What graphs have in common of which one thing holds, for batches of that size."""
@@ -101,7 +82,7 @@ def captured_calls(losses: Tensor, index: ModelIndex) -> Uses:
     """
     calls: list[Call] = []
     leaves: list[Any] = []
-    reorders, steady = False, True
+    reorders = False
     seen: set[Any] = set()
     stack: list[Any] = [losses.grad_fn]
     while stack:
@@ -111,7 +92,6 @@ def captured_calls(losses: Tensor, index: ModelIndex) -> Uses:
         seen.add(node)
         kind: Any = type(node)
         if _is_plain(kind):
-            steady = steady and kind.__name__ in STEADY
             stack += [edge[0] for edge in node.next_functions]
         elif kind is ACCUMULATE:
             if index.name_of(node.variable) is not None:
@@ -123,11 +103,8 @@ def captured_calls(losses: Tensor, index: ModelIndex) -> Uses:
                 index.refresh()
             if index.own_parameters(call):
                 calls.append(call)
-                layer: Any = type(call.layer)
-                steady = steady and call.dtype in WIDE and _is_steady(layer)
             stack += call.sources
         else:
-            steady = steady and kind.__name__ in STEADY
             reorders = reorders or (kind.__name__ in REORDERING and _moves_first_dimension(node))
             if kind.__name__ == "CheckpointFunctionBackward":
                 raise UnsupportedModelError(
@@ -137,13 +114,7 @@ def captured_calls(losses: Tensor, index: ModelIndex) -> Uses:
             if kind.__name__ in BATCH_STATISTICS:
                 _refuse_statistics(node)
             stack += [edge[0] for edge in node.next_functions]
-    return Uses(calls, leaves, reorders, len(seen), steady and not leaves)
-
-
-@functools.cache
-def _is_steady(layer: Any) -> bool:
-    """Whether the class is a wrapper of one of STEADY_LAYERS, and of nothing of a user's own."""
-    return getattr(layer, "wrapped", None) in STEADY_LAYERS
+    return Uses(calls, leaves, reorders, len(seen))
 
 
 @functools.cache
@@ -186,6 +157,7 @@ def first_pass(
     *,
     retain_graph: bool,
     narrowing: Narrowing | None = None,
+    wanted: Collection[Call] | None = None,
 ) -> None:
     """A backward from ``losses`` to the pre-activations and no further; ``sink`` is told of each as it arrives.
 
@@ -196,9 +168,12 @@ def first_pass(
         seed: gradient of the losses, [B]; None for ones.
         retain_graph: as torch's.
         narrowing: where an earlier pass kept the gradient, which this one goes on from.
+        wanted: the calls whose gradients the sink needs: the pass ends at the lowest of them, and the graph is kept.
+            None for all.
     """
     for call in calls:
         call.sink = sink
+    ends: tuple[Any, ...] = (PROBE,) if wanted is None else tuple(_edges_below(losses, wanted))
     try:
         seed = torch.ones_like(losses) if seed is None else seed
         if calls and isinstance(calls[-1], Outside):
@@ -206,10 +181,37 @@ def first_pass(
         else:
             outputs, seeds = _starts(losses, seed, narrowing)
             # What torch.autograd.grad does, without its checks of what is right here.
-            run_backward(outputs, seeds, retain_graph, False, (PROBE,), True, accumulate_grad=False)
+            run_backward(outputs, seeds, retain_graph, False, ends, True, accumulate_grad=False)
     finally:
         for call in calls:
             call.sink, call.ends = None, False
+
+
+def _edges_below(losses: Tensor, wanted: Collection[Call]) -> Iterator[GradientEdge]:
+    """What a backward to the wanted calls has to ask for: an edge just below each one that has none further down.
+
+    And one below the weights' node of each recurrent layer, which lies beside the way down.
+    """
+    ids = {id(call) for call in wanted}
+    above: set[Any] = set()
+    for node in from_below(losses):
+        reaches = any(below in above for below, _ in inputs_of(node))
+        call = getattr(node, "call", None)
+        if isinstance(call, Call) and id(call) in ids:
+            call.ends = not reaches
+            if call.ends or node.name() != CAPTURE:
+                yield _edge_below(node)
+            reaches = True
+        if reaches:
+            above.add(node)
+
+
+def _edge_below(node: Any) -> GradientEdge:
+    """An edge that only the node of a layer leads to; of a recurrent layer, the node of its weights."""
+    if node.name() == CAPTURE:
+        return GradientEdge(*node.next_functions[0])
+    weights = node.next_functions[0][0]
+    return GradientEdge(*next(edge for edge in weights.next_functions[1:] if edge[0] is not None))
 
 
 def _starts(losses: Tensor, seed: Tensor, narrowing: Narrowing | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -14,14 +14,16 @@ from torch import Tensor
 
 from ghostclip.nn.base import Call
 from ghostclip.norms.affine import Affine, weighted_sums_of
+from ghostclip.norms.rounding import rounding_margin
 from ghostclip.norms.term import Clipped, Term, Weigh
 from ghostclip.norms.whole import all_finite, bounded_weight, bounded_weights, group_norms
 from ghostclip.planner import Planner
 
 __all__ = ["POSTPONED_BYTES", "GroupSums", "Part"]
 
-# Parts of a group, their squared norms ([B], or [parts, B] for several), and what their sums are made of.
-Taken = tuple[list["Part"], Tensor, Term | Affine]
+# Parts of a group, their squared norms ([B], or [parts, B] for several), what their rounding margin follows from
+# (`Term.absolute` [B], or None), and what their sums are made of.
+Taken = tuple[list["Part"], Tensor, Tensor | None, Term | Affine]
 # A trained parameter, or the (start, stop) of its first axis: what one term is about.
 Part = tuple[int, tuple[int, int] | None]
 
@@ -84,14 +86,21 @@ class GroupSums:
         """Whether the parts can be answered for together."""
         return len({self._group_of[owner] for owner, _ in parts}) == 1
 
-    def take(self, parts: list[Part], squared: Tensor, held: Term | Affine) -> None:
-        """Squared norms of parts of one group, [B] or [parts, B], and what their sums are made of, in one order."""
+    def take(self, parts: list[Part], squared: Tensor, absolute: Tensor | None, held: Term | Affine) -> None:
+        """Takes parts of one group, in one order.
+
+        Args:
+            parts: of a group.
+            squared: their squared norms, [B] or [parts, B].
+            absolute: `Term.absolute` [B], or None.
+            held: what their sums are made of.
+        """
         group = self._group_of[parts[0][0]]
-        self._open.setdefault(group, []).append((parts, squared, held))
+        self._open.setdefault(group, []).append((parts, squared, absolute, held))
         self._left[group] -= len(parts)
         if self._left[group] == 0:
             self._complete.append(group)
-            nbytes = sum([term.nbytes for _, _, term in self._open[group]])
+            nbytes = sum([term.nbytes for *_, term in self._open[group]])
             self._complete_bytes += nbytes
             self.nbytes += nbytes
             if self._complete_bytes > POSTPONED_BYTES and not self.waits:
@@ -103,14 +112,19 @@ class GroupSums:
         if self.waits or self._left[group] != 1 or self._given is not None or self.finite is not None:
             return None
         bound, dtype = self._bounds[group], self._dtype
-        before = [squared for _, squared, _ in self._open.get(group, [])]
+        before = self._open.get(group, [])
         others: list[float] = []
+        margins: list[float] = []
 
         def weigh(example: int, squared: float) -> float:
             if before and not others:
-                rows = torch.cat([torch.atleast_2d(each) for each in before])
+                rows = torch.cat([torch.atleast_2d(found) for _, found, *_ in before])
                 others.extend(rows.sum(0, dtype=torch.float64).tolist())
-            return bounded_weight(squared + others[example] if before else squared, bound, dtype)
+                margin = _margin_of(before)
+                margins.extend([0.0] * len(others) if margin is None else margin.tolist())
+            if not before:
+                return bounded_weight(squared, bound, dtype)
+            return bounded_weight(squared + others[example], bound, dtype, margins[example])
 
         return weigh
 
@@ -120,7 +134,7 @@ class GroupSums:
         self._left[group] -= 1
         others = self._open.pop(group, [])
         last = torch.tensor(found.squared_norms, dtype=self._dtype, device=found.total.device)
-        self.norms[group] = group_norms([[*(squared for _, squared, _ in others), last]], self._dtype)[0]
+        self.norms[group] = group_norms([[*(squared for _, squared, *_ in others), last]], self._dtype)[0]
         self.weights[group] = torch.tensor(found.weights, dtype=self._dtype, device=found.total.device)
         self.sums.append((part, found.total))
         self.nbytes += len(found.weights) * found.total.nbytes
@@ -155,29 +169,37 @@ class GroupSums:
         while self.sums:
             yield self.sums.pop()
 
-    def _weigh(self, groups: list[str], norms: Tensor) -> Tensor:
-        """Weights [groups, B] of groups by their norms."""
+    def _weigh(self, groups: list[str], taken: list[list[Taken]]) -> tuple[Tensor, Tensor]:
+        """Norms [groups, B] of groups as measured, and the weights that follow from them and their rounding margins.
+
+        Where a margin is not finite, neither is the norm.
+        """
+        norms = group_norms([[squared for _, squared, *_ in parts] for parts in taken], self._dtype)
+        bounds, margins = norms, [_margin_of(parts) for parts in taken]
+        if any(margin is not None for margin in margins):
+            margin = torch.stack([norms.new_zeros(norms.shape[1]) if each is None else each for each in margins])
+            norms, bounds = norms + 0.0 * margin, norms + margin
         if self._given is not None:
-            return torch.stack([self._given[group] for group in groups])
-        return bounded_weights(norms, [self._bounds[group] for group in groups])
+            return norms, torch.stack([self._given[group] for group in groups])
+        return norms, bounded_weights(bounds, [self._bounds[group] for group in groups])
 
     @torch.no_grad()
-    def close(self, measure: Callable[[Term | Affine], Tensor] | None = None) -> None:
+    def close(self, measure: Callable[[Term | Affine], tuple[Tensor, Tensor | None]] | None = None) -> None:
         """Turns the groups that are complete into their clipped sums; to be called once more when all terms came.
 
         Args:
-            measure: squared norms of a term, where those that came may be NaN for want of a look; None where not.
+            measure: squared norms of a term and its `Term.absolute`, where those that came may be NaN for want of a
+                look; None where not.
         """
         if not self._complete:
             return
         groups, self._complete, self._complete_bytes = self._complete, [], 0
         taken = [self._open.pop(group) for group in groups]
-        norms = group_norms([[squared for _, squared, _ in parts] for parts in taken], self._dtype)
-        weights = self._weigh(groups, norms)
+        norms, weights = self._weigh(groups, taken)
         if self.waits and self.finite is None and not all_finite(norms, self._losses):
             if measure is not None:
-                norms = group_norms([[measure(held) for *_, held in parts] for parts in taken], self._dtype)
-                weights = self._weigh(groups, norms)
+                taken = [[(each, *measure(held), held) for each, *_, held in parts] for parts in taken]
+                norms, weights = self._weigh(groups, taken)
             self.finite = torch.isfinite(norms).all(0) & torch.isfinite(self._losses)
         if self.finite is not None:
             weights = torch.where(self.finite, weights, torch.zeros_like(weights))
@@ -190,7 +212,7 @@ class GroupSums:
         together: list[tuple[list[Part], Affine, Tensor]] = []
         for group, terms in zip(groups, taken, strict=True):
             while terms:
-                parts, _, held = terms.pop()
+                parts, *_, held = terms.pop()
                 if self.finite is not None:
                     held = held.keep_only(self.finite)
                 if isinstance(held, Affine):
@@ -201,3 +223,9 @@ class GroupSums:
             amounts = weighted_sums_of([affine for _, affine, _ in together], [weights for *_, weights in together])
             for (parts, *_), each in zip(together, amounts, strict=True):
                 self.sums += zip(parts, each, strict=True)
+
+
+def _margin_of(taken: Sequence[Taken]) -> Tensor | None:
+    """The rounding margin [B] of a group's norm; None where each of its gradients is summed as it was measured."""
+    absolute = [each for _, _, each, _ in taken if each is not None]
+    return rounding_margin(absolute) if absolute else None

@@ -25,7 +25,6 @@ from ghostclip.compiled.signature import function_kind, leaves_of
 from ghostclip.gradients import have_hooks, is_distributed
 from ghostclip.nn.base import Call
 from ghostclip.replay import Replay
-from ghostclip.reweighting import CONVOLUTIONS
 from ghostclip.two_passes import TwoPasses
 
 __all__ = ["Halves", "head_of_large"]
@@ -37,6 +36,7 @@ LEAST, LEAST_DATA = 64, 1 << 16
 # Bytes of pre-activations from which on a batch is divided: most of them of convolutions, or of products of rows; and
 # how many times the parameters' bytes they must take, that half of them counts.
 IMAGE_BYTES, ROW_BYTES, OVER_PARAMETERS = 4 << 20, 64 << 20, 2
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 # Policies that weigh an example by its own norm alone.
 EACH_BY_ITSELF = (Flat, Automatic, Adaptive)
 # Relative difference of a loss from which on it is another one.

@@ -43,11 +43,6 @@ class Narrowing:
     done: bool = False
     grad: Tensor | None = None
 
-    @property
-    def is_of_texts(self) -> bool:
-        """Whether examples have positions, so that what is saved is most of what another way to the sums may cost."""
-        return len(shape_of(self.edge)) > 2
-
     @contextmanager
     def kept(self) -> Iterator[None]:
         """The gradient is kept of a pass that goes by in this context."""

@@ -11,6 +11,7 @@ from ghostclip.groupwise import POSTPONED_BYTES, Part
 from ghostclip.narrowing import Narrowing
 from ghostclip.nn.base import Call
 from ghostclip.norms.affine import Affine, weighted_sums_of
+from ghostclip.norms.rounding import rounding_margin
 from ghostclip.norms.term import wide
 from ghostclip.norms.whole import norms
 from ghostclip.passes import Collector
@@ -91,6 +92,19 @@ class FirstPass:
         """||g_i||, [B]."""
         return self._root([squared for _, squared in self._found.squared])
 
+    def norms_and_bounds(self) -> tuple[Tensor, Tensor]:
+        """||g_i|| [B] as measured, and with the rounding margin that weights are computed with.
+
+        Where the margin is not finite, neither is the norm.
+        """
+        return self._with_margin(self.norms(), [each for _, each in self._found.absolute])
+
+    def _with_margin(self, norms: Tensor, absolute: list[Tensor]) -> tuple[Tensor, Tensor]:
+        if not absolute:
+            return norms, norms
+        margin = self._unscaled(rounding_margin(absolute)).to(norms.dtype)
+        return norms + 0.0 * margin, norms + margin
+
     def norms_by_parameter(self) -> dict[str, Tensor]:
         """{parameter name: [B]}, zeros for parameters that took no part."""
         squared = self._of_parameters()
@@ -107,6 +121,18 @@ class FirstPass:
         for name, parameter in self._trained:
             groups.setdefault(partition[name], []).extend(found.get(id(parameter), []))
         return {group: self._root(squared) for group, squared in groups.items()}
+
+    def norms_and_bounds_by_group(self, partition: Mapping[str, str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The same as measured, and with the rounding margin; as `norms_and_bounds`."""
+        absolute: dict[str, list[Tensor]] = {}
+        group_of = {id(parameter): partition[name] for name, parameter in self._trained}
+        for owner, each in self._found.absolute:
+            absolute.setdefault(group_of[owner], []).append(each)
+        found = {
+            group: self._with_margin(norms, absolute.get(group, []))
+            for group, norms in self.norms_by_group(partition).items()
+        }
+        return {group: norms for group, (norms, _) in found.items()}, {group: b for group, (_, b) in found.items()}
 
     @torch.no_grad()
     def per_example_grads(self) -> dict[str, Tensor]:

@@ -19,7 +19,6 @@ from ghostclip.norms.affine import Affine, squared_norms_of
 from ghostclip.norms.combine import combine
 from ghostclip.norms.dense import Dense
 from ghostclip.norms.looks import without_looks
-from ghostclip.norms.rounding import with_room
 from ghostclip.norms.term import Answer, Term
 from ghostclip.planner import SOLE, Choice, Planner, kept_bytes
 from ghostclip.regroup import row_count
@@ -70,7 +69,7 @@ class Collector:
         aside: hold the terms of single parameters where they are small beside the activations, so small.
         budget: bytes that may be held; once passed, everything held is dropped and ``over_budget`` is set.
         groups: takes all terms, to clip them group by group; nothing is held here then.
-        roomy: leave room for rounding in norms of sums over positions (`ghostclip.norms.rounding`).
+        margin: gather what the rounding margin of the norms follows from (`ghostclip.norms.rounding`).
         postponed: norms that need a look at values become NaN, and can be had from what is held by `measure_again`.
         below: further uses, of which collectors of some of the examples are told (`of_part`, `join`).
     """
@@ -89,12 +88,13 @@ class Collector:
         aside: Aside | None = None,
         budget: int | None = None,
         groups: GroupSums | None = None,
-        roomy: bool = False,
+        margin: bool = False,
         postponed: bool = False,
         below: Sequence[Call] = (),
     ) -> None:
         self.examples, self.device = losses.shape[0], losses.device
         self.squared: list[tuple[list[int], Tensor]] = []
+        self.absolute: list[tuple[int, Tensor]] = []
         self.terms: dict[Part, Term] = {}
         self.affines: list[tuple[list[int], Affine]] = []
         self.choices: dict[int, Choice] = {}
@@ -114,9 +114,10 @@ class Collector:
         # Calls that were answered at once, and the bytes of their answers.
         self.joined, self.joined_bytes = 0, 0
         self._calls = [*calls, *below]
-        self._hooked: set[int] | None = None
-        self._groups, self._roomy, self._postponed = groups, roomy, postponed
-        self._rough: list[tuple[int, Tensor, Tensor]] = []
+        self._prepared = False
+        # Whether gradients that are kept may be dropped later, and their sum formed from the layer's inputs.
+        self._may_drop = keep and budget is not None
+        self._groups, self._margin, self._postponed = groups, margin, postponed
         if groups is not None:
             groups.expect(self._left)
 
@@ -135,23 +136,25 @@ class Collector:
         """What is left of it."""
         return self._whole_room
 
-    def _prepare_aside(self, aside: Aside) -> set[int]:
-        """Sets how much may be set aside; ids of parameters with hooks, which wait for an ordinary backward."""
-        trained = self._index.trained()
-        room = aside.of_all * self._produced + aside.of_parameters * sum([p.nbytes for _, p in trained])
-        room = max(int(room), ASIDE_LEAST)
+    def _prepare_aside(self, aside: Aside) -> None:
+        """Sets how much may be set aside, once."""
+        if self._prepared:
+            return
+        self._prepared = True
+        parameters = sum([parameter.nbytes for _, parameter in self._index.trained()])
+        room = max(int(aside.of_all * self._produced + aside.of_parameters * parameters), ASIDE_LEAST)
         self._room = room if self._budget is None else min(room, self._budget)
-        return {id(p) for _, p in trained if p._backward_hooks or p._post_accumulate_grad_hooks}
 
     def of_part(self, losses: Tensor, calls: Sequence[Call], groups: GroupSums | None) -> Collector:
         """A collector of some of the examples, to `join` this: their losses [b], uses and groups."""
         found = Collector(
             losses, calls, {}, self._planner, self._index,
-            keep=False, aside=self._aside, groups=groups, roomy=self._roomy, postponed=self._postponed,
+            keep=False, aside=self._aside, groups=groups, margin=self._margin, postponed=self._postponed,
         )  # fmt: skip
+        found._may_drop = True
         if self._aside is not None:
-            self._hooked = self._prepare_aside(self._aside) if self._hooked is None else self._hooked
-            found._hooked, found._room = self._hooked, self._room * len(losses) // self.examples
+            self._prepare_aside(self._aside)
+            found._prepared, found._room = True, self._room * len(losses) // self.examples
         return found
 
     def join(self, parts: Sequence[Collector]) -> None:
@@ -164,6 +167,10 @@ class Collector:
             for owner, row in zip(owners, squared if squared.dim() == 2 else [squared], strict=True):
                 rows.setdefault(owner, []).append(row)
         self.squared += [([owner], torch.cat(found)) for owner, found in rows.items()]
+        margins: dict[int, list[Tensor]] = {}
+        for owner, row in [each for part in parts for each in part.absolute]:
+            margins.setdefault(owner, []).append(row)
+        self.absolute += [(owner, torch.cat(found)) for owner, found in margins.items()]
         for key in list(parts[0].terms):
             if all(key in part.terms for part in parts):
                 self.terms[key] = Dense(torch.cat([part.terms.pop(key).per_example() for part in parts]))
@@ -225,10 +232,6 @@ class Collector:
 
     def finish(self) -> None:
         """Answers for what waited for company; to be called when the gradients of all calls have come."""
-        rough, self._rough = self._rough, []
-        if rough:
-            roomy = with_room([squared for _, squared, _ in rough], [absolute for *_, absolute in rough])
-            self.squared.append(([owner for owner, *_ in rough], roomy))
         waited, self._unanswered, self._unanswered_bytes = self._unanswered, [], 0
         if not waited:
             return
@@ -239,20 +242,19 @@ class Collector:
         if self._groups is not None:
             rows = torch.split_with_sizes(together, [len(parts) for parts, _ in waited])
             for (parts, affine), squared in zip(waited, rows, strict=True):
-                self._groups.take(parts, squared, affine)
+                self._groups.take(parts, squared, None, affine)
         elif self._keep and not self.over_budget:
             for parts, affine in waited:
                 self.affines.append(([owner for owner, _ in parts], affine))
                 self._count(affine.nbytes)
         elif self._aside is not None:
-            self._set_aside(owners, waited, self._aside)
+            self._set_aside(waited, self._aside)
 
-    def _set_aside(self, owners: list[int], waited: list[tuple[list[Part], Affine]], aside: Aside) -> None:
+    def _set_aside(self, waited: list[tuple[list[Part], Affine]], aside: Aside) -> None:
         """Leaves linear layers that fit in out of the second backward; their inputs stand in the graph anyway."""
-        if self._hooked is None:
-            self._hooked = self._prepare_aside(aside)
+        self._prepare_aside(aside)
         bytes_ = sum([affine.left.nbytes for _, affine in waited])
-        if bytes_ <= self._room and self._hooked.isdisjoint(owners):
+        if bytes_ <= self._room:
             self._room -= bytes_
             self.affines += [([owner for owner, _ in parts], affine) for parts, affine in waited]
 
@@ -271,43 +273,42 @@ class Collector:
             term = Dense(full, term.absolute())
         return term
 
-    def _note(self, part: Part, term: Term, answer: Answer, choice: Choice) -> None:
-        """Takes the squared norms of a term, or puts them by until room is made in all of them."""
+    def _note(self, part: Part, term: Term, answer: Answer, choice: Choice) -> Tensor | None:
+        """Takes the squared norms of a term; returns what their rounding margin follows from, [B], or None."""
         self.choices[part[0]] = choice
-        # Gradients that are kept for certain are measured and summed as they stand.
-        certain = self._groups is not None or (self._keep and self._budget is None and not self.partly)
-        absolute = None if certain and answer.kept is not None else self._absolute(term, answer)
-        if absolute is None:
-            self.squared.append(([part[0]], answer.squared_norms))
-        elif self._groups is None:
-            self._rough.append((part[0], answer.squared_norms, absolute))
-        else:
-            answer.squared_norms = with_room([answer.squared_norms], [absolute])[0]
-            self.squared.append(([part[0]], answer.squared_norms))
+        absolute = self._absolute(term, answer)
+        self.squared.append(([part[0]], answer.squared_norms))
+        if absolute is not None:
+            self.absolute.append((part[0], absolute))
+        return absolute
 
     def _absolute(self, term: Term, answer: Answer) -> Tensor | None:
-        """`Term.absolute` where room has to be made."""
-        if not self._roomy:
+        """`Term.absolute` where a margin is asked for, and the gradients aren't summed as they were measured."""
+        if not self._margin or (answer.kept is not None and not self._may_drop):
             return None
         return term.absolute() if answer.absolute is None else answer.absolute
 
     @torch.no_grad()
     def measure_again(self) -> None:
         """Squared norms of all parameters once more, from what is held of them all, with the looks they need."""
-        self.squared = [([owner], self.measured(term)) for (owner, _), term in self.terms.items()]
-        self.squared += [(owners, self.measured(affine)) for owners, affine in self.affines]
+        self.squared, self.absolute = [], []
+        for (owner, _), term in self.terms.items():
+            squared, absolute = self.measured(term)
+            self.squared.append(([owner], squared))
+            if absolute is not None:
+                self.absolute.append((owner, absolute))
+        self.squared += [(owners, self.measured(affine)[0]) for owners, affine in self.affines]
 
     def weighted_sum(self, term: Term, weights: Tensor) -> Tensor:
         """The clipped sum [*shape] of a term that was held, for weights [B]."""
         return self._planner.weighted_sum(term, weights)
 
-    def measured(self, held: Term | Affine) -> Tensor:
-        """Squared norms of what is held, [B], or [names, B] of a linear layer's parameters."""
+    def measured(self, held: Term | Affine) -> tuple[Tensor, Tensor | None]:
+        """Squared norms of what is held, [B], or [names, B] of a linear layer's parameters; and `Term.absolute`."""
         if isinstance(held, Affine):
-            return held.squared_norms()
+            return held.squared_norms(), None
         answer, _ = self._planner.answer(held, False)
-        absolute = self._absolute(held, answer)
-        return answer.squared_norms if absolute is None else with_room([answer.squared_norms], [absolute])[0]
+        return answer.squared_norms, self._absolute(held, answer)
 
     def _answer(self, part: Part, term: Term, held: set[int]) -> None:
         """Takes the term; ``held`` are addresses of what terms of the same call hold on to."""
@@ -324,12 +325,12 @@ class Collector:
             answer, choice = self._ask(term, keep, replaced + self._room)
             if answer.kept is None:
                 held.update(tensors)
-        self._note(part, term, answer, choice)
+        absolute = self._note(part, term, answer, choice)
         if answer.kept is not None:
             self._room -= max(0, answer.kept.nbytes - replaced)
             term = Dense(answer.kept)
         if self._groups is not None:
-            self._groups.take([part], answer.squared_norms, term)
+            self._groups.take([part], answer.squared_norms, absolute, term)
             if self._groups.empty:
                 self._room = self._whole_room
         elif keep:
@@ -356,10 +357,9 @@ class Collector:
 
     def _answer_aside(self, part: Part, term: Term, most: int, aside: Aside) -> None:
         """The same where a second backward follows: a parameter whose gradients fit in is left out of that."""
-        if self._hooked is None:
-            self._hooked = self._prepare_aside(aside)
+        self._prepare_aside(aside)
         bytes_ = kept_bytes(term)
-        fits = part[1] is None and part[0] not in self._hooked and bytes_ <= min(self._room, most)
+        fits = part[1] is None and bytes_ <= min(self._room, most)
         answer, choice = self._ask(term, fits, bytes_)
         self._note(part, term, answer, choice)
         if fits and (answer.kept is not None or isinstance(term, Dense)):

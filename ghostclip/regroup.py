@@ -148,7 +148,7 @@ class Grouping:
         tail: Tail | None,
     ) -> list[Call]:
         """Proves what is pending; returns the calls where examples mix. ``versions`` are None in a rehearsal."""
-        found = majors_of(losses, calls, pending, uses.steady, tail) if pending else {}
+        found = majors_of(losses, calls, pending, False, tail) if pending else {}
         for call, major in found.items():
             if major:
                 self._proved[keys[id(call)]] = major

@@ -1,10 +1,11 @@
-"""The second pass of "reweight" where a backward of reweighted losses might not do, or is slower: sums by rules.
+"""The second pass of "reweight": clipped sums by each layer's rule, from the gradients that were measured.
 
 It goes to the pre-activations once more, and each layer's clipped sum is formed as its gradient comes. It starts from
 the losses as they are, not from weighted ones, so that every rounding error is the first pass's: what is summed has the
 norm that was measured. Reweighting the losses (Lee & Kifer 2020) is the same in exact arithmetic; in floating point an
-attention or a normalization of large, nearly constant or saturated inputs gives mostly rounding errors, others for
-other weights, and one example could move the sum by many times the bound. Sums in narrow types are float32's here.
+attention or a normalization of large, nearly constant or saturated inputs, or two branches that cancel, give mostly
+rounding errors, others for other weights, and one example could move the sum by many times the bound. Sums in narrow
+types are float32's here.
 """
 
 from __future__ import annotations
@@ -13,37 +14,21 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ghostclip.index import ModelIndex
-from ghostclip.narrowing import Narrowing
 from ghostclip.nn.base import Call
 from ghostclip.norms.affine import Affine, weighted_sums_of
 from ghostclip.planner import Planner
 from ghostclip.regroup import row_count
 
-__all__ = ["CONVOLUTIONS", "Reweighting", "are_faster"]
-
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+__all__ = ["Reweighting"]
 
 # Small layers wait for each other, up to so many bytes: one call serves all.
 POSTPONED_BYTES = 1 << 20
 
 # As in `ghostclip.groupwise`.
 Part = tuple[int, tuple[int, int] | None]
-
-
-def are_faster(calls: Sequence[Call], narrowing: Narrowing | None) -> bool:
-    """Whether sums by rules take less time than a backward of reweighted losses would, whatever the rounding.
-
-    So they do below a large head of texts, and for an embedding on a processor (measured: 1.1 instead of 1.5 times an
-    ordinary step of the embedding network). Convolutions' sums are formed faster by torch.
-    """
-    if any(isinstance(call.layer, CONVOLUTIONS) for call in calls):
-        return False
-    if narrowing is not None and narrowing.is_of_texts:
-        return True
-    return any(isinstance(c.layer, nn.Embedding) and c.device.type == "cpu" for c in calls)
 
 
 class Reweighting:
@@ -57,6 +42,7 @@ class Reweighting:
         weights: [B].
         add: told (parameter id, rows or None) and what is to be added to its sum.
         calls: all uses in the graph; the sums of a parameter's uses are added up here, and rounded to its type once.
+        finite: [B] bool, False for examples whose rows are replaced by zeros (0 * NaN is NaN); None when all count.
         planner: chooses the way to each sum.
     """
 
@@ -70,9 +56,10 @@ class Reweighting:
         add: Callable[[Part, Tensor], None],
         calls: Sequence[Call],
         planner: Planner,
+        finite: Tensor | None = None,
     ) -> None:
         self._examples, self._majors, self._index, self._done = examples, majors, index, done
-        self._weights, self._add, self._planner = weights, add, planner
+        self._weights, self._add, self._planner, self._finite = weights, add, planner, finite
         self._waiting: list[tuple[list[int], Affine]] = []
         self._bytes = 0
         self._left = Counter([self._part(call, name) for call in calls for name in index.own_parameters(call)])
@@ -89,6 +76,7 @@ class Reweighting:
         if len(names) == len(call.parameters) and call.shape[call.batch_dim] == self._examples and not call.rows:
             affine = call.layer.joint(call, inputs, grad)
             if affine is not None:
+                affine = affine if self._finite is None else affine.keep_only(self._finite)
                 self._waiting.append(([id(own[name]) for name in names], affine))
                 self._bytes += affine.nbytes
                 if self._bytes > POSTPONED_BYTES:
@@ -99,6 +87,7 @@ class Reweighting:
             count = row_count(call, self._examples, name)
             if count != 1:
                 term = term.regroup(count, self._majors[id(call)])
+            term = term if self._finite is None else term.keep_only(self._finite)
             self._take(self._part(call, name), self._planner.weighted_sum(term, self._weights))
 
     def _part(self, call: Call, name: str) -> Part:

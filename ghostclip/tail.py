@@ -18,15 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
-from torch.autograd.graph import _engine_run_backward as run_backward
 from torch.utils.hooks import RemovableHandle
 
-from ghostclip.nn.base import CAPTURE, PROBE, Call
+from ghostclip.nn.base import CAPTURE, Call
 from ghostclip.norms.term import is_traced
 from ghostclip.seams import shape_of
 
-__all__ = ["Tail", "let_go_below", "tail_of"]
+__all__ = ["Tail", "tail_of"]
 
 # Bytes of the largest pre-activation from which on a tail is worth its calls. Where all of them take less than the
 # parameters do, as in VGG11, their gradients and the optimizer's state make the peak.
@@ -150,17 +148,16 @@ class Tail:
     Args:
         ways: down to the layers, the uppermost first.
         examples: B.
-        shared: whether more than one operation reads the tensor at the top.
 
     Attributes:
         calls: the uses of the layers, from the top down.
         grad: the gradient at the top, once a backward came there.
     """
 
-    def __init__(self, ways: list[_Way], examples: int, shared: bool) -> None:
+    def __init__(self, ways: list[_Way], examples: int) -> None:
         self.calls = [way.below for way in ways]
         self.grad: Tensor | None = None
-        self._ways, self._examples, self._shared = ways, examples, shared
+        self._ways, self._examples = ways, examples
         self._steps: list[Step] = []
 
     @property
@@ -226,17 +223,6 @@ class Tail:
         """How many of `calls` a second pass has to do with, of whose parameters those in ``owners`` (ids) are known."""
         return max([number for number, call in enumerate(self.calls, 1) if not _is_known(call, owners)], default=0)
 
-    def end(self, owners: Collection[int]) -> Any | None:
-        """The node below which all is that a backward to the other parameters doesn't come through.
-
-        None where there is more of that, or nothing.
-        """
-        needed = self.needed(owners)
-        if needed == len(self.calls):
-            return None
-        way = self._ways[needed]
-        return None if not needed and (self._shared or _is_known(way.above, owners)) else way.top
-
 
 def _is_known(call: Call, owners: Collection[int]) -> bool:
     return all(id(parameter) in owners for parameter in _parameters(call))
@@ -253,14 +239,6 @@ def _stopped_at(node: Any, keep: Callable[[Tensor | None], None]) -> Iterator[No
         yield
     finally:
         listening.remove()
-
-
-def let_go_below(end: Any) -> None:
-    """Frees what the graph holds from a node of a tail on down, as a backward does that comes through."""
-    edge, told = GradientEdge(end, 0), end._input_metadata[0]
-    nothing = torch.zeros((), dtype=told.dtype, device=told.device).expand(shape_of((end, 0)))
-    with _stopped_at(end, lambda grad: None):
-        run_backward((edge,), (nothing,), False, False, (PROBE,), True, accumulate_grad=False)
 
 
 def tail_of(losses: Tensor, calls: Sequence[Call]) -> Tail | None:
@@ -295,7 +273,7 @@ def tail_of(losses: Tensor, calls: Sequence[Call]) -> Tail | None:
         found.pop(0)
     if _are_used_elsewhere([way.below for way in found], calls):
         return None
-    return Tail(found, examples, found[0].top in shared)
+    return Tail(found, examples)
 
 
 def _shared_nodes(losses: Tensor) -> set[Any]:

@@ -6,7 +6,7 @@ Norms come from a first pass (first_passes.py); here they become weights, and we
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,11 +19,12 @@ from ghostclip.first_passes import FirstPasses, check_losses, owners_of, without
 from ghostclip.graph import WIDE, first_pass, let_go
 from ghostclip.groupwise import GroupSums, Part
 from ghostclip.nn.base import Call, Repeat
+from ghostclip.nn.fallback import Outside
 from ghostclip.norms.looks import looks_stall
 from ghostclip.norms.whole import all_finite
 from ghostclip.outcome import FirstPass, add_to_gradient, norm_dtype
-from ghostclip.reweighting import Reweighting, are_faster
-from ghostclip.second_pass import in_our_words, reweighted_backward
+from ghostclip.reweighting import Reweighting
+from ghostclip.second_pass import in_our_words
 
 __all__ = ["TwoPasses"]
 
@@ -42,6 +43,7 @@ class TwoPasses(FirstPasses):
     """
 
     wide_sums: dict[int, Tensor] | None = None
+    _finished: dict[int, Tensor] | None = None
     _watched = 0
 
     def clip(
@@ -68,8 +70,8 @@ class TwoPasses(FirstPasses):
             self.wide_sums.clear()
         again = retain_graph or forward is None or not isinstance(self.clipping, Thresholds)
         postponed = not sure and self._postpones(losses)
-        with without_autocast(losses):
-            if self._at_once and (at_once := self._clip_at_once(losses, retain_graph)):
+        with without_autocast(losses), self._delivered():
+            if self._at_once and self._finished is None and (at_once := self._clip_at_once(losses, retain_graph)):
                 return at_once
             found: tuple[Any, Any] | None
             if isinstance(self.clipping, Groupwise):
@@ -82,6 +84,25 @@ class TwoPasses(FirstPasses):
             return self.clip(losses, retain_graph=retain_graph, aside=aside, sure=True)
         return found
 
+    @contextmanager
+    def _delivered(self) -> Iterator[None]:
+        """Where hooks on parameters, or other processes, wait for gradients: autograd delivers the finished sums.
+
+        A hook runs once, on the sum over all uses and examples; and so does DistributedDataParallel's reducer.
+        """
+        if self._finished is not None or not self._is_hooked():
+            yield
+            return
+        self._finished = {}
+        try:
+            yield
+            finished = [(self._parameters[owner], total) for owner, total in self._finished.items()]
+            if finished:
+                sums = [total.to(parameter.dtype) for parameter, total in finished]
+                torch.autograd.backward([parameter for parameter, _ in finished], sums)
+        finally:
+            self._finished = None
+
     def _postpones(self, losses: Tensor) -> bool:
         """Whether norms that need a look wait for the one at all of them."""
         self._watched = max(0, self._watched - 1)
@@ -89,8 +110,6 @@ class TwoPasses(FirstPasses):
 
     def _clip_at_once(self, losses: Tensor, retain_graph: bool) -> tuple[Any, Any] | None:
         """`clip` where it is known to take a single call; None where it isn't, and nothing was done."""
-        if not (self.cached or isinstance(self.clipping, Groupwise)) and self._is_hooked():
-            return None
         check_losses(losses, self.scale)
         with in_our_words():
             return self._at_once.clip(losses, retain_graph)
@@ -107,112 +126,107 @@ class TwoPasses(FirstPasses):
         run = self.first_pass(
             losses,
             keep=cached,
-            aside=None if cached or self._is_waited_for() else aside,
+            aside=None if cached else aside,
             retain_graph=retain_graph,
             again=not cached or self._memory_budget is not None,
             repeat=repeat,
             postponed=postponed,
         )
-        norms = run.norms()
+        norms, bounds = run.norms_and_bounds()
         fine = all_finite(norms, losses.detach())
         if postponed and not fine:
             if not run.holds_terms:
                 return None
             self._watched = WATCHED
             run.measure_again()
-            norms = run.norms()
+            norms, bounds = run.norms_and_bounds()
             fine = all_finite(norms, losses.detach())
         finite = None
-        weights = policy.weights(norms)
+        weights = policy.weights(bounds)
         if not fine:
             finite = torch.isfinite(norms + losses.detach())
             weights = torch.where(finite, weights, torch.zeros_like(weights))
-        if not fine and not run.holds_terms:
-            run, weights = self._whole_pass(losses, run, norms, weights, retain_graph)
-        if run.holds_terms:
-            self._add(run.weighted_sums(weights, finite))
-        elif not self._second_backward(losses, weights, run, retain_graph, repeat):
-            run, weights = self._whole_pass(losses, run, norms, weights, retain_graph)
-            self._add(run.weighted_sums(weights, finite))
+        kept = frozenset(run.aside)
+        self._add(run.weighted_sums(weights, finite))
+        if not run.holds_terms:
+            self._sum_by_rules(losses, weights, finite, run, kept, retain_graph, repeat)
         return norms, weights
 
-    def _whole_pass(
-        self, losses: Tensor, run: FirstPass, norms: Tensor, weights: Tensor, retain_graph: bool
-    ) -> tuple[FirstPass, Tensor]:
-        """A pass that holds all terms, after ``run``, and the weights for it.
+    def _sum_by_rules(
+        self,
+        losses: Tensor,
+        weights: Tensor,
+        finite: Tensor | None,
+        run: FirstPass,
+        kept: frozenset[int],
+        retain_graph: bool,
+        repeat: Repeat | None,
+    ) -> None:
+        """The second backward: each layer's rule forms the clipped sum of what the first pass did not keep.
 
-        Layers that went by parts go whole here, and round otherwise: nobody may add more than by the norm measured.
+        It ends at the lowest layer that it is needed for. ``kept`` has the ids of parameters whose sums are there.
         """
-        again = self.first_pass(losses, keep=True, retain_graph=retain_graph, ignore_budget=True)
-        if run.tail is not None:
-            weights = weights * (norms / again.norms()).nan_to_num(nan=1.0, posinf=1.0).clamp(max=1.0)
-        return again, weights
-
-    def _second_backward(
-        self, losses: Tensor, weights: Tensor, run: FirstPass, retain_graph: bool, repeat: Repeat | None
-    ) -> bool:
-        """A backward of the reweighted losses, without the parameters whose gradients were set aside; see there."""
-        by_rules = (not self.steady or are_faster(run.calls, run.narrowing)) and not self._is_hooked()
+        tail, narrowing = run.tail, run.narrowing
+        losses = losses if self.scale == 1.0 else losses * self.scale
+        wanted = [call for call in run.calls if not kept.issuperset(owners_of(call))]
         if repeat is not None:
-            repeat.begun, repeat.factors = True, None if by_rules else weights
+            repeat.begun = True
         try:
-            if by_rules:
-                self._sum_by_rules(losses, weights, run, retain_graph)
-                return True
-            aside, tail = run.aside, run.tail
-            strays = [call for call in run.calls if _is_lowest(call) and aside.issuperset(owners_of(call))]
-            with nullcontext() if tail is None else tail.stopped():
-                done = reweighted_backward(
-                    losses,
-                    weights,
-                    [parameter for _, parameter in self.index.trained() if id(parameter) not in aside],
-                    run.calls,
-                    scale=self.scale,
-                    strays=bool(strays),
-                    end=tail.end(aside) if tail is not None and len(strays) == 1 else None,
-                    retain_graph=retain_graph,
-                    repeatable=not self._is_waited_for(),
-                )
-            if done and tail is not None:
-                add_up(tail, aside, self._sink(run, torch.full_like(weights, 1.0 / self.scale)))
+            with in_our_words():
+                if wanted:
+                    sink_of = self._sink(run, weights / self.scale, finite, kept)
+                    self._second_backward(losses, run, wanted, kept, sink_of, retain_graph)
+                if not retain_graph and (tail is not None or len(wanted) < len(run.calls)):
+                    let_go(losses, run.calls)
+                elif not retain_graph and narrowing is not None and narrowing.done:
+                    let_go(losses, run.calls, narrowing)
         finally:
             if repeat is not None:
                 # Whatever else goes over this graph, after a failure, has gradients of its own.
                 repeat.begun = False
-        if done:
-            self._add(run.weighted_sums(weights, None))
-        return done
 
-    def _sum_by_rules(self, losses: Tensor, weights: Tensor, run: FirstPass, retain_graph: bool) -> None:
-        """Adds what a backward of reweighted losses would, where rounding might undo their weights, or it's slower."""
-        aside, tail = frozenset(run.aside), run.tail
-        sink_of = self._sink(run, weights / self.scale)
-        self._add(run.weighted_sums(weights, None))
+    def _second_backward(
+        self,
+        losses: Tensor,
+        run: FirstPass,
+        wanted: list[Call],
+        kept: frozenset[int],
+        sink_of: Callable[[slice, Sequence[Call]], Reweighting],
+        retain_graph: bool,
+    ) -> None:
+        """A backward to the ``wanted`` calls, whose sums are added to the p.grads."""
+        tail, narrowing = run.tail, run.narrowing
         sink = sink_of(slice(None), run.calls)
-        losses = losses if self.scale == 1.0 else losses * self.scale
-        with in_our_words():
-            if len(aside) < len(self.index.trained()):
-                narrowing = run.narrowing
-                if narrowing is not None:
-                    narrowing.done = narrowing.above is None or aside.issuperset(owners_of(narrowing.above))
-                calls = run.calls if tail is None else [call for call in run.calls if call not in tail.calls]
-                with nullcontext() if tail is None else tail.stopped():
-                    first_pass(losses, calls, sink.receive, retain_graph=retain_graph, narrowing=narrowing)
-                if tail is not None:
-                    add_up(tail, set(aside), sink_of)
-                sink.finish()
-                if narrowing is not None and narrowing.done and not retain_graph:
-                    let_go(losses, run.calls, narrowing)
-            elif not retain_graph:
-                let_go(losses, run.calls)
+        if narrowing is not None:
+            narrowing.done = narrowing.above is None or kept.issuperset(owners_of(narrowing.above))
+        in_tail = set() if tail is None else {id(call) for call in tail.calls}
+        above = [call for call in run.calls if id(call) not in in_tail]
+        # To the tail all ways lead, and what all examples share is found by a pass over the whole graph.
+        whole = len(wanted) == len(run.calls) or any(id(call) in in_tail for call in wanted)
+        ends = None if whole or isinstance(run.calls[-1], Outside) else wanted
+        with nullcontext() if tail is None else tail.stopped():
+            first_pass(
+                losses,
+                above,
+                sink.receive,
+                retain_graph=retain_graph or tail is not None or len(wanted) < len(run.calls),
+                narrowing=narrowing,
+                wanted=ends,
+            )
+        if tail is not None:
+            add_up(tail, kept, sink_of)
+        sink.finish()
 
-    def _sink(self, run: FirstPass, weights: Tensor) -> Callable[[slice, Sequence[Call]], Reweighting]:
+    def _sink(
+        self, run: FirstPass, weights: Tensor, finite: Tensor | None, kept: frozenset[int]
+    ) -> Callable[[slice, Sequence[Call]], Reweighting]:
         """(part of the examples, their uses of layers) -> what adds these layers' sums, by ``weights`` [B]."""
-        aside = frozenset(run.aside)
 
         def sink(part: slice, calls: Sequence[Call]) -> Reweighting:
-            own = weights[part]
-            return Reweighting(len(own), run.majors, self.index, aside, own, self._add_part, calls, self._planner)
+            own, left = weights[part], None if finite is None else finite[part]
+            return Reweighting(
+                len(own), run.majors, self.index, kept, own, self._add_part, calls, self._planner, left
+            )
 
         return sink
 
@@ -237,13 +251,13 @@ class TwoPasses(FirstPasses):
             norms = sums.norms
         else:
             run = self.first_pass(losses, keep=False, retain_graph=True, postponed=postponed)
-            norms = run.norms_by_group(partition)
+            norms, upper = run.norms_and_bounds_by_group(partition)
         found = [losses.detach().to(norm_dtype(self.index.trained())), *norms.values()]
         fine = all_finite(*found)
         if postponed and not fine:
             return None
         if not isinstance(policy, Thresholds):
-            given = policy.weights(norms)
+            given = policy.weights(upper)
         elif not again:
             return self._groups_added(losses, sums) if fine else None
         finite = None if fine else torch.isfinite(torch.stack(found)).all(0)
@@ -281,13 +295,14 @@ class TwoPasses(FirstPasses):
         """The same for one part; with ``wide_sums``, sums of narrow parameters are gathered in float32 there, too."""
         owner, rows = part
         parameter = self._parameters[owner]
+        if self._finished is not None:
+            total = self._finished.get(owner)
+            if total is None:
+                total = self._finished[owner] = torch.zeros_like(parameter, dtype=amount.dtype)
+            total[slice(*rows) if rows else slice(None)] += amount
+            return
         add_to_gradient(parameter, rows, amount)
         if self.wide_sums is not None and parameter.dtype not in WIDE:
             if owner not in self.wide_sums:
                 self.wide_sums[owner] = torch.zeros_like(parameter, dtype=torch.float32)
             self.wide_sums[owner][slice(*rows) if rows else slice(None)] += amount
-
-
-def _is_lowest(call: Call) -> bool:
-    """Whether no graph goes on below the layer."""
-    return all(isinstance(source, Tensor) for source in call.sources)

@@ -1,5 +1,6 @@
 """What "reweight" sets aside in its first pass: small per-example gradients, which its second backward goes without."""
 
+import pytest
 import torch
 from comparing import gradients
 from test_memory import Live, Ops
@@ -85,16 +86,35 @@ def test_the_graph_below_is_freed_all_the_same():
         assert live.bytes() == 0
 
 
-def test_a_parameter_with_a_hook_has_an_ordinary_backward():
-    each, seen = clipper(), []
-    each.model[0].weight.register_hook(seen.append)
-    assert LOWEST in weight_gradients(each)
-    assert len(seen) == 2
+@pytest.mark.parametrize("options", [{}, {"second_pass": "cached"}], ids=["reweight", "cached"])
+@pytest.mark.parametrize("budget", [None, 1])
+def test_hooks_of_a_parameter_run_once_on_the_finished_sum(options, budget):
+    plain, each = clipper(budget, **options), clipper(budget, **options)
+    plain.backward(losses(plain.model))
+    seen, after = [], []
+    each.model[0].weight.register_hook(lambda sums: seen.append(sums.clone()) or 2 * sums)
+    each.model[0].weight.register_post_accumulate_grad_hook(lambda parameter: after.append(parameter.grad.clone()))
+    each.backward(losses(each.model))
+    expected = gradients(plain.model)
+    assert len(seen) == len(after) == 1
+    torch.testing.assert_close(seen[0], expected["0.weight"], rtol=1e-12, atol=1e-14)
+    expected["0.weight"] = 2 * expected["0.weight"]
+    torch.testing.assert_close(gradients(each.model), expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(after[0], expected["0.weight"], rtol=1e-12, atol=1e-14)
 
 
-def test_processes_that_wait_for_each_other_have_an_ordinary_backward(monkeypatch):
+def test_processes_that_wait_for_each_other_get_each_sum_from_autograd(monkeypatch):
+    expected = clipper()
+    expected.backward(losses(expected.model))
     monkeypatch.setattr("ghostclip.first_passes.is_distributed", lambda: True)
-    assert LOWEST in weight_gradients(clipper())
+    each, delivered = clipper(), []
+    # What DistributedDataParallel counts on: the node that accumulates a gradient runs, once.
+    nodes = [p.view_as(p).grad_fn.next_functions[0][0] for p in each.model.parameters()]
+    for node in nodes:
+        node.register_hook(lambda *_: delivered.append(1))
+    each.backward(losses(each.model))
+    assert len(delivered) == len(nodes)
+    torch.testing.assert_close(gradients(each.model), gradients(expected.model), rtol=1e-12, atol=1e-14)
 
 
 def test_an_example_that_is_not_finite_adds_nothing():

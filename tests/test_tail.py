@@ -403,8 +403,6 @@ def test_so_it_is_where_the_second_backward_stops_above_the_lowest_layer(budget,
     clipper._passes._planner = Planner("direct", measure=lambda run, device, best: 1.0)
     run = clipper._passes.first_pass(losses_of(model(inputs)), keep=False, retain_graph=True, aside=OF_WHOLE)
     assert (id(model[0].weight) in run.aside, id(model[2].weight) in run.aside) == (True, budget is None)
-    # Without a budget the layer above is set aside as well, and a backward doesn't come through it.
-    assert (run.tail.end(run.aside) is None) == (budget is None)
     assert_all_let_go_of(clipper, inputs, grads, share_of_sums=0.5)
 
 
@@ -438,7 +436,7 @@ def test_the_lowest_layers_take_less_memory_by_parts(policy, monkeypatch):
 @pytest.mark.parametrize("examples", range(4, 20))
 def test_no_part_is_a_single_example(examples):
     """Of one, torch's kernels may round otherwise than of several, to zero even where all digits cancel."""
-    parts = tail.Tail([], examples, shared=False).parts
+    parts = tail.Tail([], examples).parts
     assert [number for part in parts for number in range(examples)[part]] == list(range(examples))
     assert len(parts) == min(examples // 2, tail.PARTS)
     assert min(part.stop - part.start for part in parts) >= 2
@@ -552,11 +550,11 @@ def test_a_function_called_as_ours_ends_a_tail(found):
 class Cancelling(nn.Module):
     """What one example's gradient is at the lowest layer is rounding alone: two halves of the next one cancel."""
 
-    def __init__(self, steady: bool) -> None:
+    def __init__(self, exponential: bool) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.low, self.up, self.head = nn.Conv2d(60, 6, 1), nn.Conv2d(6, 512, 3), nn.Conv2d(512, 1, 1)
-        self.steady = steady
+        self.exponential = exponential
         half = torch.randn(256, 6, 3, 3)
         with torch.no_grad():
             self.low.weight.zero_()
@@ -566,42 +564,41 @@ class Cancelling(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         maps = F.avg_pool2d(torch.tanh(self.low(inputs)), 8)
         found = self.head(torch.tanh(self.up(maps)))
-        found = found if self.steady else found.exp()
+        found = found.exp() if self.exponential else found
         factors = torch.zeros(found.shape)
         factors[0, :, 5, 5] = 1e6
         return (found * factors).sum((1, 2, 3))
 
 
-@pytest.mark.parametrize("steady", [True, False])
+@pytest.mark.parametrize("exponential", [False, True])
 @pytest.mark.parametrize("examples", [4, 5, 8])
-def test_rounding_alone_adds_no_more_than_its_bound(steady, examples, found):
+def test_rounding_alone_adds_no_more_than_its_bound(exponential, examples, found):
     """Of one example alone torch's kernels give exact zeros here, of several they give noise."""
-    model = Cancelling(steady)
+    model = Cancelling(exponential)
     clipper = ghostclip.GhostClipper(ghostclip.wrap(model), 1e-3, memory_budget=1)
     inputs = torch.randn(examples, 60, 136, 136, generator=torch.Generator().manual_seed(1))
     result = clipper.backward(model(inputs))
     total = torch.cat([gradient.flatten() for gradient in gradients(model).values()]).double().norm()
-    # By an ordinary second backward the weights round, too.
-    assert float(total) <= (1.5 if steady else 1.001) * result.sensitivity
+    assert float(total) <= 1.00001 * result.sensitivity
     assert min(found) == 2
 
 
 class Scaled(nn.Module):
-    """Two convolutions, a softmax above them or not, so that the second pass is by rules or an ordinary backward."""
+    """Two convolutions, and a softmax above them or not."""
 
-    def __init__(self, steady: bool) -> None:
+    def __init__(self, softmax: bool) -> None:
         super().__init__()
-        self.layers, self.steady = network(nn.Tanh()), steady
+        self.layers, self.softmax = network(nn.Tanh()), softmax
 
     def forward(self, inputs: Tensor) -> Tensor:
         scores = self.layers(inputs)
-        return scores if self.steady else scores.softmax(1)
+        return scores.softmax(1) if self.softmax else scores
 
 
-@pytest.mark.parametrize("steady", [True, False])
+@pytest.mark.parametrize("softmax", [False, True])
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 @pytest.mark.parametrize("bad", [False, True])
-def test_sums_are_of_the_gradients_that_were_measured(steady, factor, bad, found, monkeypatch):
+def test_sums_are_of_the_gradients_that_were_measured(softmax, factor, bad, found, monkeypatch):
     """As if an operation rounded otherwise when it is called for a part: by half, or twice as much, to be seen."""
     made = tail.BETWEEN["TanhBackward0"]
 
@@ -610,7 +607,7 @@ def test_sums_are_of_the_gradients_that_were_measured(steady, factor, bad, found
         return lambda grad, part: factor * down(grad, part)
 
     monkeypatch.setitem(tail.BETWEEN, "TanhBackward0", scaled)
-    model, inputs = Scaled(steady), images()
+    model, inputs = Scaled(softmax), images()
     grads = oracle.per_example_grads(model, losses_of, (inputs,))
     powers = {"layers.0": factor**2, "layers.2": factor}
     measured = {name: grad * powers.get(name.rpartition(".")[0], 1.0) for name, grad in grads.items()}
@@ -622,9 +619,6 @@ def test_sums_are_of_the_gradients_that_were_measured(steady, factor, bad, found
     good = torch.tensor([number for number in range(EXAMPLES) if not bad or number != 1])
     assert_close(result.norms[good], norms[good], 1e-10)
     for name, found_sum in gradients(model).items():
-        expected = (grads if bad else measured)[name][good]
+        expected = measured[name][good]
         assert_close(found_sum, torch.einsum("b,b...->...", result.weights[good], expected), 1e-9)
-    # With one that isn't finite all go whole once more; nobody adds more than was measured.
-    taken = oracle.norms(grads if bad else measured)
-    assert bool((result.weights[good] * taken[good] <= MAX_NORM * (1 + 1e-9)).all())
     assert 2 in found

@@ -105,7 +105,7 @@ def straight(passes: TwoPasses, losses: Tensor, keep: Tensor) -> tuple[Tensor, C
         whole = torch.stack(list(norms.values())).sum(0)
     else:
         # Known from the eager step before: only steady gradients stand a backward of reweighted losses.
-        run = passes.first_pass(losses, keep=passes.cached or not passes.steady, retain_graph=True)
+        run = passes.first_pass(losses, keep=True, retain_graph=True)
         norms = whole = run.norms()
         weights = passes.clipping.weights(norms) * keep
         parts = run.weighted_sums(weights, None) if run.holds_terms else _reweighted(passes, losses, weights)

@@ -45,18 +45,16 @@ def NOTHING(call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
 
 
 class Repeat:
-    """Two passes over one graph whose gradients differ by a factor an example, so that the first may save work.
+    """Two passes over one graph with the same gradients, so that the first may save the second work.
 
     Attributes:
         begun: whether the second pass has.
-        factors: [B], how many times as large the second pass's gradients are; None for the same ones.
     """
 
-    __slots__ = ("begun", "factors")
+    __slots__ = ("begun",)
 
     def __init__(self) -> None:
         self.begun = False
-        self.factors: Tensor | None = None
 
 
 class Call:

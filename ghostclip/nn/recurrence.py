@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ghostclip.norms.outer import scaled_product
 from ghostclip.norms.term import is_traced, wide
 
 from .base import NOTHING, PROBE, Call, _top_hooks
@@ -43,7 +42,7 @@ class Seen(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a first pass leaves to a second whose gradients differ by a factor an example (`Repeat`).
+    """What a first pass leaves to a second with the same gradients (`Repeat`).
 
     The inputs' gradient, which a large product made, is left with it if it is small beside the gates'.
     """
@@ -59,16 +58,16 @@ class Left:
 
     Attributes:
         call: this use of the layer.
-        content: what the weights were multiplied with, the gate gradients, and what these are to be taken times, [B].
+        content: what the weights were multiplied with, and the gate gradients.
     """
 
     __slots__ = ("call", "content")
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.content: tuple[Seen, GateGradients, Tensor | None] | None = None
+        self.content: tuple[Seen, GateGradients] | None = None
 
-    def take(self) -> tuple[Seen, GateGradients, Tensor | None] | None:
+    def take(self) -> tuple[Seen, GateGradients] | None:
         content, self.content = self.content, None
         return content
 
@@ -95,11 +94,11 @@ class Weights(torch.autograd.Function):
         call, content = ctx.left.call, ctx.left.take()
         if content is None:
             return nothing
-        seen, found, factors = content
+        seen, found = content
         if call.sink is not None:
             call.sink(call, _for_rule(call, seen, found), seen.laid_out(found.into_input))
             return nothing
-        return None, None, *_into_weights(seen, found, ctx.needs_input_grad[2:], factors)
+        return None, None, *_into_weights(seen, found, ctx.needs_input_grad[2:])
 
 
 class Recurrence(torch.autograd.Function):
@@ -153,27 +152,26 @@ class Recurrence(torch.autograd.Function):
         repeat = None if call is None or ctx.order is not None else call.repeat
         if repeat is not None and repeat.begun and isinstance(ctx.kept, Found):
             seen, found, weights, into_x = ctx.kept
-            factors = None if repeat.factors is None else repeat.factors.to(found.into_input.dtype)
         else:
             last = (None if grad is None else wide(grad[0]) for grad in (h_n, c_n))
             incoming = Incoming(None if output is None else wide(output), *last)
             seen, found, weights = (_back if ctx.order is None else _back_packed)(ctx, incoming)
-            into_x = factors = None
+            into_x = None
         if not _stays():
             ctx.output = None
-        needed = ctx.needs_input_grad[5:8]
+        needed = ctx.needs_input_grad[5:8] if call is None or not call.ends else (False,) * 3
         if needed[0] and into_x is None:
             into_x = _into_x(seen, found.into_input.flatten(0, 1), weights[0])
         if repeat is not None and not is_traced():
             # The second pass has use for what was found, and none for what it was made of.
             small = into_x is not None and SMALL * into_x.numel() <= found.into_input.numel()
             ctx.kept = Found(seen, found, weights, into_x if small else None) if _stays() else None
-        into_inputs = _into_inputs(into_x, found, needed, factors)
+        into_inputs = _into_inputs(into_x if needed[0] else None, found, needed)
         if call is None:
-            own = _into_weights(seen, found, ctx.needs_input_grad[8:], factors)
+            own = _into_weights(seen, found, ctx.needs_input_grad[8:])
             return (*(None,) * 5, *into_inputs, *own)
         if torch._C._will_engine_execute_node(ctx.next_functions[0][0]):
-            ctx.left.content = seen, found, factors
+            ctx.left.content = seen, found
         return (weights[0].new_empty(0), *(None,) * 4, *into_inputs, *(None,) * len(weights))
 
 
@@ -266,34 +264,21 @@ def _back_packed(ctx: Any, incoming: Incoming) -> tuple[Seen, GateGradients, lis
     return Seen(x.unsqueeze(1), before.unsqueeze(1), order), found, weights
 
 
-def _into_inputs(
-    into_x: Tensor | None, found: GateGradients, needed: tuple[bool, ...], factors: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """Gradients of x, h0 and c0 where needed, every example's ``factors`` [B] times."""
+def _into_inputs(into_x: Tensor | None, found: GateGradients, needed: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    """Gradients of x, h0 and c0 where needed."""
     c0 = found.c0 if needed[2] else None
-    return (
-        None if into_x is None else _times(into_x, factors),
-        _times(found.h0, factors).unsqueeze(0) if needed[1] else None,
-        None if c0 is None else _times(c0, factors).unsqueeze(0),
-    )
+    return into_x, found.h0.unsqueeze(0) if needed[1] else None, None if c0 is None else c0.unsqueeze(0)
 
 
-def _into_weights(
-    seen: Seen, found: GateGradients, needed: tuple[bool, ...], factors: Tensor | None
-) -> tuple[Tensor | None, ...]:
+def _into_weights(seen: Seen, found: GateGradients, needed: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
     """The same of W_ih, W_hh, b_ih, b_hh and W_hr, by one product over all time steps each."""
     return (
-        _product(found.into_input, seen.x, factors) if needed[0] else None,
-        _product(found.into_hidden, seen.before, factors) if needed[1] else None,
-        _times(found.summed()[0], factors).sum(0) if needed[2] else None,
-        _times(found.summed()[1], factors).sum(0) if needed[3] else None,
-        _product(*found.projection, factors) if needed[4] and found.projection else None,
+        _product(found.into_input, seen.x) if needed[0] else None,
+        _product(found.into_hidden, seen.before) if needed[1] else None,
+        found.summed()[0].sum(0) if needed[2] else None,
+        found.summed()[1].sum(0) if needed[3] else None,
+        _product(*found.projection) if needed[4] and found.projection else None,
     )
-
-
-def _times(rows: Tensor, factors: Tensor | None) -> Tensor:
-    """``rows`` [..., B, d] times ``factors`` [B]."""
-    return rows if factors is None else rows * factors.unsqueeze(1)
 
 
 def _into_x(seen: Seen, into_input: Tensor, weight_ih: Tensor) -> Tensor:
@@ -301,10 +286,8 @@ def _into_x(seen: Seen, into_input: Tensor, weight_ih: Tensor) -> Tensor:
     return found.view_as(seen.x) if seen.order is None else seen.order.turned(found, back=True)
 
 
-def _product(grad: Tensor, factor: Tensor, factors: Tensor | None) -> Tensor:
-    """sum_{t,b} factors_b grad (x) factor, with the narrower one on the left, where BLAS is a fifth faster."""
-    if factors is not None:
-        return scaled_product(grad, factor, factors.view(1, -1, 1).expand(*grad.shape[:2], 1)).contiguous()
+def _product(grad: Tensor, factor: Tensor) -> Tensor:
+    """sum_{t,b} grad (x) factor, with the narrower one on the left, where BLAS is a fifth faster."""
     return (factor.flatten(0, 1).mT @ grad.flatten(0, 1)).mT.contiguous()
 
 

@@ -13,12 +13,16 @@ from .bags import Bags
 from .convolution import Patches
 from .dense import Dense, squared_norms
 from .memory import FRESH, Memory
-from .outer import Outer, chunks
+from .outer import Outer, chunks, gram_is_reliable, reliable
 from .rounding import product_of_sizes
 from .rows import Rows, runs_squared_norms
 from .term import Answer, Candidate, Term, Way, wide
 
 __all__ = ["Tied", "combine", "cross"]
+
+# Two uses cancel where the squared norm of their sum is below this many times `outer.CANCELLATION` of their own squared
+# norms' sum: 0.1 in float32, which leaves 1e-6 of the norm to rounding.
+CANCELLING_USES = 10.0
 
 
 def combine(terms: Sequence[Term]) -> Term:
@@ -107,8 +111,22 @@ class Tied(Term):
         return (*self.outer.tensors, *self.rows.tensors)
 
     def _joined(self, outer: Answer) -> Answer:
-        rows = runs_squared_norms(self.rows.indices, wide(self.rows.gradients))
-        return Answer(outer.squared_norms + rows + 2 * cross(self.outer, self.rows))
+        """Squared norms of the sums of both uses; where the two cancel, of the gradients themselves."""
+        apart = outer.squared_norms + runs_squared_norms(self.rows.indices, wide(self.rows.gradients))
+        squared = apart + 2 * cross(self.outer, self.rows)
+        return Answer(reliable(squared, CANCELLING_USES * apart, partial(self._measured_again, squared, apart)))
+
+    def _measured_again(self, squared: Tensor, apart: Tensor) -> Tensor:
+        """``squared`` [B] with what `_joined` can't rely on replaced; one gradient is materialised at a time."""
+        squared = squared.clone()
+        for example in (~gram_is_reliable(squared, CANCELLING_USES * apart)).nonzero().flatten().tolist():
+            squared[example] = squared_norms(self._example(example).per_example())[0]
+        return squared
+
+    def _example(self, example: int) -> Tied:
+        part = slice(example, example + 1)
+        outer = Outer(self.outer.left[part], self.outer.right[part], self.outer.shape)
+        return Tied(outer, Rows(self.rows.indices[part], self.rows.gradients[part], self.rows.shape))
 
     def sole_answer(self, keep: bool) -> Answer | None:
         outer = self.outer.sole_answer(False)

@@ -1,4 +1,4 @@
-"""Room for rounding in squared norms: where positions cancel, what is summed may be larger than what was measured.
+"""The rounding margin of norms: where positions cancel, the gradient that is summed may pass the one measured.
 
 The gradient of an example is a sum over positions, ``G = sum_t left_t (x) right_t``. Measured and summed it goes
 through different kernels, in different orders, once unweighted and once weighted: both come out as G and an error of
@@ -10,8 +10,10 @@ How many u: a partial sum P adds an error of at most u |P|, in effect random, so
 ``u / sqrt(3) * sqrt(sum_t |P_t|^2)`` (Higham & Mary 2019, probabilistic rounding error analysis). Where everything
 cancels, no partial sum is beyond S / 2, and that is at most ``sqrt(T) / 6 * u S``; kernels add up in registers some 256
 positions and then those sums, which keeps it below 3 u S up to T = 65,536; positions in no particular order leave 0.4.
-So each of the two is given ROOM / 2 = 4 u, and a norm is made larger by ROOM u S: where nothing cancels, by a share of
-5e-7 sqrt(T) in float32. The worst case of all roundings, T u S, has no room; it takes T errors of one sign.
+So each of the two is given MARGIN / 2 = 4 u, and a norm is made larger by MARGIN u S: where nothing cancels, by a share
+of 5e-7 sqrt(T) in float32. The worst case of all roundings, T u S, is not covered; it takes T errors of one sign.
+
+Of several terms the margin is MARGIN u sqrt(sum_k S_k^2), since errors of different parameters are orthogonal.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from torch import Tensor
 
 from .dense import squared_norms
 
-__all__ = ["product_of_sizes", "squared_sizes", "with_room"]
+__all__ = ["product_of_sizes", "rounding_margin", "squared_sizes"]
 
 # Errors that measuring and summing may leave together, in units of roundoff (half of eps).
-ROOM = 8.0
+MARGIN = 8.0
 
 
 def product_of_sizes(left: Tensor, right: Tensor) -> Tensor:
@@ -42,12 +44,12 @@ def squared_sizes(side: Tensor) -> Tensor:
     return squared_norms(side)
 
 
-def with_room(squared: Sequence[Tensor], absolute: Sequence[Tensor]) -> Tensor:
-    """Squared norms of several terms, each [B], with room for rounding, [terms, B].
+def rounding_margin(absolute: Sequence[Tensor]) -> Tensor:
+    """What a norm [B] is made larger by before a weight is computed from it.
 
     Args:
-        squared: as they were measured.
-        absolute: `Term.absolute` of the same terms.
+        absolute: `Term.absolute` [B] of every term of the norm that has one; at least one.
     """
-    room = ROOM / 2 * max(torch.finfo(each.dtype).eps for each in squared)
-    return torch.stack(list(squared)).sqrt_().add_(torch.stack(list(absolute)).sqrt_(), alpha=room).square_()
+    eps = max(torch.finfo(each.dtype).eps for each in absolute)
+    total = absolute[0] if len(absolute) == 1 else torch.stack(list(absolute)).sum(0)
+    return total.sqrt().mul_(MARGIN / 2 * eps)

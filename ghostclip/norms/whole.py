@@ -82,11 +82,11 @@ def bounded_weights(norms: Tensor, bounds: Sequence[float]) -> Tensor:
     return torch.stack([(limit / row).clamp_(max=1.0) for limit, row in zip(limits, norms.unbind(), strict=True)])
 
 
-def bounded_weight(squared: float, bound: float, dtype: torch.dtype) -> float:
-    """The same for the squared norm of one example, for norms in ``dtype``; 0 where that isn't finite."""
+def bounded_weight(squared: float, bound: float, dtype: torch.dtype, rounding: float = 0.0) -> float:
+    """The same for the squared norm of one example and its rounding margin; 0 where that isn't finite."""
     if not math.isfinite(squared):
         return 0.0
-    limit, norm = bound * margin(dtype), math.sqrt(squared)
+    limit, norm = bound * margin(dtype), math.sqrt(squared) + rounding
     return 1.0 if norm <= limit else limit / norm
 
 
