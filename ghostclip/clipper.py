@@ -14,8 +14,7 @@ from ghostclip.clipping import Adaptive, Groupwise, Policy, as_policy
 from ghostclip.compiled import CompiledClip
 from ghostclip.convert import wrap
 from ghostclip.explain import Plan, plan_of
-from ghostclip.gradients import GradientGuard, gradients_aside
-from ghostclip.graph import WIDE
+from ghostclip.gradients import GradientGuard, NarrowSums, gradients_aside
 from ghostclip.halves import Halves
 from ghostclip.one_by_one import Alone, OneByOne
 from ghostclip.outcome import add_sums
@@ -95,7 +94,7 @@ class GhostClipper:
         measured = norm_strategy == "auto" and self.loss_scale == 1.0
         self._alone = OneByOne(self.model, index, policy, partition) if measured else None
         self._halves = Halves(self.model, self._passes, policy, self.second_pass == "reweight")
-        self._guard = GradientGuard()
+        self._guard, self._narrow = GradientGuard(), NarrowSums()
         self.compiled: CompiledClip | None = None
         if compile:
             self.compile()
@@ -131,14 +130,14 @@ class GhostClipper:
 
     @property
     def sensitivity(self) -> float:
-        """The L2 bound on one example's contribution to a clipped sum, as `backward` reports it, known without a batch.
+        """The L2 bound on one example's contribution to the clipped sum in the p.grads, as `backward` reports it.
 
-        The policy's own, and a little more for parameters narrower than float32, whose gradients are rounded after
-        their weights were computed: by four units in the last place of the narrowest.
+        The policy's own for parameters of float32 and wider, whatever the batch. Sums of narrower ones are formed in
+        float32 and rounded to p.grad with each backward, so that the bound grows with the examples that are summed:
+        by k n eps of the policy's after k backwards over n examples (`ghostclip.gradients.NarrowSums`). The engine
+        gathers float32 sums beside the p.grads, and needs the policy's bound only.
         """
-        dtypes = {parameter.dtype for _, parameter in self._passes.index.trained()}
-        narrow = [torch.finfo(dtype).eps for dtype in dtypes.difference(WIDE)]
-        return self.clipping.sensitivity * (1.0 + 4.0 * max(narrow) if narrow else 1.0)
+        return self.clipping.sensitivity * (1.0 + self._narrow.excess)
 
     def norms(self, losses: Tensor, *, per: str | None = None, retain_graph: bool = False) -> Any:
         """Per-example gradient norms by the first pass alone.
@@ -190,9 +189,15 @@ class GhostClipper:
         """
         trained = self._passes.index.trained()
         self._guard.check(trained)
+        self._note_rounding(trained, losses)
         norms, weights = self._passes.clip(losses, retain_graph=retain_graph)
         self._guard.remember(trained)
         return ClippingResult(norms, weights, self.sensitivity)
+
+    def _note_rounding(self, trained: list[tuple[str, nn.Parameter]], losses: Any) -> None:
+        """Before a backward: how much rounding to narrow p.grads may add to an example's share."""
+        if self._passes.wide_sums is None and isinstance(losses, Tensor) and losses.dim() == 1:
+            self._narrow.add(trained, self._guard, len(losses))
 
     def clip(
         self,
@@ -263,7 +268,9 @@ class GhostClipper:
             seen.append(losses.detach())
             return losses
 
-        norms, weights = self._passes.clip(forward(), retain_graph=False, forward=forward, aside=aside)
+        losses = forward()
+        self._note_rounding(self._passes.index.trained(), losses)
+        norms, weights = self._passes.clip(losses, retain_graph=False, forward=forward, aside=aside)
         return Alone(seen[-1], norms, weights)
 
     def comes_whole(self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> bool:

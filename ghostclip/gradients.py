@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ghostclip.errors import GradientLeakError
 
-__all__ = ["GradientGuard", "gradients_aside", "have_hooks", "is_distributed"]
+__all__ = ["GradientGuard", "NarrowSums", "gradients_aside", "have_hooks", "is_distributed"]
 
 
 class GradientGuard:
@@ -48,6 +48,33 @@ class GradientGuard:
         for _, parameter in parameters:
             if (grad := parameter.grad) is not None:
                 self._known[id(grad)] = (weakref.ref(grad), grad._version)
+
+
+class NarrowSums:
+    """How much rounding adds to one example's share of a clipped sum in p.grads narrower than float32.
+
+    A backward rounds its float32 sum to the parameter's type once, and adding it to what stands in p.grad rounds once
+    more. Each error is at most half a unit in the last place (eps / 2) of a sum of at most n gradients of norm C. With
+    and without one of n examples, k backwards leave p.grads that differ by at most C (1 + k n eps), to first order.
+
+    Attributes:
+        excess: k n eps for what stands in the p.grads; 0 where none is narrow.
+    """
+
+    def __init__(self) -> None:
+        self.excess = 0.0
+        self._backwards = self._examples = 0
+
+    def add(self, parameters: Iterable[tuple[str, nn.Parameter]], guard: GradientGuard, examples: int) -> None:
+        """Takes note of a backward to come, of so many examples; ``guard`` knows which p.grads are added to."""
+        narrow = [parameter for _, parameter in parameters if torch.finfo(parameter.dtype).bits < 32]
+        if not narrow:
+            return
+        if not any(parameter.grad is not None and guard.is_known(parameter.grad) for parameter in narrow):
+            self._backwards = self._examples = 0
+        self._backwards, self._examples = self._backwards + 1, self._examples + examples
+        eps = max(torch.finfo(parameter.dtype).eps for parameter in narrow)
+        self.excess = self._backwards * self._examples * eps
 
 
 def have_hooks(parameters: Iterable[nn.Parameter]) -> bool:

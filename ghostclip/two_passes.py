@@ -224,9 +224,7 @@ class TwoPasses(FirstPasses):
 
         def sink(part: slice, calls: Sequence[Call]) -> Reweighting:
             own, left = weights[part], None if finite is None else finite[part]
-            return Reweighting(
-                len(own), run.majors, self.index, kept, own, self._add_part, calls, self._planner, left
-            )
+            return Reweighting(len(own), run.majors, self.index, kept, own, self._add_part, calls, self._planner, left)
 
         return sink
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+import ghostclip
 from ghostclip import BudgetExceededError, GhostClipError, PrivacyError, accounting
 from ghostclip.clipping import Adaptive, PerLayer
 from ghostclip.noise import noise_source
@@ -438,3 +439,30 @@ def test_under_torchrun(tmp_path: Path) -> None:
     expected = accounting.epsilon(noise_multiplier=1.0, sample_rate=0.1, steps=10, delta=1e-5)
     assert float(first.split()[0]) == pytest.approx(expected)
     assert spent(ledger) == 10
+
+
+def clipped_alone(second_pass: str, policy: Any, budget: int | None) -> list[list[Tensor]]:
+    """p.grad after two batches by a `GhostClipper` without an engine, each rank with its own rows."""
+    model: nn.Module = runs.network(torch.float64)
+    options: dict[str, Any] = {"second_pass": second_pass, "memory_budget": budget}
+    rows, rank, ranks = examples(8).tensors, 0, 1
+    if dist.is_initialized():
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        model = DistributedDataParallel(model)
+    clipper = ghostclip.GhostClipper(model, policy, **options)
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        clipper.backward(runs.losses_of(model, [each[rank::ranks] for each in rows]))
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+    return found
+
+
+@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+@pytest.mark.parametrize("budget", [None, 1])
+@pytest.mark.parametrize("policy", [0.3, PerLayer(0.3)], ids=["flat", "layers"])
+def test_a_clipper_alone_under_distributed_data_parallel(second_pass, policy, budget, tmp_path: Path) -> None:
+    """DistributedDataParallel averages what autograd delivers, which is the clipped sum of each rank."""
+    expected = [[sums / 2 for sums in batch] for batch in clipped_alone(second_pass, policy, budget)]
+    for found in on_ranks(partial(clipped_alone, second_pass, policy, budget), tmp_path):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
