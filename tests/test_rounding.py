@@ -54,7 +54,7 @@ def worst(model: nn.Module, losses, batches) -> float:
 
 
 class TiedHead(nn.Module):
-    """An embedding, a frozen antisymmetric map, and a head tied to the embedding: both uses cancel for repeated tokens."""
+    """An embedding, a frozen antisymmetric map and a head tied to the embedding: both uses cancel for equal tokens."""
 
     def __init__(self, tokens: int = 50, width: int = 32) -> None:
         super().__init__()
