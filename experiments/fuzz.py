@@ -1,0 +1,154 @@
+"""Random models, batches and neighbouring pairs through every way to clip, until time is up.
+
+A case is one whole number. Three in four clip some batches of a random model in a random way and compare each with the
+loop over single examples in float64 (experiments/fuzzing/batches.py, truth.py); one in four adds an example to a data
+set and sees how far it moves what the engine would release (pairs.py). Ctrl-C ends a run with what it has so far.
+
+    python experiments/fuzz.py [--seconds N] [--seed S] [--processes P] [--out FOLDER]
+    python experiments/fuzz.py --only SEED      that case again, with its model and differences
+
+appends to fuzz.json and fuzz.md; returns 1 when a difference has no explanation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import logging
+import multiprocessing
+import queue
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "experiments"))
+
+from fuzzing.batches import Outcome, batch_case, in_short  # noqa: E402
+from fuzzing.pairs import pair_case  # noqa: E402
+from fuzzing.record import Totals, commit, write  # noqa: E402
+
+# One case in so many is one of pairs.
+PAIRS_EVERY = 4
+# Seconds a case may take, before it counts as one that doesn't end.
+MOST_SECONDS = 300
+
+
+class NoEnd(Exception):
+    """A case takes too long."""
+
+
+def run_case(seed: int, show: bool = False) -> Outcome:
+    """What came of one case, whatever it raised."""
+    case = pair_case if seed % PAIRS_EVERY == 0 else batch_case
+    signal.alarm(MOST_SECONDS)
+    try:
+        return case(seed, show)
+    except NoEnd:
+        return Outcome(seed, findings=[f"no end within {MOST_SECONDS} s"])
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        if show:
+            traceback.print_exc()
+        return Outcome(seed, findings=[f"raised {in_short(error)} at {Path(where.filename).name}:{where.lineno}"])
+    finally:
+        signal.alarm(0)
+
+
+def _prepare() -> None:
+    def stop(*_: Any) -> None:
+        raise NoEnd
+
+    signal.signal(signal.SIGALRM, stop)
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+
+
+def _work(first: int, step: int, found: Any, started: Any, stop: Any) -> None:
+    """Cases ``first``, ``first + step``, ... until told to stop; the number of the one in work is in ``started``."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _prepare()
+    seed = first
+    while not stop.is_set():
+        started.value = seed
+        found.put(run_case(seed))
+        seed += step
+
+
+def outcomes(seed: int, seconds: float, processes: int) -> Iterator[Outcome]:
+    """What came of cases from ``seed`` on, as they end; a process that dies is an outcome too."""
+    context = multiprocessing.get_context("spawn")
+    found, stop = context.Queue(), context.Event()
+    numbers = [context.Value("q", seed + place) for place in range(processes)]
+    workers = [
+        context.Process(target=_work, args=(seed + place, processes, found, numbers[place], stop), daemon=True)
+        for place in range(processes)
+    ]
+    for worker in workers:
+        worker.start()
+    end = time.monotonic() + seconds
+    dead: set[int] = set()
+    try:
+        while time.monotonic() < end and len(dead) < processes:
+            try:
+                yield found.get(timeout=1.0)
+            except queue.Empty:
+                pass
+            for place, worker in enumerate(workers):
+                if worker.exitcode is not None and place not in dead:
+                    dead.add(place)
+                    yield Outcome(numbers[place].value, findings=[f"the process died with status {worker.exitcode}"])
+    finally:
+        stop.set()
+        for worker in workers:
+            worker.join(5.0)
+            worker.terminate()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs and writes; 1 when something is unexplained."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=600.0, help="how long (default: 600)")
+    parser.add_argument("--seed", type=int, default=None, help="the first case (default: from the clock)")
+    parser.add_argument("--processes", type=int, default=1, help="of one thread each (default: 1)")
+    parser.add_argument("--only", type=int, default=None, metavar="SEED", help="that one case, shown")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
+    options = parser.parse_args(arguments)
+    if options.only is not None:
+        return _show(options.only)
+    seed = int(time.time()) % 10**8 * 100 if options.seed is None else options.seed
+    totals, began = Totals(), time.monotonic()
+    more = {"commit": commit(), "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M}", "seed": seed}
+    print(f"cases from {seed} on, {options.processes} process(es), {options.seconds:g} s, commit {more['commit']}")
+    try:
+        for outcome in outcomes(seed, options.seconds, options.processes):
+            totals.add(outcome)
+            for what in outcome.findings:
+                print(f"--only {outcome.seed}: {what}", flush=True)
+    except KeyboardInterrupt:
+        print("stopped")
+    seconds = round(time.monotonic() - began)
+    write(totals.as_run(**more, seconds=seconds, processes=options.processes), options.out)
+    counts, refused = totals.counts, sum(totals.refusals.values())
+    print(
+        f"{counts['batches']} batches, {counts['pairs']} pairs, {refused} refused, in {seconds} s; "
+        f"{len(totals.findings)} without an explanation"
+    )
+    return bool(totals.findings)
+
+
+def _show(seed: int) -> int:
+    _prepare()
+    outcome = run_case(seed, show=True)
+    print(*outcome.findings or ["nothing unexplained"], *outcome.refusals, sep="\n")
+    return bool(outcome.findings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
