@@ -15,100 +15,18 @@ from __future__ import annotations
 import argparse
 import datetime
 import logging
-import multiprocessing
-import queue
-import signal
 import sys
 import time
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "experiments"))
 
-from fuzzing.batches import Outcome, batch_case, in_short  # noqa: E402
-from fuzzing.pairs import pair_case  # noqa: E402
 from fuzzing.record import Totals, commit, write  # noqa: E402
-
-# One case in so many is one of pairs.
-PAIRS_EVERY = 4
-# Seconds a case may take, before it counts as one that doesn't end.
-MOST_SECONDS = 300
-
-
-class NoEnd(Exception):
-    """A case takes too long."""
-
-
-def run_case(seed: int, show: bool = False) -> Outcome:
-    """What came of one case, whatever it raised."""
-    case = pair_case if seed % PAIRS_EVERY == 0 else batch_case
-    signal.alarm(MOST_SECONDS)
-    try:
-        return case(seed, show)
-    except NoEnd:
-        return Outcome(seed, findings=[f"no end within {MOST_SECONDS} s"])
-    except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        if show:
-            traceback.print_exc()
-        return Outcome(seed, findings=[f"raised {in_short(error)} at {Path(where.filename).name}:{where.lineno}"])
-    finally:
-        signal.alarm(0)
-
-
-def _prepare() -> None:
-    def stop(*_: Any) -> None:
-        raise NoEnd
-
-    signal.signal(signal.SIGALRM, stop)
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-
-
-def _work(first: int, step: int, found: Any, started: Any, stop: Any) -> None:
-    """Cases ``first``, ``first + step``, ... until told to stop; the number of the one in work is in ``started``."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _prepare()
-    seed = first
-    while not stop.is_set():
-        started.value = seed
-        found.put(run_case(seed))
-        seed += step
-
-
-def outcomes(seed: int, seconds: float, processes: int) -> Iterator[Outcome]:
-    """What came of cases from ``seed`` on, as they end; a process that dies is an outcome too."""
-    context = multiprocessing.get_context("spawn")
-    found, stop = context.Queue(), context.Event()
-    numbers = [context.Value("q", seed + place) for place in range(processes)]
-    workers = [
-        context.Process(target=_work, args=(seed + place, processes, found, numbers[place], stop), daemon=True)
-        for place in range(processes)
-    ]
-    for worker in workers:
-        worker.start()
-    end = time.monotonic() + seconds
-    dead: set[int] = set()
-    try:
-        while time.monotonic() < end and len(dead) < processes:
-            try:
-                yield found.get(timeout=1.0)
-            except queue.Empty:
-                pass
-            for place, worker in enumerate(workers):
-                if worker.exitcode is not None and place not in dead:
-                    dead.add(place)
-                    yield Outcome(numbers[place].value, findings=[f"the process died with status {worker.exitcode}"])
-    finally:
-        stop.set()
-        for worker in workers:
-            worker.join(5.0)
-            worker.terminate()
+from fuzzing.work import outcomes, run_case  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -144,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show(seed: int) -> int:
-    _prepare()
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
     outcome = run_case(seed, show=True)
     print(*outcome.findings or ["nothing unexplained"], *outcome.refusals, sep="\n")
     return bool(outcome.findings)

@@ -1,4 +1,4 @@
-"""Random differential tests: clipped batches against the loop over single examples, neighbouring pairs in the engine."""
+"""Random differential tests: batches against the loop over single examples, neighbouring pairs in the engine."""
 
 import sys
 from pathlib import Path

@@ -22,8 +22,8 @@ from torch.utils.data import TensorDataset
 from ghostclip import PrivacyEngine
 from ghostclip.errors import GhostClipError, UnsupportedModelError, VerificationError
 
-from .batches import Mismatch, Outcome, in_short
 from .examples import spoil
+from .outcome import Outcome, in_short
 from .policies import KINDS, Expected, draw_policy
 from .settings import Setting, draw_setting, forced
 from .subjects import Subject, draw_subject
@@ -94,6 +94,9 @@ class Pairs:
         except NotRun:
             self.outcome.counts["torch can't run it in that type"] += 1
             return
+        if not truth.attached:
+            self.outcome.counts["no trained parameter takes part"] += 1
+            return
         policy = self._policy(truth)
         rounding = self._rounding(truth, policy, others)
         try:
@@ -141,7 +144,9 @@ class Pairs:
                 print(what, f"step {step}: moved by {moved:.8f} of the bound; rounding {rounding / policy.bound:.2g}")
             if not moved <= 1 + MOST + rounding / policy.bound:
                 allowed = f"the others' rounding explains {rounding / policy.bound:.2g}"
-                self.outcome.findings.append(f"{what}: step {step} moves the sum by {moved:.7f} of the bound; {allowed}")
+                self.outcome.findings.append(
+                    f"{what}: step {step} moves the sum by {moved:.7f} of the bound; {allowed}"
+                )
                 return
             if rounding < 1e-6 * policy.bound:
                 self.outcome.worst_share = max(self.outcome.worst_share, moved)

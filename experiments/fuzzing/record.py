@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .batches import Outcome
 from .found import FOUND
+from .outcome import Outcome
 
 __all__ = ["MOST_FINDINGS", "Totals", "commit", "write"]
 
@@ -84,16 +84,17 @@ def markdown(runs: Sequence[dict[str, Any]]) -> str:
     lines = ["# Random differential tests", ""]
     hours = sum(run["seconds"] for run in runs) / 3600
     batches, pairs = (sum(run[name] for run in runs) for name in ("batches", "pairs"))
-    lines += [f"{batches:,} clipped batches and {pairs:,} neighbouring pairs in {hours:.1f} hours (`make fuzz`; a row is "
-              "a run).", "",
+    lines += [f"{batches:,} clipped batches and {pairs:,} neighbouring pairs in {hours:.1f} hours (`make fuzz`; a "
+              "row is a run).", "",
               "| commit | started | first seed | minutes | batches | pairs | refused | worst relative error of a norm "
               "(float32, float64) | worst share of the bound | unexplained |",
               "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
     for run in runs:
+        refused = sum(run["refusals"].values())
         errors = ", ".join(f"{run['worst_error'].get(dtype, 0.0):.1e}" for dtype in ("float32", "float64"))
         lines.append(
             f"| {run['commit']} | {run['started']} | {run['seed']} | {run['seconds'] / 60:.0f} | {run['batches']:,} | "
-            f"{run['pairs']:,} | {sum(run['refusals'].values())} | {errors} | {run['worst_share']:.7f} | {run['found']} |"
+            f"{run['pairs']:,} | {refused} | {errors} | {run['worst_share']:.7f} | {run['found']} |"
         )
     lines += ["", "## The last run", "", "| what | how many |", "| --- | --- |"]
     lines += [f"| {name} | {count:,} |" for name, count in runs[-1]["counts"].items()]

@@ -40,7 +40,6 @@ KNOBS: dict[str, dict[str, Values]] = {
         for module in ("groupwise", "first_passes", "at_once", "outcome", "passes", "reweighting")
     },
     "set aside": {"passes:ASIDE_LEAST": (0, 64), "passes:SPARE": (0.0, 10.0), "passes:SPARE_OF_GROUP": (0.0, 10.0)},
-    "by rules": {"two_passes:are_faster": (lambda *_: True, lambda *_: False)},
     "looks stall": {"two_passes:looks_stall": (lambda device: True,)},
     "halves": {
         "halves:LEAST": (7, 8), "halves:LEAST_DATA": (0, 0), "halves:IMAGE_BYTES": (0, 64), "halves:ROW_BYTES": (0, 64),
@@ -72,7 +71,7 @@ class Setting:
 
     Attributes:
         call: "backward"; "retained": norms with the graph kept, then backward; or "clip".
-        knobs: {"module:name": value}.
+        knobs: {group of KNOBS: which of its values}.
         costs: seed of the random costs.
     """
 
@@ -89,13 +88,13 @@ class Setting:
     native: bool = True
     accumulate: bool = False
     costs: int = 0
-    knobs: dict[str, Any] = field(default_factory=dict)
+    knobs: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         plain = Setting()
         shown = {k: v for k, v in vars(self).items() if k not in ("costs", "knobs") and v != getattr(plain, k)}
-        knobs = {k: v if isinstance(v, (int, float)) else "forced" for k, v in self.knobs.items()}
-        return f"{self.dtype} {self.policy} {self.second_pass} {shown} {knobs}"
+        shown |= {"knobs": ", ".join(f"{group} {place}" for group, place in self.knobs.items())}
+        return ", ".join(f"{name} {value}" for name, value in shown.items())
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -128,21 +127,19 @@ def draw_setting(choose: random.Random, compilable: bool) -> Setting:
         found.compile, found.call = True, "clip"
     elif choose.random() < 0.1:
         found.loss_scale = choose.choice([1024.0, 2.0**-4])
-    for knobs in KNOBS.values():
-        if choose.random() < 0.3:
-            place = choose.randrange(2)
-            found.knobs.update({name: values[place % len(values)] for name, values in knobs.items()})
+    found.knobs = {group: choose.randrange(2) for group in KNOBS if choose.random() < 0.3}
     return found
 
 
 @contextmanager
-def forced(setting: Setting, steps_of_graphs: bool = True) -> Iterator[None]:
+def forced(setting: Setting) -> Iterator[None]:
     """Inside, decisions are the setting's; graphs are interpreted, and used though that isn't faster."""
     rng = random.Random(setting.costs)
     with ExitStack() as stack:
-        for name, value in setting.knobs.items():
-            if (found := _found(name)) is not None:
-                stack.enter_context(mock.patch.object(*found, value))
+        for group, place in setting.knobs.items():
+            for name, values in KNOBS[group].items():
+                if (found := _found(name)) is not None:
+                    stack.enter_context(mock.patch.object(*found, values[place % len(values)]))
         planner = partial(Planner, measure=_random_costs(rng))
         stack.enter_context(mock.patch("ghostclip.clipper.Planner", planner))
         if (found := _found("one_by_one:clock")) is not None:

@@ -138,7 +138,11 @@ def _entry(choose: random.Random, width: int) -> tuple[Block, Callable[[int], In
         form = {"memory_format": torch.channels_last} if last else {}
         wiring = lambda m, x: m.layer(x)[:, :, 0].mT  # noqa: E731
         name = "images, channels last" if last else "images"
-        return Block(name, {"layer": layer}, wiring), lambda t: normal(2, 2, t, lay_out=lambda x: x.contiguous(**form)), False
+        return (
+            Block(name, {"layer": layer}, wiring),
+            lambda t: normal(2, 2, t, lay_out=lambda x: x.contiguous(**form)),
+            False,
+        )
     if kind == "nothing":
         return Block("nothing", {}, lambda m, x: x), lambda t: normal(t, width), False
     layer = nn.Linear(3, width, bias=choose.random() < 0.8)
@@ -146,7 +150,11 @@ def _entry(choose: random.Random, width: int) -> tuple[Block, Callable[[int], In
         spec = lambda t: normal(1, 3, lay_out=lambda x: x.expand(-1, t, -1))  # noqa: E731
         return Block("expanded", {"layer": layer}, lambda m, x: m.layer(x)), spec, False
     leaf = choose.random() < 0.1
-    return Block("numbers", {"layer": layer}, lambda m, x: m.layer(x)), lambda t: normal(t, 3, requires_grad=leaf), False
+    return (
+        Block("numbers", {"layer": layer}, lambda m, x: m.layer(x)),
+        lambda t: normal(t, 3, requires_grad=leaf),
+        False,
+    )
 
 
 def _block(choose: random.Random, length: int, width: int) -> tuple[nn.Module, str, bool]:
@@ -180,7 +188,11 @@ def _head(choose: random.Random, entry: Any, width: int, tied: bool) -> Head:
         head = Head("head", {"layer": nn.Linear(width, 3)}, lambda m, h: m.layer(h))
         head.features = 3
     elif choose.random() < 0.3:
-        head = Head("mean", {"layer": nn.Linear(width, 3)}, lambda m, h: m.layer(h.mean(1, keepdim=True)).expand(-1, h.shape[1], -1))
+        head = Head(
+            "mean",
+            {"layer": nn.Linear(width, 3)},
+            lambda m, h: m.layer(h.mean(1, keepdim=True)).expand(-1, h.shape[1], -1),
+        )
         head.features = 3
     else:
         head = Head("no head", {}, lambda m, h: h)

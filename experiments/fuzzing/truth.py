@@ -58,6 +58,7 @@ class Truth:
         errors: [B, parameters], what rounding alone does to each parameter's gradient.
         finite: [B], whether loss and gradient are finite in float64.
         possible: [B], whether they are in the own type, and no square overflows.
+        attached: whether any loss depends on a trained parameter.
         extreme: [B], whether an example has numbers whose products may overflow on the way.
     """
 
@@ -76,6 +77,7 @@ class Truth:
         self.names, self.sizes = [name for name, _ in named], [p.numel() for _, p in named]
         self.examples = self.inputs[-1].shape[0]
         self.norm_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.attached = False
         if self.seed is not None:
             self._record_masks()
         self.losses, self.grads = self._loop(self.wide, self._wide_inputs(self.inputs))
@@ -169,6 +171,7 @@ class Truth:
             single = [_one(value, dim, example) for value, dim in zip(inputs, self.dims, strict=True)]
             loss = self._losses(model, single)
             losses.append(loss.detach())
+            self.attached |= loss.requires_grad
             rows.append(_gradient(loss[0] * scale, model) / scale)
         if not rows:
             return torch.zeros(0, dtype=torch.float64), torch.zeros(0, sum(self.sizes), dtype=torch.float64)

@@ -683,4 +683,14 @@ SEVERAL_RANKS = [
     ),
 ]
 
-MUTANTS = [*CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS]
+FUZZED = [
+    Mutant(
+        "the self-check takes scaled sums of groups for sums",
+        "ghostclip/engine/agreement.py",
+        "        parts = ((part, amount / passes.scale) for part, amount in taken)\n",
+        "        parts = taken\n",
+        ("tests/test_self_check.py", "-k", "scaled"),
+    ),
+]
+
+MUTANTS = [*CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED]
