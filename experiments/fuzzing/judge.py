@@ -144,7 +144,7 @@ class Judge:
             found = found.double()
             if bool((self.gone & (found != 0)).any()):
                 raise Mismatch(f"an example that is not finite has weight {found[self.gone].tolist()[:3]}")
-            if bool((self.sharp & ~(found <= most[group] * (1 + 1e-5))).any()):
+            if bool((self.sharp & (self.norms[group] > 0) & ~(found <= most[group] * (1 + 1e-5))).any()):
                 raise Mismatch(
                     f"weight {found[self.sharp].tolist()[:4]}, at most {most[group][self.sharp].tolist()[:4]}"
                 )

@@ -21,8 +21,8 @@ __all__ = ["MIXING", "Subject", "draw_subject"]
 
 # Pieces through which examples meet: refused, or exact where the batch is such that they don't.
 MIXING = ("centred", "rolled", "scaled by the batch", "others", "square")
-# Pieces that are refused wherever sizes of the batch and of the model coincide, which cannot be told apart there.
-AMBIGUOUS = ("square",)
+# Pieces that are refused unless `wrap` is told where their examples are.
+UNTOLD = ("layer time first",)
 
 Losses = Callable[[nn.Module, Sequence[Tensor]], Tensor]
 
@@ -160,7 +160,7 @@ def _entry(choose: random.Random, width: int) -> tuple[Block, Callable[[int], In
 def _block(choose: random.Random, length: int, width: int) -> tuple[nn.Module, str, bool]:
     """A block, its name, and whether it takes one number of positions only."""
     if choose.random() < 0.3:
-        names = [name for name in PIECES if name not in MIXING]
+        names = [name for name in PIECES if name not in MIXING + UNTOLD]
         name = choose.choice([*MIXING]) if choose.random() < 0.03 else choose.choice(names)
         sizes: dict[Any, int] = {"T": length, "d": width}
         fixed = any("T" in shape for shape in PIECES[name][1].values())
