@@ -691,6 +691,13 @@ FUZZED = [
         "        parts = taken\n",
         ("tests/test_self_check.py", "-k", "scaled"),
     ),
+    Mutant(
+        "weights with a margin for rounding taken for weights that others decide",
+        "ghostclip/engine/weighing.py",
+        "    found: Any = policy.weights(norms)\n",
+        "    found: Any = policy.weights(norms if isinstance(norms, dict) else norms * 1.01)\n",
+        ("tests/test_engine_guards.py", "-k", "margin_for_rounding"),
+    ),
 ]
 
 MUTANTS = [*CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED]
