@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint mutants bench experiments notebooks gpu-check clean
+.PHONY: help install demo test test-all lint mutants fuzz bench experiments notebooks gpu-check clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -33,6 +33,9 @@ lint: install  ## ruff and mypy
 
 mutants: install  ## plant bugs in a copy of the package, one at a time: which test finds each (15 minutes)
 	$(BIN)/python experiments/mutants.py
+
+fuzz: install  ## random models and neighbouring pairs for an hour on two processes; FUZZ="--seconds 60" for less
+	OMP_NUM_THREADS=1 $(BIN)/python experiments/fuzz.py --seconds 3600 --processes 2 $(FUZZ)
 
 COMPILED := mlp,fcnn-adult,embedding,cnn,rnn,lstm,transformer,cifar-cnn,lstm-imdb,lora-gpt,gpt-128,vgg11,resnet18-64px
 BACKWARD := reweight-backward,cached-backward,per-layer-backward

@@ -8,7 +8,7 @@ import private_runs as runs
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from ghostclip import BudgetExceededError, GradientLeakError, LossShapeError, PrivacyError, UnsupportedModelError
 from ghostclip.clipping import Custom
@@ -386,6 +386,21 @@ def test_weights_that_follow_from_each_example_alone(model: nn.Module) -> None:
     clipping = Custom(lambda norms: 1.0 / (0.1 + norms).sqrt(), 1.0)
     engine = runs.engine_for(model, dataset=dataset, clipping=clipping, batch_size=24, max_physical_batch_size=5)
     engine.step(next(iter(engine.batches())), runs.losses_of)
+    assert engine.steps_taken == 1
+
+
+@pytest.mark.parametrize("rest", [1e-3, 1e-5, 1e-7])
+@pytest.mark.parametrize("groups", [None, {"all": ["*"]}])
+def test_a_margin_for_rounding_is_no_weight_of_other_examples(rest: float, groups: Any) -> None:
+    """Positions that cancel make the norm that is weighed by another one than the norm that was measured."""
+    model, signs = nn.Linear(6, 4), torch.tensor([1.0, -1.0 - rest]).repeat(4)
+    inputs, targets = 1e3 * torch.randn(8, 1, 6).expand(8, 8, 6), torch.randn(8, 1, 4) * signs[:, None]
+
+    def alone(norms: Any) -> Any:
+        return 1.0 / (0.1 + norms).sqrt() if groups is None else {g: 1.0 / (0.1 + n) for g, n in norms.items()}
+
+    engine = runs.engine_for(model, dataset=TensorDataset(inputs, targets), clipping=Custom(alone, 1.0, groups))
+    engine.step(next(iter(engine.batches())), lambda model, batch: (model(batch[0]) * batch[1]).sum((1, 2)))
     assert engine.steps_taken == 1
 
 

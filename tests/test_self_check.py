@@ -360,3 +360,13 @@ def test_a_learning_rate_of_zero_is_waited_for(said: Callable[[], str]) -> None:
     optimizer.param_groups[0]["lr"] = 0.1
     by_step(engine)
     assert "doesn't hold 0.weight, 0.bias" in said()
+
+
+@every_way
+@pytest.mark.parametrize("scale", [1024.0, 2.0**-4])
+@pytest.mark.parametrize("physical", [None, 2])
+def test_scaled_losses_of_a_sound_model_pass(options, scale, physical):
+    engine = runs.engine_for(runs.network(), loss_scale=scale, max_physical_batch_size=physical, **options)
+    for batch in engine.batches():
+        engine.step(batch, runs.losses_of)
+    assert engine.steps_taken == len(engine.batches())

@@ -683,4 +683,21 @@ SEVERAL_RANKS = [
     ),
 ]
 
-MUTANTS = [*CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS]
+FUZZED = [
+    Mutant(
+        "the self-check takes scaled sums of groups for sums",
+        "ghostclip/engine/agreement.py",
+        "        parts = ((part, amount / passes.scale) for part, amount in taken)\n",
+        "        parts = taken\n",
+        ("tests/test_self_check.py", "-k", "scaled"),
+    ),
+    Mutant(
+        "weights with a margin for rounding taken for weights that others decide",
+        "ghostclip/engine/weighing.py",
+        "    found: Any = policy.weights(norms)\n",
+        "    found: Any = policy.weights(norms if isinstance(norms, dict) else norms * 1.01)\n",
+        ("tests/test_engine_guards.py", "-k", "margin_for_rounding"),
+    ),
+]
+
+MUTANTS = [*CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED]

@@ -94,7 +94,8 @@ def _errors_of_sums(
     parts: Iterable[tuple[Part, Tensor]]
     if isinstance(passes.clipping, Groupwise):
         given = dict.fromkeys(passes.partition().values(), picked)
-        parts = passes.group_pass(losses, passes.clipping, given, None).taken()
+        taken = passes.group_pass(losses, passes.clipping, given, None).taken()
+        parts = ((part, amount / passes.scale) for part, amount in taken)
     else:
         parts = run.weighted_sums(picked, None)
     left: dict[str, Tensor] = {}

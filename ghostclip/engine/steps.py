@@ -245,7 +245,7 @@ class PrivateSteps:
                 result = clip()
             except UnsupportedModelError as error:
                 raise error if self._users is None else UnsupportedModelError(f"{error}; {OF_USERS}") from error
-            refuse_joint_weights(self._clipper.clipping, result.norms, result.weights)
+            refuse_joint_weights(self._clipper.clipping, result.norms)
             # Before the sums count as gathered, lest an interruption part them from their noise.
             self._sensitivity = max(self._sensitivity, result.sensitivity)
             return result

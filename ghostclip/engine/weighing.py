@@ -21,16 +21,19 @@ __all__ = ["refuse_joint_weights"]
 TOLERANCE = 1e-3
 
 
-def refuse_joint_weights(policy: Any, norms: Any, weights: Any) -> None:
+def refuse_joint_weights(policy: Any, norms: Any) -> None:
     """Raises PrivacyError when a policy of the user's weighs half a batch otherwise by itself than in the whole.
+
+    The weights that were used are not compared with: they are of norms with a margin for rounding.
 
     Args:
         policy: of clipping; ours weigh each example by itself.
-        norms, weights: of a physical batch, [B] or {group: [B]}; a weight of zero may be that of an example left out.
+        norms: of a physical batch, [B] or {group: [B]}.
     """
     if not isinstance(policy, Custom | CustomGroups | Clamped):
         return
-    whole = weights if isinstance(weights, dict) else {"": weights}
+    found: Any = policy.weights(norms)
+    whole = found if isinstance(found, dict) else {"": found}
     halves = len(next(iter(whole.values()))) // 2
     for part in (slice(0, halves), slice(halves, None)) if halves else ():
         given: Any = {g: n[part] for g, n in norms.items()} if isinstance(norms, dict) else norms[part]

@@ -1,0 +1,189 @@
+"""Every decision of the package forced at random: options, strategies whatever they cost, and sizes that decide.
+
+No decision may change a result beyond rounding, so each is taken by a random number instead of a clock or a size. The
+planner is given random costs; `KNOBS` lists the constants and questions by which other decisions are made, and values
+for them under which the small models here get where else only large ones would.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from graphs import interpret
+
+from ghostclip import native
+from ghostclip.planner import Planner
+
+from .policies import KINDS
+
+__all__ = ["DTYPES", "KNOBS", "Setting", "draw_setting", "forced", "missing_knobs"]
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+Values = tuple[Any, ...]
+SETTLE = (0, 256)
+# "module:name" -> values besides its own. Names that belong together are set together.
+KNOBS: dict[str, dict[str, Values]] = {
+    "all strategies": {"planner:HOPELESS": (float("inf"),)},
+    "groups wait": {
+        f"{module}:POSTPONED_BYTES": SETTLE
+        for module in ("groupwise", "first_passes", "at_once", "outcome", "passes", "reweighting")
+    },
+    "set aside": {"passes:ASIDE_LEAST": (0, 64), "passes:SPARE": (0.0, 10.0), "passes:SPARE_OF_GROUP": (0.0, 10.0)},
+    "looks stall": {"two_passes:looks_stall": (lambda device: True,)},
+    "halves": {
+        "halves:LEAST": (7, 8), "halves:LEAST_DATA": (0, 0), "halves:IMAGE_BYTES": (0, 64), "halves:ROW_BYTES": (0, 64),
+        "halves:OVER_PARAMETERS": (0, 0),
+    },
+    "tails": {"tail:LEAST_BYTES": (1, 64), "tail:PARTS": (2, 3)},
+    "one by one": {"one_by_one:LEAST_SECONDS": (0.0,), "one_by_one:MOST_EXAMPLES": (64,)},
+    "narrowing": {"narrowing:NARROW": (0, 1)},
+    "at once": {"norms.affine:MOST_WORK": (0, 64), "norms.affine:MOST_NUMBERS": (0, 64)},
+    "chunks": {"norms.outer:CHUNK_BYTES": (1, 200), "norms.outer:KEPT_CHUNK_BYTES": (1, 200)},
+    "blocks": {"norms.outer:BLOCK_ROWS": (1, 2), "norms.outer:SCALED_ROWS": (1, 3)},
+    "alone": {"norms.outer:ALONE_LEAST": (0, 16)},
+    "narrow": {"norms.outer:NARROW": (2, 4), "norms.outer:WIDER": (1, 2)},
+    "long rows": {"norms.dense:LONG": (4, 16)},
+    "inner products": {"norms.dense:INNER_LEAST": (1, 8), "norms.dense:INNER_MOST": (8, 16)},
+    "pairs of rows": {"norms.rows:PAIRED_POSITIONS": (0, 2)},
+    "windows": {"norms.convolution:MOST_POSITIONS": (0, 4), "norms.convolution:SUM_BYTES": (1, 100)},
+    "images": {"norms.normalized:FEW": (1, 2)},
+    "spans": {"nn.gates:SPAN_BYTES": (1, 100)},
+    "states": {"nn.recurrence:SMALL": (0, 100)},
+    "no time loop": {"nn.recurrence:available": (lambda trace: False,)},
+}  # fmt: skip
+CACHED_ANSWERS = (native.library, native.calls.function)
+
+
+@dataclass
+class Setting:
+    """One way to clip.
+
+    Attributes:
+        call: "backward"; "retained": norms with the graph kept, then backward; or "clip".
+        knobs: {group of KNOBS: which of its values}.
+        costs: seed of the random costs.
+    """
+
+    dtype: str = "float32"
+    policy: str = "flat"
+    second_pass: str = "reweight"
+    norm_strategy: str = "auto"
+    memory_budget: int | None = None
+    loss_scale: float = 1.0
+    compile: bool = False
+    call: str = "backward"
+    autocast: bool = False
+    deterministic: bool = False
+    native: bool = True
+    accumulate: bool = False
+    costs: int = 0
+    knobs: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        plain = Setting()
+        shown = {k: v for k, v in vars(self).items() if k not in ("costs", "knobs") and v != getattr(plain, k)}
+        shown |= {"knobs": ", ".join(f"{group} {place}" for group, place in self.knobs.items())}
+        return ", ".join(f"{name} {value}" for name, value in shown.items())
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return DTYPES[self.dtype]
+
+    def options(self) -> dict[str, Any]:
+        """For GhostClipper."""
+        names = ("second_pass", "norm_strategy", "memory_budget", "loss_scale", "compile")
+        return {name: getattr(self, name) for name in names}
+
+
+def draw_setting(choose: random.Random, compilable: bool) -> Setting:
+    """Any combination; what excludes each other is left out."""
+    dtype = choose.choices(list(DTYPES), [10, 6, 2, 2])[0]
+    found = Setting(
+        dtype=dtype,
+        policy=choose.choice(KINDS),
+        second_pass=choose.choice(["reweight", "cached"]),
+        norm_strategy=choose.choice(["auto", "auto", "gram", "direct"]),
+        memory_budget=choose.choice([None, None, None, 1, 1000, 1 << 30]),
+        call=choose.choice(["backward", "backward", "retained", "clip"]) if compilable else "backward",
+        autocast=dtype == "float32" and choose.random() < 0.05,
+        deterministic=choose.random() < 0.05,
+        native=choose.random() < 0.85,
+        accumulate=choose.random() < 0.15,
+        costs=choose.randrange(1 << 30),
+    )
+    if found.policy != "adaptive" and compilable and choose.random() < 0.05:
+        found.compile, found.call = True, "clip"
+    elif choose.random() < 0.1:
+        found.loss_scale = choose.choice([1024.0, 2.0**-4])
+    found.knobs = {group: choose.randrange(2) for group in KNOBS if choose.random() < 0.3}
+    return found
+
+
+@contextmanager
+def forced(setting: Setting) -> Iterator[None]:
+    """Inside, decisions are the setting's; graphs are interpreted, and used though that isn't faster."""
+    rng = random.Random(setting.costs)
+    with ExitStack() as stack:
+        for group, place in setting.knobs.items():
+            for name, values in KNOBS[group].items():
+                if (found := _found(name)) is not None:
+                    stack.enter_context(mock.patch.object(*found, values[place % len(values)]))
+        planner = partial(Planner, measure=_random_costs(rng))
+        stack.enter_context(mock.patch("ghostclip.clipper.Planner", planner))
+        if (found := _found("one_by_one:clock")) is not None:
+            ticks = itertools.accumulate(iter(lambda: rng.random(), None))
+            stack.enter_context(mock.patch.object(*found, lambda: next(ticks)))
+        if not setting.native:
+            stack.enter_context(_tensor_operations())
+        if setting.compile:
+            interpret(stack.enter_context(pytest.MonkeyPatch.context()))
+        if setting.deterministic:
+            torch.use_deterministic_algorithms(True)
+            stack.callback(torch.use_deterministic_algorithms, False)
+        yield
+
+
+def missing_knobs() -> list[str]:
+    """Names in KNOBS that are not in the package any more."""
+    return [name for knobs in KNOBS.values() for name in knobs if _found(name) is None]
+
+
+def _found(knob: str) -> tuple[Any, str] | None:
+    module, _, name = knob.partition(":")
+    try:
+        owner = importlib.import_module(f"ghostclip.{module}")
+    except ModuleNotFoundError:
+        return None
+    return (owner, name) if hasattr(owner, name) else None
+
+
+def _random_costs(rng: random.Random) -> Callable[..., float]:
+    def measure(run: Callable[[], object], device: torch.device, best: float = float("inf")) -> float:
+        if rng.random() < 0.3:
+            run()
+        return rng.random()
+
+    return measure
+
+
+@contextmanager
+def _tensor_operations() -> Iterator[None]:
+    """Without compiled kernels, as where there is no compiler."""
+    with mock.patch.dict("os.environ", {"GHOSTCLIP_COMPILE": "0"}):
+        for each in CACHED_ANSWERS:
+            each.cache_clear()
+        yield
+    for each in CACHED_ANSWERS:
+        each.cache_clear()
