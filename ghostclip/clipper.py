@@ -51,7 +51,7 @@ class GhostClipper:
         model: built of any torch layers; wrapped in place if it isn't yet.
         clipping: a max norm (flat clipping) or a policy of `ghostclip.clipping`. Group-wise policies with thresholds
             need no second pass: each group is clipped while the first one goes by.
-        second_pass: "reweight": a second ordinary backward of the reweighted losses (Lee & Kifer 2020), leanest in
+        second_pass: "reweight": a second backward in which each layer weights its rows (Lee & Kifer 2020), leanest in
             memory; "cached": the clipped sum is built from what the first pass kept (book-keeping, Bu et al. 2023).
             Nothing is kept of layers under activation checkpointing, whose saving stays: they get a second backward.
         norm_strategy: "auto" by measured cost, or "gram" or "direct". Neither option changes a result beyond rounding.

@@ -149,8 +149,16 @@ class TwoPasses(FirstPasses):
         kept = frozenset(run.aside)
         self._add(run.weighted_sums(weights, finite))
         if not run.holds_terms:
-            self._sum_by_rules(losses, weights, finite, run, kept, retain_graph, repeat)
+            self._sum_by_rules(losses, weights, finite, run, kept, retain_graph, repeat, self._add_part)
         return norms, weights
+
+    def weighted_sums(self, losses: Tensor, weights: Tensor, run: FirstPass) -> list[tuple[Part, Tensor]]:
+        """``sum_i weights[i] g_i`` of all parts, formed as `clip` forms them after this first pass; keeps the graph."""
+        kept = frozenset(run.aside)
+        found = list(run.weighted_sums(weights, None))
+        if not run.holds_terms:
+            self._sum_by_rules(losses, weights, None, run, kept, True, None, lambda *each: found.append(each))
+        return found
 
     def _sum_by_rules(
         self,
@@ -161,10 +169,12 @@ class TwoPasses(FirstPasses):
         kept: frozenset[int],
         retain_graph: bool,
         repeat: Repeat | None,
+        add: Callable[[Part, Tensor], None],
     ) -> None:
         """The second backward: each layer's rule forms the clipped sum of what the first pass did not keep.
 
-        It ends at the lowest layer that it is needed for. ``kept`` has the ids of parameters whose sums are there.
+        It ends at the lowest layer that it is needed for. ``kept`` has the ids of parameters whose sums are there, and
+        ``add`` takes the other sums.
         """
         tail, narrowing = run.tail, run.narrowing
         losses = losses if self.scale == 1.0 else losses * self.scale
@@ -174,7 +184,7 @@ class TwoPasses(FirstPasses):
         try:
             with in_our_words():
                 if wanted:
-                    sink_of = self._sink(run, weights / self.scale, finite, kept)
+                    sink_of = self._sink(run, weights / self.scale, finite, kept, add)
                     self._second_backward(losses, run, wanted, kept, sink_of, retain_graph)
                 if not retain_graph and (tail is not None or len(wanted) < len(run.calls)):
                     let_go(losses, run.calls)
@@ -218,13 +228,18 @@ class TwoPasses(FirstPasses):
         sink.finish()
 
     def _sink(
-        self, run: FirstPass, weights: Tensor, finite: Tensor | None, kept: frozenset[int]
+        self,
+        run: FirstPass,
+        weights: Tensor,
+        finite: Tensor | None,
+        kept: frozenset[int],
+        add: Callable[[Part, Tensor], None],
     ) -> Callable[[slice, Sequence[Call]], Reweighting]:
         """(part of the examples, their uses of layers) -> what adds these layers' sums, by ``weights`` [B]."""
 
         def sink(part: slice, calls: Sequence[Call]) -> Reweighting:
             own, left = weights[part], None if finite is None else finite[part]
-            return Reweighting(len(own), run.majors, self.index, kept, own, self._add_part, calls, self._planner, left)
+            return Reweighting(len(own), run.majors, self.index, kept, own, add, calls, self._planner, left)
 
         return sink
 

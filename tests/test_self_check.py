@@ -20,6 +20,7 @@ from ghostclip import PrivacyEngine, VerificationError
 from ghostclip.clipping import Custom, PerLayer
 from ghostclip.engine.exchange import _exchanged, square_dims
 from ghostclip.nn import GhostLayer
+from ghostclip.norms.outer import Outer
 from ghostclip.outcome import FirstPass
 from ghostclip.replay import Replay
 
@@ -370,3 +371,15 @@ def test_scaled_losses_of_a_sound_model_pass(options, scale, physical):
     for batch in engine.batches():
         engine.step(batch, runs.losses_of)
     assert engine.steps_taken == len(engine.batches())
+
+
+@every_way
+def test_a_rule_that_sums_otherwise_than_it_measures_is_refused(options: dict[str, Any], monkeypatch) -> None:
+    """Whether the sum is formed of what was kept, in a second backward, or group by group."""
+    original = Outer.weighted_sum
+    monkeypatch.setattr(Outer, "weighted_sum", lambda term, weights: 1.1 * original(term, weights))
+    model = nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 30))
+    data = TensorDataset(torch.randn(6, 2, 5), torch.randn(6))
+    engine = whole_batches(model, data, **options)
+    with pytest.raises(VerificationError, match=r"2\.weight"):
+        engine.step(next(iter(engine.batches())), lambda model, batch: model(batch[0]).square().sum((1, 2)))

@@ -122,8 +122,8 @@ CLIPPING = [
     Mutant(
         "mean-loss factor",
         PASSES,
-        "sink_of = self._sink(run, weights / self.scale, finite, kept)",
-        "sink_of = self._sink(run, weights / len(losses), finite, kept)",
+        "sink_of = self._sink(run, weights / self.scale, finite, kept, add)",
+        "sink_of = self._sink(run, weights / len(losses), finite, kept, add)",
         ("tests/test_layers.py", "-k", "encoder_layer"),
     ),
     Mutant("[B, 1] losses broadcast", FIRST, "    if losses.dim() != 1:\n", "    if losses.dim() > 2:\n", PITFALLS),
@@ -257,8 +257,8 @@ CLIPPING = [
     Mutant(
         "a second backward from weighted losses",
         PASSES,
-        "run, weights / self.scale, finite, kept)\n                    self._second_backward(losses, run",
-        "run, weights / weights / self.scale, finite, kept)\n"
+        "run, weights / self.scale, finite, kept, add)\n                    self._second_backward(losses, run",
+        "run, weights / weights / self.scale, finite, kept, add)\n"
         "                    self._second_backward(losses * weights, run",
         (*ROUNDING, "-k", "branches"),
     ),

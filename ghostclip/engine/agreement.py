@@ -35,7 +35,7 @@ def gradients_agree(passes: TwoPasses, losses: Tensor) -> list[str] | None:
     """Names of trained parameters on which the losses don't depend; None where the batch is not fit for comparing.
 
     Compared are, for the example with the largest gradient and one in the middle, the norm of each parameter's gradient
-    and those of their sums that the engine forms by the layers' rules instead of by a backward. Keeps the graph.
+    and their sums. Keeps the graph.
 
     Args:
         passes: the engine's own.
@@ -90,14 +90,14 @@ def _note_errors(
 def _errors_of_sums(
     passes: TwoPasses, losses: Tensor, run: FirstPass, picked: Tensor, totals: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """{name: relative error} of the sums over the picked examples, for those that are formed by rules."""
+    """{name: relative error} of the sums over the picked examples."""
     parts: Iterable[tuple[Part, Tensor]]
     if isinstance(passes.clipping, Groupwise):
         given = dict.fromkeys(passes.partition().values(), picked)
         taken = passes.group_pass(losses, passes.clipping, given, None).taken()
         parts = ((part, amount / passes.scale) for part, amount in taken)
     else:
-        parts = run.weighted_sums(picked, None)
+        parts = passes.weighted_sums(losses, picked, run)
     left: dict[str, Tensor] = {}
     for (owner, rows), amount in parts:
         name = passes.index.names[owner]
