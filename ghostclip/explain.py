@@ -29,6 +29,7 @@ class Row:
         why: the reason for the strategy.
         milliseconds: measured cost by candidate; empty when nothing had to be measured.
         sums: the same by way to the clipped sum, where there are several.
+        raised: the candidates that raised while they were measured, and what; they are not applicable.
     """
 
     layer: str
@@ -40,12 +41,15 @@ class Row:
     why: str
     milliseconds: dict[str, float]
     sums: dict[str, float] = field(default_factory=dict)
+    raised: dict[str, str] = field(default_factory=dict)
 
     def cells(self) -> tuple[str, ...]:
         """The line as texts, in the order of the table's columns."""
         costs = _cheapest_first(self.milliseconds)
         if self.sums:
             costs += f"; sum: {_cheapest_first(self.sums)}"
+        for name, error in self.raised.items():
+            costs += f"; {name} is not applicable ({error})"
         shape = " x ".join(map(str, self.shape))
         return (self.layer or "(model)", self.parameter, self.rule, shape, self.strategy, "yes" if self.kept else "no",
                 self.why, costs)  # fmt: skip
@@ -92,6 +96,6 @@ def plan_of(model: nn.Module, choices: Mapping[int, Choice] | None) -> Plan:
         choice = chosen.get(id(parameter))
         if choice is None:
             choice = Choice("at the first batch" if choices is None else "unused", False, "")
-        of_choice = choice.name, choice.keep, choice.reason, choice.milliseconds, choice.sums
+        of_choice = choice.name, choice.keep, choice.reason, choice.milliseconds, choice.sums, choice.raised
         rows.append(Row(layer, own, rule, tuple(parameter.shape), *of_choice))
     return Plan(tuple(rows))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -32,6 +34,8 @@ KEPT = 0.85
 
 Measure = Callable[[Callable[[], object], torch.device, float], float]
 
+log = logging.getLogger("ghostclip")
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -43,6 +47,7 @@ class Choice:
         reason: in words.
         milliseconds: measured cost of every candidate that was tried, by name, for the batch it was first measured on.
         sums: the same of the ways to the clipped sum, where that is formed of what the term holds and has several.
+        raised: what the candidates raised that could not be run, by name; they are not applicable.
         run: the way itself, where there was something to choose.
     """
 
@@ -51,6 +56,7 @@ class Choice:
     reason: str
     milliseconds: dict[str, float] = field(default_factory=dict)
     sums: dict[str, float] = field(default_factory=dict)
+    raised: dict[str, str] = field(default_factory=dict)
     run: Way | None = field(default=None, repr=False, compare=False)
 
 
@@ -88,6 +94,8 @@ class Planner:
     """Chooses among a term's candidates: by measured cost, by flops where a clock must not decide, or as told.
 
     Of two that take about as long (KEPT), the one whose per-example gradients are kept for the clipped sum is taken.
+    A candidate that raises while it is measured, out of memory too, is not applicable to terms of that key; where all
+    of them raise, the first error goes on.
 
     Measurements are made on a sample of at most SAMPLE examples and scaled to the batch; they are remembered by what
     they depend on, so that batches of every larger size share them.
@@ -157,43 +165,60 @@ class Planner:
         if torch.are_deterministic_algorithms_enabled() or (not costs and is_traced()):
             return next(iter(ways))
         if not costs:
+            raised: dict[str, Exception] = {}
             for name, way in ways.items():
-                costs[name] = self._measure(partial(way, weights), term.device, min(costs.values(), default=math.inf))
+                with _inapplicable(name, term, raised):
+                    best = min(costs.values(), default=math.inf)
+                    costs[name] = self._measure(partial(way, weights), term.device, best)
+            _raise_unless(costs, raised)
             self._sums[term.key] = costs
         return min(costs, key=costs.__getitem__)
 
     def _choose(self, term: Term, candidates: dict[str, Candidate], keep: bool, may_keep: bool, traced: bool) -> Choice:
         allowed, ordered = self._allowed(candidates, traced)
+        raised: dict[str, Exception] = {}
         if torch.are_deterministic_algorithms_enabled():
             reason = "fewest flops (deterministic algorithms asked for)"
-            return Choice(ordered[0], may_keep and allowed[ordered[0]].keeps, reason)
+            name = ordered[0] if traced else self._first_to_run(term, [*ordered, *_others(candidates, ordered)], raised)
+            return Choice(name, may_keep and candidates[name].keeps, reason, raised=_texts(raised))
         if traced:
             return self._as_measured(term, allowed, ordered, keep, may_keep)
         sample = term.head(SAMPLE)
-        costs = self._costs(term, sample, worth_measuring(ordered, sample.candidates()), keep, may_keep)
+        worth = worth_measuring(ordered, sample.candidates())
+        costs = self._costs(term, sample, worth, keep, may_keep, raised)
+        if not costs:
+            costs = self._costs(term, sample, _others(candidates, worth), keep, may_keep, raised)
+        _raise_unless(costs, raised)
         chosen = {way: cost * (KEPT if may_keep and candidates[way].keeps else 1.0) for way, cost in costs.items()}
         name = min(chosen, key=chosen.__getitem__)
         fastest = name == min(costs, key=costs.__getitem__)
         reason = "fastest measured" if fastest else "about the fastest, and its gradients are kept"
         if len(costs) == 1:
             reason = "far fewest flops" if self.norm_strategy == "auto" else "asked for"
+        if len(costs) == 1 and raised:
+            reason = "all others raised"
         kept = may_keep and candidates[name].keeps
-        return Choice(name, kept, reason, costs, {} if kept or not keep else self._sums.get(term.key, {}))
+        sums = {} if kept or not keep else self._sums.get(term.key, {})
+        return Choice(name, kept, reason, costs, sums, _texts(raised))
 
     def _choose_in_passing(self, term: Term) -> Choice:
         """Between that and ways to norms that are followed by one to the sum, with nothing kept."""
         sample = term.head(SAMPLE)
         candidates = sample.candidates()
         _, ordered = self._allowed(candidates, False)
-        costs = self._costs(term, sample, worth_measuring(ordered, candidates), True, False)
-        name = min(costs, key=costs.__getitem__)
+        raised: dict[str, Exception] = {}
+        costs = self._costs(term, sample, worth_measuring(ordered, candidates), True, False, raised)
+        best = min(costs.values(), default=math.inf)
         share = sample.examples / term.examples
         clip = sample.in_passing()
         assert clip is not None
-        costs[PASSING] = self._measure(partial(clip, _alike), term.device, costs[name] / KEPT * share) / share
-        if costs[PASSING] * KEPT > costs[name]:
-            return Choice(name, False, "faster than in passing", costs)
-        return Choice(PASSING, False, "about the fastest, and nothing is kept", costs)
+        with _inapplicable(PASSING, term, raised):
+            costs[PASSING] = self._measure(partial(clip, _alike), term.device, best / KEPT * share) / share
+        _raise_unless(costs, raised)
+        if costs.get(PASSING, math.inf) * KEPT > best:
+            name = min(costs, key=costs.__getitem__)
+            return Choice(name, False, "faster than in passing", costs, raised=_texts(raised))
+        return Choice(PASSING, False, "about the fastest, and nothing is kept", costs, raised=_texts(raised))
 
     def _allowed(self, candidates: dict[str, Candidate], traced: bool) -> tuple[dict[str, Candidate], list[str]]:
         """Those that may be chosen, and their names in the order of their flops."""
@@ -210,8 +235,23 @@ class Planner:
         name = min(costs, key=costs.__getitem__) if costs else ordered[0]
         return Choice(name, may_keep and allowed[name].keeps, "fastest measured outside of the graph", costs)
 
-    def _costs(self, term: Term, sample: Term, names: list[str], keep: bool, may_keep: bool) -> dict[str, float]:
-        """Milliseconds of each candidate for the norms and, where one follows (``keep``), the clipped sum."""
+    def _first_to_run(self, term: Term, names: list[str], raised: dict[str, Exception]) -> str:
+        """The first of the candidates that does not raise."""
+        sample = term.head(SAMPLE)
+        candidates = sample.candidates()
+        for name in names:
+            with _inapplicable(name, term, raised):
+                candidates[name].run(sample)
+                return name
+        raise next(iter(raised.values()))
+
+    def _costs(
+        self, term: Term, sample: Term, names: list[str], keep: bool, may_keep: bool, raised: dict[str, Exception]
+    ) -> dict[str, float]:
+        """Milliseconds of each candidate for the norms and, where one follows (``keep``), the clipped sum.
+
+        Those that raise have none; they are put into ``raised``.
+        """
         share = sample.examples / term.examples
         candidates = sample.candidates()
         weights = torch.ones(term.examples, device=term.device)
@@ -231,14 +271,16 @@ class Planner:
             way, best = candidates[name], min(costs.values(), default=math.inf)
             if may_keep and way.keeps:
                 least = max(0.0, best - new) * share
-                costs[name] = self._measure(partial(kept_and_summed, way), term.device, least) / share + new
+                with _inapplicable(name, term, raised):
+                    costs[name] = self._measure(partial(kept_and_summed, way), term.device, least) / share + new
                 continue
             if keep and summed is None:
                 # Part of its cost is that of a parameter-sized result, which does not grow with the batch.
                 summed = self._cost_of_sum(term, weights)
             after = summed or 0.0
             run, least = partial(way.run, sample, False, trials), max(0.0, best - after) * share
-            costs[name] = self._measure(run, term.device, least) / share + after
+            with _inapplicable(name, term, raised):
+                costs[name] = self._measure(run, term.device, least) / share + after
         return costs
 
     def _cost_of_sum(self, term: Term, weights: Tensor) -> float:
@@ -246,6 +288,37 @@ class Planner:
             name = self._way_to_sum(term, ways, weights)
             return self._sums[term.key][name]
         return self._measure(partial(term.weighted_sum, weights), term.device, math.inf)
+
+
+def _others(candidates: dict[str, Candidate], names: list[str]) -> list[str]:
+    """The names of the other candidates, of any family, in the order of their flops."""
+    return sorted(candidates.keys() - set(names), key=lambda name: candidates[name].flops)
+
+
+@contextmanager
+def _inapplicable(name: str, term: Term, raised: dict[str, Exception]) -> Iterator[None]:
+    """Puts what a candidate raises into ``raised`` and goes on; Ctrl-C is no Exception and is left alone."""
+    try:
+        yield
+    except Exception as error:
+        raised[name] = error
+        log.warning("%s is not applicable to a gradient of shape %s: %s", name, list(term.shape), _text(error))
+
+
+def _raise_unless(costs: dict[str, float], raised: dict[str, Exception]) -> None:
+    """Lets the first error go on where nothing could be run."""
+    if not costs:
+        raise next(iter(raised.values()))
+
+
+def _texts(raised: dict[str, Exception]) -> dict[str, str]:
+    return {name: _text(error) for name, error in raised.items()}
+
+
+def _text(error: Exception) -> str:
+    """An error in one short line. The error itself would hold the frames it went through, and their tensors."""
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first[:80]}"
 
 
 def _alike(example: int, squared: float) -> float:

@@ -53,6 +53,11 @@ def weight_gradient(images: Tensor, grads: Tensor, shape: torch.Size, geometry: 
     )[1]  # fmt: skip
 
 
+def _side_by_side(maps: Tensor) -> Tensor:
+    """[B, C, *S] as [1, B * C, *S]. Of maps of one pixel, channels last, torch's kernel refuses the strides."""
+    return maps.reshape(-1).view(1, -1, *maps.shape[2:])
+
+
 @dataclass(eq=False)
 class Patches(Term):
     """The weight of a convolution.
@@ -194,8 +199,8 @@ class Patches(Term):
         for part in chunks(grads.shape[0], 4 * (math.prod(self.shape) + copied)):
             count = images[part].shape[0]
             gradients = weight_gradient(
-                images[part].flatten(0, 1).unsqueeze(0),
-                grads[part].flatten(0, 1).unsqueeze(0),
+                _side_by_side(images[part]),
+                _side_by_side(grads[part]),
                 torch.Size((count * self.shape[0], *self.shape[1:])),
                 replace(self.geometry, groups=count * self.geometry.groups),
             ).unflatten(0, (count, -1))

@@ -1,0 +1,150 @@
+"""A strategy that raises while it is measured is not applicable: the others do its work, and `explain` says so."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from ghostclip import GhostClipper
+from ghostclip.explain import plan_of
+from ghostclip.norms.convolution import Geometry, Patches
+from ghostclip.norms.outer import Outer
+from ghostclip.norms.term import Candidate
+from ghostclip.planner import Planner
+
+
+def convolution_term(batch=3, channels=2, size=4, groups=1, channels_last=False, dims=2, kernel=2):
+    torch.manual_seed(0)
+    images = torch.randn(batch, channels * groups, *[size] * dims, dtype=torch.float64)
+    grads = torch.randn(batch, 4, *[size + 3 - kernel] * dims, dtype=torch.float64)
+    if channels_last:
+        layout = torch.channels_last if dims == 2 else torch.channels_last_3d
+        images, grads = images.to(memory_format=layout), grads.to(memory_format=layout)
+    geometry = Geometry((1,) * dims, (1,) * dims, (1,) * dims, groups)
+    return Patches(images, grads, torch.Size((4, channels, *[kernel] * dims)), geometry)
+
+
+def with_broken(monkeypatch, term, errors):
+    """Candidates of the term's kind, of which those named raise these errors; returns how often each was run."""
+    found, runs = type(term).candidates, dict.fromkeys(errors, 0)
+
+    def broken(name):
+        def run(term, keep=False, memory=None):
+            runs[name] += 1
+            raise errors[name]
+
+        return run
+
+    def candidates(self):
+        made = found(self)
+        for name in errors:
+            made[name] = Candidate(made[name].family, broken(name), made[name].flops, made[name].keeps)
+        return made
+
+    monkeypatch.setattr(type(term), "candidates", candidates)
+    return runs
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_no_layout_of_a_convolution_makes_a_strategy_raise(dims):
+    for size, kernel, groups, channels, last in itertools.product((1, 2), (1, 2, 3), (1, 2), (1, 2), (False, True)):
+        term = convolution_term(3, channels, size, groups, last, dims, kernel)
+        expected = term.per_example().flatten(1).square().sum(1)
+        for candidate in term.candidates().values():
+            torch.testing.assert_close(candidate.run(term).squared_norms, expected, rtol=1e-11, atol=0)
+        for way in term.sums().values():
+            torch.testing.assert_close(way(torch.ones(3)), term.per_example().sum(0), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "gram", "direct"])
+def test_channels_last_maps_of_one_pixel(strategy):
+    model = nn.Sequential(nn.Conv2d(8, 8, 2, padding=1), nn.Flatten(), nn.Linear(32, 3)).double()
+    model, inputs = model.to(memory_format=torch.channels_last), torch.randn(6, 8, 1, 1, dtype=torch.float64)
+    clipper = GhostClipper(model, norm_strategy=strategy)
+    inputs = inputs.to(memory_format=torch.channels_last)
+    clipper.verify(lambda m, x: m(x).square().sum(1), inputs)
+    assert "not applicable" not in str(clipper.explain())
+
+
+ERRORS = [RuntimeError("no kernel\nfor this"), MemoryError("none"), torch.OutOfMemoryError("none"), ValueError()]
+    RuntimeError("no kernel\nfor this"),
+    MemoryError("no memory"),
+    torch.OutOfMemoryError("no memory"),
+    ValueError(),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("strategy", ["auto", "gram", "direct"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_any_strategy_may_raise(error, deterministic, strategy, keep, monkeypatch):
+    names = list(convolution_term().candidates())
+    expected = convolution_term().per_example().flatten(1).square().sum(1)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        for count in range(len(names)):
+            term = convolution_term()
+            with monkeypatch.context() as patched:
+                runs = with_broken(patched, term, dict.fromkeys(names[:count], error))
+                planner = Planner(strategy)
+                for _ in range(2):
+                    answer, choice = planner.answer(term, keep)
+                    torch.testing.assert_close(answer.squared_norms, expected, rtol=1e-11, atol=0)
+                assert choice.name in names[count:]
+                assert set(choice.raised) == {name for name in runs if runs[name]}
+                assert max(runs.values(), default=0) <= 1  # remembered
+                assert set(choice.raised.values()) <= {f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_where_all_raise_the_first_error_goes_on_and_nothing_is_remembered(deterministic, monkeypatch):
+    torch.manual_seed(0)
+    term = Outer(torch.randn(3, 6, 4), torch.randn(3, 6, 5), torch.Size((4, 5)))
+    with_broken(monkeypatch, term, {name: MemoryError(name) for name in term.candidates()})
+    planner = Planner()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                planner.answer(term, False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not planner.choices
+
+
+def test_ctrl_c_in_a_measurement_goes_on(monkeypatch):
+    term = convolution_term()
+    with_broken(monkeypatch, term, dict.fromkeys(term.candidates(), KeyboardInterrupt()))
+    planner = Planner()
+    with pytest.raises(KeyboardInterrupt):
+        planner.answer(term, False)
+    assert not planner.choices
+
+
+def test_a_way_to_the_sum_may_raise(monkeypatch):
+    term, weights = convolution_term(), torch.ones(3)
+    expected, ways = term.weighted_sum(weights), term.sums()
+
+    def failing(weights):
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(Patches, "sums", lambda self: {**ways, "rows": failing})
+    torch.testing.assert_close(Planner().weighted_sum(term, weights), expected)
+    monkeypatch.setattr(Patches, "sums", lambda self: dict.fromkeys(ways, failing))
+    with pytest.raises(RuntimeError, match="no kernel"):
+        Planner().weighted_sum(term, weights)
+
+
+def test_explain_names_what_raised(monkeypatch, caplog):
+    model = nn.Sequential(nn.Linear(4, 3))
+    clipper = GhostClipper(model)
+    term = Outer(torch.randn(3, 6, 3), torch.randn(3, 6, 4), torch.Size((3, 4)))
+    with_broken(monkeypatch, term, {"gram": RuntimeError("no kernel")})
+    clipper.backward(clipper.model(torch.randn(5, 6, 4)).square().sum((1, 2)))
+    assert "gram is not applicable (RuntimeError: no kernel)" in str(clipper.explain())
+    assert caplog.text.count("gram is not applicable") == 1
+    assert all(not row.raised for row in plan_of(model, None))
