@@ -1,33 +1,199 @@
-"""Compiling C on first use: cached, safe to race for, silent about nothing, and never needed."""
+"""Compiling C on first use: cached, checked before it is loaded, safe to race for, and never needed."""
 
 import logging
 import os
+import shutil
 import stat
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ghostclip.native import build, library
 
+HERE = Path(build.__file__).parent
+# Quickly compiled ones of the package's files.
+FEW = ("normal", "share")
+
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache, and the few files alone to compile."""
     if build.library("normal") is None:
         pytest.skip("no C compiler here")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "library", build.library.__wrapped__)
+    sources = tmp_path / "few"
+    sources.mkdir()
+    for file in (*HERE.glob("*.h"), *(HERE / f"{name}.c" for name in FEW)):
+        shutil.copy(file, sources)
+    monkeypatch.setattr(build, "__file__", str(sources / "build.py"))
     return tmp_path / "ghostclip"
 
 
-def test_compiled_once_and_found_again(own_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A file whose function says 41."""
+    source = tmp_path / "answer.c"
+    source.write_text("int answer(void) { return 41; }")
+    monkeypatch.setattr(build, "__file__", str(tmp_path / "build.py"))
+    return source
+
+
+def test_all_are_compiled_once_and_found_again(
+    own_cache: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
     caplog.set_level(logging.INFO, "ghostclip")
-    assert build.library("normal") is not None
-    assert build.library("normal") is not None
-    assert [record.message.split(" in ")[0] for record in caplog.records] == ["normal: compiled"]
-    assert [path.suffix for path in own_cache.iterdir()] == [".so"]
+    for name in (*FEW, *FEW):
+        assert build.library(name) is not None
+    assert [record.message.split(" in ")[0] for record in caplog.records] == ["2 kernels compiled"]
+    assert [path.name.partition("-")[0] for path in sorted(own_cache.iterdir())] == sorted(FEW)
     assert stat.S_IMODE(own_cache.stat().st_mode) == 0o700
+    said, heard = capfd.readouterr()
+    assert (said, heard.count("\n")) == ("", 1)
+    assert heard.startswith("ghostclip: compiling its kernels")
+
+
+def test_types_of_numbers_are_compiled_apart(own_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = (
+        '#ifndef REAL\n#include "vectors.h"\n#define THIS "typed.c"\n#include "twice.h"\n'
+        "#else\nint NAME(size)(void) { return sizeof(REAL); }\n#endif\n"
+    )
+    for file in HERE.glob("*.h"):
+        shutil.copy(file, tmp_path)
+    (tmp_path / "typed.c").write_text(text)
+    (tmp_path / "plain.c").write_text("int plain(void) { return 1; }")
+    monkeypatch.setattr(build, "__file__", str(tmp_path / "build.py"))
+    for real, size, files in (("float", 4, 2), ("double", 8, 3)):
+        found = build.library("typed", real)
+        assert found is not None
+        assert found[f"size_{real}"]() == size
+        assert len(list(own_cache.iterdir())) == files
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def change(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def replace(file: Path) -> None:
+    """By a library that says something else."""
+    source = file.with_suffix(".c")
+    source.write_text("int answer(void) { return 666; }")
+    subprocess.run([build._compiler(), "-shared", "-fPIC", "-o", str(file), str(source)], check=True)
+    source.unlink()
+
+
+def link(file: Path) -> None:
+    moved = file.rename(file.with_suffix(".moved"))
+    file.symlink_to(moved)
+
+
+def open_to_all(file: Path) -> None:
+    file.chmod(0o777)
+
+
+def open_to_the_group(file: Path) -> None:
+    file.chmod(0o720)
+
+
+def give_away(file: Path) -> None:
+    if os.getuid():
+        pytest.skip("only root gives files away")
+    os.chown(file, 12345, 12345)
+
+
+SPOILT = [truncate, cut, change, replace, link, open_to_all, open_to_the_group, give_away]
+
+
+@pytest.mark.parametrize("spoil", SPOILT, ids=lambda spoil: spoil.__name__)
+def test_a_file_that_was_spoilt_is_not_loaded_but_made_anew(
+    spoil: Callable[[Path], None], own_cache: Path, answer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[bytes] = []
+    monkeypatch.setattr(build.ctypes, "CDLL", lambda path: loaded.append(Path(path).read_bytes()))
+    build.library("answer")
+    (file,) = own_cache.glob("*.so")
+    spoil(file)
+    build.library("answer")
+    assert len(loaded) == 2
+    assert loaded[0] == loaded[1]
+    (file,) = own_cache.glob("*.so")
+    status = file.lstat()
+    assert stat.S_ISREG(status.st_mode)
+    assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (os.getuid(), 0o700)
+
+
+def test_a_folder_in_its_place_is_no_library(own_cache: Path, answer: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stem = build._stem(answer, "float", build._compiler())
+    own_cache.mkdir(mode=0o700)
+    (own_cache / f"{stem}-{'0' * build.DIGITS}.so").mkdir()
+    found = build.library("answer")
+    assert found is not None
+    assert found.answer() == 41
+
+
+@pytest.mark.parametrize(("owner", "mode", "ours"), [
+    (0, 0o700, True), (7, 0o755, True), (7, 0o700, True), (8, 0o700, False), (7, 0o720, False), (7, 0o702, False),
+    (0, 0o777, False),
+])  # fmt: skip
+def test_whose_files_are_loaded(owner: int, mode: int, ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.os, "getuid", lambda: 7)
+    assert build._is_ours(os.stat_result((mode, 0, 0, 1, owner, 0, 0, 0, 0, 0))) == ours
+
+
+def test_others_may_write_by_default_here_and_still_it_is_found_again(own_cache: Path, answer: Path) -> None:
+    before = os.umask(0)
+    try:
+        build.library("answer")
+    finally:
+        os.umask(before)
+    (file,) = own_cache.glob("*.so")
+    made = file.stat().st_mtime_ns
+    assert build.library("answer") is not None
+    assert file.stat().st_mtime_ns == made
+
+
+def compiler_that(does: str, folder: Path) -> str:
+    """A compiler that does something before it compiles."""
+    script = folder / "slow-cc"
+    script.write_text(f'#!/bin/sh\n{does}\nexec {build._compiler()} "$@"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+def test_a_compiler_may_wait_but_not_compute_for_ever(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build, "PROCESSOR_SECONDS", 1)
+    monkeypatch.setenv("CC", compiler_that("sleep 1.2", tmp_path))
+    assert build.library("answer") is not None
+    monkeypatch.setenv("CC", compiler_that("while :; do :; done", tmp_path))
+    started = time.perf_counter()
+    assert build.library("answer") is None
+    assert time.perf_counter() - started < 60
+    assert "answer: can't be compiled" in caplog.text
+
+
+def test_the_packages_own_are_compiled_within_their_time() -> None:
+    """In processor time, on a machine that may be busy: a third of it is what an idle one takes."""
+    before = os.times()
+    flags = (*build._flags("float"), *build.BETTER)
+    subprocess.run([build._compiler(), *flags, "-o", "/dev/null", str(HERE / "affine.c"), "-lm"], check=True)
+    after = os.times()
+    assert after.children_user - before.children_user < 3
 
 
 def test_another_source_is_compiled_anew(own_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -54,11 +220,13 @@ def test_a_file_that_does_not_compile_is_said_and_done_without(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "broken.c").write_text("int broken(void) { return unknown; }")
+    (tmp_path / "fine.c").write_text("int fine(void) { return 1; }")
     monkeypatch.setattr(build, "__file__", str(tmp_path / "build.py"))
     assert build.library("broken") is None
     assert "broken: can't be compiled" in caplog.text
     assert "unknown" in caplog.text
-    assert list(own_cache.iterdir()) == []
+    assert [path.name.partition("-")[0] for path in own_cache.iterdir()] == ["fine"]
+    assert build.library("fine") is not None
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -87,11 +255,14 @@ def test_a_compiler_that_knows_fewer_flags(own_cache: Path, monkeypatch: pytest.
 
 
 def test_processes_may_race(own_cache: Path) -> None:
-    code = "from ghostclip.native import library; assert library('normal') is not None"
+    code = (
+        f"from ghostclip.native import build; build.__file__ = {build.__file__!r};"
+        "assert build.library('normal') is not None"
+    )
     environment = os.environ | {"XDG_CACHE_HOME": str(own_cache.parent)}
     racing = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(3)]
     assert [process.wait() for process in racing] == [0, 0, 0]
-    assert len(list(own_cache.iterdir())) == 1
+    assert len(list(own_cache.iterdir())) == len(FEW)
 
 
 def test_nothing_is_compiled_by_an_import(own_cache: Path) -> None:

@@ -182,4 +182,4 @@ def test_processes_may_race_for_the_cache(tmp_path):
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     running = [subprocess.Popen([sys.executable, "-c", script], env=environment) for _ in range(2)]
     assert [process.wait(timeout=120) for process in running] == [0, 0]
-    assert [path.suffix for path in (tmp_path / "ghostclip").iterdir()] == [".so"]
+    assert {path.suffix for path in (tmp_path / "ghostclip").iterdir()} == {".so"}

@@ -123,10 +123,19 @@ static void NAME(scale)(const int64_t *layer, long batch) {
     }
 }
 
+/* sums [tall, wide] put or added where less than whole vectors are wide. A function of its own, and not a part of every
+ * tile: with it there, compiling took 8 s. */
+static __attribute__((noinline)) void NAME(put)(const REAL *found, long tall, REAL *sums, long apart, long wide,
+                                                int more) {
+    for (long i = 0; i < tall; i++, found += PANEL * LANES, sums += apart)
+        for (long k = 0; k < wide; k++) sums[k] = more ? sums[k] + found[k] : found[k];
+}
+
 /* sums [tall, wide] of products of columns of left and panel [count, PANEL * LANES]; added to those before, if any. */
 INLINE void NAME(tile)(const REAL *left, long stride, const REAL *panel, long count, REAL *sums, long apart, long wide,
                        int more, const int tall, const int vectors) {
     VEC total[TALL][PANEL];
+    REAL edge[TALL * PANEL * (BYTES / sizeof(REAL))];
 #pragma GCC unroll 8
     for (int i = 0; i < tall; i++)
 #pragma GCC unroll 3
@@ -140,19 +149,21 @@ INLINE void NAME(tile)(const REAL *left, long stride, const REAL *panel, long co
 #pragma GCC unroll 3
             for (int v = 0; v < vectors; v++) total[i][v] += left[i] * right[v];
     }
+    if (wide < vectors * LANES) {
+#pragma GCC unroll 8
+        for (int i = 0; i < tall; i++)
+#pragma GCC unroll 3
+            for (int v = 0; v < vectors; v++) *(VEC *)(edge + (i * PANEL + v) * LANES) = total[i][v];
+        NAME(put)(edge, tall, sums, apart, wide, more);
+        return;
+    }
 #pragma GCC unroll 8
     for (int i = 0; i < tall; i++, sums += apart)
 #pragma GCC unroll 3
         for (int v = 0; v < vectors; v++) {
-            REAL *into = sums + v * LANES, last[BYTES / sizeof(REAL)];
-            if (wide >= (v + 1) * LANES) {
-                if (more) total[i][v] += *(const VEC *)into;
-                *(VEC *)into = total[i][v];
-            } else {
-                *(VEC *)last = total[i][v];
-                for (long k = 0; k < LANES && k < wide - v * LANES; k++)
-                    into[k] = more ? into[k] + last[k] : last[k];
-            }
+            REAL *into = sums + v * LANES;
+            if (more) total[i][v] += *(const VEC *)into;
+            *(VEC *)into = total[i][v];
         }
 }
 

@@ -1,8 +1,10 @@
-"""Compiling a C file of this package with the system's compiler, once for each machine, and loading it.
+"""Compiling the C files of this package with the system's compiler, once for each machine, and loading them.
 
-Nothing is compiled at import. The result is kept in ``$XDG_CACHE_HOME/ghostclip`` (``~/.cache/ghostclip``), in a folder
-only its owner may write to, under a name made of the source, the compiler and the processor, so that a change of any of
-them compiles anew. ``GHOSTCLIP_COMPILE=0`` in the environment forbids it.
+Nothing is compiled at import: the first kernel that is needed has all of them compiled, side by side. They are kept in
+``$XDG_CACHE_HOME/ghostclip`` (``~/.cache/ghostclip``) under names made of the source, the compiler and the processor,
+so that a change of any of them compiles anew, and of the library's own digest. Only a regular file that has this digest
+is loaded, and only where file and folder are this user's or root's and nobody else may write to them.
+``GHOSTCLIP_COMPILE=0`` in the environment forbids it.
 """
 
 from __future__ import annotations
@@ -17,8 +19,12 @@ import platform
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 __all__ = ["library"]
@@ -28,54 +34,118 @@ COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 # What not every compiler knows, tried first.
 BETTER = ("-mprefer-vector-width=512",)
-SECONDS = 60.0
+# What a compiler may take for one file: seconds of the processor, and of the clock, on a machine that is busy.
+PROCESSOR_SECONDS, SECONDS = 60, 600
+# Hexadecimal digits of a digest in a name.
+DIGITS = 32
 
 log = logging.getLogger("ghostclip")
 
 
 @functools.cache
-def library(name: str) -> ctypes.CDLL | None:
+def library(name: str, real: str = "float") -> ctypes.CDLL | None:
     """The compiled ``name``.c of this folder; None where it can't be had, which is logged once with the reason.
 
     How long the compiler took is logged too (logger "ghostclip", level INFO).
+
+    Args:
+        name: of the file.
+        real: "double" for the functions that take float64, of a file that has functions for each type of number.
     """
     if os.environ.get("GHOSTCLIP_COMPILE", "1") == "0":
         log.info("%s: not compiled, GHOSTCLIP_COMPILE is 0; tensor operations do its work", name)
         return None
     try:
-        return ctypes.CDLL(str(_compiled(Path(__file__).with_name(f"{name}.c"))))
+        return ctypes.CDLL(str(_compiled(Path(__file__).with_name(f"{name}.c"), real)))
     except (OSError, subprocess.SubprocessError) as error:
         text = getattr(error, "stderr", None) or str(error)
         log.warning("%s: can't be compiled, slower tensor operations do its work: %s", name, text.strip()[:500])
         return None
 
 
-def _compiled(source: Path) -> Path:
-    """The shared library made of ``source``, from the cache or anew."""
-    compiler = _compiler()
-    target = _folder() / f"{source.stem}-{_key(source, compiler)}.so"
-    if target.exists():
-        return target
+def _compiled(source: Path, real: str) -> Path:
+    """The shared library made of ``source``, from the cache or anew, with all others that are missing there."""
+    compiler, folder = _compiler(), _folder()
+    if (found := _cached(folder, _stem(source, real, compiler))) is not None:
+        return found
+    others = [path for path in source.parent.glob("*.c") if real == "float" or _is_typed(path)]
+    missing = [path for path in others if _cached(folder, _stem(path, real, compiler)) is None]
+    errors = _compile(missing, real, compiler, folder)
+    if source in errors:
+        raise errors[source]
+    found = _cached(folder, _stem(source, real, compiler))
+    if found is None:
+        raise FileNotFoundError(f"what was compiled is gone from {folder}")
+    return found
+
+
+def _is_typed(source: Path) -> bool:
+    """Whether it has functions for each type of number; compiled apart, since most programs need one type only."""
+    text = source.read_text()
+    return '"twice.h"' in text or "ONLY_FLOAT" in text
+
+
+def _cached(folder: Path, stem: str) -> Path | None:
+    """The library of that name: a regular file of ours that holds what its name says."""
+    for path in folder.glob(f"{stem}-*.so"):
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode) and _is_ours(status) and path.name == _named(stem, path):
+                return path
+    return None
+
+
+def _named(stem: str, file: Path) -> str:
+    return f"{stem}-{hashlib.sha256(file.read_bytes()).hexdigest()[:DIGITS]}.so"
+
+
+def _is_ours(status: os.stat_result) -> bool:
+    """Whether only this user, or root, may write there."""
+    return status.st_uid in (os.getuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _compile(sources: Sequence[Path], real: str, compiler: str, folder: Path) -> dict[Path, Exception]:
+    """Compiles all of them into the folder, as many at a time as there are processors; returns what failed."""
+    print("ghostclip: compiling its kernels for this processor, once; this takes a few seconds", file=sys.stderr)
     started = time.perf_counter()
-    handle, made = tempfile.mkstemp(suffix=".so", dir=target.parent)
-    os.close(handle)
+    # The longest first, so that none of them is left alone at the end.
+    ordered = sorted(sources, key=lambda source: source.stat().st_size, reverse=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = list(pool.map(partial(_compile_one, real, compiler, folder), ordered))
+    errors = {source: error for source, error in zip(ordered, found, strict=True) if error is not None}
+    log.info("%d kernels compiled in %.2f s", len(sources) - len(errors), time.perf_counter() - started)
+    return errors
+
+
+def _compile_one(real: str, compiler: str, folder: Path, source: Path) -> Exception | None:
+    """Compiles one file and puts the result in its place; returns what went wrong."""
+    made = ""
     try:
+        handle, made = tempfile.mkstemp(suffix=".so", dir=folder)
+        os.close(handle)
         try:
-            _run(compiler, (*FLAGS, *BETTER), source, made)
+            _run(compiler, (*_flags(real), *BETTER), source, made)
         except subprocess.CalledProcessError:
-            _run(compiler, FLAGS, source, made)
+            _run(compiler, _flags(real), source, made)
+        os.chmod(made, 0o700)
         # Two processes may come here at once; each puts a whole file in place.
-        os.replace(made, target)
+        os.replace(made, folder / _named(_stem(source, real, compiler), Path(made)))
+    except (OSError, subprocess.SubprocessError) as error:
+        return error
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(made)
-    log.info("%s: compiled in %.2f s", source.stem, time.perf_counter() - started)
-    return target
+    return None
+
+
+def _flags(real: str) -> tuple[str, ...]:
+    return (*FLAGS, f"-DONLY_{real.upper()}")
 
 
 def _run(compiler: str, flags: tuple[str, ...], source: Path, target: str) -> None:
     command = [compiler, *flags, "-o", target, str(source), "-lm"]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
+    limited = ["/bin/sh", "-c", f'ulimit -t {PROCESSOR_SECONDS} && exec "$@"', "sh", *command]
+    subprocess.run(limited, check=True, capture_output=True, text=True, timeout=SECONDS)
 
 
 def _compiler() -> str:
@@ -85,11 +155,12 @@ def _compiler() -> str:
     raise FileNotFoundError(f"no C compiler found (tried $CC, {', '.join(COMPILERS)})")
 
 
-def _key(source: Path, compiler: str) -> str:
-    real = Path(compiler).resolve()
+def _stem(source: Path, real: str, compiler: str) -> str:
+    """A name for what this compiler makes of the source for this processor."""
+    program = Path(compiler).resolve()
     read = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
-    parts = [*read, *FLAGS, *BETTER, str(real), str(real.stat().st_mtime_ns), platform.machine(), _cpu()]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
+    parts = [*read, *_flags(real), *BETTER, str(program), str(program.stat().st_mtime_ns), platform.machine(), _cpu()]
+    return f"{source.stem}-{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:20]}"
 
 
 def _cpu() -> str:
@@ -107,8 +178,7 @@ def _folder() -> Path:
     folder = Path(base) / "ghostclip"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
-        if found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if _is_ours(folder.stat()) and os.access(folder, os.W_OK):
             return folder
     except OSError:
         pass

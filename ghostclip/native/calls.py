@@ -55,7 +55,7 @@ _forks = _Forks()
 @functools.cache
 def _function(source: str, name: str, dtype: torch.dtype) -> Callable[..., int]:
     """The C function of that name in ``source``.c for numbers of that type."""
-    loaded = library(source)
+    loaded = library(source, NAMES[dtype])
     assert loaded is not None
     found = getattr(loaded, f"{name}_{NAMES[dtype]}")
     found.restype = ctypes.c_int
@@ -65,7 +65,7 @@ def _function(source: str, name: str, dtype: torch.dtype) -> Callable[..., int]:
 @functools.cache
 def function(source: str, name: str, dtype: torch.dtype, arguments: int) -> Callable[..., int] | None:
     """The same for so many whole numbers and addresses, which it takes as Python's ints; None where there is none."""
-    loaded = library(source) if dtype in NAMES else None
+    loaded = library(source, NAMES[dtype]) if dtype in NAMES else None
     if loaded is None:
         return None
     found = loaded[f"{name}_{NAMES[dtype]}"]  # one of its own, where an attribute would be shared

@@ -42,6 +42,7 @@ INLINE unsigned flush_tiny(void) { return 0; }
 INLINE void restore_tiny(unsigned before) { (void)before; }
 #endif
 
+#ifndef ONLY_DOUBLE
 #define REAL float
 #define INTEGER int32_t
 #define NAME(x) x##_float
@@ -68,7 +69,9 @@ INLINE void restore_tiny(unsigned before) { (void)before; }
 #undef EXP_LIMIT
 #undef TANH_LIMIT
 #undef SERIES
+#endif
 
+#ifndef ONLY_FLOAT
 #define REAL double
 #define INTEGER int64_t
 #define NAME(x) x##_double
@@ -84,6 +87,7 @@ INLINE void restore_tiny(unsigned before) { (void)before; }
      r * (1.0 / 362880 + r * (1.0 / 3628800 + r * (1.0 / 39916800 + r * (1.0 / 479001600 +                           \
      r * (1.0 / 6227020800.0))))))))))))
 #include "time_loop.c"
+#endif
 
 #else
 

@@ -97,10 +97,11 @@ class Lattice:
 
     def _look(self, sums: np.ndarray, out: np.ndarray, words: np.ndarray) -> np.ndarray:
         """Fills what the first digits settle, in C; returns the indices of the rest: all without a compiler."""
-        compiled = library("lattice")
+        real = "float" if sums.dtype == np.float32 else "double"
+        compiled = library("lattice", real)
         if compiled is None:
             return np.arange(len(sums))
-        look = compiled.ghostclip_lattice_float if sums.dtype == np.float32 else compiled.ghostclip_lattice_double
+        look = compiled[f"ghostclip_lattice_{real}"]
         look.restype = ctypes.c_int64
         left = np.empty(len(sums) + 1, np.int64)
         arrays = [ctypes.c_void_p(array.ctypes.data) for array in (sums, out, left, words, self._layers.table)]
