@@ -9,15 +9,31 @@ import errno
 import os
 import secrets
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ghostclip.errors import LedgerError
 
-__all__ = ["create", "cut", "flush", "is_at", "locked", "note", "noted", "read", "read_end", "write"]
+__all__ = [
+    "check_place",
+    "create",
+    "cut",
+    "flush",
+    "is_at",
+    "locked",
+    "note",
+    "noted",
+    "read",
+    "seal",
+    "stamp",
+    "write",
+]
 
 NOTE = "user.ghostclip.ledger"
+# By which a sealed file is older than its last write, in nanoseconds: more than any file system rounds times by.
+OLDER = 10 * 10**9
 
 
 def create(path: Path, content: bytes) -> None:
@@ -96,19 +112,34 @@ def is_at(path: Path, descriptor: int) -> bool:
     return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
 
 
-def read_end(path: Path, descriptor: int, start: int) -> bytes:
-    """The bytes from ``start`` on.
-
-    Raises:
-        LedgerError: the path leads to another file by now, or to none.
-    """
+def check_place(path: Path, descriptor: int) -> None:
+    """Raises LedgerError where the path leads to another file by now, or to none."""
     if not is_at(path, descriptor):
         raise LedgerError(
             f"the ledger {path} was removed or replaced while it was in use; put the file of this run back before you "
             "go on, or what it spent is forgotten"
         )
-    with _explained(path, "be read", "see why, and start again"):
-        return os.pread(descriptor, max(os.fstat(descriptor).st_size - start, 0), start)
+
+
+def seal(descriptor: int) -> tuple[int, int] | None:
+    """Sets the time of the last write back by some seconds, so that any later write changes the `stamp`.
+
+    The clock of a file system stands still for some milliseconds; a write within them would keep the time as it is.
+
+    Returns:
+        The stamp; None where the time can't be set, as in another user's file.
+    """
+    with suppress(OSError, NotImplementedError, TypeError):
+        now = time.time_ns()
+        os.utime(descriptor, ns=(now, now - OLDER))
+        return stamp(descriptor)
+    return None
+
+
+def stamp(descriptor: int) -> tuple[int, int]:
+    """The file's size and the time of the last write."""
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
 
 
 def note(descriptor: int, text: str) -> None:

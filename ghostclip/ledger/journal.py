@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -53,6 +54,7 @@ class Journal:
         self._blocks: dict[str, Block] = {}
         self._written: Counter[str] = Counter()
         self._sure, self._broken = False, False
+        self._digest, self._stamp = hashlib.sha256(), None
         self._load()
 
     def reserve(self, run: str, event: Event, count: int, noise: str, most: Most) -> None:
@@ -143,9 +145,12 @@ class Journal:
             )
         if not self._sure:
             self._load()
-        last = self.contents.last
-        if files.read_end(self.path, self._file, self.contents.size - len(last)) != last:
-            raise self._changed()
+        files.check_place(self.path, self._file)
+        # Reading all of it takes 1.5 ms for 100,000 steps in blocks of 32, and 100 ms one by one; this takes 10 us.
+        if self._stamp is None or files.stamp(self._file) != self._stamp:
+            if hashlib.sha256(files.read(self.path, self._file)).digest() != self._digest.digest():
+                raise self._changed()
+            self._stamp = files.seal(self._file)
 
     def _append(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Writes records and returns when they are on the disk. Whatever comes in between, they may count as spent."""
@@ -162,8 +167,10 @@ class Journal:
         for record, hash in zip(records, hashes, strict=True):
             self.contents.add(record, hash)
         self.contents.size += sum(map(len, lines))
-        self.contents.last, self._sure = lines[-1], True
+        self._digest.update(b"".join(lines))
+        self._sure = True
         files.note(self._file, str(self.contents.head))
+        self._stamp = files.seal(self._file)
 
     def _flush(self) -> None:
         try:
@@ -175,7 +182,8 @@ class Journal:
     def _load(self) -> None:
         """Reads the file, and mends a last line that a crash had cut short."""
         known = self.contents.head
-        contents = parsed(files.read(self.path, self._file), self.path)
+        content = files.read(self.path, self._file)
+        contents = parsed(content, self.path)
         check_kept(contents, Head.read(files.noted(self._file)), self.path)
         if known.records and not contents.contains(known):
             raise self._changed()
@@ -186,9 +194,11 @@ class Journal:
         # Also what an earlier process wrote and was killed before it could flush.
         self._flush()
         gone = 0 if contents.rest else len(contents.torn)
+        self._digest = hashlib.sha256((content + contents.rest)[: contents.size])
         contents.torn = contents.rest = b""
         self.contents, self._sure = contents, True
         files.note(self._file, str(contents.head))
+        self._stamp = files.seal(self._file)
         if gone:
             self._append([{"kind": "recovered", "time": now(), "bytes": gone}])
 

@@ -15,7 +15,7 @@ from ghostclip.events import Event, merged
 from ghostclip.ledger import files
 from ghostclip.ledger.journal import Most
 from ghostclip.ledger.records import Charge, Contents, Head, check_kept, parsed
-from ghostclip.ledger.turns import end, found, give_up, joined, turn
+from ghostclip.ledger.turns import end, found, give_up, in_turn, joined
 from ghostclip.validate import positive_int
 
 __all__ = ["BLOCK", "Account", "Ledger", "listed"]
@@ -105,16 +105,13 @@ class Ledger:
         Raises:
             LedgerError: the file can't be read or is damaged.
         """
-        with turn():
-            journal = found(self.path)
-            totals = None if journal is None else journal.taken()
+        totals = _taken(self.path)
         return listed(self._contents().totals if totals is None else totals)
 
     def _contents(self) -> Contents:
         """What the file says: as this process wrote it, or as it is there now."""
-        with turn():
-            if journal := found(self.path):
-                return journal.contents
+        if (contents := _in_use(self.path)) is not None:
+            return contents
         # In this order, since another process may be writing.
         noted = Head.read(files.noted(self.path))
         contents = parsed(files.read(self.path), self.path)
@@ -131,11 +128,11 @@ class Account:
 
     def __init__(self, ledger: Ledger, noise: str) -> None:
         self._path, self._block, self._noise = ledger.path, ledger.block, noise
-        with turn():
-            self._journal, self.run = joined(ledger.path)
+        self._journal, self.run = in_turn(joined)(ledger.path)
         # When a run is forgotten rather than closed, or the process ends.
         self._forgotten = weakref.finalize(self, give_up, self._journal, self.run)
 
+    @in_turn
     def charge(self, event: Event, most: Most | None = None) -> None:
         """Charges one release; when this returns, the charge is on the disk and the release may happen.
 
@@ -146,12 +143,12 @@ class Account:
         Raises:
             LedgerError: the charge can't be written; nothing may be released.
         """
-        with turn():
-            self._check_open()
-            if not self._journal.take(self.run, event):
-                self._journal.reserve(self.run, event, self._block, self._noise, most or _any_number)
-                self._journal.take(self.run, event)
+        self._check_open()
+        if not self._journal.take(self.run, event):
+            self._journal.reserve(self.run, event, self._block, self._noise, most or _any_number)
+            self._journal.take(self.run, event)
 
+    @in_turn
     def check(self, event: Event, most: Most) -> None:
         """Raises what `charge` would raise for want of budget.
 
@@ -160,15 +157,14 @@ class Account:
             most: (records that aren't the run's own, {run: how often each event was charged}) -> the most steps that
                 it may reserve, at least 1, or it raises. The first argument changes whenever others spend.
         """
-        with turn():
-            self._check_open()
-            self._journal.check(self.run, event, most)
+        self._check_open()
+        self._journal.check(self.run, event, most)
 
     @property
+    @in_turn
     def runs(self) -> dict[str, Counter[Event]]:
         """{run: how often each event (of count 1) was charged}, blocks in use as far as they were taken."""
-        with turn():
-            return self._journal.taken()
+        return self._journal.taken()
 
     def close(self) -> None:
         """Gives back what is left of the block (not in a forked process). Nothing can be charged from here on.
@@ -177,12 +173,25 @@ class Account:
             LedgerError: the file isn't as it was left, or can't be written; what is left of the block stays spent.
         """
         if self._forgotten.detach() is not None and self._journal.is_ours():
-            with turn():
-                end(self._journal, self.run)
+            in_turn(end)(self._journal, self.run)
 
     def _check_open(self) -> None:
         if not self._forgotten.alive:
             raise LedgerError(f"this account in the ledger {self._path} was closed; build a new PrivacyEngine")
+
+
+@in_turn
+def _taken(path: Path) -> dict[str, Counter[Event]] | None:
+    """What each run spent from the ledger that this process has open; None where it hasn't."""
+    journal = found(path)
+    return None if journal is None else journal.taken()
+
+
+@in_turn
+def _in_use(path: Path) -> Contents | None:
+    """What the ledger says that this process has open; None where it hasn't."""
+    journal = found(path)
+    return None if journal is None else journal.contents
 
 
 def _any_number(written: int, spent: object) -> int:

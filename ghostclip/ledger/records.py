@@ -98,7 +98,6 @@ class Contents:
         charges: the intents by their record's number.
         totals: what each run spent, by its name: how often each event (of count 1).
         size: bytes of whole lines.
-        last: the last of them.
         torn: a last line that a crash cut short.
         rest: what completes that line, where it is an intent of which only the end is missing; else empty. Completed,
             it is among the rest of all this.
@@ -108,7 +107,6 @@ class Contents:
     charges: dict[int, Charge] = field(default_factory=dict)
     totals: dict[str, Counter[Event]] = field(default_factory=lambda: defaultdict(Counter))
     size: int = 0
-    last: bytes = b""
     torn: bytes = b""
     rest: bytes = b""
 
@@ -240,7 +238,7 @@ def _take(contents: Contents, line: bytes, path: Any) -> None:
                 path, number, "it doesn't continue the record before, so records were taken out, moved or edited"
             )
         contents.add(record, hash.decode())
-        contents.last, contents.size = line + b"\n", contents.size + len(line) + 1
+        contents.size += len(line) + 1
     except (ValueError, TypeError, KeyError) as error:
         raise _damaged(path, number, f"it can't be read ({error})") from error
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
+from typing import ParamSpec, TypeVar
 
 from ghostclip.errors import LedgerError
 from ghostclip.ledger import files
 from ghostclip.ledger.journal import Journal, now
 from ghostclip.ledger.records import first_line
 
-__all__ = ["end", "found", "give_up", "joined", "turn"]
+__all__ = ["end", "found", "give_up", "in_turn", "joined"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class _Open:
@@ -29,16 +34,26 @@ class _Open:
 _open = _Open()
 
 
-@contextmanager
-def turn() -> Iterator[None]:
-    """While it lasts, no other thread calls a journal's methods."""
-    with _open.lock:
-        yield
-    _settle()
+def in_turn(function: Callable[P, T]) -> Callable[P, T]:
+    """While the function runs, no other thread calls a journal's methods.
+
+    The lock is free afterwards wherever Ctrl-C comes: signals are handled between the steps of Python code, and never
+    between a ``with`` and a lock, which is C. A context manager of Python's own has such steps before its body.
+    """
+
+    @functools.wraps(function)
+    def alone(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            with _open.lock:
+                return function(*args, **kwargs)
+        finally:
+            _settle()
+
+    return alone
 
 
 def joined(path: Path) -> tuple[Journal, str]:
-    """The journal of a file, which is made where it isn't there, and the name of a new run in it. Only in a `turn`.
+    """The journal of a file, which is made where it isn't there, and the name of a new run in it. Only `in_turn`.
 
     Raises:
         LedgerError: the file is in use by another process, damaged, of another version, or can't be made or written.
@@ -61,12 +76,12 @@ def joined(path: Path) -> tuple[Journal, str]:
 
 
 def found(path: Path) -> Journal | None:
-    """The journal of the file at the path, where this process has it open. Only in a `turn`."""
+    """The journal of the file at the path, where this process has it open. Only `in_turn`."""
     return next((journal for journal in _open.journals if journal.is_of(path)), None)
 
 
 def end(journal: Journal, run: str) -> None:
-    """Ends a run: gives back what it has left, and closes the journal after its last one. Only in a `turn`."""
+    """Ends a run: gives back what it has left, and closes the journal after its last one. Only `in_turn`."""
     journal.runs.discard(run)
     try:
         journal.end(run)
@@ -83,16 +98,14 @@ def give_up(journal: Journal, run: str) -> None:
 
 
 def _settle() -> None:
-    # Garbage may be collected in the middle of a turn of the same thread, which must not be waited for.
-    while _open.given_up and _open.lock.acquire(blocking=False):
-        try:
-            with suppress(IndexError):
-                journal, run = _open.given_up.pop()
-                # What can't be given back stays spent, and that is no reason to disturb anyone.
-                with suppress(LedgerError):
-                    end(journal, run)
-        finally:
-            _open.lock.release()
+    # Garbage may be collected in the middle of a turn of the same thread, which must not be waited for: it settles
+    # this itself when it is done. One of another thread, begun since we looked, may be.
+    while _open.given_up and not _open.lock.locked():
+        with _open.lock, suppress(IndexError):
+            journal, run = _open.given_up.pop()
+            # What can't be given back stays spent, and that is no reason to disturb anyone.
+            with suppress(LedgerError):
+                end(journal, run)
 
 
 def _after_fork() -> None:
