@@ -14,6 +14,7 @@ from ghostclip.clipping import Adaptive, Groupwise, Policy, as_policy
 from ghostclip.compiled import CompiledClip
 from ghostclip.convert import wrap
 from ghostclip.explain import Plan, plan_of
+from ghostclip.grad_mode import keeping_grad_mode
 from ghostclip.gradients import GradientGuard, NarrowSums, gradients_aside
 from ghostclip.halves import Halves
 from ghostclip.one_by_one import Alone, OneByOne
@@ -139,6 +140,7 @@ class GhostClipper:
         """
         return self.clipping.sensitivity * (1.0 + self._narrow.excess)
 
+    @keeping_grad_mode
     def norms(self, losses: Tensor, *, per: str | None = None, retain_graph: bool = False) -> Any:
         """Per-example gradient norms by the first pass alone.
 
@@ -162,6 +164,7 @@ class GhostClipper:
             return run.norms()
         return run.norms_by_layer() if per == "layer" else run.norms_by_parameter()
 
+    @keeping_grad_mode
     def per_example_grads(self, losses: Tensor, *, retain_graph: bool = False) -> dict[str, Tensor]:
         """Materialised gradients {parameter name: [B, *shape]}, for research: B times the model in memory.
 
@@ -170,6 +173,7 @@ class GhostClipper:
         run = self._passes.first_pass(losses, keep=True, retain_graph=retain_graph, materialise=True)
         return run.per_example_grads()
 
+    @keeping_grad_mode
     def backward(self, losses: Tensor, *, retain_graph: bool = False) -> ClippingResult:
         """Both passes: adds ``sum_i v_i g_i`` to each ``p.grad`` (a sum: not averaged, without noise).
 
@@ -199,6 +203,7 @@ class GhostClipper:
         if self._passes.wide_sums is None and isinstance(losses, Tensor) and losses.dim() == 1:
             self._narrow.add(trained, self._guard, len(losses))
 
+    @keeping_grad_mode
     def clip(
         self,
         loss_fn: Callable[[nn.Module, Any], Tensor],
@@ -289,6 +294,7 @@ class GhostClipper:
         notes = [self._halves.describe(), "" if self._alone is None else self._alone.describe()]
         return replace(plan, note="\n".join(filter(None, notes)))
 
+    @keeping_grad_mode
     def verify(
         self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any, *, tolerance: float | None = None
     ) -> float:

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch import nn as torch_nn
 
 from ghostclip.errors import UnsupportedModelError
+from ghostclip.grad_mode import keeping_grad_mode
 from ghostclip.nn.base import LAYERS, GhostLayer
-from ghostclip.nn.normalization import INSTEAD_OF_BATCHNORM
+from ghostclip.nn.normalization import instead_of_batchnorm
 from ghostclip.nn.scaling import scaling_of
 from ghostclip.nn.subclass import leaves_parameters_to_parent
 from ghostclip.separation import mixed_examples
@@ -45,6 +46,7 @@ class Finding:
         return f"{self.path or 'the model itself'}: {self.problem}; {self.remedy}"
 
 
+@keeping_grad_mode
 def wrap(
     model: torch_nn.Module,
     *,
@@ -176,7 +178,9 @@ def _obstacles(module: torch_nn.Module) -> Iterator[tuple[str, str]]:
         )
         return
     if isinstance(module, (torch_nn.modules.batchnorm._BatchNorm,)) and module.training:
-        yield f"{kind.__name__} mixes the examples of a batch", INSTEAD_OF_BATCHNORM
+        known = kind.__name__ in BATCHNORM
+        remedy = instead_of_batchnorm(kind.__name__) if known else "use GroupNorm in its place, or keep it in eval mode"
+        yield f"{kind.__name__} mixes the examples of a batch", remedy
         return
     if (
         getattr(module, "track_running_stats", False)

@@ -91,9 +91,9 @@ def is_distributed() -> bool:
 def gradients_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None]]:
     """Yields a list that is filled with what comes to stand in the p.grads; what stood there is put back."""
     before, found = [parameter.grad for parameter in parameters], list[Tensor | None]()
-    for parameter in parameters:
-        parameter.grad = None
     try:
+        for parameter in parameters:
+            parameter.grad = None
         yield found
         found += [parameter.grad for parameter in parameters]
     finally:

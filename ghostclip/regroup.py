@@ -51,7 +51,8 @@ def not_a_batch(call: Call, examples: int, name: str) -> Exception:
         )
     return UnsupportedModelError(
         f"{name}: its output has shape {list(call.shape)} with {rows} rows in dimension {call.batch_dim}, for "
-        f"{examples} losses; {_remedy(call)}"
+        f"{examples} losses; say where the examples are by wrap(model, batch_dim={{...}}), "
+        "or give an input that all of them share (position ids of shape [1, T]) a row for each"
     )
 
 
@@ -63,14 +64,6 @@ def _is_odd(call: Call, examples: int) -> bool:
 def _key(call: Call, count: int) -> tuple:
     """What a layer's use with so many rows an example has in common in all batches."""
     return (id(call.layer), call.parameters, call.batch_dim, len(call.shape), count)
-
-
-def _remedy(call: Call) -> str:
-    return (
-        "if the examples are in another dimension, say so by wrap(model, batch_dim={...}) or batch_first; if an input "
-        "is shared by all examples (position ids of shape [1, T]), expand it to one row per example; if rows were "
-        "picked by index (a mixture of experts, masked positions), compute all of them and weigh them by a mask"
-    )
 
 
 class Grouping:
@@ -169,10 +162,10 @@ class Grouping:
             call = next((call for call in mixing if call.sources), mixing[0])
             narrow = ", or its float16 gradients are too small, which looks alike (give loss_scale=1024.0)"
             raise UnsupportedModelError(
-                f"{index.layer(call)}: the loss of one example depends on rows of its output (shape "
-                f"{list(call.shape)}, dimension {call.batch_dim}) that belong to others, so examples mix before or "
-                f"after it (as in a mean over the batch), change their order, or are not where they are said to be"
-                f"{narrow if call.dtype == torch.float16 else ''}; {_remedy(call)}"
+                f"{index.layer(call)}: one example's loss depends on rows of this output that belong to others "
+                f"({list(call.shape)}, examples in dimension {call.batch_dim}), so examples mix"
+                f"{narrow if call.dtype == torch.float16 else ''}; compute each loss from its own example, or correct "
+                "wrap(model, batch_dim={...})"
             )
         self._positions |= {keys[id(call)][1:] for call in mixing}
 

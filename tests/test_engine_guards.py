@@ -66,6 +66,24 @@ def test_a_step_before_all_physical_batches_ran(engine: PrivacyEngine) -> None:
     assert_refused(engine, PrivacyError, r"after 1 of the \d+ physical batches of this logical batch")
 
 
+def test_a_batch_that_is_left_early_is_told_by_what_it_gave(engine: PrivacyEngine) -> None:
+    batch = next(runs.nonempty(engine))
+    for examples in batch.physical():
+        engine.backward(runs.losses_of(engine.model, examples))
+        break
+    assert_refused(
+        engine, PrivacyError, rf"after 1 of the {len(batch.sizes)} physical batches.*left early is discarded"
+    )
+
+
+def test_plain_backwards_of_all_physical_batches(engine: PrivacyEngine) -> None:
+    batch = next(runs.nonempty(engine))
+    for examples in batch.physical():
+        runs.losses_of(engine.model, examples).sum().backward()
+        engine.optimizer.zero_grad()
+    assert_refused(engine, PrivacyError, rf"ran for 0 of the {len(batch.sizes)} physical batches.*doesn't count")
+
+
 def test_a_plain_backward_alone(engine: PrivacyEngine, model: nn.Module) -> None:
     next(runs.nonempty(engine))
     plain_backward(model)
@@ -231,7 +249,7 @@ def test_a_backward_that_fails_half_way_discards_the_batch(
         with pytest.raises(MemoryError):
             engine.backward(runs.losses_of(model, second))
     assert all(p.grad is None for p in model.parameters())
-    assert_refused(engine, PrivacyError, "after 0 of the")
+    assert_refused(engine, PrivacyError, "after 2 of the")
 
 
 def interrupted_by_break(engine: PrivacyEngine, batch: Any) -> None:

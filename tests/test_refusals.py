@@ -55,6 +55,40 @@ def used(wiring: Callable[[Any, Tensor], Tensor], **shapes: tuple[int, ...]) -> 
     return with_parameters(wiring, shapes, layer=nn.Linear(3, 3))
 
 
+def contrast(output: Tensor) -> Tensor:
+    """Each example against all others of its batch."""
+    each = F.normalize(output.flatten(1), dim=1)
+    return F.cross_entropy(each @ each.T, torch.arange(len(each)), reduction="none")
+
+
+class Scale(nn.Module):
+    """A layer of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def with_rule(rule: Callable[[Tensor, Tensor], Any]) -> nn.Module:
+    """A model of such a layer, with this rule."""
+
+    class Ruled(ghostclip.nn.GhostLayer, Scale):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.capture(super().forward(x), x, parameters=("weight",))
+
+        def per_example(self, name: str, call: Any, inputs: tuple[Tensor, ...], grad: Tensor) -> Any:
+            return rule(grad, inputs[0])
+
+        @classmethod
+        def parameter_names(cls, module: nn.Module) -> tuple[str, ...]:
+            return ("weight",)
+
+    return one(Ruled())
+
+
 class OwnBatchNorm(nn.BatchNorm1d):
     """With a forward of its own."""
 
@@ -129,7 +163,7 @@ def half(m: Any, x: Tensor) -> Tensor:
 
 # name: (what brings the message up, or returns it; the module it names; what is wrong; what to write instead)
 Row = tuple[Callable[[], Any], str, str, str]
-GROUPNORM = "use GroupNorm, LayerNorm or InstanceNorm"
+GROUPNORM = '"GroupNorm"}), which normalizes each example by itself'
 FIRST = "examples first"
 NO_BATCH = "without a batch dimension"
 DIMENSION = "wrap(model, batch_dim={...})"
@@ -137,7 +171,8 @@ OWN_COPY = "Give each example its own copy first (parameter.expand(B, ...))"
 ROWS: dict[str, Row] = {
     # check and wrap
     "batchnorm in a model": (lambda: wrap(one(nn.BatchNorm1d(6))), "layer: BatchNorm1d", "which mixes", GROUPNORM),
-    "own batchnorm": (lambda: wrap(one(OwnBatchNorm(6))), "layer: OwnBatchNorm", "mixes the examples", GROUPNORM),
+    "own batchnorm": (lambda: wrap(one(OwnBatchNorm(6))), "layer: OwnBatchNorm", "mixes the examples",
+                      "use GroupNorm in its place"),
     "copies": (lambda: wrap(one(nn.DataParallel(nn.Linear(3, 3)))), "layer: DataParallel", "in threads", "its .module"),
     "lazy": (lambda: wrap(one(nn.LazyLinear(3))), "layer: LazyLinear", "has no sizes yet", "run one batch through"),
     "statistics": (lambda: wrap(one(Tracking())), "layer: Tracking", "private data", "set track_running_stats=False"),
@@ -198,6 +233,10 @@ ROWS: dict[str, Row] = {
                      "losses must have shape exactly [B]; got [24]", "average them by .mean(1)"),
     "centred": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: losses(h - h.mean(0))), "layer",
                 "belong to others", DIMENSION),
+    "contrastive": (lambda: clip(one(nn.Linear(3, 3)), loss=contrast), "layer", "so examples mix",
+                    "compute each loss from its own example"),
+    "own rule": (lambda: clip(with_rule(lambda grad, x: (grad * x).sum(0))), "layer (Ruled)",
+                 "a gradient for each example, of shape [4, 3]", "got [6, 3]"),
     "centred in float16": (lambda: clip(with_parameters(half, {}, layer=nn.Linear(3, 3)).half()), "layer",
                            "examples mix", "give loss_scale=1024.0"),
     "not shown": (lambda: clip(one(nn.Linear(3, 3)), X.flatten(0, 1), lambda h: 0 * losses(h.view(4, 6, 3))), "layer",
@@ -275,6 +314,39 @@ def templates(source: str) -> Iterator[tuple[int, str, str]]:
         text = "".join(word or "{}" for word in words)
         if text.count(" ") >= 3:
             yield node.lineno, "".join(".*" if word is None else re.escape(word) for word in words), text
+
+
+@pytest.mark.parametrize("loss", [contrast, lambda h: losses(h - h.mean(0)), lambda h: losses(h / h.norm())])
+def test_what_mixes_examples_is_said_in_few_words(loss: Callable[[Any], Tensor]) -> None:
+    for layer in (nn.Linear(3, 3), nn.LayerNorm(3), nn.Conv1d(6, 5, 1)):
+        with pytest.raises(GhostClipError) as raised:
+            clip(one(layer), loss=loss)
+        assert len(str(raised.value).split()) <= 35
+        assert str(raised.value).count(";") == 1
+
+
+RULES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "right": lambda grad, x: (grad * x).sum(1),
+    "summed over examples": lambda grad, x: (grad * x).sum((0, 1)),
+    "turned": lambda grad, x: (grad * x).sum(1).T,
+    "a number each": lambda grad, x: (grad * x).sum((1, 2)),
+    "one number": lambda grad, x: (grad * x).sum(),
+    "positions left": lambda grad, x: grad * x,
+    "examples missing": lambda grad, x: (grad * x).sum(1)[:3],
+    "one for all": lambda grad, x: (grad * x).sum((0, 1)).unsqueeze(0),
+    "wider": lambda grad, x: F.pad((grad * x).sum(1), (0, 1)),
+    "as a row": lambda grad, x: (grad * x).sum(1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+def test_a_rule_of_a_wrong_shape_names_its_layer(name: str, second_pass: str) -> None:
+    if name == "right":
+        clip(with_rule(RULES[name]), second_pass=second_pass)
+        return
+    with pytest.raises(GhostClipError, match=r"layer \(Ruled\): its rule, per_example\('weight'\), must return"):
+        clip(with_rule(RULES[name]), second_pass=second_pass)
 
 
 def test_no_message_is_left_unread() -> None:

@@ -29,6 +29,7 @@ from ghostclip.engine.snapshots import Restored, Snapshots, Stateful
 from ghostclip.engine.steps import PrivateSteps, refuse_second_engine
 from ghostclip.errors import PrivacyError
 from ghostclip.events import Event
+from ghostclip.grad_mode import keeping_grad_mode
 from ghostclip.ledger import Ledger
 from ghostclip.noise import noise_source
 from ghostclip.sampling import LogicalBatch, LogicalBatches
@@ -208,6 +209,7 @@ class PrivacyEngine:
             raise PrivacyError("this engine was detached from its optimizer; build a new PrivacyEngine")
         return self._loader
 
+    @keeping_grad_mode
     def backward(self, losses: Tensor, *, retain_graph: bool = False) -> ClippingResult:
         """Clips the gradients of a physical batch and gathers their sum; to be called once for each physical batch.
 
@@ -225,6 +227,7 @@ class PrivacyEngine:
         """
         return self._steps.backward(losses, retain_graph)
 
+    @keeping_grad_mode
     def step(self, batch: LogicalBatch, loss_fn: Callable[[nn.Module, Any], Tensor]) -> StepRecord:
         """One step of training: all physical batches forward and backward, charge, noise, update, ``zero_grad()``.
 

@@ -21,6 +21,7 @@ from ghostclip.engine.self_check import SelfCheck
 from ghostclip.engine.sums import ClippedSums
 from ghostclip.engine.weighing import refuse_joint_weights
 from ghostclip.errors import LossShapeError, PrivacyError, UnsupportedModelError
+from ghostclip.grad_mode import keeping_grad_mode
 from ghostclip.noise import Noise
 from ghostclip.sampling import LogicalBatch, UserRows
 
@@ -267,11 +268,13 @@ class PrivateSteps:
             self._release()
         return replaced
 
+    @keeping_grad_mode
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._stepping = False
         self._sums.remember_released()
         self._self_check.stepped()
 
+    @keeping_grad_mode
     def _release(self) -> None:
         """Checks everything, charges, and only then turns the clipped sums into the private gradient."""
         # The step of an optimizer's subclass that calls its parent's comes here twice, the release still in place.
@@ -300,10 +303,16 @@ class PrivateSteps:
         """
         batch = self.current("optimizer.step()")
         if self._sums.count + missing != len(batch.sizes):
+            if batch.handed < len(batch.sizes):
+                raise PrivacyError(
+                    f"optimizer.step() was called after {batch.handed} of the {len(batch.sizes)} physical batches of "
+                    "this logical batch; call it after engine.backward() for each one of `batch.physical()` (a "
+                    "logical batch that is left early is discarded)"
+                )
             raise PrivacyError(
-                f"optimizer.step() was called after {self._sums.count} of the {len(batch.sizes)} physical batches of "
-                "this logical batch; call engine.backward() for each one of `batch.physical()` first, since a plain "
-                ".backward() doesn't count (what was left early is discarded: go on with the next logical batch)"
+                f"optimizer.step() was called, but engine.backward() ran for {self._sums.count} of the "
+                f"{len(batch.sizes)} physical batches of this logical batch; call it for each of them (a plain "
+                ".backward() doesn't count)"
             )
         held = held_parameters(self.owned, self._optimizer)
         self._scaling.before_step()

@@ -108,7 +108,22 @@ class Call:
         """The per-example gradients of ``name`` by the layer's rule; a plain tensor [B, *shape] is taken as is."""
         found = self.layer.per_example(name, self, inputs, grad)
         # Asked the other way round an abstract class would be, which takes longer.
-        return Dense(found) if isinstance(found, Tensor) else found
+        if isinstance(found, Tensor):
+            self._check_shape(name, found)
+            return Dense(found)
+        return found
+
+    def _check_shape(self, name: str, found: Tensor) -> None:
+        """Raises UnsupportedModelError unless there is a gradient of the parameter for each example."""
+        shape: Any = self.layer._parameters[name].shape  # type: ignore[union-attr]
+        if name in self.rows:
+            start, stop = self.rows[name]
+            shape = (stop - start, *shape[1:])
+        if found.shape != (self.shape[self.batch_dim], *shape):
+            raise UnsupportedModelError(
+                f"{place_of(self.layer)}: its rule, per_example({name!r}), must return a gradient for each example, "
+                f"of shape {[self.shape[self.batch_dim], *shape]}; got {list(found.shape)}"
+            )
 
 
 class _Capture(torch.autograd.Function):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import _VF, Tensor
 
+from ghostclip.grad_mode import keeping_grad_mode
 from ghostclip.norms.term import is_traced
 
 __all__ = ["KERNELS", "fused_forward", "in_one_chunk", "native", "native_packed", "on_cudnn"]
@@ -35,6 +36,7 @@ def native(
     return fused_forward(mode, x, initial, weights, bias, training)
 
 
+@keeping_grad_mode
 def fused_forward(
     mode: str, x: Tensor, initial: tuple[Tensor, ...], weights: list[Tensor], bias: bool, training: bool
 ) -> tuple[Tensor, ...]:
@@ -50,6 +52,7 @@ def fused_forward(
         return KERNELS[mode](x, hidden, weights, bias, 1, 0.0, training, False, False)
 
 
+@keeping_grad_mode
 def native_packed(
     mode: str,
     x: Tensor,

@@ -30,10 +30,13 @@ __all__ = [
     "over_channels",
 ]
 
-INSTEAD_OF_BATCHNORM = (
-    "use GroupNorm, LayerNorm or InstanceNorm, which normalize each example by itself "
-    "(a BatchNorm in eval mode is accepted: call .eval() on it and keep it so)"
-)
+
+def instead_of_batchnorm(kind: str) -> str:
+    """The remedy for a batch normalization of that class."""
+    return (
+        f'replace it with ghostclip.wrap(model, replace={{"{kind}": "GroupNorm"}}), which normalizes each example by '
+        "itself, or keep it in eval mode"
+    )
 
 
 class LayerNorm(GhostLayer, torch.nn.LayerNorm, wraps=torch.nn.LayerNorm):
@@ -112,13 +115,14 @@ class _BatchNorm(GhostLayer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise UnsupportedModelError(
             f"{type(self).__name__} mixes the examples of a batch, so no per-example gradient exists; "
-            f"{INSTEAD_OF_BATCHNORM}"
+            f"{instead_of_batchnorm(self.wrapped.__name__)}"
         )
 
     def forward(self, input: Tensor) -> Tensor:
         if self._uses_batch_statistics(self) and is_capturing():
             raise UnsupportedModelError(
-                f"{place_of(self)} is in train mode, where it mixes the examples of a batch; {INSTEAD_OF_BATCHNORM}"
+                f"{place_of(self)} is in train mode, where it mixes the examples of a batch; "
+                f"{instead_of_batchnorm(self.wrapped.__name__)}"
             )
         return self.capture(super().forward(input), input)
 
@@ -137,7 +141,8 @@ class _BatchNorm(GhostLayer):
     def obstacles(cls, module: torch.nn.Module) -> list[tuple[str, str]]:
         if not cls._uses_batch_statistics(module):
             return []
-        return [("normalizes by the mean and variance of the batch, which mixes examples", INSTEAD_OF_BATCHNORM)]
+        remedy = instead_of_batchnorm(cls.wrapped.__name__)
+        return [("normalizes by the mean and variance of the batch, which mixes examples", remedy)]
 
 
 class BatchNorm1d(_BatchNorm, torch.nn.BatchNorm1d, wraps=torch.nn.BatchNorm1d):

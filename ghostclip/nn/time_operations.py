@@ -12,6 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ghostclip.grad_mode import keeping_grad_mode
+
 from .fused import fused_forward
 from .gates import Trace
 from .recurrence import way_of
@@ -35,6 +37,7 @@ def _(mode: str, x: Tensor, initial: list[Tensor], weights: list[Tensor], bias: 
     return [output, *(torch.empty_like(state) for state in initial)]
 
 
+@keeping_grad_mode
 def forward(
     mode: str, x: Tensor, initial: tuple[Tensor, ...], weights: list[Tensor], bias: bool, training: bool
 ) -> tuple[Tensor, ...]:

@@ -1,0 +1,268 @@
+"""Ctrl-C anywhere: grad mode, the ledger's lock and the engine are as they were, and training goes on."""
+
+import functools
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from ledgers import EVENT, spent
+from private_runs import data, losses_of, network
+from torch import nn
+
+import ghostclip
+from ghostclip import GhostClipper, PrivacyEngine
+from ghostclip.ledger import Ledger, turns
+
+HERE = str(Path(ghostclip.__file__).parent)
+
+
+class CtrlC:
+    """Raises KeyboardInterrupt at one of the moments in which a context manager of torch's has half changed a mode."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left: int | None = None
+        self.seen = 0
+        for kind in (torch.no_grad, torch.enable_grad, torch.set_grad_enabled):
+            changes = "__init__" if kind is torch.set_grad_enabled else "__enter__"
+            monkeypatch.setattr(kind, changes, self._after(getattr(kind, changes)))
+            monkeypatch.setattr(kind, "__exit__", self._before(kind.__exit__))
+
+    def _tick(self) -> None:
+        self.seen += 1
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                self.left = None
+                raise KeyboardInterrupt
+
+    def _after(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def changed(*args: Any) -> Any:
+            found = method(*args)
+            self._tick()
+            return found
+
+        return changed
+
+    def _before(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def changed(*args: Any) -> Any:
+            self._tick()
+            return method(*args)
+
+        return changed
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LSTM(4, 5, batch_first=True), nn.GRU(5, 3, batch_first=True)
+        self.norm = nn.LayerNorm(3)
+
+    def forward(self, x: Any) -> Any:
+        return self.norm(self.second(self.first(x)[0])[0])
+
+
+def squares(model: nn.Module, x: Any) -> Any:
+    return model(x).square().flatten(1).sum(1)
+
+
+def clip_by_parts(second_pass: str) -> Callable[[], None]:
+    clipper, x = GhostClipper(Recurrent(), second_pass=second_pass), torch.randn(3, 4, 4)
+
+    def work() -> None:
+        clipper.model.zero_grad()
+        clipper.backward(squares(clipper.model, x))
+        clipper.norms(squares(clipper.model, x), per="layer")
+
+    return work
+
+
+def clip_at_once() -> Callable[[], None]:
+    clipper = GhostClipper(nn.Sequential(nn.Conv2d(2, 3, 3), nn.GroupNorm(1, 3)), second_pass="cached")
+    x = torch.randn(4, 2, 5, 5)
+
+    def work() -> None:
+        clipper.model.zero_grad()
+        clipper.clip(squares, x)
+        clipper.verify(squares, x)
+
+    return work
+
+
+def train(in_one_call: bool, compiled: bool = False, **options: Any) -> Callable[[], None]:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = PrivacyEngine(model, optimizer, data(), batch_size=8, noise_multiplier=1.0, **options)
+    if compiled:
+        engine.compile()
+
+    def work() -> None:
+        optimizer.zero_grad()
+        for batch in engine.batches():
+            if in_one_call:
+                engine.step(batch, losses_of)
+                continue
+            for examples in batch.physical():
+                engine.backward(losses_of(engine.model, examples))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return work
+
+
+WORK: dict[str, Callable[[], Callable[[], None]]] = {
+    "reweight": lambda: clip_by_parts("reweight"),
+    "cached": lambda: clip_by_parts("cached"),
+    "clip and verify": clip_at_once,
+    "engine.step": lambda: train(True),
+    "a loop of one's own": lambda: train(False),
+    "compiled": lambda: train(True, compiled=True),
+}
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_grad_mode_is_on_wherever_ctrl_c_comes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ctrl_c = CtrlC(monkeypatch)
+    work = WORK[name]()
+    work()
+    ctrl_c.seen = 0
+    work()
+    moments = ctrl_c.seen
+    assert moments > 4
+    for moment in range(0, moments, max(1, moments // 60)):
+        ctrl_c.left = moment
+        try:
+            work()
+        except KeyboardInterrupt:
+            assert torch.is_grad_enabled(), moment
+        ctrl_c.left = None
+    work()
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_failure_leaves_grad_mode_too(enabled: bool) -> None:
+    clipper = GhostClipper(network())
+    with torch.set_grad_enabled(enabled), pytest.raises(ghostclip.GhostClipError):
+        clipper.backward(torch.zeros(3))
+    with torch.set_grad_enabled(enabled):
+        try:
+            clipper.backward(torch.zeros(3))
+        except ghostclip.GhostClipError:
+            assert torch.is_grad_enabled() == enabled
+
+
+class Lines:
+    """Raises KeyboardInterrupt at one of the lines of this package that run in between."""
+
+    def __init__(self, stop: int | None) -> None:
+        self.left = sys.maxsize if stop is None else stop
+        self.seen = 0
+
+    def __enter__(self) -> "Lines":
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
+        name = frame.f_code.co_filename
+        # What frees a lock and a mode is made of operations between which no signal is handled: see the tests of both.
+        own = name.startswith(HERE) and not name.endswith(("turns.py", "grad_mode.py"))
+        return self._line if own else None
+
+    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "line":
+            self.seen += 1
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self._line
+
+
+@pytest.mark.parametrize("in_one_call", [False, True])
+def test_an_engine_goes_on_after_ctrl_c_in_any_line(in_one_call: bool, tmp_path: Path) -> None:
+    work = train(in_one_call, ledger=tmp_path / "run.ledger", max_physical_batch_size=4)
+    work()
+    with Lines(None) as lines:
+        work()
+    assert lines.seen > 500
+    rng = random.Random(0)
+    for _ in range(40):
+        state = torch.get_rng_state()
+        try:
+            with Lines(rng.randrange(1, lines.seen)):
+                work()
+        except KeyboardInterrupt:
+            assert torch.is_grad_enabled()
+            assert not turns._open.lock.locked()
+            assert len(state) == len(torch.get_rng_state())
+        work()
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    """A timer that interrupts as Ctrl-C does."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def interrupted(work: Callable[[], object], seconds: float) -> KeyboardInterrupt | None:
+    """Runs work, interrupted by a signal after so many seconds; the error, with the frames that it went through."""
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        for _ in range(1000):
+            work()
+    except KeyboardInterrupt as error:
+        return error
+    return None
+
+
+@pytest.mark.usefixtures("alarm")
+def test_the_ledgers_lock_is_free_after_any_signal(tmp_path: Path) -> None:
+    path, rng, granted = tmp_path / "run.ledger", random.Random(0), 0
+    account = Ledger(path, block=1_000_000).account()
+
+    def charge() -> None:
+        nonlocal granted
+        account.charge(EVENT)
+        granted += 1
+
+    charge()
+    for trial in range(4000):
+        error = interrupted(charge, rng.uniform(1e-6, 4e-5))
+        assert not turns._open.lock.locked(), trial
+        del error
+    assert granted > 1000
+    assert account.runs[account.run][EVENT] >= granted
+    account.close()
+    assert spent(path) >= granted
+
+
+@pytest.mark.usefixtures("alarm")
+def test_a_ledger_that_writes_goes_on_after_any_signal(tmp_path: Path) -> None:
+    path, rng, granted = tmp_path / "run.ledger", random.Random(1), 0
+    account = Ledger(path, block=1).account()
+
+    def charge() -> None:
+        nonlocal granted
+        account.charge(EVENT)
+        granted += 1
+
+    for trial in range(300):
+        error = interrupted(charge, rng.uniform(1e-5, 2e-3))
+        assert not turns._open.lock.locked(), trial
+        del error
+    charge()
+    account.close()
+    assert spent(path) >= granted > 0
