@@ -1,20 +1,23 @@
 """Exact per-example gradient clipping for differentially private training."""
 
-from . import accounting, clipping, errors, nn
-from .clipper import ClippingResult, GhostClipper
-from .convert import Finding, check, unwrap, wrap
-from .engine import PrivacyEngine
-from .errors import (
-    BudgetExceededError,
-    GhostClipError,
-    GradientLeakError,
-    LedgerError,
-    LossShapeError,
-    PrivacyError,
-    StaleInputError,
-    UnsupportedModelError,
-    VerificationError,
-)
+from .interruption import ends_a_command
+
+with ends_a_command():
+    from . import accounting, clipping, errors, nn
+    from .clipper import ClippingResult, GhostClipper
+    from .convert import Finding, check, unwrap, wrap
+    from .engine import PrivacyEngine
+    from .errors import (
+        BudgetExceededError,
+        GhostClipError,
+        GradientLeakError,
+        LedgerError,
+        LossShapeError,
+        PrivacyError,
+        StaleInputError,
+        UnsupportedModelError,
+        VerificationError,
+    )
 
 __version__ = "0.1.0"
 

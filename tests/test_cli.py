@@ -99,11 +99,23 @@ def test_calibrated_noise_keeps_the_target_as_printed(capsys, accountant):
     assert 0.99 < accounting.epsilon(noise_multiplier=float(found), **setting) <= 1
 
 
+def test_without_a_command_the_help_is_printed(capsys):
+    assert main([]) == 0
+    bare = capsys.readouterr()
+    assert main(["--help"]) == 0
+    assert bare == capsys.readouterr()
+    assert bare.out.startswith("usage: ghostclip")
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], "required: COMMAND (see ghostclip --help)"),
-        (["trian"], "invalid choice: 'trian'"),
+        (["trian"], "invalid choice: 'trian'; did you mean 'train'? (see ghostclip --help)"),
+        (["Calibrat"], "did you mean 'calibrate'?"),
+        (["epsilom", "--noise-multiplier", "1"], "did you mean 'epsilon'?"),
+        (["xyz"], "invalid choice: 'xyz'; choose from train, epsilon, calibrate, check, explain, bench, audit, ledger"),
+        (["train", "--model", "cnm"], "--model: invalid choice: 'cnm'; did you mean 'cnn'?"),
+        (["train", "--method", "chached"], "did you mean 'cached'?"),
         (["epsilon"], "required: --noise-multiplier (see ghostclip epsilon --help)"),
         (["epsilon", "--noise", "1"], "--noise-multiplier"),
         (["epsilon", "--noise-multiplier", "x"], "invalid float value: 'x'"),

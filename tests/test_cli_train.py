@@ -117,6 +117,13 @@ def test_comparison_trains_lower_targets_and_without_privacy(capsys, monkeypatch
     assert all(name in page for name in (*names, "nxbp"))
 
 
+def test_training_without_noise_is_not_called_private(capsys):
+    assert main(["train", "--model", "mlp", "--noise-multiplier", "0", "--no-compare", "--epochs", "1"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith(("private", "not private")))
+    assert line.split("  ")[0] == "not private, no noise"
+    assert " inf " in line
+
+
 def test_nonprivate_training_spends_no_epsilon(capsys):
     found = trained(capsys, "--model", "mlp", "--method", "nonprivate", *QUICK)
     assert found["runs"][0]["epsilons"] == {}

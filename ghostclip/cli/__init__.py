@@ -8,9 +8,12 @@ import sys
 from collections.abc import Sequence
 
 import ghostclip
-from ghostclip.cli import audit, bench, calibrate, check, epsilon, explain, ledger, train
-from ghostclip.cli.arguments import OneLineParser
 from ghostclip.errors import GhostClipError
+from ghostclip.interruption import INTERRUPTED, ends_a_command
+
+with ends_a_command():
+    from ghostclip.cli import audit, bench, calibrate, check, epsilon, explain, ledger, train
+    from ghostclip.cli.arguments import OneLineParser
 
 __all__ = ["main"]
 
@@ -26,11 +29,11 @@ COMMANDS = {
 }
 # {package: the extra it comes with}
 EXTRAS = dict.fromkeys(("PIL", "jinja2", "matplotlib", "sklearn", "tqdm"), "cli") | {"cryptography": "hardened"}
-MISTAKE, INTERRUPTED, READER_GONE = 2, 130, 141
+MISTAKE, READER_GONE = 2, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status.
+    """Runs one command and returns its exit status; without a command, it prints the help.
 
     0: done. 1: `check` found obstacles, `bench` a wrong contender of ours, `audit` more spent than claimed. 2: a
     mistake, told in one line on stderr. 130: interrupted by Ctrl-C.
@@ -38,11 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments; None for the process's own.
     """
-    # dp-accounting logs every Rényi order it leaves out; none of them makes its bound wrong.
-    logging.getLogger("absl").setLevel(logging.ERROR)
     try:
-        arguments = _parser().parse_args(argv)
-        status = arguments.run(arguments)
+        # dp-accounting logs every Rényi order it leaves out; none of them makes its bound wrong.
+        logging.getLogger("absl").setLevel(logging.ERROR)
+        parser = _parser()
+        arguments = parser.parse_args(argv)
+        status = 0
+        if arguments.command is None:
+            parser.print_help()
+        else:
+            status = arguments.run(arguments)
         sys.stdout.flush()
         return status
     except SystemExit as stop:  # argparse's way to end --help and --version
@@ -73,7 +81,7 @@ def _parser() -> OneLineParser:
         epilog="example: ghostclip train --model cnn --data digits --report reports/demo",
     )
     parser.add_argument("--version", action="version", version=f"ghostclip {ghostclip.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, module in COMMANDS.items():
         summary = (module.__doc__ or "").partition("\n")[0].partition(": ")[2]
         command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}")

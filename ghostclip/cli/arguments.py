@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 from typing import Any, NoReturn
 
@@ -22,6 +23,15 @@ class OneLineParser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         options = {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter, **options}
         super().__init__(**options)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Raises ArgumentError for a value that isn't among the choices, with the one that was probably meant."""
+        if action.choices is None or value in action.choices:
+            return
+        choices = [str(choice) for choice in action.choices]
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(choices)}"
+        raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {hint}")
 
     def error(self, message: str) -> NoReturn:
         """Raises UsageError with argparse's message and where help is."""

@@ -46,7 +46,8 @@ def runs_of(arguments: argparse.Namespace, examples: int) -> Iterator[PlannedRun
         return
     if arguments.noise_multiplier is not None:
         noise = nonnegative(noise_multiplier=arguments.noise_multiplier)
-        yield _private(arguments, examples, f"private, noise {noise:g}", noise, None)
+        name = f"private, noise {noise:g}" if noise else "not private, no noise"
+        yield _private(arguments, examples, name, noise, None)
     else:
         first = DEFAULT_EPSILON if arguments.epsilon is None else arguments.epsilon
         lower = [target for target in LOWER_TARGETS if target < first and wants_comparison(arguments)]
