@@ -26,7 +26,7 @@ def ends_a_command() -> Iterator[None]:
 
 def _is_a_command() -> bool:
     """Whether this process was started as ``ghostclip`` or ``python -m ghostclip``."""
-    started = sys.argv[0] if sys.argv else ""
-    if started == "-m":  # what stands there until Python has found the module
+    started = PurePath(sys.argv[0] if sys.argv else "")
+    if started.name == "-m":  # what stands there until Python has found the module
         return "ghostclip" in sys.orig_argv
-    return PurePath(started).stem == "ghostclip"
+    return started.stem == "ghostclip" or started.parts[-2:] == ("ghostclip", "__main__.py")

@@ -31,8 +31,10 @@ def interrupted(folder: Path, command: list[str], place: str) -> subprocess.Comp
     return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("place", ["torch", "numpy", "ghostclip.clipper", "ghostclip.cli.audit"])
-@pytest.mark.parametrize("started", ["module", "script"])
+@pytest.mark.parametrize(
+    ("started", "place"),
+    [("module", "torch"), ("module", "ghostclip.cli.audit"), ("script", "numpy"), ("script", "ghostclip.cli.audit")],
+)
 def test_ctrl_c_in_the_imports(started: str, place: str, tmp_path: Path) -> None:
     script = tmp_path / "ghostclip"
     script.write_text(SCRIPT)
@@ -45,6 +47,6 @@ def test_ctrl_c_in_the_imports(started: str, place: str, tmp_path: Path) -> None
 def test_other_programs_see_the_interrupt(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "other.py").write_text("import ghostclip")
     monkeypatch.chdir(tmp_path)
-    done = interrupted(tmp_path, command, "ghostclip.clipper")
+    done = interrupted(tmp_path, command, "torch")
     assert done.returncode != 130
     assert done.stderr.rstrip().endswith("KeyboardInterrupt")
