@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ledgers import EVENT, charged, put, records, some_records, spent
 
 from ghostclip.errors import LedgerError
-from ghostclip.ledger import Ledger
+from ghostclip.ledger import Ledger, files
 from ghostclip.ledger.records import encoded, line_of, parsed
 
 
@@ -93,6 +93,60 @@ def test_a_file_that_was_cut_or_written_over_with_an_older_copy_is_refused(path:
     path.write_bytes(whole)
     assert spent(path) == 12
     Ledger(path).account().close()
+
+
+@pytest.fixture(params=["sealed", "times can't be set"])
+def times(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a time of the last write that tells of any other, and where that can't be had, as in another's file."""
+
+    def refused(*arguments: Any, **options: Any) -> None:
+        raise PermissionError("not the owner")
+
+    if request.param != "sealed":
+        monkeypatch.setattr("ghostclip.ledger.files.os.utime", refused)
+
+
+@pytest.mark.usefixtures("times")
+def test_any_byte_that_changes_while_it_is_in_use_is_noticed_before_the_next_block(path: Path) -> None:
+    account = charged(Ledger(path, block=2).account(), 20)
+    content = path.read_bytes()
+    with path.open("r+b", buffering=0) as file:
+        for place in range(0, len(content), 41):
+            os.pwrite(file.fileno(), bytes([content[place] ^ 1]), place)
+            with pytest.raises(LedgerError, match="changed by something else while it was in use"):
+                account.charge(EVENT)
+            assert path.stat().st_size == len(content)
+            # Put back, it goes on. A write so soon after ours may be of the same time by the system's clock.
+            os.pwrite(file.fileno(), content[place : place + 1], place)
+            charged(account, 2)
+            content = path.read_bytes()
+    charged(account, 1)
+    content = path.read_bytes()
+    os.truncate(path, len(content) - 1)
+    with pytest.raises(LedgerError, match="changed by something else"):
+        account.close()
+    path.write_bytes(content)
+    assert Ledger(path).events
+
+
+def test_a_ledger_that_is_only_touched_goes_on(path: Path) -> None:
+    account = charged(Ledger(path, block=1).account(), 3)
+    for _ in range(3):
+        path.touch()
+        charged(account, 1)
+    account.close()
+    assert spent(path) == 6
+
+
+def test_a_ledger_is_read_again_only_where_it_was_written_to(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    account, reads = charged(Ledger(path, block=1).account(), 1), []
+    read = files.read
+    monkeypatch.setattr(files, "read", lambda *arguments: (reads.append(arguments), read(*arguments))[1])
+    charged(account, 5)
+    assert not reads
+    path.touch()
+    charged(account, 2)
+    assert len(reads) == 1
 
 
 def test_file_systems_without_attributes_do_without(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

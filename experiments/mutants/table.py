@@ -700,4 +700,138 @@ FUZZED = [
     ),
 ]
 
-MUTANTS = [*CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED]
+CONVOLUTION, BUILD = "ghostclip/norms/convolution.py", "ghostclip/native/build.py"
+APPLICABLE, NATIVE = ("tests/test_applicable.py",), ("tests/test_native.py",)
+INTERRUPTS = ("tests/test_interrupts.py",)
+
+AROUND = [
+    Mutant(
+        "a strategy that raises aborts the batch",
+        "ghostclip/planner.py",
+        "    except Exception as error:\n        raised[name] = error\n",
+        "    except ZeroDivisionError as error:\n        raised[name] = error\n",
+        APPLICABLE,
+    ),
+    Mutant(
+        "Ctrl-C in a measurement counts as a strategy that raises",
+        "ghostclip/planner.py",
+        "    except Exception as error:\n        raised[name] = error\n",
+        "    except BaseException as error:\n        raised[name] = error\n",
+        APPLICABLE,
+    ),
+    Mutant(
+        "where all that is worth it raises, nothing else is tried",
+        "ghostclip/planner.py",
+        "            costs = self._costs(term, sample, _others(candidates, worth), keep, may_keep, raised)\n",
+        "            pass\n",
+        APPLICABLE,
+    ),
+    Mutant(
+        "maps of one pixel keep their strides",
+        CONVOLUTION,
+        "    return maps.reshape(-1).view(1, -1, *maps.shape[2:])\n",
+        "    return maps.flatten(0, 1).unsqueeze(0)\n",
+        APPLICABLE,
+    ),
+    Mutant(
+        "edges of compiled sums overwrite what was summed before",
+        "ghostclip/native/affine.c",
+        "sums[k] = more ? sums[k] + found[k] : found[k];",
+        "sums[k] = found[k];",
+        ("tests/test_affine.py",),
+    ),
+    Mutant(
+        "a library of any content is loaded",
+        BUILD,
+        " and path.name == _named(stem, path):\n",
+        ":\n",
+        NATIVE,
+    ),
+    Mutant(
+        "a library that others may write to is loaded",
+        BUILD,
+        "stat.S_ISREG(status.st_mode) and _is_ours(status) and",
+        "stat.S_ISREG(status.st_mode) and",
+        NATIVE,
+    ),
+    Mutant(
+        "what a link leads to is loaded",
+        BUILD,
+        "            status = path.lstat()\n",
+        "            status = path.stat()\n",
+        NATIVE,
+    ),
+    Mutant(
+        "a compiler may compute for ever",
+        BUILD,
+        "f'ulimit -t {PROCESSOR_SECONDS} && exec \"$@\"'",
+        "'exec \"$@\"'",
+        NATIVE,
+    ),
+    Mutant(
+        "Ctrl-C after the ledger's lock was taken leaves it taken",
+        "ghostclip/ledger/turns.py",
+        "            with _open.lock:\n                return function(*args, **kwargs)\n",
+        '            with __import__("contextlib").ExitStack() as stack:\n                _open.lock.acquire()\n'
+        "                stack.callback(_open.lock.release)\n                return function(*args, **kwargs)\n",
+        INTERRUPTS,
+    ),
+    Mutant(
+        "Ctrl-C leaves grad mode off",
+        "ghostclip/grad_mode.py",
+        "            if torch.is_grad_enabled() is not before:\n",
+        "            if torch.is_grad_enabled() is None:\n",
+        INTERRUPTS,
+    ),
+    Mutant(
+        "Ctrl-C in the optimizer's step leaves grad mode off",
+        STEPS,
+        "    @keeping_grad_mode\n    def _release(self)",
+        "    def _release(self)",
+        INTERRUPTS,
+    ),
+    Mutant(
+        "a ledger that was changed in the middle is written on",
+        JOURNAL,
+        "if self._stamp is None or files.stamp(self._file) != self._stamp:",
+        "if files.stamp(self._file)[0] != self.contents.size:",
+        LEDGER,
+    ),
+    Mutant(
+        "a ledger whose times can't be set is never read again",
+        JOURNAL,
+        "if self._stamp is None or files.stamp(self._file) != self._stamp:",
+        "if self._stamp is not None and files.stamp(self._file) != self._stamp:",
+        LEDGER,
+    ),
+    Mutant(
+        "a step too early is told by what was discarded",
+        STEPS,
+        'f"optimizer.step() was called after {batch.handed} of the',
+        'f"optimizer.step() was called after {self._sums.count} of the',
+        ("tests/test_engine_guards.py", "-k", "left_early"),
+    ),
+    Mutant(
+        "a rule's gradients may have any shape",
+        "ghostclip/nn/base.py",
+        "            self._check_shape(name, found)\n",
+        "",
+        ("tests/test_refusals.py",),
+    ),
+    Mutant(
+        "a run without noise is called private",
+        "ghostclip/cli/plan.py",
+        ' if noise else "not private, no noise"\n',
+        "\n",
+        ("tests/test_cli_train.py", "-k", "without_noise"),
+    ),
+    Mutant(
+        "Ctrl-C in the imports of a command is a traceback",
+        "ghostclip/interruption.py",
+        "        if not _is_a_command():\n            raise\n",
+        "        raise\n",
+        ("tests/test_cli_interrupts.py",),
+    ),
+]
+
+MUTANTS = [*CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND]
