@@ -14,7 +14,7 @@ ROOT = Path(ghostclip.__file__).parent
 
 # From the ground up. Modules on one level in a set do not import each other; those in a tuple may, from left to right.
 LEVELS: list[tuple[str, ...] | set[str]] = [
-    ("errors", "validate", "native"),
+    ("errors", "validate", "interruption", "grad_mode", "native"),
     ("norms",),
     ("nn",),
     ("planner", "separation", "convert"),

@@ -54,7 +54,9 @@ class Journal:
         self._blocks: dict[str, Block] = {}
         self._written: Counter[str] = Counter()
         self._sure, self._broken = False, False
-        self._digest, self._stamp = hashlib.sha256(), None
+        # Of all that this process left in the file.
+        self._digest = hashlib.sha256()
+        self._stamp: tuple[int, int] | None = None
         self._load()
 
     def reserve(self, run: str, event: Event, count: int, noise: str, most: Most) -> None:
