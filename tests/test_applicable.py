@@ -113,7 +113,7 @@ def test_where_all_raise_the_first_error_goes_on_and_nothing_is_remembered(deter
 
 def test_ctrl_c_in_a_measurement_goes_on(monkeypatch):
     term = convolution_term()
-    with_broken(monkeypatch, term, dict.fromkeys(term.candidates(), KeyboardInterrupt()))
+    with_broken(monkeypatch, term, {"patches": KeyboardInterrupt()})
     planner = Planner()
     with pytest.raises(KeyboardInterrupt):
         planner.answer(term, False)
