@@ -16,14 +16,15 @@ from ghostclip.aside import Aside
 from ghostclip.at_once import AtOnce
 from ghostclip.by_parts import collect
 from ghostclip.clipping import Groupwise, Policy, Thresholds
-from ghostclip.errors import LossShapeError, StaleInputError
+from ghostclip.errors import LossShapeError, StaleInputError, UnsupportedModelError
 from ghostclip.gradients import have_hooks, is_distributed
-from ghostclip.graph import captured_calls
+from ghostclip.graph import captured_calls, let_go
 from ghostclip.groupwise import POSTPONED_BYTES, GroupSums
 from ghostclip.index import ModelIndex
 from ghostclip.narrowing import Narrowing, narrowing_of
 from ghostclip.nn.base import Call, Repeat
 from ghostclip.nn.fallback import Outside
+from ghostclip.norms.term import is_traced
 from ghostclip.outcome import FirstPass, norm_dtype
 from ghostclip.passes import Collector
 from ghostclip.planner import Choice, Planner
@@ -52,6 +53,7 @@ class FirstPasses:
         index: the model's names.
         scale: what losses are multiplied with before the passes, and results divided by.
         choices: what the planner chose for the last batch it was asked for, by id of parameter; None before one.
+        is_open: whether one of the last batch's layers isn't proved, which no gradient has reached so far.
         reduced_apart: whether sums of several processes are added up apart from any backward: nobody waits for one.
     """
 
@@ -68,6 +70,7 @@ class FirstPasses:
         self._memory_budget, self.scale = memory_budget, loss_scale
         self.index = ModelIndex(model)
         self.choices: Mapping[int, Choice] | None = None
+        self.is_open = False
         self.reduced_apart = False
         self._parameters: dict[int, nn.Parameter] = {}
         self._grouping = Grouping()
@@ -80,7 +83,20 @@ class FirstPasses:
         self._groups: dict[str, str] = {}
         self.partition()
 
-    def first_pass(
+    def first_pass(self, losses: Tensor, **options: Any) -> FirstPass:
+        """A backward from ``losses`` [B] to the pre-activations; raises what `GhostClipper.norms` raises.
+
+        Where it brings the first gradient to a layer that isn't proved, the proof is made on this batch, and the pass
+        again: nothing is clipped by rows of which it isn't known whose they are.
+
+        Args:
+            losses: [B].
+            options: as `_pass` has them.
+        """
+        check_losses(losses, self.scale)
+        return self._pass(losses, **options) or self._pass(losses, reached=True, **options)  # type: ignore[return-value]
+
+    def _pass(
         self,
         losses: Tensor,
         *,
@@ -94,8 +110,9 @@ class FirstPasses:
         repeat: Repeat | None = None,
         margin: bool = True,
         postponed: bool = False,
-    ) -> FirstPass:
-        """A backward from ``losses`` [B] to the pre-activations; raises what `GhostClipper.norms` raises.
+        reached: bool = False,
+    ) -> FirstPass | None:
+        """One such backward; None, and the graph is still there, where it reached a layer that isn't proved.
 
         Args:
             keep: hold terms for a clipped sum.
@@ -108,15 +125,19 @@ class FirstPasses:
             repeat: this is the first of two passes.
             margin: the rounding margin of the norms can be had, for weights (`ghostclip.norms.rounding`).
             postponed: norms that need a look at values become NaN; `measure_again`, or another pass, has them.
+            reached: an earlier pass over the graph was given up, for a gradient that reached what wasn't proved.
         """
-        check_losses(losses, self.scale)
         losses = losses if self.scale == 1.0 else losses * self.scale
         with in_our_words(), without_autocast(losses):
             uses = captured_calls(losses, self.index)
             trained = self.index.trained()
             self._parameters = {id(parameter): parameter for _, parameter in trained}
             tail = None if uses.leaves or (keep and groups is None) else tail_of(losses, uses.calls)
-            calls, majors = self._grouping.prove(losses, uses, self.index, tail=tail)
+            layout = self._grouping.prove(losses, uses, self.index, tail=tail, reached=reached)
+            calls, majors, watched = layout.calls, layout.majors, layout.watched
+            self.is_open = not layout.proved
+            if watched and is_traced():
+                raise UnsupportedModelError(f"no gradient has reached {self.index.layer(watched[0])} yet")
             # What is computed again in order not to be kept is not kept here, either.
             partly = self.cached and keep and groups is None and not (ignore_budget or materialise)
             partly = partly and any(call.packed for call in calls)
@@ -129,19 +150,25 @@ class FirstPasses:
             waits = groups is not None and not wanted and shapes in self._small
             # A graph that is let go of takes no more than an ordinary backward's.
             kept = retain_graph and not waits and (aside is None or aside.by_parts) and not (keep and groups is None)
-            tail = tail if kept and tail is not None and self._goes_by_parts(tail, calls) else None
+            tail = tail if kept and not watched and tail is not None and self._goes_by_parts(tail, calls) else None
             above = calls if tail is None else [call for call in calls if call not in tail.calls]
             collector = Collector(
                 losses, above, majors, self._planner, self.index,
                 keep=keep, partly=partly, materialise=materialise, aside=aside, budget=budget, groups=groups,
                 margin=margin, postponed=postponed, below=[] if tail is None else tail.calls,
+                watched=watched,
             )  # fmt: skip
             if groups is not None:
                 groups.calls, groups.waits = calls, waits
                 retain_graph = retain_graph and not waits
             narrowing = _expect_again(losses, calls, None if whole else repeat)
             with nullcontext() if narrowing is None else narrowing.kept():
-                collect(losses, above, tail, collector, groups, retain_graph=retain_graph)
+                collect(losses, above, tail, collector, groups, retain_graph=retain_graph or bool(watched))
+            if watched:
+                if collector.reached():
+                    return None
+                if not retain_graph:
+                    let_go(losses, calls)
             if groups is not None:
                 groups.close(collector.measured if postponed else None)
                 _note(self._small, shapes, groups.nbytes <= POSTPONED_BYTES)
@@ -165,8 +192,8 @@ class FirstPasses:
         check_losses(losses, self.scale)
         losses = losses if self.scale == 1.0 else losses * self.scale
         with in_our_words(), without_autocast(losses):
-            calls, _ = self._grouping.prove(losses, captured_calls(losses, self.index), self.index, rehearsal=True)
-        return calls, self._grouping.is_open
+            layout = self._grouping.prove(losses, captured_calls(losses, self.index), self.index, rehearsal=True)
+        return layout.calls, self._grouping.is_open
 
     def group_pass(
         self,

@@ -79,7 +79,10 @@ class GroupSums:
         self._complete_bytes = 0
 
     def expect(self, parts: Iterable[Part]) -> None:
-        """Says which parts will be answered for, so that it is known when a group is complete."""
+        """Begins (anew): says which parts will be answered for, so that it is known when a group is complete."""
+        for taken in (self.norms, self.weights, self.sums, self._open, self._complete, self._joined):
+            taken.clear()
+        self._complete_bytes = self.nbytes = 0
         self._left = Counter(self._group_of[owner] for owner, _ in parts)
 
     def are_one_group(self, parts: Sequence[Part]) -> bool:

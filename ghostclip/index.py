@@ -59,6 +59,11 @@ class ModelIndex:
             own.shape == tensor.shape and own.device == tensor.device and torch.equal(own, tensor) for own in mine
         )
 
+    def is_own(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is a buffer or parameter of the model itself, not a copy."""
+        mine = (*self._model.parameters(), *self._model.buffers())
+        return any(own.data_ptr() == tensor.data_ptr() and own.shape == tensor.shape for own in mine)
+
     def holds_shape(self, shape: torch.Size | None) -> bool:
         """Whether a buffer or frozen parameter of the model has that shape."""
         frozen = [parameter for _, parameter in self._named if not parameter.requires_grad]

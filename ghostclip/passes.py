@@ -72,6 +72,7 @@ class Collector:
         margin: gather what the rounding margin of the norms follows from (`ghostclip.norms.rounding`).
         postponed: norms that need a look at values become NaN, and can be had from what is held by `measure_again`.
         below: further uses, of which collectors of some of the examples are told (`of_part`, `join`).
+        watched: uses of which `reached` says whether a gradient other than zero came.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Collector:
         margin: bool = False,
         postponed: bool = False,
         below: Sequence[Call] = (),
+        watched: Sequence[Call] = (),
     ) -> None:
         self.examples, self.device = losses.shape[0], losses.device
         self.squared: list[tuple[list[int], Tensor]] = []
@@ -118,6 +120,7 @@ class Collector:
         # Whether gradients that are kept may be dropped later, and their sum formed from the layer's inputs.
         self._may_drop = keep and budget is not None
         self._groups, self._margin, self._postponed = groups, margin, postponed
+        self._watched, self._arrived = set(map(id, watched)), list[Tensor]()
         if groups is not None:
             groups.expect(self._left)
 
@@ -190,6 +193,8 @@ class Collector:
 
     def receive(self, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
         """Takes the gradient at one pre-activation; called by the layer's node in the graph."""
+        if self._watched and id(call) in self._watched:
+            self._arrived.append(grad.any())
         # Saved inputs still know their history; what is held must not keep that part of the graph alive.
         inputs = tuple([tensor.detach() if tensor.requires_grad else tensor for tensor in inputs])
         parts, used = self._own[id(call)]
@@ -208,6 +213,10 @@ class Collector:
                 self._answer_aside(part, term, int(self._aside.of_layer * call.nbytes), self._aside)
             else:
                 self._answer(part, term, held)
+
+    def reached(self) -> bool:
+        """Whether a watched use was given a gradient that isn't zero."""
+        return bool(self._arrived) and bool(torch.stack(self._arrived).any())
 
     def _answer_at_once(self, call: Call, parts: list[Part], inputs: tuple[Tensor, ...], grad: Tensor) -> bool:
         """The layer's own joint answer for all its parameters, where it has one and this is their only use."""

@@ -2,14 +2,17 @@
 
 The gradient of one example's loss at a tensor is zero on every row that belongs to another example, and so a row's
 gradient grows with the factor its own example's loss is given, and with no other. A few backwards from losses given
-factors that tell the examples apart show where the examples are, or that they mix.
+factors that tell the examples apart show where the examples are, or that they mix. Numbers that are not finite show
+nothing: a decision is made by all others, whichever examples they belong to, or it is not sure.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,76 +22,95 @@ from ghostclip.graph import first_pass, gradients_at
 from ghostclip.index import ModelIndex
 from ghostclip.nn.base import Call
 from ghostclip.seams import Edge, shape_of
-from ghostclip.search import OTHER, PICKED, Candidate, Decision, Places, refusal
+from ghostclip.search import NOTHING, OTHER, PICKED, Candidate, Decision, Places, refusal
 from ghostclip.tail import Tail
 
-__all__ = ["decide", "majors_of"]
+__all__ = ["Verdict", "decide", "majors_of"]
 
-# How far a row's factor may be from its example's, relative, and what share of its gradient may follow another factor,
-# before the row counts as another's. Factors are powers of two, which scale every rounding error along with the
-# gradient in any floating point format, so that only sums in a varying order leave a difference.
-FACTOR_TOLERANCE = REST_TOLERANCE = 1e-3
-# Factors 1, 2, 4 and 8 tell four examples apart.
+# What share of a row's gradient may differ from what its example's factor makes of it, before the row counts as
+# another's. Factors are powers of two, which scale every rounding error along with the gradient in any floating point
+# format, so that only sums in a varying order leave a difference.
+TOLERANCE = 1e-3
+# Factors 1, 1/2, 1/4 and 1/8 tell four examples apart; none is above 1, lest what is finite without it overflow.
 BASE = 4
 # Below its normal numbers float16 scales no rounding error along; what seems to mix is tried on larger gradients.
 LIFTS = (2.0**10, 2.0**20)
-# Rows this much smaller than the largest of all layers are rounding where there should be nothing: they show nothing.
+# A row this much smaller than the largest of its own example may be rounding where there should be nothing. One that
+# follows its factor shows whose it is all the same; one that doesn't shows nothing.
 NOISE = {torch.float64: 1e-10, torch.float32: 1e-3}
-# Where nothing between the layers takes differences in which all digits cancel (`ghostclip.graph.STEADY`), there is no
-# such rounding, and a row shows something as long as factors scale it exactly.
-STEADY_NOISE = 1e-10
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found of a layer that a gradient reached.
+
+    Attributes:
+        major: how its rows are grouped, "example" or "row" (see `ghostclip.regroup`); None where rows mix examples.
+        sure: whether that holds for other batches, too.
+        shown: whether anything was shown; where it was, but isn't sure, the gradients there are fit all other ways.
+        dark: nothing was, and some numbers weren't finite.
+    """
+
+    major: str | None
+    sure: bool = True
+    shown: bool = True
+    dark: bool = False
 
 
 def majors_of(
-    losses: Tensor, calls: Sequence[Call], pending: Sequence[Call], steady: bool = False, tail: Tail | None = None
-) -> dict[Call, str | None]:
+    losses: Tensor, calls: Sequence[Call], pending: Sequence[Call], tail: Tail | None = None
+) -> dict[Call, Verdict]:
     """How rows of the pending calls are grouped; calls no gradient reached are left out.
 
     Args:
         losses: [B].
         calls: of layers whose batch dimension is a multiple of B.
         pending: those of them to be proved.
-        steady: whether scaled losses give scaled gradients, up to the rounding of each number.
         tail: the lowest layers, if they can go by parts of the examples.
-
-    Returns:
-        "example" or "row" (see `ghostclip.regroup`), "" where both fit, None where rows of several examples mix.
     """
-    found = _majors(losses, calls, pending, 1.0, steady, tail)
-    # Times the factors, it must be a number of the losses' type.
-    most = 2.0 ** (math.floor(math.log2(torch.finfo(losses.dtype).max)) - BASE)
+    found = _majors(losses, calls, pending, 1.0, tail)
+    most = 2.0 ** (math.frexp(torch.finfo(losses.dtype).max)[1] - 1)
     for lift in LIFTS if any(call.dtype == torch.float16 for call in calls) else ():
-        if mixing := [call for call, major in found.items() if major is None]:
-            again = _majors(losses, calls, mixing, min(lift, most), steady, tail)
-            found |= {call: major for call, major in again.items() if major is not None}
+        if mixing := [call for call, verdict in found.items() if verdict.major is None]:
+            again = _majors(losses, calls, mixing, min(lift, most), tail)
+            found |= {call: verdict for call, verdict in again.items() if verdict.major is not None}
     return found
 
 
 def _majors(
-    losses: Tensor, calls: Sequence[Call], pending: Sequence[Call], lift: float, steady: bool, tail: Tail | None
-) -> dict[Call, str | None]:
+    losses: Tensor, calls: Sequence[Call], pending: Sequence[Call], lift: float, tail: Tail | None
+) -> dict[Call, Verdict]:
     """The same, for losses ``lift`` times as large."""
     examples = losses.shape[0]
     base = _sketches(losses, calls, torch.full_like(losses, lift), tail)
-    largest = _largest(list(base.values()))
-    readable = {call: _readable(rows, largest, steady) for call, rows in base.items()}
-    fits = {call: {"example", "row"} for call in pending if call in readable and bool(readable[call].any())}
+    scale = _scale(base, examples)
+    ways = {
+        call: [_Rows(base[call], examples, way, scale) for way in _ways(call.shape[call.batch_dim] // examples)]
+        for call in pending
+        if call in base and base[call].reached
+    }
     for factors in _telling_factors(losses):
-        seen = _sketches(losses, pending, lift * factors, tail)
-        for call, ways in fits.items():
-            if lift != 1.0 and not bool((base[call].isfinite() & seen[call].isfinite()).all()):
-                ways.clear()  # what overflowed for the lift alone shows nothing
-            _keep_what_follows(ways, base[call], seen[call], readable[call], factors)
-    found: dict[Call, str | None] = {}
-    for call, ways in fits.items():
-        single = call.shape[call.batch_dim] == examples
-        found[call] = None if not ways else "example" if single else "".join(ways) if len(ways) == 1 else ""
-    return found
+        seen = _sketches(losses, pending, lift * factors, tail, base)
+        for call, possible in ways.items():
+            for rows in possible:
+                rows.compare(seen[call], factors)
+    return {call: _verdict(base[call], possible, lift) for call, possible in ways.items()}
+
+
+def _verdict(base: _Sketch, ways: list[_Rows], lift: float) -> Verdict:
+    if lift != 1.0 and bool(base.spoilt.any()):
+        return Verdict(None)  # what overflowed for the lift alone shows nothing
+    if not (left := [rows for rows in ways if not rows.contradicted]):
+        return Verdict(None)
+    # Of what both ways say the same, the one that leaves more examples what they are.
+    best = min(left, key=lambda rows: rows.spoilt)
+    shown = any(rows.shown for rows in left)
+    return Verdict(best.way, len(left) == 1 and shown, shown, dark=not shown and bool(base.spoilt.any()))
 
 
 def decide(
     losses: Tensor, calls: Sequence[Call], candidates: Sequence[Candidate], index: ModelIndex, places: Places
-) -> dict[Edge, Decision]:
+) -> tuple[dict[Edge, Decision], bool]:
     """Which dimension of each candidate holds the examples, or none; what is sure is remembered in ``places``.
 
     Args:
@@ -98,51 +120,60 @@ def decide(
         index: of the model.
         places: remembers.
 
+    Returns:
+        The decisions, and whether numbers that aren't finite left one of them open.
+
     Raises:
         UnsupportedModelError: examples mix, or this batch doesn't show it.
     """
     ones = torch.ones_like(losses)
     base = _edge_sketches(losses, candidates, ones)
-    largest = _largest([*_sketches(losses, calls, ones).values(), *base.values()])
-    readable = {key: _readable(rows, _largest([rows])) for key, rows in base.items()}
-    fits: dict[Any, set[str]] = {(c.edge, dim): {"example", "row"} for c in candidates for dim in c.dims}
-    for candidate in candidates:
-        # Where examples have rows of their own, one that isn't finite spoils its own: this is what all of them share.
-        if min(candidate.inputs) >= 0:
-            for dim in candidate.dims:
-                rows = base.get((candidate.edge, dim))
-                if rows is not None and not bool(torch.isfinite(rows).all(1).any()):
-                    fits[candidate.edge, dim].clear()
-    for factors in _telling_factors(losses):
-        seen = _edge_sketches(losses, candidates, factors)
-        for key, ways in fits.items():
-            if key in base:
-                _keep_what_follows(ways, base[key], seen[key], readable[key], factors)
-    found: dict[Edge, Decision] = {}
+    scale = _scale(_sketches(losses, calls, ones), len(losses))
+    ways: dict[Edge, list[tuple[Decision, _Rows]]] = {}
     for candidate in candidates:
         possible = [
-            Decision(dim, candidate.multiples[dim], way)
-            for dim in candidate.dims
-            for way in (("example",) if candidate.multiples[dim] == 1 else ("example", "row"))
+            (dim, count, way) for dim in candidate.dims for count in [candidate.multiples[dim]] for way in _ways(count)
         ]
-        left = [way for way in possible if way.major in fits[candidate.edge, way.dim]]
-        size = max((_largest([base[c, d]]) for c, d in base if c == candidate.edge), default=0.0)
-        faint = size <= NOISE[torch.float64 if losses.dtype == torch.float64 else torch.float32] * largest
-        decision = _choice(candidate, left, possible if faint else [], index)
-        found[candidate.edge] = decision
-        if size > 0 and len(left) <= 1 and (left or not faint):
-            places.decisions[candidate.key] = decision
-    return found
+        ways[candidate.edge] = [
+            (Decision(dim, count, way), _Rows(base[candidate.edge, dim], len(losses), way, scale))
+            for dim, count, way in possible
+        ]
+    for factors in _telling_factors(losses):
+        seen = _edge_sketches(losses, candidates, factors, base)
+        for candidate in candidates:
+            for decision, rows in ways[candidate.edge]:
+                rows.compare(seen[candidate.edge, decision.dim], factors)
+    found: dict[Edge, Decision] = {}
+    dark = False
+    for candidate in candidates:
+        found[candidate.edge], sure = _choice(candidate, ways[candidate.edge], len(losses), index)
+        dark = dark or (not sure and any(rows.spoilt for _, rows in ways[candidate.edge]))
+        if sure:
+            places.decisions[candidate.key] = found[candidate.edge]
+    return found, dark
 
 
-def _choice(candidate: Candidate, ways: list[Decision], possible: list[Decision], index: ModelIndex) -> Decision:
-    """One of the ways that were proved, else of the ``possible``, else a shared tensor; raises where nothing can be."""
-    if ways:
-        return next((way for way in ways if way.count == 1), ways[0])
-    if single := [way for way in possible if way.count == 1]:
-        return single[0]
-    if OTHER not in candidate.inputs and (min(candidate.inputs) >= 0 or _constants_only(candidate, index)):
-        return Decision(None, multiples=candidate.multiples)
+def _choice(
+    candidate: Candidate, ways: list[tuple[Decision, _Rows]], examples: int, index: ModelIndex
+) -> tuple[Decision, bool]:
+    """What a candidate is, and whether that was shown: one of the ways not contradicted, else a shared tensor.
+
+    Raises:
+        UnsupportedModelError: it can be neither.
+    """
+    left = [(decision, rows) for decision, rows in ways if not rows.contradicted]
+    shown = [(decision, rows) for decision, rows in left if rows.shown]
+    shared = Decision(None, multiples=candidate.multiples, examples=examples)
+    may_be_shared = OTHER not in candidate.inputs and (min(candidate.inputs) >= 0 or _constants_only(candidate, index))
+    if not shown and may_be_shared and all(rows.spoilt == examples for _, rows in left):
+        # Where examples have rows of their own, one that isn't finite spoils its own: this is what all of them share.
+        return shared, not left
+    if left:
+        # Of what all ways say the same, the one that leaves more examples what they are.
+        best, _ = min(shown or left, key=lambda way: (way[1].spoilt, way[0].count != 1))
+        return best, len(shown) == len(left) == 1
+    if may_be_shared:
+        return shared, True
     if OTHER in candidate.inputs and candidate.shape[0] != 1 and 0 not in candidate.dims:
         raise refusal(candidate, PICKED)
     raise refusal(
@@ -157,6 +188,8 @@ def _constants_only(candidate: Candidate, index: ModelIndex) -> bool:
         return index.holds_shape(_size_of_constant(candidate))
     kept = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
     kept = [tensor for tensor in kept if isinstance(tensor, Tensor)]
+    if sum([index.is_own(tensor) for tensor in kept if not tensor.requires_grad]) >= candidate.inputs.count(NOTHING):
+        return True  # whatever else it keeps it made itself
     return bool(kept) and all(index.holds(tensor) for tensor in kept)
 
 
@@ -173,68 +206,160 @@ def _size_of_constant(candidate: Candidate) -> torch.Size | None:
     return torch.Size((*whole[:dim], rest, *whole[dim + 1 :]))
 
 
-def _largest(sketches: Sequence[Tensor]) -> float:
-    """The largest finite norm of a row in any of them."""
-    return max((float(_sizes(rows).max()) for rows in sketches if len(rows)), default=0.0)
+@dataclass(frozen=True)
+class _Sketch:
+    """A gradient's rows along one dimension, in a few numbers each.
+
+    Attributes:
+        rows: [rows, 4], float64: fixed random projections of the finite entries.
+        spoilt: [rows] bool: some entries weren't finite.
+        finite: of all entries, bool; None where all are.
+        dtype: that the gradient's noise is of.
+    """
+
+    rows: Tensor
+    spoilt: Tensor
+    finite: Tensor | None
+    dtype: torch.dtype
+
+    @property
+    def reached(self) -> bool:
+        """Whether the gradient isn't zero."""
+        return bool((self.rows != 0).any() | self.spoilt.any())
+
+    def of(self, part: slice) -> _Sketch:
+        """Some of the rows."""
+        finite = None if self.finite is None else self.finite[part]
+        return _Sketch(self.rows[part], self.spoilt[part], finite, self.dtype)
+
+
+def _joined(parts: list[_Sketch]) -> _Sketch:
+    """The rows of all parts."""
+    rows, spoilt = torch.cat([part.rows for part in parts]), torch.cat([part.spoilt for part in parts])
+    if not bool(spoilt.any()):
+        return _Sketch(rows, spoilt, None, parts[0].dtype)
+    width = next(part.finite.shape[1] for part in parts if part.finite is not None)
+    finite = [spoilt.new_ones(len(part.rows), width) if part.finite is None else part.finite for part in parts]
+    return _Sketch(rows, spoilt, torch.cat(finite), parts[0].dtype)
+
+
+def _sketch(grad: Tensor, dim: int, base: _Sketch | None = None) -> _Sketch:
+    """Of the entries that are finite, in the gradient ``base`` is of, too."""
+    if grad.is_complex():
+        grad = torch.view_as_real(grad)
+    grad = grad.movedim(dim, 0).flatten(1) if grad.dim() > 1 else grad.unsqueeze(1)
+    grad = grad if grad.dtype == torch.float64 else grad.float()
+    directions = torch.randn(grad.shape[1], 4, generator=torch.Generator().manual_seed(grad.shape[1]), dtype=grad.dtype)
+    directions = directions.to(grad.device)
+    finite = None if base is None else base.finite
+    rows = grad @ directions
+    if finite is None and bool(torch.isfinite(rows).all()):
+        return _Sketch(rows.double(), torch.zeros(len(rows), dtype=torch.bool, device=rows.device), None, grad.dtype)
+    # Close to overflow sums of finite entries are not finite.
+    near = grad.abs() <= torch.finfo(grad.dtype).max * 2.0**-20
+    finite = near if finite is None else finite & near
+    return _Sketch((torch.where(finite, grad, 0.0) @ directions).double(), ~finite.all(1), finite, grad.dtype)
+
+
+class _Rows:
+    """Whether rows follow the factors of the examples they would belong to, were they grouped in one way.
+
+    Args:
+        base: the rows for losses that all have the same factor.
+        examples: B.
+        way: "example" or "row".
+        scale: [B], the size of each example's gradients elsewhere.
+
+    Attributes:
+        contradicted: a row that is more than noise follows no factor, or another example's.
+        spoilt: how many examples would have entries that aren't finite.
+    """
+
+    def __init__(self, base: _Sketch, examples: int, way: str, scale: Tensor) -> None:
+        numbers = torch.arange(len(base.rows), device=base.rows.device)
+        self.way, self.contradicted = way, False
+        self._owners = numbers // max(1, len(numbers) // examples) if way == "example" else numbers % examples
+        self._sizes = _sizes(base.rows)
+        self._unit = torch.where(self._sizes > 0, self._sizes, 1.0)[:, None]
+        self._base = base.rows / self._unit
+        self._follow = self._sizes > 0
+        own = scale.scatter_reduce(0, self._owners, self._sizes, "amax")
+        self._noise = NOISE[base.dtype] * own[self._owners]
+        self.spoilt = len(self._owners[base.spoilt].unique())
+
+    @property
+    def shown(self) -> bool:
+        """Whether a row followed its own example's factors."""
+        return not self.contradicted and bool(self._follow.any())
+
+    def compare(self, seen: _Sketch, factors: Tensor) -> None:
+        """Takes the same rows for losses given these factors; zeros must be exact."""
+        own = factors[self._owners].double()
+        rows = seen.rows / self._unit
+        off = _sizes(rows - own[:, None] * self._base)
+        fits = torch.where((own == 0) | (self._sizes == 0), _sizes(rows) == 0, off <= TOLERANCE * own)
+        self._follow &= fits
+        strong = torch.maximum(self._sizes, _sizes(seen.rows)) > self._noise
+        self.contradicted = self.contradicted or bool((strong & ~fits).any())
 
 
 def _sizes(rows: Tensor) -> Tensor:
-    # In float64, as below: squares of what float32 can hold need not be.
-    return torch.where(torch.isfinite(rows).all(1), rows.double().norm(dim=1).to(rows.dtype), 0.0)
+    """[rows], the largest number of each: squares of what float64 can hold need not be held by it."""
+    return rows.abs().amax(1) if rows.numel() else rows.new_zeros(len(rows))
 
 
-def _readable(rows: Tensor, largest: float, steady: bool = False) -> Tensor:
-    """[rows] bool: the ones that are more than the rounding of the largest."""
-    sizes = _sizes(rows)
-    return sizes > (STEADY_NOISE if steady else NOISE[sizes.dtype]) * largest
+def _scale(sketches: dict[Any, _Sketch], examples: int) -> Tensor:
+    """[B], the largest row of each example where it has just one."""
+    single = [_sizes(each.rows) for each in sketches.values() if len(each.rows) == examples]
+    if single:
+        return torch.stack(single).amax(0)
+    some = next(iter(sketches.values())).rows if sketches else None
+    return torch.zeros(examples, dtype=torch.float64, device=None if some is None else some.device)
 
 
-def _keep_what_follows(ways: set[str], base: Tensor, seen: Tensor, readable: Tensor, factors: Tensor) -> None:
-    """Strikes out the ways to group rows that a change of the losses' factors contradicts."""
-    for way in list(ways):
-        owners = _owners(len(base), len(factors), way, factors.device)
-        if not _follow(base, seen, readable, factors[owners]):
-            ways.discard(way)
+def _ways(count: int) -> tuple[str, ...]:
+    """How so many rows an example may be grouped."""
+    return ("example",) if count == 1 else ("example", "row")
 
 
-def _sketch(grad: Tensor, dim: int) -> Tensor:
-    """Four fixed random projections of every row along ``dim``, [rows, 4]."""
-    if grad.is_complex():
-        grad = torch.view_as_real(grad)
-    rows = grad.movedim(dim, 0).flatten(1) if grad.dim() > 1 else grad.unsqueeze(1)
-    rows = rows if rows.dtype == torch.float64 else rows.float()
-    generator = torch.Generator().manual_seed(rows.shape[1])
-    directions = torch.randn(rows.shape[1], 4, generator=generator, dtype=rows.dtype, device="cpu").to(rows.device)
-    return rows @ directions
-
-
-def _sketches(losses: Tensor, calls: Sequence[Call], factors: Tensor, tail: Tail | None = None) -> dict[Any, Tensor]:
-    """The sketch of each pre-activation's gradient, for weighted losses."""
-    found: dict[Any, Tensor] = {}
+def _sketches(
+    losses: Tensor,
+    calls: Sequence[Call],
+    factors: Tensor,
+    tail: Tail | None = None,
+    base: Mapping[Any, _Sketch] = MappingProxyType({}),
+) -> dict[Any, _Sketch]:
+    """The sketch of each pre-activation's gradient, for weighted losses; ``base`` are those for other weights."""
+    found: dict[Any, _Sketch] = {}
 
     def look(call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
-        found[call] = _sketch(grad, call.batch_dim)
+        found[call] = _sketch(grad, call.batch_dim, base.get(call))
 
     by_parts = [] if tail is None else [call for call in calls if call in tail.calls]
     whole = [call for call in calls if call not in by_parts] if by_parts else calls
     with tail.stopped() if tail is not None and by_parts else nullcontext():
         first_pass(losses, whole, look, factors, retain_graph=True)
     if tail is not None and by_parts:
-        rows: dict[Call, list[Tensor]] = {call: [] for call in tail.calls}
+        parts: dict[Call, list[_Sketch]] = {call: [] for call in tail.calls}
         for part in tail.parts:
             for call, (_, _, grad) in zip(tail.calls, tail.gradients(part, tail.calls_of(part)), strict=True):
-                rows[call].append(_sketch(grad, 0))
-        found |= {call: torch.cat(rows[call]) for call in by_parts}
+                parts[call].append(_sketch(grad, 0, base[call].of(part) if call in base else None))
+        found |= {call: _joined(parts[call]) for call in by_parts}
     return found
 
 
-def _edge_sketches(losses: Tensor, candidates: Sequence[Candidate], factors: Tensor) -> dict[Any, Tensor]:
+def _edge_sketches(
+    losses: Tensor,
+    candidates: Sequence[Candidate],
+    factors: Tensor,
+    base: Mapping[Any, _Sketch] = MappingProxyType({}),
+) -> dict[Any, _Sketch]:
     """The same for each candidate and each of its dimensions, by (edge, dimension)."""
     grads = gradients_at([candidate.edge for candidate in candidates], losses, factors)
+    grads = [losses.new_zeros(()).expand(c.shape) if g is None else g for c, g in zip(candidates, grads, strict=True)]
     return {
-        (candidate.edge, dim): _sketch(grad, dim)
+        (candidate.edge, dim): _sketch(grad, dim, base.get((candidate.edge, dim)))
         for candidate, grad in zip(candidates, grads, strict=True)
-        if grad is not None
         for dim in candidate.dims
     }
 
@@ -242,33 +367,15 @@ def _edge_sketches(losses: Tensor, candidates: Sequence[Candidate], factors: Ten
 def _telling_factors(losses: Tensor) -> Iterator[Tensor]:
     """Factors for the losses: together they differ for any two examples.
 
-    Powers of two by the digits of an example's number; and the last example alone, which shows even the slightest
-    mixing with it.
+    Powers of two by the digits of an example's number; and the last example with a finite loss alone, which shows even
+    the slightest mixing with it.
     """
     examples = losses.shape[0]
     numbers = torch.arange(examples, device=losses.device)
     while examples > 1:
-        yield torch.exp2((numbers % BASE).to(losses.dtype))
+        yield torch.exp2(-(numbers % BASE).to(losses.dtype))
         numbers, examples = numbers // BASE, math.ceil(examples / BASE)
     alone = torch.zeros_like(losses)
-    alone[-1] = 1.0
+    finite = torch.isfinite(losses.detach()).nonzero()
+    alone[int(finite[-1]) if len(finite) else -1] = 1.0
     yield alone
-
-
-def _owners(rows: int, examples: int, way: str, device: torch.device) -> Tensor:
-    """The example each of ``rows`` rows belongs to, were they grouped this way."""
-    numbers = torch.arange(rows, device=device)
-    return numbers // (rows // examples) if way == "example" else numbers % examples
-
-
-def _follow(base: Tensor, seen: Tensor, readable: Tensor, factors: Tensor) -> bool:
-    """Whether readable rows of ``seen`` are those of ``base`` times their factors; zeros must be exact."""
-    rows = readable & torch.isfinite(seen).all(1)
-    base, seen, factors = base[rows].double(), seen[rows].double(), factors[rows].double()
-    if bool((seen[factors == 0] != 0).any()):
-        return False
-    size = base.square().sum(1)
-    found = (seen * base).sum(1) / size
-    rest = (seen - found[:, None] * base).square().sum(1)
-    near = (found - factors).abs() <= FACTOR_TOLERANCE * factors
-    return bool((near & (rest <= (REST_TOLERANCE * factors) ** 2 * size)).all())

@@ -7,7 +7,7 @@ and parameters used outside of layers, are followed to where they meet the examp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,18 +17,16 @@ from ghostclip.graph import Uses
 from ghostclip.index import ModelIndex
 from ghostclip.nn.base import Call
 from ghostclip.positions import are_positions
-from ghostclip.proof import decide, majors_of
+from ghostclip.proof import Verdict, decide, majors_of
 from ghostclip.seams import Edge
 from ghostclip.search import Candidate, Decision, NotShared, Places, Search, settle
 from ghostclip.shared import Region, from_below
 from ghostclip.tail import Tail
 
-__all__ = ["Grouping", "row_count"]
+__all__ = ["Grouping", "Layout", "row_count"]
 
 # So many graphs are remembered as a whole.
 MOST_GRAPHS = 1000
-# After so many updates a layer that nothing reached is tried again: a head that starts with zeros opens with the first.
-UPDATES = 8
 
 
 def row_count(call: Call, examples: int, name: str) -> int:
@@ -66,6 +64,24 @@ def _key(call: Call, count: int) -> tuple:
     return (id(call.layer), call.parameters, call.batch_dim, len(call.shape), count)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Whose the rows behind a vector of losses are.
+
+    Attributes:
+        calls: every use of a parameter.
+        majors: how each call's rows are grouped ("example" or "row" major), by id(call).
+        watched: calls that no gradient had reached so far: once one does, they are to be proved, and nothing clipped
+            before.
+        proved: whether all calls are proved.
+    """
+
+    calls: list[Call]
+    majors: dict[int, str]
+    watched: list[Call]
+    proved: bool
+
+
 class Grouping:
     """Remembers which uses of which layers have been proved to keep examples apart, and how their rows are grouped."""
 
@@ -73,9 +89,8 @@ class Grouping:
         self._proved: dict[tuple, str] = {}
         # What the last rehearsal met.
         self._rehearsed: set[tuple] = set()
-        self._seen: dict[tuple, int] = {}
-        # When a key was tried last: the versions of the parameters, and how many updates it was tried after.
-        self._tried: dict[tuple, tuple[int, int]] = {}
+        # What was tried; if it isn't proved, no gradient reached it, or none that shows anything.
+        self._tried: set[tuple] = set()
         self._positions: set[tuple] = set()
         # How the calls' rows are grouped for a batch size and a graph in which all is proved.
         self._settled: dict[tuple, list[str]] = {}
@@ -86,12 +101,19 @@ class Grouping:
         return graph in self._settled and not (uses.reorders or uses.leaves or self._positions)
 
     def prove(
-        self, losses: Tensor, uses: Uses, index: ModelIndex, rehearsal: bool = False, tail: Tail | None = None
-    ) -> tuple[list[Call], dict[int, str]]:
-        """Every use of a parameter, and how each call's rows are grouped ("example" or "row" major), by id(call).
+        self,
+        losses: Tensor,
+        uses: Uses,
+        index: ModelIndex,
+        rehearsal: bool = False,
+        tail: Tail | None = None,
+        reached: bool = False,
+    ) -> Layout:
+        """Every use of a parameter, and how each call's rows are grouped.
 
-        Runs extra backwards on first meeting a layer with so many rows an example in a graph of so many nodes, and none
-        afterwards, but for a graph that may order its examples differently every time.
+        Runs extra backwards on first meeting a layer with so many rows an example in a graph of so many nodes, and when
+        a gradient reaches one that isn't proved; and none otherwise, but for a graph that may order its examples
+        differently every time.
 
         Args:
             losses: [B].
@@ -99,65 +121,73 @@ class Grouping:
             index: of the model.
             rehearsal: the graph is that of a few examples, and will be met again with more of them.
             tail: its lowest layers, if they can go by parts of the examples.
+            reached: this batch's gradient reached something that is open.
 
         Raises:
             UnsupportedModelError: rows of other examples move with one example's loss, or the grouping can't be told.
         """
         examples = losses.shape[0]
-        calls, region = uses.calls, None
         graph = uses.key(examples)
         if self.is_settled(graph, uses):
-            return calls, {id(call): major for call, major in zip(calls, self._settled[graph], strict=True)}
-        odd = [call for call in calls if _is_odd(call, examples)]
-        if self._positions:
-            odd += [call for call in calls if call not in odd and self._is_table(call, examples)]
+            majors = {id(call): major for call, major in zip(uses.calls, self._settled[graph], strict=True)}
+            return Layout(uses.calls, majors, [], True)
+        odd = [call for call in uses.calls if _is_odd(call, examples) or self._is_table(call, examples)]
+        return self._prove(losses, uses, index, odd, rehearsal, tail, reached)
+
+    def _prove(
+        self,
+        losses: Tensor,
+        uses: Uses,
+        index: ModelIndex,
+        odd: list[Call],
+        rehearsal: bool,
+        tail: Tail | None,
+        reached: bool,
+    ) -> Layout:
+        """The same, given the calls that saw no examples, as far as is known."""
+        examples, region = losses.shape[0], None
+        calls = uses.calls
         if odd or uses.leaves:
             region = self._region(losses, uses, odd, index)
             shared = {id(call) for call in region.calls.values()}
             calls = [call for call in calls if id(call) not in shared]
         keys = {id(call): (uses.size, *self._key(call, examples, index)) for call in calls}
+        found: dict[Call, Verdict] = {}
         if rehearsal:
             self._rehearsed = set(keys.values())
-        if examples > 1 and (uses.reorders or not all(key in self._proved for key in keys.values())):
-            versions = sum([parameter._version for _, parameter in index.trained()])
-            pending = [call for call in calls if uses.reorders or self._is_open(keys[id(call)], rehearsal, versions)]
-            if mixing := self._prove_calls(losses, uses, calls, pending, keys, None if rehearsal else versions, tail):
-                self._take_as_positions(losses, mixing, keys, index)
-                return self.prove(losses, uses, index, rehearsal, tail)
-        majors = {id(call): self._major(call, keys[id(call)], examples, index) for call in calls}
-        settled = region is None and all(key in self._proved for key in keys.values())
-        if settled and len(self._settled) < MOST_GRAPHS:
-            self._settled[graph] = list(majors.values())
-        return (calls if region is None else [*calls, *region.uses]), majors
+        pending = self._pending(uses, calls, keys, rehearsal, reached) if examples > 1 else []
+        if pending:
+            found = majors_of(losses, calls, pending, tail)
+            if tables := self._tables(losses, found, keys, index):
+                return self._prove(losses, uses, index, [*odd, *tables], rehearsal, tail, reached)
+            self._proved |= {keys[id(call)]: str(verdict.major) for call, verdict in found.items() if verdict.sure}
+            if not rehearsal:
+                self._tried |= {keys[id(call)] for call in pending}
+        majors = {id(call): self._major(call, keys[id(call)], found.get(call), examples, index) for call in calls}
+        left = [call for call in calls if keys[id(call)] not in self._proved] if examples > 1 else []
+        if region is None and all(key in self._proved for key in keys.values()) and len(self._settled) < MOST_GRAPHS:
+            self._settled[uses.key(examples)] = list(majors.values())
+        calls = calls if region is None else [*calls, *region.uses]
+        return Layout(calls, majors, [call for call in left if call not in pending], not left)
 
-    def _prove_calls(
-        self,
-        losses: Tensor,
-        uses: Uses,
-        calls: Sequence[Call],
-        pending: Sequence[Call],
-        keys: dict[int, tuple],
-        versions: int | None,
-        tail: Tail | None,
+    def _pending(
+        self, uses: Uses, calls: list[Call], keys: dict[int, tuple], rehearsal: bool, reached: bool
     ) -> list[Call]:
-        """Proves what is pending; returns the calls where examples mix. ``versions`` are None in a rehearsal."""
-        found = majors_of(losses, calls, pending, False, tail) if pending else {}
-        for call, major in found.items():
-            if major:
-                self._proved[keys[id(call)]] = major
-        mixing = [call for call, major in found.items() if major is None]
-        if versions is not None:
-            # What is refused now is tried again, whoever goes on nevertheless.
-            refused = {keys[id(call)] for call in mixing}
-            for key in set(keys.values()) - refused:
-                self._seen[key] = self._seen.get(key, 0) + 1
-            for key in {keys[id(call)] for call in pending} - refused:
-                last, updates = self._tried.get(key, (versions, 0))
-                self._tried[key] = versions, updates + (versions != last)
-        return mixing
+        """The calls to be proved now; all of them where a gradient came a new way, which may lead through others."""
+        if reached or uses.reorders:
+            return calls
+        known = self._proved.keys() if rehearsal else self._proved.keys() | self._tried
+        return [call for call in calls if keys[id(call)] not in known]
 
-    def _take_as_positions(self, losses: Tensor, mixing: list[Call], keys: dict[int, tuple], index: ModelIndex) -> None:
-        """From now on, the calls are tables of positions as long as a batch; raises where examples mix in truth."""
+    def _tables(
+        self, losses: Tensor, found: dict[Call, Verdict], keys: dict[int, tuple], index: ModelIndex
+    ) -> list[Call]:
+        """The calls that are tables of positions as long as a batch; raises where examples mix in truth."""
+        # Of all examples, a table has a row that isn't finite where one example's is.
+        dark = [call for call, verdict in found.items() if verdict.dark and are_positions(losses, [call])]
+        mixing = [call for call, verdict in found.items() if verdict.major is None]
+        if not mixing:
+            return dark
         if not are_positions(losses, mixing):
             call = next((call for call in mixing if call.sources), mixing[0])
             narrow = ", or its float16 gradients are too small, which looks alike (give loss_scale=1024.0)"
@@ -168,6 +198,7 @@ class Grouping:
                 "wrap(model, batch_dim={...})"
             )
         self._positions |= {keys[id(call)][1:] for call in mixing}
+        return [*mixing, *dark]
 
     def _is_table(self, call: Call, examples: int) -> bool:
         """Whether the call was found to be a table of positions, of as many rows an example as now."""
@@ -188,14 +219,18 @@ class Grouping:
         alone = {id(call) for call in odd}
         whole = [call for call in uses.calls if id(call) not in alone]
 
-        def prove(candidates: list[Candidate]) -> dict[Edge, Decision]:
+        def prove(candidates: list[Candidate]) -> tuple[dict[Edge, Decision], bool]:
             return decide(losses, whole, candidates, index, places)
 
         try:
             return settle(search, prove)
-        except NotShared as refused:
-            call = refused.call
-            raise not_a_batch(call, examples, index.layer(call)) from None
+        except (NotShared, UnsupportedModelError) as refused:
+            if search.dark:
+                # Nobody knows what one backward an example would not tell, and nothing is refused for what it is.
+                return Region(examples, [], leaves, search.calls)
+            if isinstance(refused, NotShared):
+                raise not_a_batch(refused.call, examples, index.layer(refused.call)) from None
+            raise
 
     def _key(self, call: Call, examples: int, index: ModelIndex) -> tuple:
         return _key(call, row_count(call, examples, index.layer(call)))
@@ -205,23 +240,16 @@ class Grouping:
         """Whether the last rehearsal left something that another one may prove."""
         return not self._rehearsed <= self._proved.keys()
 
-    def _is_open(self, key: tuple, rehearsal: bool, versions: int) -> bool:
-        """Not proved; where nothing has reached the layer so far, tried at the 1st, 2nd, 4th, 8th ... batch.
-
-        And after the first updates; a rehearsal takes the place of no batch: what reached nothing by a few examples may
-        by the others.
-        """
-        met = self._seen.get(key, 0) + 1
-        last, updates = self._tried.get(key, (versions, 0))
-        due = met & (met - 1) == 0 or (versions != last and updates < UPDATES)
-        return key not in self._proved and (rehearsal or due)
-
-    def _major(self, call: Call, key: tuple, examples: int, index: ModelIndex) -> str:
+    def _major(self, call: Call, key: tuple, verdict: Verdict | None, examples: int, index: ModelIndex) -> str:
         if key[-1] == 1 or examples <= 1:
             return "example"
-        if key not in self._proved:
+        if key in self._proved:
+            return self._proved[key]
+        if verdict is None:
+            return "example"  # all of its gradient is zero, or will be looked at when it isn't
+        if not (verdict.shown or verdict.dark):
             raise UnsupportedModelError(
                 f"{index.layer(call)}: {key[-1]} rows an example are folded into its batch dimension, and this batch "
                 f"doesn't show how; give it inputs [B, positions, features] instead"
             )
-        return self._proved[key]
+        return str(verdict.major)

@@ -20,7 +20,7 @@ from ghostclip.nn.base import Call
 from ghostclip.seams import ELEMENTWISE, EXPAND, REPEAT, Edge, Seam, broadcasts, shape_of
 from ghostclip.shared import Region, from_below, inputs_of
 
-__all__ = ["OTHER", "PICKED", "Candidate", "Decision", "NotShared", "Places", "Search", "refusal", "settle"]
+__all__ = ["NOTHING", "OTHER", "PICKED", "Candidate", "Decision", "NotShared", "Places", "Search", "refusal", "settle"]
 
 # Operations on shared tensors alone whose result may have examples nevertheless: by its size, or by indices.
 CREATORS = {
@@ -44,17 +44,19 @@ class Decision:
     Attributes:
         dim, count, major: as in `Seam`.
         multiples: how many times the batch went into each dimension.
+        examples: of the batch; a shared tensor is looked at again where another batch has as many rows as it has.
     """
 
     dim: int | None
     count: int = 0
     major: str = "example"
     multiples: tuple[int, ...] = ()
+    examples: int = 0
 
-    def stands_for(self, shape: torch.Size, multiples: tuple[int, ...]) -> bool:
+    def stands_for(self, shape: torch.Size, multiples: tuple[int, ...], examples: int) -> bool:
         """Whether it holds for another batch's output of that shape."""
         if self.dim is None:
-            return multiples == self.multiples
+            return (multiples, examples) == (self.multiples, self.examples)
         return self.dim < len(shape) and multiples[self.dim] == self.count
 
 
@@ -105,6 +107,9 @@ class Search:
         leaves: {accumulating node: parameter used outside of layers}.
         index: of the model.
         places: what is known from other batches.
+
+    Attributes:
+        dark: whether numbers that aren't finite left something open.
     """
 
     def __init__(
@@ -116,6 +121,7 @@ class Search:
         self._nodes = from_below(losses)
         self._outputs = self._used_outputs()
         self.decided: dict[Edge, Decision] = {}
+        self.dark = False
 
     def _used_outputs(self) -> dict[Any, set[int]]:
         used: dict[Any, set[int]] = {self._losses.grad_fn: {self._losses.output_nr}}
@@ -219,7 +225,7 @@ class Search:
         if (now := self.decided.get(candidate.edge)) is not None:
             return now
         earlier = self._places.decisions.get(candidate.key)
-        if earlier is None or not earlier.stands_for(candidate.shape, candidate.multiples):
+        if earlier is None or not earlier.stands_for(candidate.shape, candidate.multiples, self._examples):
             return None
         return earlier if earlier.dim is None or earlier.dim in candidate.dims else None
 
@@ -269,11 +275,13 @@ def refusal(candidate: Candidate, why: str) -> UnsupportedModelError:
     )
 
 
-Prove = Callable[[list[Candidate]], dict[Edge, Decision]]
+Prove = Callable[[list[Candidate]], tuple[dict[Edge, Decision], bool]]
 
 
 def settle(search: Search, prove: Prove) -> Region:
     """The region, after as many proofs as it takes."""
     while candidates := search.walk():
-        search.decided.update(prove(candidates))
+        decided, dark = prove(candidates)
+        search.decided.update(decided)
+        search.dark = search.dark or dark
     return search.region()

@@ -342,8 +342,8 @@ CLIPPING = [
     Mutant(
         "mixing not looked for",
         "ghostclip/proof.py",
-        "        found[call] = None if not ways else",
-        '        found[call] = "example" if not ways else',
+        "    if not (left := [rows for rows in ways if not rows.contradicted]):\n",
+        "    if not (left := ways):\n",
         ("tests/test_mixing.py", "tests/test_pitfalls.py"),
     ),
     Mutant(
@@ -834,4 +834,93 @@ AROUND = [
     ),
 ]
 
-MUTANTS = [*CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND]
+SHARED_NONFINITE = ("tests/test_nonfinite_shared.py", "-k")
+LATE = ("tests/test_first_gradients.py", "-k")
+PROVED = [
+    Mutant(
+        "rows that are not finite count as zeros",
+        "ghostclip/proof.py",
+        "@ directions).double(), ~finite.all(1), finite, grad.dtype)\n",
+        "@ directions).double(), ~finite.all(1) & False, finite, grad.dtype)\n",
+        (*SHARED_NONFINITE, "first_batch and positions"),
+    ),
+    Mutant(
+        "rows are held against the largest of all examples",
+        "ghostclip/proof.py",
+        '        own = scale.scatter_reduce(0, self._owners, self._sizes, "amax")\n',
+        "        own = torch.full_like(scale, float(torch.cat([scale, self._sizes]).max()))\n",
+        ("tests/test_mixing_scales.py",),
+    ),
+    Mutant(
+        "factors make finite gradients overflow",
+        "ghostclip/proof.py",
+        "        yield torch.exp2(-(numbers % BASE)",
+        "        yield torch.exp2(+(numbers % BASE)",
+        ("tests/test_mixing_scales.py",),
+    ),
+    Mutant(
+        "a table without finite rows is the examples' own",
+        "ghostclip/regroup.py",
+        "        if not mixing:\n            return dark\n",
+        "        if not mixing:\n            return []\n",
+        (*SHARED_NONFINITE, "first_batch and positions"),
+    ),
+    Mutant(
+        "what all share is an example's where nothing is finite",
+        "ghostclip/proof.py",
+        "    if not shown and may_be_shared and all(",
+        "    if not left and may_be_shared and all(",
+        (*SHARED_NONFINITE, "first_batch and (index or gain)"),
+    ),
+    Mutant(
+        "a batch without a finite example is refused",
+        "ghostclip/regroup.py",
+        "            if search.dark:\n",
+        "            if False:\n",
+        (*SHARED_NONFINITE, "no_example_is_finite"),
+    ),
+    Mutant(
+        "a frozen gain counts as data",
+        "ghostclip/proof.py",
+        ">= candidate.inputs.count(NOTHING):\n",
+        "> len(kept):\n",
+        (*SHARED_NONFINITE, "trains_at_one_size and gain"),
+    ),
+    Mutant(
+        "first gradients go unnoticed",
+        "ghostclip/passes.py",
+        "        return bool(self._arrived) and ",
+        "        return bool(self._arrived) and False and ",
+        (*LATE, "switched_on_late"),
+    ),
+    Mutant(
+        "a new way is not looked at in layers that are proved",
+        "ghostclip/regroup.py",
+        "        if reached or uses.reorders:\n",
+        "        if uses.reorders:\n",
+        (*LATE, "switched_on_late"),
+    ),
+    Mutant(
+        "groups go on from a pass that was given up",
+        "ghostclip/groupwise.py",
+        "            taken.clear()\n",
+        "            pass\n",
+        (*LATE, "switched_on_late"),
+    ),
+    Mutant(
+        "a branch that stays off is proved again at every batch",
+        "ghostclip/regroup.py",
+        "                self._tried |= {keys[id(call)] for call in pending}\n",
+        "                pass\n",
+        (*LATE, "stays_off"),
+    ),
+    Mutant(
+        "steps are compiled before gradients reach all layers",
+        "ghostclip/first_passes.py",
+        "            self.is_open = not layout.proved\n",
+        "            watched = []\n",
+        (*LATE, "compiled"),
+    ),
+]
+
+MUTANTS = [*CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *PROVED]

@@ -100,7 +100,8 @@ class CompiledClip:
         if plan is None:
             result = self.eager(loss_fn, batch)
             asked = self.ask_anew(asked)
-            if asked.key not in self._plans and self.may_have(len(self._plans)):
+            # A graph takes for granted what is proved of every layer, and so waits for gradients to have reached all.
+            if not self.passes.is_open and asked.key not in self._plans and self.may_have(len(self._plans)):
                 self._plans[asked.key] = self._compile(loss_fn, asked)
             return result
         if plan.region is None:

@@ -82,7 +82,7 @@ def learn(passes: TwoPasses, losses: Tensor, padded: bool) -> str | None:
         return "sums of parameters narrower than float32 are gathered in float32, which a graph doesn't do"
     keep = passes.cached or isinstance(passes.clipping, Groupwise)
     passes.first_pass(losses, keep=keep, retain_graph=False)
-    return None
+    return "no gradient has reached some layer so far" if passes.is_open else None
 
 
 def straight(passes: TwoPasses, losses: Tensor, keep: Tensor) -> tuple[Tensor, Clipped]:

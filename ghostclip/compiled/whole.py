@@ -80,14 +80,18 @@ class CompiledStep:
             update: the optimizer's step.
             noise: of the shape and type that `WholeStep.run` will be given.
         """
-        if (asked := self._clip.ask(loss_fn, batch)) is None:
+        passes = self._clip.passes
+        if passes.is_open or (asked := self._clip.ask(loss_fn, batch)) is None:
             return None
         plan = self._plans.get((asked.key, update.key))
         if plan is None:
             asked = self._clip.ask_anew(asked)
             key = (asked.key, update.key)
             if key not in self._plans and self._clip.may_have(len(self._plans)):
-                self._plans[key] = self._compile(loss_fn, asked, update, noise)
+                plan = self._compile(loss_fn, asked, update, noise)
+                if passes.is_open:
+                    return None
+                self._plans[key] = plan
             plan = self._plans.get(key)
         return None if plan is None or plan.region is None else (plan, asked)
 
@@ -105,7 +109,7 @@ class CompiledStep:
                     self._graph(plan, loss_fn, asked, update, noise)
         except Exception as error:  # whatever the compiler stumbles over, the eager step is there
             reason = in_a_line(error)
-        if reason is not None:
+        if reason is not None and not self._clip.passes.is_open:
             self.refuse(plan, asked, reason)
         return plan
 

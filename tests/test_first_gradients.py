@@ -1,0 +1,220 @@
+"""A branch that no gradient reaches at first, and one reaches later: exact or refused from its first batch on."""
+
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from comparing import assert_close, assert_dicts_close, gradients
+from einops import rearrange
+from graphs import interpret
+from private_runs import engine_for
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import ghostclip
+from ghostclip import GhostClipper, UnsupportedModelError, clipping, regroup
+
+EXAMPLES, MAX_NORM = 4, 0.3
+EACH = clipping.PerLayer(max_norm=MAX_NORM)
+GROUPS = {layer: [layer] for layer in ("trunk", "head", "aux")}
+
+
+def each_group(norms: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What `PerLayer` does, as a policy that looks at all norms first."""
+    return {group: (MAX_NORM / 3**0.5 / norm).clamp(max=1.0) for group, norm in norms.items()}
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "reweight": {"clipping": MAX_NORM},
+    "cached": {"clipping": MAX_NORM, "second_pass": "cached"},
+    "in passing": {"clipping": EACH},
+    "by groups": {"clipping": clipping.Custom(each_group, MAX_NORM, groups=GROUPS)},
+}
+ways = pytest.mark.parametrize("way", WAYS)
+
+
+def of_positions(aux: nn.Module, hidden: Tensor) -> Tensor:
+    return aux(hidden[:, 0])
+
+
+def window_first(aux: nn.Module, hidden: Tensor) -> Tensor:
+    """Two rows an example in the batch dimension, which only a gradient tells how they are grouped."""
+    rows = aux(rearrange(hidden, "b (w t) d -> (w b) t d", w=2))
+    return rearrange(rows, "(w b) t d -> b w t d", w=2).flatten(1)
+
+
+def example_first(aux: nn.Module, hidden: Tensor) -> Tensor:
+    return rearrange(aux(rearrange(hidden, "b (w t) d -> (b w) t d", w=2)), "(b w) t d -> b w t d", w=2).flatten(1)
+
+
+def centred(aux: nn.Module, hidden: Tensor) -> Tensor:
+    """Examples mix below the layer, in one that a gradient has reached all along."""
+    hidden = hidden[:, 0]
+    return aux(hidden - hidden.mean(0))
+
+
+def centred_late(aux: nn.Module, hidden: Tensor) -> Tensor:
+    found = aux(hidden[:, 0])
+    return found - found.mean(0)
+
+
+def time_first(aux: nn.Module, hidden: Tensor) -> Tensor:
+    """As many positions as examples, in the dimension where examples are said to be."""
+    return aux(hidden.transpose(0, 1)).transpose(0, 1).flatten(1)
+
+
+BRANCHES = {
+    branch.__name__: branch for branch in (of_positions, window_first, example_first, centred, centred_late, time_first)
+}
+EXACT = ("of_positions", "window_first", "example_first")
+
+
+class Branched(nn.Module):
+    """A trunk with a head, and a branch whose share of the losses is nothing at first."""
+
+    def __init__(self, branch: str) -> None:
+        super().__init__()
+        self.trunk, self.head, self.aux = nn.Linear(3, 5), nn.Linear(5, 2), nn.Linear(5, 3)
+        self.branch = BRANCHES[branch]
+        self.register_buffer("share", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.trunk(x))
+        losses = self.head(hidden).square().flatten(1).mean(1)
+        return losses + self.share * self.branch(self.aux, hidden).square().flatten(1).sum(1)
+
+
+def batch(seed: int = 0, examples: int = EXAMPLES) -> Tensor:
+    return torch.randn(examples, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def expected(model: nn.Module, x: Tensor, way: str) -> dict[str, Tensor]:
+    each = oracle.per_example_grads(model, lambda losses: losses, (x,))
+    if way in ("reweight", "cached"):
+        return oracle.clipped_sum(each, MAX_NORM)
+    found: dict[str, Tensor] = {}
+    bound = MAX_NORM / 3**0.5
+    for layer in GROUPS:
+        found |= oracle.clipped_sum({k: v for k, v in each.items() if k.startswith(layer)}, bound)
+    return {name: found[name] for name in each}
+
+
+def check(model: nn.Module, clipper: GhostClipper, step: Any, x: Tensor, branch: str, way: str) -> None:
+    """The clipped sums of a batch are exact, or it is refused and nothing added."""
+    model.zero_grad()
+    wanted = expected(model, x, way)
+    if branch in EXACT or not bool(model.share):
+        step(x)
+        assert_dicts_close(gradients(model), wanted, 1e-10)
+        return
+    with pytest.raises(UnsupportedModelError, match=r"trunk|aux"):
+        step(x)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@ways
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("call", ["backward", "clip"])
+def test_a_branch_that_is_switched_on_late(branch: str, way: str, call: str) -> None:
+    torch.manual_seed(2)
+    model = ghostclip.wrap(Branched(branch).double())
+    clipper = GhostClipper(model, **WAYS[way])
+    steps = {"backward": lambda x: clipper.backward(model(x)), "clip": lambda x: clipper.clip(lambda m, x: m(x), x)}
+    for number in range(11):
+        check(model, clipper, steps[call], batch(number), branch, way)
+    model.share.fill_(1.0)
+    for number in range(2):
+        check(model, clipper, steps[call], batch(number), branch, way)
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+def test_a_branch_that_is_switched_on_late_in_an_engine(branch: str, second_pass: str) -> None:
+    torch.manual_seed(2)
+    model = Branched(branch).double()
+    data = TensorDataset(batch())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine = engine_for(
+        model, optimizer, data, batch_size=EXAMPLES, sampling="without_replacement", noise="test", seed=1,
+        clipping=MAX_NORM, second_pass=second_pass,
+    )  # fmt: skip
+    found: list[dict[str, Tensor]] = []
+    optimizer.register_step_pre_hook(lambda *_: found.append({k: v.clone() for k, v in gradients(model).items()}))
+    for number, logical in zip(range(12), _without_end(engine), strict=False):
+        if number == 10:
+            model.share.fill_(1.0)
+        if number >= 10 and branch not in EXACT:
+            with pytest.raises(UnsupportedModelError, match=r"trunk|aux"):
+                engine.step(logical, lambda m, examples: m(examples[0]))
+            return
+        engine.step(logical, lambda m, examples: m(examples[0]))
+    twin = ghostclip.unwrap(model)
+    for share, sums in ((0.0, found[9]), (1.0, found[10])):
+        twin.share.fill_(share)
+        wanted = {k: v / EXAMPLES for k, v in expected(twin, batch(), "reweight").items()}
+        assert_dicts_close(sums, wanted, 1e-10)
+
+
+def _without_end(engine: Any) -> Any:
+    while True:
+        yield from engine.batches()
+
+
+@ways
+def test_a_branch_that_stays_off_is_proved_once_and_costs_no_backward(way: str, monkeypatch: Any) -> None:
+    proved: list[int] = []
+    original = regroup.majors_of
+    monkeypatch.setattr(regroup, "majors_of", lambda losses, *a: (proved.append(len(losses)), original(losses, *a))[1])
+    model = ghostclip.wrap(Branched("of_positions").double())
+    clipper = GhostClipper(model, **WAYS[way])
+    for number in range(9):
+        clipper.backward(model(batch(number)))
+    assert proved == [EXAMPLES]
+    model.share.fill_(1.0)
+    for number in range(3):
+        clipper.backward(model(batch(number)))
+    assert proved == [EXAMPLES, EXAMPLES]
+
+
+@ways
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_example_that_is_not_finite_when_the_branch_is_switched_on(way: str, value: float) -> None:
+    torch.manual_seed(2)
+    model = ghostclip.wrap(Branched("window_first").double())
+    clipper = GhostClipper(model, **WAYS[way])
+    clipper.backward(model(batch()))
+    model.share.fill_(1.0)
+    x = batch(1)
+    wanted = expected(model, x[1:], way)
+    x[0, 1, 1] = value
+    for _ in range(2):
+        model.zero_grad()
+        clipper.backward(model(x))
+        assert_dicts_close(gradients(model), wanted, 1e-10)
+
+
+def test_norms_see_it_too() -> None:
+    model = ghostclip.wrap(Branched("window_first").double())
+    clipper = GhostClipper(model)
+    clipper.norms(model(batch()))
+    model.share.fill_(1.0)
+    assert_close(
+        clipper.norms(model(batch(1))), oracle.norms(oracle.per_example_grads(model, lambda l: l, (batch(1),))), 1e-10
+    )
+
+
+@pytest.mark.parametrize("branch", ["window_first", "centred"])
+def test_a_compiled_step_waits_until_a_gradient_has_reached_every_layer(branch: str, monkeypatch: Any) -> None:
+    interpret(monkeypatch)
+    torch.manual_seed(2)
+    model = ghostclip.wrap(Branched(branch).double())
+    clipper = GhostClipper(model, MAX_NORM, compile=True)
+    for number in range(4):
+        check(model, clipper, lambda x: clipper.clip(lambda m, x: m(x), x), batch(number), branch, "reweight")
+    assert clipper.compiled is not None
+    assert clipper.compiled.graphs == 0
+    model.share.fill_(1.0)
+    for number in range(4):
+        check(model, clipper, lambda x: clipper.clip(lambda m, x: m(x), x), batch(number), branch, "reweight")
+    assert clipper.compiled.graphs == (branch in EXACT)

@@ -1,0 +1,73 @@
+"""Examples that mix are found whatever the scale of the others' gradients; those that don't are not refused for it."""
+
+import oracle
+import pytest
+import torch
+from case_models import Wired
+from comparing import assert_dicts_close, gradients
+from torch import nn
+
+import ghostclip
+from ghostclip import UnsupportedModelError
+
+EXAMPLES = 8
+
+
+def network(wiring):
+    torch.manual_seed(4)
+    return ghostclip.wrap(Wired(wiring, body=nn.Linear(3, 5), head=nn.Linear(5, 2)))
+
+
+def inputs():
+    return torch.randn(EXAMPLES, 3, generator=torch.Generator().manual_seed(5))
+
+
+def centred(m, x):
+    hidden = torch.tanh(m.body(x))
+    return m.head(hidden - hidden.mean(0))
+
+
+def centred_elsewhere(m, x):
+    """Half of the examples mix, and the large one isn't among them."""
+    hidden = torch.tanh(m.body(x))
+    return m.head(torch.cat([hidden[:4] - hidden[:4].mean(0), hidden[4:]]))
+
+
+@pytest.mark.parametrize("large", [1.0, 1e4, 1e12, 1e30, torch.inf, torch.nan])
+@pytest.mark.parametrize("which", [4, EXAMPLES - 1])
+@pytest.mark.parametrize("wiring", [centred, centred_elsewhere])
+def test_one_example_hides_no_mixing_of_others(wiring, which, large):
+    if wiring is centred and not large < torch.inf:
+        return  # nothing finite is left of any example, and nothing added
+    model, factors = network(wiring), torch.ones(EXAMPLES)
+    factors[which] = large
+    with pytest.raises(UnsupportedModelError, match="mix"):
+        ghostclip.GhostClipper(model).backward(factors * model(inputs()).square().sum(1))
+
+
+@pytest.mark.parametrize("large", [1e-30, 1e-12, 1.0, 1e12, 1e30, 5e37])
+@pytest.mark.parametrize("faint", [1.0, 1e-7, 1e-12])
+def test_no_scale_is_taken_for_mixing(faint, large):
+    model, factors = network(lambda m, x: m.head(faint * torch.tanh(m.body(x)))), torch.ones(EXAMPLES)
+    factors[2] = large
+    clipper = ghostclip.GhostClipper(model, 0.5)
+    for _ in range(2):
+        model.zero_grad()
+        result = clipper.backward(factors * model(inputs()).abs().sum(1))
+    assert clipper._passes.is_open is False
+    each = oracle.per_example_grads(model.double(), lambda out: out.abs().sum(1), (inputs().double(),))
+    others = [i for i in range(EXAMPLES) if i != 2]
+    torch.testing.assert_close(result.norms[others].double(), oracle.norms(each)[others], rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("examples", [2, 5, 16])
+def test_layers_between_normalization_and_attention_are_proved_in_float32(examples):
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    model = ghostclip.wrap(nn.Sequential(nn.Linear(3, 8), encoder, nn.LayerNorm(8), nn.Linear(8, 2)))
+    clipper = ghostclip.GhostClipper(model, 0.5)
+    x = torch.randn(examples, 1, 3, generator=torch.Generator().manual_seed(5))
+    clipper.backward(1e-4 * model(x).square().mean((1, 2)))
+    assert not clipper._passes.is_open
+    found = {name: value.double() for name, value in gradients(model).items()}
+    each = oracle.per_example_grads(model.double(), lambda out: 1e-4 * out.square().mean((1, 2)), (x.double(),))
+    assert_dicts_close(found, oracle.clipped_sum(each, 0.5), 1e-4)

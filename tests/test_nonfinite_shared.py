@@ -1,0 +1,179 @@
+"""Parameters outside of layers, in batches with an example that is not finite: it is left out, and nothing else is.
+
+What is decided of a model on such a batch holds for that batch and all others, of that size and of any.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from case_fallback import with_parameters
+from case_models import Wired
+from comparing import assert_dicts_close, gradients
+from private_runs import engine_for
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils.data import TensorDataset
+
+import ghostclip
+from ghostclip import GhostClipper
+
+MAX_NORM, BAD = 0.3, 1
+every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+
+
+def _bare(wiring: Any, **shapes: tuple[int, ...]) -> Callable[[], nn.Module]:
+    return lambda: with_parameters(wiring, shapes, layer=nn.Linear(5, 5))
+
+
+def _with_gain(frozen: bool) -> nn.Module:
+    layer = parametrizations.weight_norm(nn.Linear(5, 8))
+    layer.parametrizations.weight.original0.requires_grad_(not frozen)
+    return nn.Sequential(layer, nn.Tanh(), nn.Linear(8, 2))
+
+
+def _places(use: Any) -> Callable[[], nn.Module]:
+    wiring = lambda m, x: m.head(torch.tanh(use(m.body(x), m.place(torch.arange(4)))))  # noqa: E731
+    return lambda: Wired(wiring, body=nn.Linear(5, 6), place=nn.Embedding(9, 6), head=nn.Linear(6, 2))
+
+
+# name: (model, shape of an example)
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "matrix": (_bare(lambda m, x: torch.tanh(m.layer(x) @ m.p), p=(5, 8)), (5,)),
+    "matrix over positions": (_bare(lambda m, x: torch.tanh(m.layer(x) @ m.p), p=(5, 8)), (4, 5)),
+    "matrix and nothing else": (_bare(lambda m, x: torch.tanh(x @ m.p), p=(5, 8)), (5,)),
+    "F.linear": (_bare(lambda m, x: torch.tanh(F.linear(m.layer(x), m.p, m.q)), p=(8, 5), q=(8,)), (4, 5)),
+    "positions [T] added": (_places(lambda h, place: h + place), (4, 5)),
+    "positions [T] repeated": (_places(lambda h, place: h + place.repeat(len(h), 1, 1)), (4, 5)),
+    "positions as a parameter": (_bare(lambda m, x: m.layer(torch.sin(x + m.p)), p=(4, 5)), (4, 5)),
+    "positions by index": (
+        _bare(lambda m, x: torch.tanh(m.layer(x) + m.p[torch.arange(20) % 11].view(4, 5)), p=(11,)), (4, 5)),
+    "[T, T] from the left": (_bare(lambda m, x: torch.tanh(m.p @ m.layer(x)), p=(4, 4)), (4, 5)),
+    "[T, T] by einsum": (
+        _bare(lambda m, x: torch.tanh(torch.einsum("st,btd->bsd", m.p, m.layer(x))), p=(4, 4)), (4, 5)),
+    "class token": (
+        _bare(lambda m, x: m.layer(torch.cat([m.p.expand(len(x), -1, -1), x], 1)).tanh(), p=(1, 2, 5)), (4, 5)),
+    "filter": (_bare(lambda m, x: torch.tanh(F.conv1d(m.layer(x), m.p, m.q, padding=1)), p=(8, 4, 3), q=(8,)), (4, 5)),
+    "time first": (
+        _bare(lambda m, x: torch.tanh(m.layer(x).transpose(0, 1) + m.p).transpose(0, 1), p=(4, 1, 5)), (4, 5)),
+    "weight_norm": (lambda: _with_gain(frozen=False), (5,)),
+    "weight_norm, gain frozen": (lambda: _with_gain(frozen=True), (5,)),
+}  # fmt: skip
+
+# Where the number stands, and what it is.
+SPOILT = [
+    ("input", torch.nan), ("one entry", torch.inf), ("loss", torch.nan), ("target", 1e200),
+    ("one entry", -torch.inf), ("loss", torch.inf), ("target", torch.nan),
+]  # fmt: skip
+
+
+class Losses(nn.Module):
+    """One loss an example, of its input, factor and target."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, factor: Tensor, target: Tensor) -> Tensor:
+        found = self.model(x).flatten(1)
+        return factor * (found - target[:, None]).square().mean(1)
+
+
+def model_of(name: str) -> nn.Module:
+    torch.manual_seed(3)
+    return Losses(MODELS[name][0]().double())
+
+
+def batch(name: str, examples: int, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((examples, *MODELS[name][1]), (examples,), (examples,))
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) + 0.1 for shape in shapes]
+
+
+def spoilt(name: str, examples: int, where: str, value: float) -> list[Tensor]:
+    found = batch(name, examples)
+    if where == "one entry":
+        found[0][BAD].view(-1)[3] = value
+    else:
+        found[("input", "loss", "target").index(where)][BAD] = value
+    return found
+
+
+def expected(model: nn.Module, inputs: list[Tensor], without: int | None = None) -> dict[str, Tensor]:
+    """The loop's clipped sums of all examples but one."""
+    others = [i for i in range(len(inputs[0])) if i != without]
+    each = oracle.per_example_grads(model, lambda losses: losses, [part[others] for part in inputs])
+    return oracle.clipped_sum(each, MAX_NORM)
+
+
+def follow(name: str, examples: int) -> Iterator[list[Tensor]]:
+    """Batches without anything odd: one of that size, and of others."""
+    for number, size in enumerate((examples, 3, 4, 8, 5, 2), 1):
+        yield batch(name, size, number)
+
+
+@pytest.mark.parametrize("examples", [2, 4, 8])
+@pytest.mark.parametrize("name", MODELS)
+def test_an_example_that_is_not_finite_in_the_first_batch(name: str, examples: int) -> None:
+    for number, (where, value) in enumerate(SPOILT):
+        model, second_pass = model_of(name), ("reweight", "cached")[number % 2]
+        clipper = GhostClipper(ghostclip.wrap(model), MAX_NORM, second_pass=second_pass)
+        inputs = spoilt(name, examples, where, value)
+        result = clipper.backward(model(*inputs))
+        assert float(result.weights[BAD]) == 0.0
+        assert_dicts_close(gradients(model), expected(model, inputs, without=BAD), 1e-9)
+        for other in follow(name, examples) if number in (0, 3) else [batch(name, examples, 1)]:
+            model.zero_grad()
+            clipper.backward(model(*other))
+            assert_dicts_close(gradients(model), expected(model, other), 1e-9)
+
+
+@every_pass
+@pytest.mark.parametrize("name", MODELS)
+def test_a_first_batch_in_which_no_example_is_finite(name: str, second_pass: str) -> None:
+    for where in (0, 1, 2):
+        model = model_of(name)
+        clipper = GhostClipper(ghostclip.wrap(model), MAX_NORM, second_pass=second_pass)
+        inputs = batch(name, 4)
+        inputs[where].fill_(torch.nan)
+        clipper.backward(model(*inputs))
+        assert not any(bool(value.any()) for value in gradients(model).values())
+        clipper.backward(model(*batch(name, 4)))
+        assert_dicts_close(gradients(model), expected(model, batch(name, 4)), 1e-9)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_trains_at_one_size_trains_at_all_others(name: str) -> None:
+    for examples in range(1, 17):
+        model = model_of(name)
+        clipper = GhostClipper(ghostclip.wrap(model), MAX_NORM)
+        clipper.backward(model(*batch(name, examples)))
+        assert_dicts_close(gradients(model), expected(model, batch(name, examples)), 1e-9)
+
+
+@every_pass
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_in_an_engine(name: str, second_pass: str) -> None:
+    for where, value in SPOILT[:2]:
+        inputs = spoilt(name, 4, where, value)
+        model = model_of(name)
+        engine = engine_for(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), TensorDataset(*inputs), batch_size=4,
+            sampling="without_replacement", noise="test", seed=1, clipping=MAX_NORM, second_pass=second_pass,
+        )  # fmt: skip
+        logical = next(iter(engine.batches()))
+        for examples in logical.physical():
+            engine.backward(model(*examples))
+        assert_dicts_close(gradients(model), expected(model, inputs, without=BAD), 1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "matrix and nothing else"])
+def test_numbers_that_overflow_in_float32(name: str) -> None:
+    model = model_of(name).float()
+    inputs = [part.float() for part in spoilt(name, 4, "target", 1e38)]
+    clipper = GhostClipper(ghostclip.wrap(model), MAX_NORM)
+    clipper.backward(model(*inputs))
+    assert_dicts_close(gradients(model), expected(model.double(), [part.double() for part in inputs], BAD), 1e-4)
