@@ -834,4 +834,30 @@ AROUND = [
     ),
 ]
 
-MUTANTS = [*CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND]
+SHARDING = ("tests/test_sharding.py",)
+
+SHARDED = [
+    Mutant(
+        "sharded models are wrapped",
+        "ghostclip/convert.py",
+        "    sharding = sharding_of(model)\n",
+        "    sharding = None\n",
+        SHARDING,
+    ),
+    Mutant(
+        "a model sharded after wrapping is clipped",
+        "ghostclip/clipper.py",
+        "        if is_distributed():\n            refuse_sharded(",
+        "        if False:\n            refuse_sharded(",
+        SHARDING,
+    ),
+    Mutant(
+        "a layer of a model sharded later is clipped",
+        "ghostclip/sharding.py",
+        "(id(p) not in known or _divided(p))",
+        "_divided(p)",
+        SHARDING,
+    ),
+]
+
+MUTANTS = [*CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *SHARDED]

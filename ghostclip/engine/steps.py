@@ -207,6 +207,7 @@ class PrivateSteps:
     def check_turn(self) -> None:
         """Raises PrivacyError unless the physical batch that was handed out last is the next to be gathered."""
         batch = self.current("engine.backward()")
+        self._clipper.check_whole()
         if batch.handed != self._sums.count + 1:
             raise PrivacyError(
                 f"engine.backward() ran for {self._sums.count} of the {batch.handed} physical batches handed out so "
