@@ -172,10 +172,19 @@ class PrivateSteps:
         """Clips all physical batches, steps the optimizer, ``zero_grad()``; compiled where that was asked for."""
         if self._compiled is not None:
             return self._compiled.step(batch, loss_fn)
-        seen = [result for examples in batch.physical() for result in self.in_pieces(self.clip, loss_fn, examples)]
+        seen = []
+        for examples in batch.physical():
+            self.compare(loss_fn, examples)
+            seen += self.in_pieces(self.clip, loss_fn, examples)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return seen
+
+    def compare(self, loss_fn: LossFunction, examples: Any) -> None:
+        """Compares losses of the physical batch that was handed out last among other examples, if its turn has come."""
+        batch = self.current("engine.step()")
+        rows, users = batch.sizes[batch.handed - 1], batch.users[batch.handed - 1]
+        self._self_check.compare(loss_fn, examples, rows, rows if users is None else users.users, batch)
 
     def in_pieces(
         self, clip: Callable[[LossFunction, Any], ClippingResult], loss_fn: LossFunction, examples: Any
