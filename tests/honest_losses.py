@@ -301,6 +301,34 @@ HONEST |= {"ragged, offsets": ragged(True), "ragged, lengths": ragged(False)}
 
 
 @honest
+def a_list_of_tensors() -> Training:
+    """One [length, 5] for each example, some of them with as many rows as the batch has."""
+
+    def collate(some: list[Any]) -> tuple[list[Tensor], Tensor]:
+        return [torch.ones(int(length), 5) * y for _, y, length in some], torch.stack([y for _, y, _ in some])
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        weights = torch.arange(1.0, 40.0).unsqueeze(1)
+        sums = torch.stack([(row.cumsum(0) * weights[: len(row)]).sum(0) for row in batch[0]])
+        return plain(model, [sums / 100, batch[1]])
+
+    data = words()
+    return network(), collated(TensorDataset(*data.tensors[:2], torch.randint(10, 20, (SIZE,))), collate), loss_fn
+
+
+@honest
+def slopes() -> Training:
+    """A loss of the model's slope by its inputs, which needs a graph of its own."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        x = batch[0].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return plain(model, batch) + 0.0 * slope.detach().square().sum(1)
+
+    return network(), rows(), loss_fn
+
+
+@honest
 def lengths_in_a_list() -> Training:
     def collate(some: list[Any]) -> dict[str, Any]:
         ids, y, _ = (torch.stack(column) for column in zip(*some, strict=True))

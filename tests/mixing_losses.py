@@ -112,3 +112,12 @@ def mixup(model: nn.Module, batch: Any) -> Tensor:
     """Of other examples' data, by random numbers, and in training mode only."""
     x = batch[0]
     return own(model, [0.7 * x + 0.3 * x[torch.randperm(len(x))] if model.training else x, batch[1]])
+
+
+@mixing
+def slopes_over_their_mean(model: nn.Module, batch: Any) -> Tensor:
+    """It needs a graph of its own."""
+    x = batch[0].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x)
+    steep = slope.detach().square().sum(1)
+    return own(model, batch) * steep / steep.mean()

@@ -206,12 +206,10 @@ def test_which_rows_are_taken() -> None:
     assert column.tolist() == [0, 1, 2, 3]
     assert BatchRows([column, None], 4, ExampleDims()).taken(torch.tensor([3]))[0].tolist() == [3]
     assert BatchRows([column, None], 4, ExampleDims()).divisible
-    beside = BatchRows([column, column.long(), shared], 4, ExampleDims())
-    assert [each.tolist() for each in beside.taken(torch.tensor([0, 0, 0, 3]))] == [
-        [0, 0, 0, 3],
-        [0, 1, 2, 3],
-        [0, 1, 2],
-    ]
+    known = ExampleDims()
+    BatchRows([column[:3], column[:3].long(), shared], 3, known)
+    beside = BatchRows([column, column.long(), shared], 4, known).taken(torch.tensor([0, 0, 0, 3]))
+    assert [each.tolist() for each in beside] == [[0, 0, 0, 3], [0, 1, 2, 3], [0, 1, 2]]
     packed = pack_padded_sequence(torch.ones(4, 2), torch.tensor([2, 2, 1, 1]), batch_first=True)
     assert BatchRows([packed, column], 4, ExampleDims()).taken(torch.tensor([0, 0, 0, 3]))[0] is packed
     assert not BatchRows("abcd", 4, ExampleDims()).swappable
@@ -219,12 +217,13 @@ def test_which_rows_are_taken() -> None:
 
 def test_the_examples_dimension_is_one_that_always_was_as_long() -> None:
     known = ExampleDims()
-    assert not BatchRows([torch.eye(5)[:4], torch.zeros(2, 4)], 4, known).divisible  # two sizes are to be seen
-    assert BatchRows([torch.eye(5)[:5], torch.zeros(2, 5)], 5, known).divisible
-    assert BatchRows([torch.eye(5)[:5], torch.zeros(2, 5)], 5, known).choices == 1
-    assert BatchRows([torch.eye(5)], 5, known).choices == 2  # another structure begins anew
-    taken = BatchRows([torch.eye(5)], 5, known).taken(torch.tensor([0, 0, 0, 0, 4]), 1)[0]
-    assert torch.equal(taken, torch.eye(5)[:, [0, 0, 0, 0, 4]])
+    assert not BatchRows([torch.eye(5)[:4], torch.zeros(2, 4)], 4, known).swappable  # two sizes are to be seen
+    both = BatchRows([torch.eye(5), torch.zeros(2, 5)], 5, known)
+    assert (both.swappable, both.divisible, both.choices) == (True, True, 1)
+    assert not BatchRows([torch.eye(5)], 5, known).swappable  # as many tensors as examples, maybe
+    square = BatchRows([torch.eye(5)], 5, ExampleDims())
+    assert square.choices == 2
+    assert torch.equal(square.taken(torch.tensor([0, 0, 0, 0, 4]), 1)[0], torch.eye(5)[:, [0, 0, 0, 0, 4]])
 
 
 def test_what_can_not_be_compared_is_said_once(log: Callable[[], str]) -> None:

@@ -17,26 +17,25 @@ __all__ = ["BatchRows", "ExampleDims"]
 class ExampleDims:
     """In which dimension the tensors of a training's batches hold examples: by their places in a batch.
 
-    It is one that was as long as there were examples in every batch so far. Another than dimension 0 is believed after
-    batches of two sizes only, since features may be as many as examples once.
+    It is one that was as long as there were examples in every batch so far. Unless that is dimension 0 of all tensors,
+    batches of two sizes are waited for, since features may be as many as examples once. Batches of now more and now
+    fewer tensors (a list with one for each example) have none.
     """
 
     def __init__(self) -> None:
-        self._structure: Any = None
-        self._dims: dict[int, set[int]] = {}
+        self._dims: list[set[int]] | None = None
         self._sizes: set[int] = set()
 
-    def see(self, leaves: Sequence[Any], structure: Any, rows: int) -> dict[int, list[int]]:
-        """{place of a dense tensor: its dimensions that may be the examples'}, after a further batch."""
-        if structure != self._structure:
-            self._structure, self._dims, self._sizes = structure, {}, set()
+    def see(self, tensors: Sequence[Tensor], rows: int) -> list[list[int]]:
+        """The dimensions that may be the examples', for each tensor, after a further batch."""
         self._sizes.add(rows)
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.dim() > 0:
-                long = {dim for dim, length in enumerate(leaf.shape) if length == rows}
-                self._dims[place] = self._dims.get(place, long) & long
-        sure = len(self._sizes) > 1
-        return {place: sorted(dims) if sure or 0 in dims else [] for place, dims in self._dims.items()}
+        long = [{dim for dim, length in enumerate(tensor.shape) if length == rows} for tensor in tensors]
+        before = long if self._dims is None else self._dims
+        alike = len(before) == len(long)
+        self._dims = [one & other for one, other in zip(before, long, strict=True)] if alike else []
+        if not alike or (len(self._sizes) < 2 and not all(0 in dims for dims in self._dims)):
+            return [[] for _ in tensors]
+        return [sorted(dims) for dims in self._dims]
 
 
 class BatchRows:
@@ -51,19 +50,21 @@ class BatchRows:
         known: of the training.
 
     Attributes:
+        rows: as given.
         swappable: whether there is a tensor whose rows can be put in each other's places.
         divisible: whether it holds nothing else, so that some rows are a batch by themselves.
         choices: how many dimensions may be the examples' in the tensor that has the most of them.
     """
 
     def __init__(self, batch: Any, rows: int, known: ExampleDims) -> None:
-        self._batch = batch
+        self._batch, self.rows = batch, rows
         self._own_kind = isinstance(batch, MutableMapping) and not isinstance(batch, dict)
         plain = dict(batch) if self._own_kind else batch
         self._leaves, self._structure = tree_flatten(plain, is_leaf=lambda node: isinstance(node, PackedSequence))
-        dims = known.see(self._leaves, self._structure, rows)
-        whole = all(dims.values())
-        self._dims = {p: d for p, d in dims.items() if d and (whole or self._leaves[p].is_floating_point())}
+        places = [place for place, leaf in enumerate(self._leaves) if _is_dense(leaf)]
+        dims = known.see([self._leaves[place] for place in places], rows)
+        found = [(p, d) for p, d in zip(places, dims, strict=True) if d and (all(dims) or _is_real(self._leaves[p]))]
+        self._dims = dict(found)
         self.swappable = bool(self._dims)
         self.choices = max([len(dims) for dims in self._dims.values()], default=0)
         others = [leaf for place, leaf in enumerate(self._leaves) if place not in self._dims]
@@ -82,3 +83,11 @@ class BatchRows:
         batch = copy.copy(self._batch)
         batch.update(taken)
         return batch
+
+
+def _is_dense(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.dim() > 0
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -79,12 +79,23 @@ class LossComparison:
             if self._left == 0:  # another batch may have shown where examples are
                 self._say("the batch holds no tensor with a row for each example")
             return
+        halves = self._halves(units, rows // units)[:parts]
+        problem = self._tried(loss_fn, found, halves, gradients=False)
+        if problem:  # the loss function may need a graph of its own
+            problem = self._tried(loss_fn, found, halves, gradients=True)
+        if problem:
+            self._say(problem)
+
+    def _tried(self, loss_fn: LossFunction, batch: BatchRows, parts: list[Tensor], gradients: bool) -> str:
+        """Compares losses; returns what stood in the way, or ""."""
         try:
-            self._compare(loss_fn, found, rows, self._halves(units, rows // units)[:parts])
+            whole = batch.taken(torch.arange(batch.rows))
+            self._compare(loss_fn, TrialLosses(loss_fn, Replay(self._model), whole, gradients=gradients), batch, parts)
         except VerificationError:
             raise
         except Exception as error:  # what is wrong with the batch itself shows in its own forward
-            self._say(f"{type(error).__name__}: {error}")
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     def _parts_to_compare(self, logical: object) -> int:
         """Both halves of a batch in the first steps, and at random later one; 0: it is not its turn."""
@@ -107,10 +118,9 @@ class LossComparison:
             self._said.add(kind)
             log.warning("the self-check could not compare losses among other examples: %s", reason)
 
-    def _compare(self, loss_fn: LossFunction, batch: BatchRows, rows: int, parts: list[Tensor]) -> None:
-        trial = TrialLosses(loss_fn, Replay(self._model), batch.taken(torch.arange(rows)))
-        if trial.losses.shape != (rows,) or not trial.losses.is_floating_point():
-            return
+    def _compare(self, loss_fn: LossFunction, trial: TrialLosses, batch: BatchRows, parts: list[Tensor]) -> None:
+        if trial.losses.shape != (batch.rows,) or not trial.losses.is_floating_point():
+            return  # refused after its own forward
         swaps = [(part, index) for part in parts if (index := self._swapped(part, trial.losses)) is not None]
         if any(trial.moved(trial.of(batch.taken(index)), part) for part, index in swaps):
             if trial.moved(trial.of(trial.whole)):

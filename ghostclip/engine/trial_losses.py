@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
@@ -22,6 +23,8 @@ ROUNDING_OF_HALVES = (5e-2, 1e-4)
 # Kernels of accelerators may round products to fewer digits than their type has (TF32).
 ROUNDING_OF_DEVICES = (1e-3, 1e-5)
 
+log = logging.getLogger("ghostclip")
+
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
@@ -33,6 +36,7 @@ class TrialLosses:
         replay: of the model.
         whole: the batch.
         quiet: modules to be in eval mode.
+        gradients: whether a graph is recorded.
 
     Attributes:
         losses: of ``whole``.
@@ -40,8 +44,16 @@ class TrialLosses:
         leaves_buffers: whether no buffer is written to or exchanged.
     """
 
-    def __init__(self, loss_fn: LossFunction, replay: Replay, whole: Any, quiet: Sequence[nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        loss_fn: LossFunction,
+        replay: Replay,
+        whole: Any,
+        quiet: Sequence[nn.Module] = (),
+        gradients: bool = False,
+    ) -> None:
         self._loss_fn, self._replay, self._quiet, self.whole = loss_fn, replay, quiet, whole
+        self._gradients = gradients
         unchanged = _buffers_unchanged(replay.model)
 
         def first() -> tuple[Tensor, bool, bool]:
@@ -52,7 +64,7 @@ class TrialLosses:
 
     def replayed(self, work: Callable[[], T]) -> T:
         """What ``work`` returns in the state in which all batches are tried."""
-        with self._replay.again():
+        with self._replay.again(gradients=self._gradients):
             for module in self._quiet:
                 module.training = False
             return work()
@@ -65,11 +77,20 @@ class TrialLosses:
         """Which random numbers are drawn for another batch: the sizes, in their order, and the states they leave."""
 
         def draw() -> tuple[Any, ...]:
-            with _Seen() as seen:
-                self._loss_fn(self._replay.model, batch)
-            return tuple(seen.drawn), self._replay.state()
+            return self._seen(batch).drawn, self._replay.state()
 
         return self.replayed(draw)
+
+    def _seen(self, batch: Any) -> _Seen:
+        """What is computed for a batch; nothing where that can't be watched, as in compiled functions."""
+        seen = _Seen()
+        try:
+            with seen:
+                self._loss_fn(self._replay.model, batch)
+        except Exception as error:
+            log.info("what losses are computed of can't be watched: %s: %s", type(error).__name__, error)
+            return _Seen()
+        return seen
 
     def buffers_after(self, batch: Any) -> dict[str, Tensor]:
         """Copies of the model's buffers as another batch leaves them."""
@@ -101,9 +122,9 @@ class TrialLosses:
     def allow_rounding(self) -> None:
         """From now on differences count that are more than the narrowest type rounds that losses come through."""
         devices = {parameter.device.type for parameter in self._replay.model.parameters()}
-        with _Seen() as seen:
-            self.of(self.whole)
-        found = [ROUNDING.get(dtype, ROUNDING_OF_HALVES) for dtype in seen.types | {self.losses.dtype}]
+        types = self.replayed(lambda: self._seen(self.whole)).types | {self.losses.dtype}
+        types |= {parameter.dtype for parameter in self._replay.model.parameters()}
+        found = [ROUNDING.get(dtype, ROUNDING_OF_HALVES) for dtype in types]
         self._rounding = max([*found, *([ROUNDING_OF_DEVICES] if devices - {"cpu"} else [])])
 
     @cached_property
@@ -113,7 +134,7 @@ class TrialLosses:
             return self
         drawing: dict[nn.Module, None] = {}
         self.replayed(lambda: self._note_drawing(drawing))
-        return TrialLosses(self._loss_fn, self._replay, self.whole, [*drawing])
+        return TrialLosses(self._loss_fn, self._replay, self.whole, [*drawing], self._gradients)
 
     def _note_drawing(self, drawing: dict[nn.Module, None]) -> None:
         """Fills ``drawing`` with the modules in whose forward, but not their children's, numbers are drawn."""
