@@ -26,7 +26,7 @@ from ghostclip.separation import mixed_examples
 __all__ = ["LossComparison"]
 
 # Logical batches at the start that are compared, and one in how many physical batches later.
-STEPS, SELDOM = 6, 256
+STEPS, SELDOM = 6, 400
 # Times that a difference must come back, in an order by chance, lest it be one from call to call.
 TOSSES = 16
 # Relative change of a loss, and the fewest losses that must change alike, to say that it depends on their number.

@@ -1,7 +1,8 @@
 """The first steps' self-check: are gradients what autograd says, do examples stay apart, do the parameters move.
 
-It looks at the first batches and never again, for about two steps' time in all. What the proof by factors shows anyway
-(`ghostclip.proof`: rows of each layer follow their own example's loss) is not repeated here.
+Losses are compared in the first six steps, for 1.2 to 2.6 steps' time each (measured), and at random later, for under
+1% of the time; the rest is looked at once. What the proof by factors shows anyway (`ghostclip.proof`: rows of each layer follow
+their own example's loss) is not repeated here.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class SelfCheck:
     """Watches the first steps of an engine; all that they need and leave stays as it would have been.
 
     Gradients are compared on the first batch whose gradients are all finite (of a large one on its first examples, so
-    that its graph needn't be held), examples are exchanged in the first one of at least two, and the first update with
-    examples in it is looked at.
+    that its graph needn't be held), losses are compared as `LossComparison` says, and the first update with examples
+    in it is looked at.
 
     Args:
         clipper: of the model in training.
