@@ -1,8 +1,8 @@
 """The first steps' self-check: are gradients what autograd says, do examples stay apart, do the parameters move.
 
 Losses are compared in the first six steps, for 1.2 to 2.6 steps' time each (measured), and at random later, for under
-1% of the time; the rest is looked at once. What the proof by factors shows anyway (`ghostclip.proof`: rows of each layer follow
-their own example's loss) is not repeated here.
+1% of the time; the rest is looked at once. What the proof by factors shows anyway (`ghostclip.proof`: rows of each
+layer follow their own example's loss) is not repeated here.
 """
 
 from __future__ import annotations
