@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from functools import cache
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,7 +27,8 @@ def sharding_of(model: nn.Module) -> tuple[str, str] | None:
         if problem := _divided(parameter):
             return name, f"it is {problem}"
     for path, module in model.named_modules():
-        if classes := _sharding_classes(type(module)):
+        kind: Any = type(module)
+        if classes := _sharding_classes(kind):
             return path, f"it is sharded by {classes}"
     return None
 
@@ -41,7 +43,8 @@ def refuse_sharded(model: nn.Module, known: Container[int]) -> None:
             their places that look like any parameter.
     """
     for module in model.modules():
-        if _sharding_classes(type(module)):
+        kind: Any = type(module)
+        if _sharding_classes(kind):
             break
         own = module._parameters.values()
         if any(p is not None and (id(p) not in known or _divided(p)) for p in own):
@@ -59,7 +62,7 @@ def refuse_sharded(model: nn.Module, known: Container[int]) -> None:
 
 
 @cache
-def _sharding_classes(kind: type) -> str:
+def _sharding_classes(kind: Any) -> str:
     return " and ".join(sorted(SHARDING_CLASSES.intersection([base.__name__ for base in kind.__mro__])))
 
 

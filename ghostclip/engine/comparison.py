@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -161,8 +162,14 @@ class LossComparison:
             return False
         trial.allow_rounding()
         # Of several dimensions as long as there are examples, theirs is one along which no other loss moves.
-        others = [batch.taken(index, choice) for choice in range(batch.choices)]
-        return all(self._repeats(trial, lambda other=other: trial.moved(trial.of(other), part)) for other in others)
+        for choice in range(batch.choices):
+            other = batch.taken(index, choice)
+            if not self._repeats(trial, partial(self._moves, trial, other, part)):
+                return False
+        return True
+
+    def _moves(self, trial: TrialLosses, other: Any, part: Tensor) -> bool:
+        return trial.moved(trial.of(other), part)
 
     def _draws_alike(self, trial: TrialLosses, batch: BatchRows, rows: int) -> bool:
         """Whether the same random numbers are drawn whatever the examples, as far as some random choices show."""

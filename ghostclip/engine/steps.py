@@ -183,6 +183,7 @@ class PrivateSteps:
     def compare(self, loss_fn: LossFunction, examples: Any) -> None:
         """Compares losses of the physical batch that was handed out last among other examples, if its turn has come."""
         batch = self.current("engine.step()")
+        self._clipper.check_whole()  # ranks draw their comparisons themselves, and those of a sharded model would wait
         rows, users = batch.sizes[batch.handed - 1], batch.users[batch.handed - 1]
         self._self_check.compare(loss_fn, examples, rows, rows if users is None else users.users, batch)
 
