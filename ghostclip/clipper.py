@@ -15,11 +15,12 @@ from ghostclip.compiled import CompiledClip
 from ghostclip.convert import wrap
 from ghostclip.explain import Plan, plan_of
 from ghostclip.grad_mode import keeping_grad_mode
-from ghostclip.gradients import GradientGuard, NarrowSums, gradients_aside
+from ghostclip.gradients import GradientGuard, NarrowSums, gradients_aside, is_distributed
 from ghostclip.halves import Halves
 from ghostclip.one_by_one import Alone, OneByOne
 from ghostclip.outcome import add_sums
 from ghostclip.planner import Planner
+from ghostclip.sharding import refuse_sharded
 from ghostclip.two_passes import TwoPasses
 from ghostclip.validate import one_of, positive, power_of_two
 from ghostclip.verify import compare_with_loop
@@ -140,6 +141,11 @@ class GhostClipper:
         """
         return self.clipping.sensitivity * (1.0 + self._narrow.excess)
 
+    def check_whole(self) -> None:
+        """Raises UnsupportedModelError where the model was sharded among processes since it was wrapped."""
+        if is_distributed():
+            refuse_sharded(self.model, self._passes.index.names)
+
     @keeping_grad_mode
     def norms(self, losses: Tensor, *, per: str | None = None, retain_graph: bool = False) -> Any:
         """Per-example gradient norms by the first pass alone.
@@ -159,6 +165,7 @@ class GhostClipper:
         """
         if per is not None:
             one_of(("layer", "parameter"), per=per)
+        self.check_whole()
         run = self._passes.first_pass(losses, keep=False, retain_graph=retain_graph, margin=False)
         if per is None:
             return run.norms()
@@ -170,6 +177,7 @@ class GhostClipper:
 
         Raises as `norms` does.
         """
+        self.check_whole()
         run = self._passes.first_pass(losses, keep=True, retain_graph=retain_graph, materialise=True)
         return run.per_example_grads()
 
@@ -189,8 +197,9 @@ class GhostClipper:
             LossShapeError: losses of any other shape.
             GradientLeakError: a ``p.grad`` holds something that no clipper put there.
             StaleInputError: a remembered input was modified in place, or the graph is gone.
-            UnsupportedModelError: examples mix, or a parameter is used outside of its layer.
+            UnsupportedModelError: examples mix, a parameter is used outside of its layer, or the model is sharded.
         """
+        self.check_whole()
         trained = self._passes.index.trained()
         self._guard.check(trained)
         self._note_rounding(trained, losses)
@@ -231,6 +240,7 @@ class GhostClipper:
         Raises:
             What `backward` raises.
         """
+        self.check_whole()
         if self.compiled is None:
             return self._clip_eagerly(loss_fn, batch, whole or loss_fn)
         trained = self._passes.index.trained()

@@ -20,6 +20,7 @@ from ghostclip.nn.normalization import instead_of_batchnorm
 from ghostclip.nn.scaling import scaling_of
 from ghostclip.nn.subclass import leaves_parameters_to_parent
 from ghostclip.separation import mixed_examples
+from ghostclip.sharding import INSTEAD_OF_SHARDING, sharding_of
 
 __all__ = ["Finding", "check", "unwrap", "wrap"]
 
@@ -115,7 +116,8 @@ def check(
     Raises:
         ValueError: only one of ``loss_fn`` and ``batch`` is given, or the batch has fewer than two examples.
     """
-    findings = []
+    sharding = sharding_of(model)
+    findings = [] if sharding is None else [Finding(*sharding, INSTEAD_OF_SHARDING)]
     for path, module in model.named_modules():
         findings += [Finding(path, problem, remedy) for problem, remedy in _obstacles(module)]
     if (loss_fn is None) != (batch is None):

@@ -24,7 +24,7 @@ class Replay:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
-        self._states = self._now()
+        self._states, self._before = self._now(), self.state()
 
     def _now(self) -> tuple[Any, ...]:
         cuda = [torch.cuda.get_rng_state(device) for device in self._devices]
@@ -38,11 +38,14 @@ class Replay:
         np.random.set_state(numpy_state)
         random.setstate(python_state)
 
+    def state(self) -> tuple[Any, ...]:
+        """The random states as they are now, to be compared."""
+        cpu, cuda, (_, keys, *numpy_rest), python_state = self._now()
+        return (*[each.numpy().tobytes() for each in (cpu, *cuda)], keys.tobytes(), *numpy_rest, python_state)
+
     def drew(self) -> bool:
-        """Whether torch has drawn random numbers since."""
-        cpu, cuda, *_ = self._now()
-        known = [self._states[0], *self._states[1]]
-        return any(not torch.equal(now, before) for now, before in zip([cpu, *cuda], known, strict=True))
+        """Whether random numbers were drawn since."""
+        return self.state() != self._before
 
     @contextmanager
     def again(self, gradients: bool = False, training: bool = True) -> Iterator[None]:

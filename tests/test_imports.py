@@ -17,7 +17,7 @@ LEVELS: list[tuple[str, ...] | set[str]] = [
     ("errors", "validate", "interruption", "grad_mode", "native"),
     ("norms",),
     ("nn",),
-    ("planner", "separation", "convert"),
+    ("planner", "separation", "sharding", "convert"),
     ("index", "seams", "narrowing", "tail", "shared", "graph", "search", "proof", "positions", "regroup"),
     ("clipping",),
     ("gradients", "groupwise", "aside", "passes", "outcome", "reweighting", "by_parts", "second_pass", "at_once",

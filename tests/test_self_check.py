@@ -1,6 +1,5 @@
 """The first steps' self-check: what is wrong is refused before a release, what is right isn't changed by a look."""
 
-import collections
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -18,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import PrivacyEngine, VerificationError
 from ghostclip.clipping import Custom, PerLayer
-from ghostclip.engine.exchange import _exchanged, square_dims
 from ghostclip.nn import GhostLayer
 from ghostclip.norms.outer import Outer
 from ghostclip.outcome import FirstPass
@@ -214,23 +212,10 @@ def test_looking_changes_nothing(options: dict[str, Any], step: Callable[..., No
     assert torch.equal(*finished)
 
 
-def test_the_loss_function_is_called_once_more_and_then_no_more() -> None:
-    calls: list[int] = []
-    engine = whole_batches(runs.network(), max_physical_batch_size=3)
-
-    def counted(model: nn.Module, examples: list[Tensor]) -> Tensor:
-        calls.append(len(examples[0]))
-        return runs.losses_of(model, examples)
-
-    by_step(engine, counted)
-    by_step(engine, counted)
-    assert calls == [3, 3, 3, 3, 3]
-
-
-def test_a_single_example_waits_for_company() -> None:
+def test_a_single_example_has_no_company() -> None:
     engine = whole_batches(runs.network(), runs.data(5), max_physical_batch_size=1)
     by_step(engine, weighted_by_the_batch)  # by itself, alone in its batch, an example can't mix with any
-    assert engine._steps._self_check._to_exchange
+    assert engine.steps_taken == 1
     assert not engine._steps._self_check._to_compare
 
 
@@ -253,26 +238,6 @@ def test_a_function_that_does_not_repeat_itself_is_no_fault() -> None:
     engine = whole_batches(runs.network())
     by_step(engine, lambda model, batch: runs.losses_of(model, batch) * next(turns))
     assert engine.steps_taken == 1
-
-
-class Words(collections.UserDict):
-    """A batch as tokenizers give it, no plain dict."""
-
-
-def test_what_is_exchanged() -> None:
-    rows, square, shared = torch.arange(4.0), torch.eye(4), torch.arange(3.0)
-    batch = Words(x=rows, mask=square, nested=[{"y": rows.long(), "shared": shared}], name="abcd")
-    other = _exchanged(batch, 4)
-    assert type(other) is Words
-    assert other["x"].tolist() == [1, 1, 2, 2]
-    assert other["nested"][0]["y"].tolist() == [1, 1, 2, 2]
-    assert other["mask"] is square
-    assert other["nested"][0]["shared"] is shared
-    assert rows.tolist() == [0, 1, 2, 3]
-    assert _exchanged([torch.arange(2)], 2)[0].tolist() == [1, 1]
-    assert torch.equal(_exchanged(batch, 4, 1)["mask"], square[:, [1, 1, 2, 2]])
-    assert square_dims(batch, 4) == [0, 1]
-    assert square_dims({"x": rows, "shared": torch.eye(4)[:3]}, 4) == []
 
 
 def test_a_replay_ends_as_it_began_even_by_an_error() -> None:

@@ -30,6 +30,7 @@ TAIL, TESTS_OF_TAIL = "ghostclip/tail.py", ("tests/test_tail.py",)
 PASSES, FIRST = "ghostclip/two_passes.py", "ghostclip/first_passes.py"
 WHOLE, STEPS = "ghostclip/norms/whole.py", "ghostclip/engine/steps.py"
 SUMS, NOISE, SPENDING = "ghostclip/engine/sums.py", "ghostclip/noise/standard.py", "ghostclip/engine/spending.py"
+COMPARISON, COMPARED = "ghostclip/engine/comparison.py", ("tests/test_comparison.py",)
 JOURNAL, RECORDS = "ghostclip/ledger/journal.py", "ghostclip/ledger/records.py"
 LEDGER = ("tests/test_ledger.py", "tests/test_ledger_damage.py")
 CHECKPOINT = ("tests/test_engine_checkpoint.py",)
@@ -355,10 +356,10 @@ CLIPPING = [
     ),
     Mutant(
         "the self-check exchanges nothing",
-        "ghostclip/engine/exchange.py",
-        "        rows[0] = rows[1]\n",
-        "",
-        ("tests/test_self_check.py",),
+        COMPARISON,
+        "        index = torch.full((len(losses),), self._dice.choice(fine))\n",
+        "        index = torch.arange(len(losses))\n",
+        (*COMPARED, "-k", "mix_are and large"),
     ),
 ]
 
@@ -923,4 +924,119 @@ PROVED = [
     ),
 ]
 
-MUTANTS = [*CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *PROVED]
+SHARDING = ("tests/test_sharding.py",)
+
+SHARDED = [
+    Mutant(
+        "sharded models are wrapped",
+        "ghostclip/convert.py",
+        "    sharding = sharding_of(model)\n",
+        "    sharding = None\n",
+        SHARDING,
+    ),
+    Mutant(
+        "a model sharded after wrapping is clipped",
+        "ghostclip/clipper.py",
+        "        if is_distributed():\n            refuse_sharded(",
+        "        if False:\n            refuse_sharded(",
+        SHARDING,
+    ),
+    Mutant(
+        "a layer of a model sharded later is clipped",
+        "ghostclip/sharding.py",
+        "(id(p) not in known or _divided(p))",
+        "_divided(p)",
+        SHARDING,
+    ),
+]
+
+MIXED = [
+    Mutant(
+        "losses are compared in the first step only",
+        COMPARISON,
+        "STEPS, SELDOM = 6, 400\n",
+        "STEPS, SELDOM = 1, 400\n",
+        (*COMPARED, "-k", "how_often or later"),
+    ),
+    Mutant(
+        "losses of later steps are never compared",
+        COMPARISON,
+        "            return int(self._dice.random() < 1.0 / SELDOM)\n",
+        "            return 0\n",
+        (*COMPARED, "-k", "how_often or later"),
+    ),
+    Mutant(
+        "losses divided by the number of examples pass",
+        COMPARISON,
+        "        if batch.divisible and self._depends_on_number(",
+        "        if False and self._depends_on_number(",
+        (*COMPARED, "-k", "over_their_number"),
+    ),
+    Mutant(
+        "compiled steps are not compared",
+        "ghostclip/engine/compiled_steps.py",
+        "            self._steps.compare(loss_fn, examples)\n",
+        "",
+        (*COMPARED, "-k", "compiled"),
+    ),
+    Mutant(
+        "what goes by a count of calls is refused",
+        COMPARISON,
+        "        for _ in range(TOSSES):\n",
+        "        for _ in range(0):\n",
+        (*COMPARED, "-k", "honest and every"),
+    ),
+    Mutant(
+        "dropout that falls elsewhere is refused",
+        COMPARISON,
+        "            quiet = trial.quieter\n",
+        "            quiet = trial\n",
+        (*COMPARED, "-k", "honest and dropout"),
+    ),
+    Mutant(
+        "random numbers by the data are refused",
+        COMPARISON,
+        "        if trial.draws and not self._draws_alike(",
+        "        if False and not self._draws_alike(",
+        (*COMPARED, "-k", "honest and drawn"),
+    ),
+    Mutant(
+        "ragged examples are refused",
+        "ghostclip/engine/batch_rows.py",
+        "if d and (all(dims) or _is_real(self._leaves[p]))]",
+        "if d]",
+        (*COMPARED, "-k", "honest or taken"),
+    ),
+    Mutant(
+        "features are taken for examples",
+        "ghostclip/engine/batch_rows.py",
+        "(len(self._sizes) < 2 and not all(0 in dims for dims in self._dims))",
+        "False",
+        (*COMPARED, "-k", "dimension"),
+    ),
+    Mutant(
+        "rounding of autocast is refused",
+        "ghostclip/engine/trial_losses.py",
+        "ROUNDING_OF_HALVES = (5e-2, 1e-4)\n",
+        "ROUNDING_OF_HALVES = (1e-5, 1e-6)\n",
+        (*COMPARED, "-k", "autocast"),
+    ),
+    Mutant(
+        "a user's rows may not depend on each other",
+        STEPS,
+        "rows if users is None else users.users, batch)\n",
+        "rows, batch)\n",
+        (*COMPARED, "-k", "users"),
+    ),
+    Mutant(
+        "buffers keep examples unseen",
+        COMPARISON,
+        "        if swaps and not trial.leaves_buffers:\n",
+        "        if False:\n",
+        ("tests/test_self_check.py",),
+    ),
+]
+
+MUTANTS = [
+    *CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *PROVED, *SHARDED, *MIXED,
+]  # fmt: skip

@@ -66,6 +66,7 @@ class CompiledSteps:
         in_one = len(batch.sizes) == 1 and self._in_one_as_a_rule
         seen = []
         for examples in batch.physical():
+            self._steps.compare(loss_fn, examples)
             if in_one and isinstance(update, Update) and self._steps.watched:
                 found = self._whole.find(loss_fn, examples, update, self._buffer(update))
                 if found is not None:

@@ -71,9 +71,10 @@ class PrivacyEngine:
         seed: of noise and sampling, with ``noise="test"`` only.
         ledger: a file (or a `ghostclip.ledger.Ledger`) that every step is charged to before it is released. One that
             exists is continued: what it holds counts for `epsilon`, ``max_epsilon`` and the planned steps.
-        self_check: look at the first batches (see `ghostclip.engine.self_check`): are gradients autograd's own, does an
-            example's data move the losses of others (`step` calls the loss function once more for it), do the
-            parameters move. What is wrong is a VerificationError before the first release, or a warning.
+        self_check: look at the first batches (see `ghostclip.engine.self_check`): are gradients autograd's own, does a
+            loss depend on other examples (`step` calls the loss function 5 to 7 times more for it in each of the first
+            6 steps, and for one in 400 physical batches later: under 1% of the time), do the parameters move. What is
+            wrong is a VerificationError before anything of the batch is released, or a warning.
         sampling: how logical batches are drawn: "poisson"; "without_replacement": ``batch_size`` different examples
             each time; "truncated": Poisson, cut down at random to ``max_batch_size`` where it is more.
         neighboring: which data sets the guarantee makes hard to tell apart: "add_or_remove_one": they differ by one

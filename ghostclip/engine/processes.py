@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ghostclip.engine.ranks import Alone, Ranks
-from ghostclip.errors import PrivacyError
+from ghostclip.errors import PrivacyError, UnsupportedModelError
+from ghostclip.sharding import INSTEAD_OF_SHARDING, sharding_of
 
 __all__ = ["keep_unsynchronised", "ranks_of", "start_alike"]
 
@@ -25,9 +26,13 @@ def ranks_of(model: nn.Module, process_group: Any = None) -> Alone:
     """The processes that train ``model``: those of its DistributedDataParallel, of the group given, or all there are.
 
     Raises:
-        PrivacyError: the model is divided among processes in a way that isn't supported.
+        UnsupportedModelError: the model is sharded: a process holds only a part of it.
+        PrivacyError: its DistributedDataParallel exchanges the parameters for others.
     """
-    _refuse_divided(model)
+    if (found := sharding_of(model)) is not None:
+        path, problem = found
+        raise UnsupportedModelError(f"{path or 'the model'}: {problem}; {INSTEAD_OF_SHARDING}")
+    _refuse_mixed_precision(model)
     groups = [wrapper.process_group for wrapper in _wrappers(model)]
     if process_group is not None and any(group is not process_group for group in groups):
         raise PrivacyError(
@@ -46,27 +51,14 @@ def _wrappers(model: nn.Module) -> list[DistributedDataParallel]:
     return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
 
 
-def _refuse_divided(model: nn.Module) -> None:
-    """Raises PrivacyError for models of which a process holds only a part, or whose copies aren't the parameters."""
+def _refuse_mixed_precision(model: nn.Module) -> None:
+    """Raises PrivacyError for models whose layers get copies of the parameters."""
     for name, module in model.named_modules():
-        kinds = {kind.__name__ for kind in type(module).__mro__}
-        if "FullyShardedDataParallel" in kinds:
-            raise _divided(f"{name or 'the model'} is wrapped in FullyShardedDataParallel")
         if isinstance(module, DistributedDataParallel) and module.mixed_precision is not None:
             raise PrivacyError(
                 f"{name or 'the model'} is wrapped in DistributedDataParallel with mixed_precision, which exchanges "
                 "the parameters for others in each forward; use torch.autocast in the loss function instead"
             )
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "device_mesh"):
-            raise _divided(f"{name} is a DTensor, of which each process holds a part")
-
-
-def _divided(what: str) -> PrivacyError:
-    return PrivacyError(
-        f"{what}; PrivacyEngine trains models that each process holds as a whole (plain, or in "
-        "DistributedDataParallel). GhostClipper clips sharded ones, without noise or accounting"
-    )
 
 
 def keep_unsynchronised(model: nn.Module) -> Callable[[], None]:

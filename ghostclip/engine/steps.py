@@ -172,10 +172,20 @@ class PrivateSteps:
         """Clips all physical batches, steps the optimizer, ``zero_grad()``; compiled where that was asked for."""
         if self._compiled is not None:
             return self._compiled.step(batch, loss_fn)
-        seen = [result for examples in batch.physical() for result in self.in_pieces(self.clip, loss_fn, examples)]
+        seen = []
+        for examples in batch.physical():
+            self.compare(loss_fn, examples)
+            seen += self.in_pieces(self.clip, loss_fn, examples)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return seen
+
+    def compare(self, loss_fn: LossFunction, examples: Any) -> None:
+        """Compares losses of the physical batch that was handed out last among other examples, if its turn has come."""
+        batch = self.current("engine.step()")
+        self._clipper.check_whole()  # ranks draw their comparisons themselves, and those of a sharded model would wait
+        rows, users = batch.sizes[batch.handed - 1], batch.users[batch.handed - 1]
+        self._self_check.compare(loss_fn, examples, rows, rows if users is None else users.users, batch)
 
     def in_pieces(
         self, clip: Callable[[LossFunction, Any], ClippingResult], loss_fn: LossFunction, examples: Any
@@ -207,6 +217,7 @@ class PrivateSteps:
     def check_turn(self) -> None:
         """Raises PrivacyError unless the physical batch that was handed out last is the next to be gathered."""
         batch = self.current("engine.backward()")
+        self._clipper.check_whole()
         if batch.handed != self._sums.count + 1:
             raise PrivacyError(
                 f"engine.backward() ran for {self._sums.count} of the {batch.handed} physical batches handed out so "

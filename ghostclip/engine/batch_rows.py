@@ -1,0 +1,93 @@
+"""A physical batch with rows taken in another way: some in the place of others, or some alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+__all__ = ["BatchRows", "ExampleDims"]
+
+
+class ExampleDims:
+    """In which dimension the tensors of a training's batches hold examples: by their places in a batch.
+
+    It is one that was as long as there were examples in every batch so far. Unless that is dimension 0 of all tensors,
+    batches of two sizes are waited for, since features may be as many as examples once. Batches of now more and now
+    fewer tensors (a list with one for each example) have none.
+    """
+
+    def __init__(self) -> None:
+        self._dims: list[set[int]] | None = None
+        self._sizes: set[int] = set()
+
+    def see(self, tensors: Sequence[Tensor], rows: int) -> list[list[int]]:
+        """The dimensions that may be the examples', for each tensor, after a further batch."""
+        self._sizes.add(rows)
+        long = [{dim for dim, length in enumerate(tensor.shape) if length == rows} for tensor in tensors]
+        before = long if self._dims is None else self._dims
+        alike = len(before) == len(long)
+        self._dims = [one & other for one, other in zip(before, long, strict=True)] if alike else []
+        if not alike or (len(self._sizes) < 2 and not all(0 in dims for dims in self._dims)):
+            return [[] for _ in tensors]
+        return [sorted(dims) for dims in self._dims]
+
+
+class BatchRows:
+    """The rows of a physical batch: of its tensors, in any nesting, along the examples' dimension.
+
+    Anything else stays as it is. Where a tensor has no row for each example (a table for all, the values of ragged
+    examples), whole numbers stay too: they may be lengths or places in that tensor.
+
+    Args:
+        batch: a physical batch.
+        rows: how many it has.
+        known: of the training.
+
+    Attributes:
+        rows: as given.
+        swappable: whether there is a tensor whose rows can be put in each other's places.
+        divisible: whether it holds nothing else, so that some rows are a batch by themselves.
+        choices: how many dimensions may be the examples' in the tensor that has the most of them.
+    """
+
+    def __init__(self, batch: Any, rows: int, known: ExampleDims) -> None:
+        self._batch, self.rows = batch, rows
+        self._own_kind = isinstance(batch, MutableMapping) and not isinstance(batch, dict)
+        plain = dict(batch) if self._own_kind else batch
+        self._leaves, self._structure = tree_flatten(plain, is_leaf=lambda node: isinstance(node, PackedSequence))
+        places = [place for place, leaf in enumerate(self._leaves) if _is_dense(leaf)]
+        dims = known.see([self._leaves[place] for place in places], rows)
+        found = [(p, d) for p, d in zip(places, dims, strict=True) if d and (all(dims) or _is_real(self._leaves[p]))]
+        self._dims = dict(found)
+        self.swappable = bool(self._dims)
+        self.choices = max([len(dims) for dims in self._dims.values()], default=0)
+        others = [leaf for place, leaf in enumerate(self._leaves) if place not in self._dims]
+        self.divisible = self.swappable and all(leaf is None for leaf in others)
+
+    def taken(self, index: Tensor, choice: int = 0) -> Any:
+        """The batch with the rows ``index``, along one or another of the dimensions that may be the examples'."""
+        leaves = list(self._leaves)
+        for place, dims in self._dims.items():
+            leaf = leaves[place].detach()
+            leaves[place] = leaf.index_select(dims[min(choice, len(dims) - 1)], index.to(leaf.device))
+        taken = tree_unflatten(leaves, self._structure)
+        if not self._own_kind:
+            return taken
+        assert isinstance(taken, Mapping)
+        batch = copy.copy(self._batch)
+        batch.update(taken)
+        return batch
+
+
+def _is_dense(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.dim() > 0
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

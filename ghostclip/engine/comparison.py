@@ -1,0 +1,264 @@
+"""Whether an example's loss depends on the other examples of its batch: others are put beside it, and it is compared.
+
+The graph shows where examples meet in what is differentiated. What is not differentiated (a loss weighted by the
+batch's own statistics, a detached mean, a threshold at the median) shows only in the losses. In each comparison a part
+of the examples stays, copies of one of them stand in the place of all others, and the losses of those that stayed are
+compared with theirs in the whole batch; then the same for the rest. The shapes, and so kernels, roundings and random
+numbers, are those of the whole batch. Last, each part is a batch by itself, which shows what depends on their number.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip.engine.batch_rows import BatchRows, ExampleDims
+from ghostclip.engine.trial_losses import TrialLosses
+from ghostclip.errors import VerificationError
+from ghostclip.replay import Replay
+from ghostclip.separation import mixed_examples
+
+__all__ = ["LossComparison"]
+
+# Logical batches at the start that are compared, and one in how many physical batches later.
+STEPS, SELDOM = 6, 400
+# Times that a difference must come back, in an order by chance, lest it be one from call to call.
+TOSSES = 16
+# Relative change of a loss, and the fewest losses that must change alike, to say that it depends on their number.
+OF_NUMBER, FEWEST = 0.1, 4
+
+UNREPEATED = "the loss function gives other losses when it is called again"
+OF_THE_NUMBER = (
+    "an example's loss depends on how many examples its batch has (it is divided by their number, or the like), which "
+    "is private; divide by a constant"
+)
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+
+log = logging.getLogger("ghostclip")
+
+
+class LossComparison:
+    """Compares losses in the first steps of a training, and at random later.
+
+    Which batches and rows, and in which order, is drawn from the operating system's entropy: by no random numbers of
+    the user's, and by no data.
+
+    Args:
+        model: in training. Its buffers, modes and torch's, numpy's and Python's random numbers are put back.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._dims, self._dice = model, ExampleDims(), random.Random()
+        self._left, self._seen = STEPS, object()
+        self._said: set[str] = set()
+
+    def compare(self, loss_fn: LossFunction, batch: Any, rows: int, units: int, logical: object) -> None:
+        """Compares the losses of a physical batch if its turn has come.
+
+        Args:
+            loss_fn: (model, batch) -> losses [rows].
+            batch: physical.
+            rows: how many losses there are.
+            units: of privacy (examples, or users with as many rows each, side by side).
+            logical: the batch it is part of, of which one part is compared in the first steps.
+
+        Raises:
+            VerificationError: a loss depends on other examples, or buffers keep something of them.
+        """
+        parts = self._parts_to_compare(logical) if units > 1 else 0
+        if not parts:
+            return
+        found = BatchRows(batch, rows, self._dims)
+        if not found.swappable:
+            if self._left == 0:  # another batch may have shown where examples are
+                self._say("the batch holds no tensor with a row for each example")
+            return
+        halves = self._halves(units, rows // units)[:parts]
+        problem = self._tried(loss_fn, found, halves, gradients=False)
+        if problem:  # the loss function may need a graph of its own
+            problem = self._tried(loss_fn, found, halves, gradients=True)
+        if problem:
+            self._say(problem)
+
+    def _tried(self, loss_fn: LossFunction, batch: BatchRows, parts: list[Tensor], gradients: bool) -> str:
+        """Compares losses; returns what stood in the way, or ""."""
+        try:
+            whole = batch.taken(torch.arange(batch.rows))
+            self._compare(loss_fn, TrialLosses(loss_fn, Replay(self._model), whole, gradients=gradients), batch, parts)
+        except VerificationError:
+            raise
+        except Exception as error:  # what is wrong with the batch itself shows in its own forward
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def _parts_to_compare(self, logical: object) -> int:
+        """Both halves of a batch in the first steps, and at random later one; 0: it is not its turn."""
+        if self._left == 0:
+            return int(self._dice.random() < 1.0 / SELDOM)
+        if logical is self._seen:
+            return 0
+        if self._left == STEPS:
+            log.info(
+                "the self-check calls the loss function 5 to 7 times more in each of the first %d steps, and for one "
+                "in %d physical batches later; self_check=False turns it off",
+                STEPS, SELDOM,
+            )  # fmt: skip
+        self._seen, self._left = logical, self._left - 1
+        return 2
+
+    def _say(self, reason: str) -> None:
+        """Says once for each reason that there was no comparison."""
+        if (kind := reason.partition(":")[0]) not in self._said:
+            self._said.add(kind)
+            log.warning("the self-check could not compare losses among other examples: %s", reason)
+
+    def _compare(self, loss_fn: LossFunction, trial: TrialLosses, batch: BatchRows, parts: list[Tensor]) -> None:
+        if trial.losses.shape != (batch.rows,) or not trial.losses.is_floating_point():
+            return  # refused after its own forward
+        swaps = [(part, index) for part in parts if (index := self._swapped(part, trial.losses)) is not None]
+        if any(trial.moved(trial.of(batch.taken(index)), part) for part, index in swaps):
+            if trial.moved(trial.of(trial.whole)):
+                self._say(UNREPEATED)
+                return
+            # Random numbers may fall elsewhere when other examples are longer: with the modules that draw them in eval
+            # mode losses must move as well.
+            quiet = trial.quieter
+            if any(self._depends(quiet, batch, part, index) for part, index in swaps):
+                raise VerificationError(_message(self._place(loss_fn, quiet)))
+        if swaps and not trial.leaves_buffers:
+            _refuse_remembering(trial, batch.taken(swaps[0][1]))
+        if batch.divisible and self._depends_on_number(trial.quieter, batch, parts):
+            raise VerificationError(_message(OF_THE_NUMBER))
+
+    def _halves(self, units: int, each: int) -> list[Tensor]:
+        """The rows of a random half of the units, and those of the others."""
+        order = self._dice.sample(range(units), units)
+        halves = [sorted(order[: units // 2]), sorted(order[units // 2 :])]
+        return [torch.tensor([unit * each + row for unit in half for row in range(each)]) for half in halves]
+
+    def _swapped(self, part: Tensor, losses: Tensor) -> Tensor | None:
+        """An index by which the rows of ``part`` stay, and one of them stands in all other places; None: none can."""
+        fine = [row for row in part.tolist() if bool(losses[row].isfinite())]
+        if not fine:
+            return None
+        index = torch.full((len(losses),), self._dice.choice(fine))
+        index[part] = part
+        return index
+
+    def _depends(self, trial: TrialLosses, batch: BatchRows, part: Tensor, index: Tensor) -> bool:
+        """Whether losses of ``part`` depend on the rows that stand in the other places."""
+        swapped = batch.taken(index)
+        if not trial.moved(trial.of(swapped), part):
+            return False
+        if trial.draws and not self._draws_alike(trial, batch, len(index)):
+            self._say("the loss function draws other random numbers for other data")
+            return False
+        trial.allow_rounding()
+        # Of several dimensions as long as there are examples, theirs is one along which no other loss moves.
+        for choice in range(batch.choices):
+            other = batch.taken(index, choice)
+            if not self._repeats(trial, partial(self._moves, trial, other, part)):
+                return False
+        return True
+
+    def _moves(self, trial: TrialLosses, other: Any, part: Tensor) -> bool:
+        return trial.moved(trial.of(other), part)
+
+    def _draws_alike(self, trial: TrialLosses, batch: BatchRows, rows: int) -> bool:
+        """Whether the same random numbers are drawn whatever the examples, as far as some random choices show."""
+        chosen = [torch.tensor(self._dice.choices(range(rows), k=rows)) for _ in range(TOSSES)]
+        expected = trial.drawn(trial.whole)
+        return all(trial.drawn(batch.taken(index)) == expected for index in chosen)
+
+    def _depends_on_number(self, trial: TrialLosses, batch: BatchRows, parts: list[Tensor]) -> bool:
+        """Whether all losses change alike, and by far more than rounding, when each part is a batch by itself."""
+        if trial.draws:
+            return False
+        before = trial.losses[torch.cat(parts).to(trial.losses.device)]
+
+        def change() -> bool:
+            losses = [trial.of(batch.taken(part)) for part in parts]
+            right = all(some.shape == part.shape for some, part in zip(losses, parts, strict=True))
+            return right and _changed_alike(before, torch.cat(losses), trial.floor)
+
+        try:
+            if not change():
+                return False
+        except Exception as error:  # it need not take batches of every size
+            log.info("losses of parts of a batch are not compared: %s: %s", type(error).__name__, error)
+            return False
+        trial.allow_rounding()
+        return self._repeats(trial, change)
+
+    def _repeats(self, trial: TrialLosses, changes: Callable[[], bool]) -> bool:
+        """Whether something ``changes`` each time, and the whole batch's losses never do, in an order that is drawn.
+
+        A function that goes by a count of its calls passes with a probability of 2 ** -TOSSES at most.
+        """
+        if not changes():
+            return False
+        for _ in range(TOSSES):
+            if self._dice.random() < 0.5:
+                if trial.moved(trial.of(trial.whole)):
+                    self._say(UNREPEATED)
+                    return False
+            elif not changes():
+                return False
+        return True
+
+    def _place(self, loss_fn: LossFunction, trial: TrialLosses) -> str:
+        """Where examples meet, and what to do, as far as that can be seen."""
+        try:
+            found = trial.replayed(lambda: mixed_examples(self._model, loss_fn, trial.whole))
+        except Exception:  # the finding stands without a place
+            found = []
+        path, problem, remedy = found[0] if found else ("", "an example's loss depends on the data of another", "")
+        return f"{path + ': ' if path else ''}{problem}{'; ' + remedy if remedy else ''}"
+
+
+def _refuse_remembering(trial: TrialLosses, other: Any) -> None:
+    """Raises VerificationError when a forward leaves other values in the model's buffers for other examples.
+
+    Buffers go into checkpoints and into what is published, and no noise is on them.
+    """
+    before, again, after = (trial.buffers_after(batch) for batch in (trial.whole, trial.whole, other))
+    if not _unlike(before, again) and (changed := _unlike(before, after)):
+        raise VerificationError(
+            f"the self-check found that the forward keeps something of the examples in the buffer {changed[0]!r}, "
+            "which would be saved and published with the model without noise; don't update it in training (put its "
+            "module into eval mode, or take the update out). Nothing of this batch was released or charged. (If it "
+            "tells nothing of the examples' data, switch this off by self_check=False)"
+        )
+
+
+def _message(finding: str) -> str:
+    return (
+        f"the self-check found examples that mix, so that none of them can be bounded: {finding}. Nothing of this "
+        "batch was released or charged. (If the batch holds a tensor with as many rows as examples that is shared by "
+        "all of them, like a table of class weights, give it to the loss function another way, or switch this off by "
+        "self_check=False)"
+    )
+
+
+def _changed_alike(before: Tensor, after: Tensor, floor: float) -> bool:
+    """Whether all losses, but those that are next to zero, are larger now, or all smaller, by more than rounding."""
+    counted = (before.abs() > floor) | (after.abs() > floor)
+    before, after = before[counted], after[counted]
+    change = after - before
+    if len(change) < FEWEST or not bool((change.abs() > OF_NUMBER * before.abs() + floor).all()):
+        return False
+    growth = after.abs() - before.abs()
+    return any(bool((sign * each > 0).all()) for each in (change, growth) for sign in (1, -1))
+
+
+def _unlike(these: dict[str, Tensor], those: dict[str, Tensor]) -> list[str]:
+    """Names of buffers with other values; one that changes its shape with its batch is a cache."""
+    both = [name for name in these if name in those and these[name].shape == those[name].shape]
+    return [name for name in both if not torch.isclose(these[name], those[name], rtol=0, atol=0, equal_nan=True).all()]

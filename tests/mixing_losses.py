@@ -1,0 +1,123 @@
+"""Losses that depend on other examples of their batch, mostly by statistics that are not differentiated."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+MIXING: dict[str, Callable[[nn.Module, Any], Tensor]] = {}
+
+
+def mixing(loss_fn: Callable[[nn.Module, Any], Tensor]) -> Callable[[nn.Module, Any], Tensor]:
+    MIXING[loss_fn.__name__] = loss_fn
+    return loss_fn
+
+
+def own(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+@mixing
+def weights_over_their_sum(model: nn.Module, batch: Any) -> Tensor:
+    weights = batch[0].square().sum(1)
+    return own(model, batch) * weights / weights.sum()
+
+
+@mixing
+def class_counts(model: nn.Module, batch: Any) -> Tensor:
+    return own(model, batch) / torch.bincount(batch[1], minlength=3)[batch[1]]
+
+
+@mixing
+def above_the_median(model: nn.Module, batch: Any) -> Tensor:
+    losses = own(model, batch)
+    return losses * (losses.detach() >= losses.detach().median())
+
+
+@mixing
+def top_quarter(model: nn.Module, batch: Any) -> Tensor:
+    losses = own(model, batch)
+    return losses * (losses.detach() >= losses.detach().topk(max(1, len(losses) // 4)).values[-1])
+
+
+@mixing
+def over_the_largest(model: nn.Module, batch: Any) -> Tensor:
+    losses = own(model, batch)
+    return losses / losses.detach().max()
+
+
+@mixing
+def contrastive(model: nn.Module, batch: Any) -> Tensor:
+    hidden = F.normalize(model[:2](batch[0]), dim=1)
+    return own(model, batch) + F.cross_entropy(hidden @ hidden.detach().T, torch.arange(len(hidden)), reduction="none")
+
+
+@mixing
+def softmax_over_the_batch(model: nn.Module, batch: Any) -> Tensor:
+    losses = own(model, batch)
+    return losses * losses.detach().softmax(0)
+
+
+@mixing
+def less_the_mean(model: nn.Module, batch: Any) -> Tensor:
+    losses = own(model, batch)
+    return losses * (losses.detach() - losses.detach().mean()).abs()
+
+
+@mixing
+def focal_weights(model: nn.Module, batch: Any) -> Tensor:
+    losses = own(model, batch)
+    weights = (1 - torch.exp(-losses.detach())) ** 2
+    return losses * weights / weights.mean()
+
+
+@mixing
+def ranks(model: nn.Module, batch: Any) -> Tensor:
+    losses = own(model, batch)
+    return losses * losses.detach().argsort().argsort() / 16
+
+
+@mixing
+def below_a_quantile(model: nn.Module, batch: Any) -> Tensor:
+    losses = own(model, batch)
+    return losses * (losses.detach() < losses.detach().quantile(0.9))
+
+
+@mixing
+def inputs_centred(model: nn.Module, batch: Any) -> Tensor:
+    return own(model, [batch[0] - batch[0].mean(0), batch[1]])
+
+
+@mixing
+def a_weak_mean(model: nn.Module, batch: Any) -> Tensor:
+    losses = own(model, batch)
+    return losses * (1 + 0.01 * losses.detach().mean())
+
+
+@mixing
+def the_one_before(model: nn.Module, batch: Any) -> Tensor:
+    losses = own(model, batch)
+    return losses * (1 + losses.detach().roll(1))
+
+
+@mixing
+def over_their_number(model: nn.Module, batch: Any) -> Tensor:
+    return own(model, batch) / len(batch[0])
+
+
+@mixing
+def mixup(model: nn.Module, batch: Any) -> Tensor:
+    """Of other examples' data, by random numbers, and in training mode only."""
+    x = batch[0]
+    return own(model, [0.7 * x + 0.3 * x[torch.randperm(len(x))] if model.training else x, batch[1]])
+
+
+@mixing
+def slopes_over_their_mean(model: nn.Module, batch: Any) -> Tensor:
+    """It needs a graph of its own."""
+    x = batch[0].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x)
+    steep = slope.detach().square().sum(1)
+    return own(model, batch) * steep / steep.mean()

@@ -1,0 +1,246 @@
+"""Losses that depend on other examples are refused in the first steps; no honest one is, however odd."""
+
+import collections
+import logging
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import private_runs as runs
+import pytest
+import torch
+from honest_losses import HONEST, network, plain, rows
+from mixing_losses import MIXING, above_the_median, over_their_number, own, weights_over_their_sum
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.data import TensorDataset
+
+from ghostclip import PrivacyEngine, VerificationError
+from ghostclip.engine import comparison
+from ghostclip.engine.batch_rows import BatchRows, ExampleDims
+
+pytestmark = pytest.mark.filterwarnings("ignore:the DataLoader's SequentialSampler is replaced")
+
+RUNS, STEPS = 20, 6
+
+
+def engine_of(model: nn.Module, data: Any, **options: Any) -> PrivacyEngine:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    options = {"batch_size": 16, "noise_multiplier": 1.0, "clipping": 1.0, **options}
+    return PrivacyEngine(model, torch.optim.SGD(trained, lr=0.1), data, **options)
+
+
+def steps(engine: PrivacyEngine, loss_fn: Callable[..., Tensor], count: int = STEPS) -> None:
+    """So many steps of one."""
+    while True:
+        for batch in engine.batches():
+            if engine.steps_taken == count:
+                return
+            engine.step(batch, loss_fn)
+
+
+def refused(engine: PrivacyEngine, loss_fn: Callable[..., Tensor]) -> bool:
+    """Whether one of the first steps is refused as it must be, with nothing released in it."""
+    while engine.steps_taken < STEPS:
+        before, said = runs.weights(engine.model), ""
+        try:
+            steps(engine, loss_fn, engine.steps_taken + 1)
+        except VerificationError as error:
+            said = str(error)
+        if said:
+            assert "examples that mix" in said
+            assert torch.equal(runs.weights(engine.model), before)
+            return True
+    return False
+
+
+SETTINGS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "plain": (network, {}),
+    "large": (network, {"batch_size": 64}),
+    "in parts": (network, {"batch_size": 24, "max_physical_batch_size": 8}),
+    "dropout": (partial(network, 0.5), {}),
+    "compiled": (network, {"compile": True}),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", MIXING)
+def test_losses_that_mix_are_refused_within_six_steps(name: str, setting: str) -> None:
+    make, options = SETTINGS[setting]
+    caught = 0
+    for seed in range(RUNS if setting in ("plain", "dropout") else 3):
+        torch.manual_seed(seed)
+        options = dict(options)
+        compiled = options.pop("compile", False)
+        engine = engine_of(make(), rows(), **options)
+        if compiled:
+            engine.compile()
+        caught += refused(engine, MIXING[name])
+    assert caught >= (RUNS - 1 if setting in ("plain", "dropout") else 3)
+
+
+@pytest.fixture
+def every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparisons go on at every batch."""
+    monkeypatch.setattr(comparison, "SELDOM", 1)
+
+
+@pytest.mark.parametrize("name", HONEST)
+@pytest.mark.usefixtures("every_batch")
+def test_honest_losses_are_not_refused(name: str) -> None:
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model, data, loss_fn = HONEST[name]()
+        steps(engine_of(model, data, batch_size=16), loss_fn, 10)
+
+
+@pytest.mark.usefixtures("every_batch")
+@pytest.mark.parametrize("loss_fn", [weights_over_their_sum, above_the_median, over_their_number])
+def test_a_term_that_starts_later_is_refused(loss_fn: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    engine = engine_of(network(), rows())
+    steps(engine, plain, 8)
+    with pytest.raises(VerificationError, match="examples that mix"):
+        steps(engine, loss_fn, 20)
+
+
+def test_later_batches_are_drawn_as_seldom_as_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = comparison.LossComparison(network())
+    assert [turns._parts_to_compare(step) for step in range(STEPS)] == [2] * STEPS
+    count = 100_000
+    drawn = sum(turns._parts_to_compare(step) for step in range(count))
+    expected = count / comparison.SELDOM
+    assert abs(drawn - expected) < 6 * expected**0.5
+    random.seed(0)
+    state = random.getstate()
+    first = [turns._parts_to_compare(0) for _ in range(5000)]
+    random.setstate(state)
+    assert first != [turns._parts_to_compare(0) for _ in range(5000)]  # by no seed of the user's
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], str]]:
+    with caplog.at_level(logging.INFO, "ghostclip"):
+        yield lambda: "\n".join(caplog.messages)
+
+
+def test_how_often_the_loss_function_is_called(monkeypatch: pytest.MonkeyPatch, log: Callable[[], str]) -> None:
+    monkeypatch.setattr(comparison, "SELDOM", 10**9)
+    engine = runs.engine_for(runs.network(), batch_size=24, max_physical_batch_size=12)
+    calls: list[int] = []
+
+    def counted(model: nn.Module, examples: list[Tensor]) -> Tensor:
+        calls.append(len(examples[0]))
+        return own(model, examples)
+
+    for step in range(8):
+        calls.clear()
+        steps(engine, counted, step + 1)
+        compared = [12] * 3 + [6] * 2 if step < STEPS else []
+        assert calls == [*compared, 12, 12]
+    monkeypatch.setattr(comparison, "SELDOM", 1)
+    calls.clear()
+    steps(engine, counted, 9)
+    assert calls == [12, 12, 6, 12] * 2
+    assert log().count("calls the loss function 5 to 7 times more in each of the first 6 steps") == 1
+
+
+def test_switched_off_nothing_is_compared() -> None:
+    torch.manual_seed(0)
+    engine = engine_of(network(), rows(), self_check=False)
+    assert not refused(engine, weights_over_their_sum)
+
+
+def count(module: nn.Module, *_: Any) -> None:
+    module.seen += 1
+
+
+def test_comparing_changes_nothing() -> None:
+    """Neither random numbers nor buffers, nor modes."""
+    finished = []
+    for self_check in (True, False):
+        torch.manual_seed(1)
+        np.random.seed(2)
+        random.seed(3)
+        model, data, loss_fn = HONEST["augmented"]()
+        model[0].register_buffer("seen", torch.zeros(()))
+        model[0].register_forward_hook(count)
+        engine = engine_of(model, data, self_check=self_check, noise="test", seed=5)
+        steps(engine, loss_fn, 4)
+        assert model[2].training
+        finished.append(torch.cat([runs.weights(model), torch.rand(1), torch.tensor([random.random()])]))
+        finished[-1] = torch.cat([finished[-1], torch.from_numpy(np.random.rand(1)).float(), model[0].seen[None]])
+    assert torch.equal(*finished)
+
+
+def test_users_rows_may_depend_on_each_other_and_on_no_other_users() -> None:
+    users = [row // 3 for row in range(24)]
+    data = TensorDataset(torch.randn(24, 5), torch.arange(24) % 3)
+
+    def among_own(model: nn.Module, batch: Any) -> Tensor:
+        losses = own(model, batch).view(-1, 3)
+        return (losses * losses.detach().softmax(1)).flatten()
+
+    options = {"unit_ids": users, "batch_size": 4, "max_physical_batch_size": None}
+    engine = engine_of(runs.network(), data, **options)
+    steps(engine, among_own)
+    assert refused(engine_of(runs.network(), data, **options), weights_over_their_sum)
+
+
+class Words(collections.UserDict):
+    """A batch as tokenizers give it, no plain dict."""
+
+
+def test_which_rows_are_taken() -> None:
+    column, shared = torch.arange(4.0), torch.arange(3.0)
+    batch = Words(x=column, nested=[{"y": column.long()}], name="abcd", none=None)
+    found = BatchRows(batch, 4, ExampleDims())
+    assert found.swappable
+    assert not found.divisible
+    other = found.taken(torch.tensor([1, 1, 2, 1]))
+    assert type(other) is Words
+    assert other["x"].tolist() == other["nested"][0]["y"].tolist() == [1, 1, 2, 1]
+    assert other["name"] == "abcd"
+    assert column.tolist() == [0, 1, 2, 3]
+    assert BatchRows([column, None], 4, ExampleDims()).taken(torch.tensor([3]))[0].tolist() == [3]
+    assert BatchRows([column, None], 4, ExampleDims()).divisible
+    known = ExampleDims()
+    BatchRows([column[:3], column[:3].long(), shared], 3, known)
+    beside = BatchRows([column, column.long(), shared], 4, known).taken(torch.tensor([0, 0, 0, 3]))
+    assert [each.tolist() for each in beside] == [[0, 0, 0, 3], [0, 1, 2, 3], [0, 1, 2]]
+    packed = pack_padded_sequence(torch.ones(4, 2), torch.tensor([2, 2, 1, 1]), batch_first=True)
+    assert BatchRows([packed, column], 4, ExampleDims()).taken(torch.tensor([0, 0, 0, 3]))[0] is packed
+    assert not BatchRows("abcd", 4, ExampleDims()).swappable
+
+
+def test_the_examples_dimension_is_one_that_always_was_as_long() -> None:
+    known = ExampleDims()
+    assert not BatchRows([torch.eye(5)[:4], torch.zeros(2, 4)], 4, known).swappable  # two sizes are to be seen
+    both = BatchRows([torch.eye(5), torch.zeros(2, 5)], 5, known)
+    assert (both.swappable, both.divisible, both.choices) == (True, True, 1)
+    assert not BatchRows([torch.eye(5)], 5, known).swappable  # as many tensors as examples, maybe
+    square = BatchRows([torch.eye(5)], 5, ExampleDims())
+    assert square.choices == 2
+    assert torch.equal(square.taken(torch.tensor([0, 0, 0, 0, 4]), 1)[0], torch.eye(5)[:, [0, 0, 0, 0, 4]])
+
+
+def test_what_can_not_be_compared_is_said_once(log: Callable[[], str]) -> None:
+    model, data, loss_fn = HONEST["ragged, offsets"]()
+    steps(engine_of(model, data), loss_fn, 8)
+    assert log().count("the batch holds no tensor with a row for each example") == 1
+
+
+def test_a_loss_function_that_fails_on_other_examples_is_none_that_mixes(log: Callable[[], str]) -> None:
+    known: set[float] = set()
+
+    def once(model: nn.Module, batch: Any) -> Tensor:
+        if len(batch[0].unique()) < batch[0].numel():
+            raise RuntimeError("seen twice")
+        return own(model, batch)
+
+    torch.manual_seed(0)
+    steps(engine_of(network(), rows()), once, 4)
+    assert not known
+    assert log().count("RuntimeError: seen twice") == 1

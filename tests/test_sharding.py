@@ -1,0 +1,166 @@
+"""Models of which a process holds a part are refused: when wrapped, and in every pass when sharded later."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import private_runs as runs
+import pytest
+import torch
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ghostclip
+from ghostclip import GhostClipper, UnsupportedModelError
+from ghostclip.sharding import refuse_sharded, sharding_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore::FutureWarning")
+
+X, Y = torch.ones(4, 5), torch.arange(4) % 3
+SECOND_PASSES = ("reweight", "cached")
+
+
+def mesh() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (2,))
+
+
+def fsdp1(model: nn.Module, **options: Any) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
+
+
+def fsdp1_of_a_layer(model: nn.Module) -> nn.Module:
+    model[0] = fsdp1(model[0], use_orig_params=True)
+    return model
+
+
+def fsdp2(model: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=mesh())
+
+
+def fsdp2_of_a_layer(model: nn.Module) -> nn.Module:
+    fsdp2(model[2])
+    return model
+
+
+def tensor_parallel(model: nn.Module) -> nn.Module:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    return parallelize_module(model, mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+SHARDED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "FSDP1": partial(fsdp1, use_orig_params=True),
+    "FSDP1, flat": fsdp1,
+    "FSDP1 of a layer": fsdp1_of_a_layer,
+    "FSDP2": fsdp2,
+    "FSDP2 of a layer": fsdp2_of_a_layer,
+    "tensor parallelism": tensor_parallel,
+}
+
+
+def outcome(work: Callable[[], Any]) -> str:
+    """What ``work`` raised, or "nothing"."""
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def wrapped_after(shard: Callable[[nn.Module], nn.Module]) -> Iterator[tuple[str, str]]:
+    """(who wraps, what it raised) for a model that is sharded already."""
+    for name, work in {
+        "wrap": ghostclip.wrap,
+        "wrap of what is inside": lambda model: ghostclip.wrap(getattr(model, "module", model)),
+        "GhostClipper": GhostClipper,
+        "PrivacyEngine": runs.engine_for,
+    }.items():
+        model = shard(runs.network())
+        if name == "wrap of what is inside":
+            runs.losses_of(model, [X, Y])  # while parameters of an FSDP2 root look like any
+        yield name, outcome(partial(work, model))
+
+
+def used_after(shard: Callable[[nn.Module], nn.Module], second_pass: str) -> Iterator[tuple[str, str]]:
+    """(what is called, what it raised) for a model that is sharded after wrapping."""
+
+    def called(name: str) -> None:
+        clipper = GhostClipper(runs.network(), 0.3, second_pass=second_pass)
+        sharded = shard(clipper.model)
+        if name == "clip":
+            clipper.clip(lambda _, rows: runs.losses_of(sharded, rows), [X, Y])
+        else:
+            getattr(clipper, name)(runs.losses_of(sharded, [X, Y]))
+
+    for name in ("norms", "per_example_grads", "backward", "clip"):
+        yield name, outcome(partial(called, name))
+    engine = runs.engine_for(runs.network(), second_pass=second_pass, sampling="without_replacement")
+    sharded = shard(engine.model)
+    batch = next(iter(engine.batches()))
+    yield "engine", outcome(lambda: engine.step(batch, lambda _, rows: runs.losses_of(sharded, rows)))
+
+
+def all_refused(shard: Callable[[nn.Module], nn.Module]) -> list[str]:
+    """What was not refused as it should be; and `check`'s findings must not be empty."""
+    found = dict(wrapped_after(shard))
+    for second_pass in SECOND_PASSES:
+        found |= {f"{name}, {second_pass}": said for name, said in used_after(shard, second_pass)}
+    if not ghostclip.check(shard(runs.network())):
+        found["check"] = "nothing"
+    return [f"{name}: {said}" for name, said in found.items() if not said.startswith("UnsupportedModelError")]
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_models_are_refused_in_every_order(name: str, tmp_path: Path) -> None:
+    assert on_ranks(partial(all_refused, SHARDED[name]), tmp_path) == [[], []]
+
+
+def part_of_a_sharded_root() -> str:
+    """A clipper of a layer inside of a model that is sharded later: its class stays, its parameters are exchanged."""
+    root = runs.network()
+    clipper = GhostClipper(root[0])
+    sharded = fsdp2(root)
+    return outcome(lambda: clipper.backward(runs.losses_of(sharded, [X, Y])))
+
+
+def test_a_layer_of_a_model_sharded_later_is_refused(tmp_path: Path) -> None:
+    for said in on_ranks(part_of_a_sharded_root, tmp_path):
+        assert said.startswith("UnsupportedModelError: weight is another Parameter than when the model was wrapped")
+
+
+def clipped_in_ddp() -> list[Tensor]:
+    """Clipped sums by both second passes, with the model wrapped before and after DistributedDataParallel."""
+    found = []
+    for second_pass, before in product(SECOND_PASSES, (True, False)):
+        model: nn.Module = runs.network(torch.float64)
+        inner = GhostClipper(model, 0.3, second_pass=second_pass) if before else None
+        model = DistributedDataParallel(model)
+        clipper = inner or GhostClipper(model, 0.3, second_pass=second_pass)
+        for _ in range(2):
+            clipper.backward(runs.losses_of(model, [X.double(), Y]))
+        found.append(runs.grads(model))
+    return found
+
+
+def test_distributed_data_parallel_goes_on_working(tmp_path: Path) -> None:
+    clipper = GhostClipper(runs.network(torch.float64), 0.3)
+    for _ in range(2):
+        clipper.backward(runs.losses_of(clipper.model, [X.double(), Y]))
+    for sums in on_ranks(clipped_in_ddp, tmp_path):
+        for found in sums:
+            assert torch.allclose(found, runs.grads(clipper.model), rtol=1e-10)
+
+
+def test_what_is_whole_is_not_taken_for_sharded() -> None:
+    assert sharding_of(ghostclip.wrap(runs.network())) is None
+    with pytest.raises(UnsupportedModelError, match=r"0: it is sharded by FSDPModule; per-example norms"):
+        refuse_sharded(nn.Sequential(type("FSDPModule", (nn.Identity,), {})()), {})
