@@ -191,6 +191,7 @@ class GhostClipper:
             StaleInputError: a remembered input was modified in place, or the graph is gone.
             UnsupportedModelError: examples mix, or a parameter is used outside of its layer.
         """
+        self._passes.index.watch()
         trained = self._passes.index.trained()
         self._guard.check(trained)
         self._note_rounding(trained, losses)
@@ -231,6 +232,7 @@ class GhostClipper:
         Raises:
             What `backward` raises.
         """
+        self._passes.index.watch()
         if self.compiled is None:
             return self._clip_eagerly(loss_fn, batch, whole or loss_fn)
         trained = self._passes.index.trained()
