@@ -1,4 +1,4 @@
-"""Layers exchanged for others in the middle of training: nothing that was decided for the old one is used for the new."""
+"""Layers exchanged for others in the middle of training: nothing that was decided for the old one holds for the new."""
 
 import gc
 import weakref
