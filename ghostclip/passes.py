@@ -19,7 +19,7 @@ from ghostclip.norms.affine import Affine, squared_norms_of
 from ghostclip.norms.combine import combine
 from ghostclip.norms.dense import Dense
 from ghostclip.norms.looks import without_looks
-from ghostclip.norms.term import Answer, Term, is_traced
+from ghostclip.norms.term import Answer, Term
 from ghostclip.planner import SOLE, Choice, Planner, kept_bytes
 from ghostclip.regroup import row_count
 
@@ -292,11 +292,8 @@ class Collector:
         return absolute
 
     def _absolute(self, term: Term, answer: Answer) -> Tensor | None:
-        """`Term.absolute` where a margin is asked for, and the gradients aren't summed as they were measured.
-
-        What is kept in a graph is whatever the compiler makes of it.
-        """
-        if not self._margin or (answer.kept is not None and not self._may_drop and not is_traced()):
+        """`Term.absolute` where a margin is asked for, and the gradients aren't summed as they were measured."""
+        if not self._margin or (answer.kept is not None and not self._may_drop):
             return None
         return term.absolute() if answer.absolute is None else answer.absolute
 

@@ -189,8 +189,8 @@ class CompiledClip:
         losses = loss_fn(self.model, tree_unflatten(asked.leaves, asked.structure))
         if (self._state.now(), function_key(loss_fn)[0]) != before:
             return (
-                "the forward changes the model's buffers, attributes or parameters, or the loss what it is bound to: it "
-                "depends on something besides the batch, the parameters and torch's random numbers"
+                "the forward changes the model's buffers, attributes or parameters, or the loss what it is "
+                "bound to: it depends on something besides the batch, the parameters and torch's random numbers"
             )
         return learn(self.passes, losses, self.expected is not None)
 

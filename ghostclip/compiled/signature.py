@@ -184,7 +184,7 @@ def _called(function: Any, kept: list[Any], depth: int) -> tuple:
 
 
 def _part(value: Any, kept: list[Any], depth: int) -> Any:
-    """A plain value with its type (True isn't 1, nor 0.0 what -0.0 is), what a container holds, or a kept object's id."""
+    """A plain value with its type (True isn't 1, nor 0.0 what -0.0 is), what a container holds, or an object's id."""
     kind = type(value)
     if kind in PLAIN:
         return kind, repr(value)
