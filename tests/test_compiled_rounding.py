@@ -8,7 +8,6 @@ import math
 
 import pytest
 import torch
-import torch._inductor
 from graphs import interpret
 from test_rounding import (
     MAX_NORM,
@@ -26,7 +25,6 @@ import ghostclip
 from ghostclip.clipping import Custom, PerLayer
 from ghostclip.compiled import clip as compiling
 from ghostclip.compiled import trial
-from ghostclip.compiled.region import Region, trace
 
 LINEAR = (lambda: nn.Linear(512, 512), squared_error, lambda model: positions_batches(model, 512, 8))
 TWICE = (lambda: Twice(64), squared_error, lambda model: positions_batches(model, 64, 8))
@@ -133,16 +131,3 @@ def test_what_would_take_two_passes_is_left_to_eager(reason, monkeypatch):
         clipper.clip(lambda model, x: model(x).sum((1, 2)), torch.randn(4, 3, 64))
     assert reason in clipper.compiled.refusals[0]
     assert clipper.compiled.graphs == 0
-
-
-def test_inductor_computes_once_what_is_measured_and_summed(monkeypatch):
-    told = []
-
-    def compiled(graph, inputs):
-        told.append(torch._inductor.config.realize_reads_threshold)
-        return graph
-
-    monkeypatch.setattr(torch._inductor, "compile", compiled)
-    batch = [torch.ones(3)]
-    Region(trace(lambda x: (x.erf(),), batch, batch), batch)
-    assert told == [0]

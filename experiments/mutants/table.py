@@ -1029,15 +1029,8 @@ COMPILED = [
     Mutant(
         "weights in a graph have no rounding margin",
         "ghostclip/compiled/straight.py",
-        "weights, whole = passes.clipping.weights(bounds) * keep, norms",
-        "weights, whole = passes.clipping.weights(norms) * keep, norms",
-        IN_GRAPHS,
-    ),
-    Mutant(
-        "a graph measures and sums a gradient by two roundings",
-        "ghostclip/compiled/region.py",
-        ', "realize_reads_threshold": 0}',
-        "}",
+        "weights, whole = policy.weights(bounds) * keep, norms",
+        "weights, whole = policy.weights(norms) * keep, norms",
         IN_GRAPHS,
     ),
 ]

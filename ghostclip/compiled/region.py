@@ -49,9 +49,7 @@ class Region:
             import torch._inductor.config as config
 
             # Dropout must draw what it draws without compiling, or the two couldn't be compared.
-            # And what is used twice is computed once: else a gradient might be measured by one kernel's rounding and
-            # summed by another's.
-            settings = {"fallback_random": True, "triton.cudagraphs": self._on_cuda, "realize_reads_threshold": 0}
+            settings = {"fallback_random": True, "triton.cudagraphs": self._on_cuda}
             if not self._on_cuda:
                 # With channels last in between, norms would be read crosswise (a CNN's step: 1.18 of this one).
                 settings["layout_optimization"] = False

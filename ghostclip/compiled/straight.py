@@ -101,17 +101,19 @@ def straight(passes: TwoPasses, losses: Tensor, keep: Tensor) -> tuple[Tensor, C
     totals: dict[int, Tensor] = {}
     norms: Any
     weights: Any
-    if isinstance(passes.clipping, Thresholds):
-        sums = passes.group_pass(losses, passes.clipping, None, keep > 0)
+    policy = passes.clipping
+    if isinstance(policy, Thresholds):
+        sums = passes.group_pass(losses, policy, None, keep > 0)
         groups = dict.fromkeys(passes.partition().values())
         norms = {group: sums.norms.get(group, torch.zeros_like(keep)) for group in groups}
         weights = {group: sums.weights.get(group, keep) for group in groups}
         whole, parts = torch.stack(list(norms.values())).sum(0), sums.taken()
     else:
+        assert not isinstance(policy, Groupwise)
         # Whatever the second pass is, sums are formed of the gradients that were measured.
         run = passes.first_pass(losses, keep=True, retain_graph=False)
         norms, bounds = run.norms_and_bounds()
-        weights, whole = passes.clipping.weights(bounds) * keep, norms
+        weights, whole = policy.weights(bounds) * keep, norms
         parts = run.weighted_sums(weights, None)
     for (owner, rows), amount in parts:
         parameter = next(p for _, p in trained if id(p) == owner)
