@@ -1,6 +1,8 @@
 """What a compiled graph has built in may not change without another graph; and trials leave no trace."""
 
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -74,6 +76,21 @@ def test_a_layer_at_the_address_of_one_that_is_gone_has_a_graph_of_its_own():
         for _ in range(2 + 6 * (number == 3)):
             assert_as_eager(clipper, losses_of, batch_of())
     assert clipper.compiled.graphs > 5
+
+
+def test_a_graph_holds_what_its_key_names():
+    model = classifier()
+    model[1] = By(lambda x: 3.0 * x)
+    named = [weakref.ref(each) for each in (model[1], model[1].operation, model[0].bias, model[0])]
+    clipper = trained(model)
+    model[0], model[1] = ghostclip.nn.Linear(6, 8), torch.nn.ReLU()
+    for _ in range(3):
+        assert_as_eager(clipper, losses_of, batch_of())
+    gc.collect()
+    assert all(each() is not None for each in named)
+    clipper.compiled._plans.clear()
+    gc.collect()
+    assert [each() for each in named[:2]] == [None, None]
 
 
 def bump(value):
