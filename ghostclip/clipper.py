@@ -200,6 +200,7 @@ class GhostClipper:
             UnsupportedModelError: examples mix, a parameter is used outside of its layer, or the model is sharded.
         """
         self.check_whole()
+        self._passes.index.watch()
         trained = self._passes.index.trained()
         self._guard.check(trained)
         self._note_rounding(trained, losses)
@@ -241,6 +242,7 @@ class GhostClipper:
             What `backward` raises.
         """
         self.check_whole()
+        self._passes.index.watch()
         if self.compiled is None:
             return self._clip_eagerly(loss_fn, batch, whole or loss_fn)
         trained = self._passes.index.trained()

@@ -24,6 +24,7 @@ from ghostclip.narrowing import Narrowing
 from ghostclip.nn.base import CAPTURE, NOTHING, PROBE, Call
 from ghostclip.nn.fallback import Outside
 from ghostclip.seams import Edge
+from ghostclip.serial import serial_number
 from ghostclip.shared import from_below, inputs_of
 
 __all__ = ["WIDE", "Uses", "captured_calls", "first_pass", "gradients_at", "let_go"]
@@ -56,17 +57,18 @@ class Uses:
         calls: every use of a wrapper layer that the losses depend on.
         leaves: nodes at which trained parameters enter outside of every layer.
         reorders: whether something between the layers may order the examples differently from batch to batch.
-        size: how many nodes there are, by which a forward that took another way is told.
+        size: how many nodes there are, by which a forward that took another way is told; and `ModelIndex.version`, by
+            which another layer is told from the one in whose place it is.
     """
 
     calls: list[Call]
     leaves: list[Any]
     reorders: bool
-    size: int
+    size: tuple[int, int]
 
     def key(self, examples: int) -> tuple:
         """What graphs have in common of which one thing holds, for batches of that size."""
-        uses = [(id(c.layer), c.parameters, c.batch_dim, c.shape, c.dtype, c.packed) for c in self.calls]
+        uses = [(serial_number(c.layer), c.parameters, c.batch_dim, c.shape, c.dtype, c.packed) for c in self.calls]
         return (examples, self.size, *uses)
 
 
@@ -80,6 +82,7 @@ def captured_calls(losses: Tensor, index: ModelIndex) -> Uses:
     Raises:
         UnsupportedModelError: reentrant checkpointing hides what is behind them, or a function mixes examples.
     """
+    index.watch()
     calls: list[Call] = []
     leaves: list[Any] = []
     reorders = False
@@ -114,7 +117,7 @@ def captured_calls(losses: Tensor, index: ModelIndex) -> Uses:
             if kind.__name__ in BATCH_STATISTICS:
                 _refuse_statistics(node)
             stack += [edge[0] for edge in node.next_functions]
-    return Uses(calls, leaves, reorders, len(seen))
+    return Uses(calls, leaves, reorders, (len(seen), index.version))
 
 
 @functools.cache

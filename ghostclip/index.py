@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import Tensor, nn
 
 from ghostclip.nn.base import Call
+from ghostclip.serial import serial_number
 
 __all__ = ["ModelIndex"]
 
@@ -16,10 +19,12 @@ class ModelIndex:
     Attributes:
         layers: {id of module: name}, the class name for the model itself.
         names: {id of Parameter: its first name}, trained and frozen.
+        version: a number for the modules and parameters that were read; others never have it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._versions: dict[tuple[int, ...], int] = {}
         self.refresh()
 
     def layer(self, call: Call) -> str:
@@ -29,8 +34,23 @@ class ModelIndex:
     def refresh(self) -> None:
         """Reads the model again: modules or parameters were exchanged."""
         self._named = list(self._model.named_parameters())
-        self.layers = {id(module): name or type(module).__name__ for name, module in self._model.named_modules()}
+        modules = list(self._model.named_modules())
+        # Held as the parameters are, so that nothing else gets their ids.
+        self._modules = [module for _, module in modules]
+        self._children = self._children_now()
+        self.layers = {id(module): name or type(module).__name__ for name, module in modules}
         self.names = {id(parameter): name for name, parameter in self._named}
+        parts = (*self._modules, *(parameter for _, parameter in self._named))
+        self.version = self._versions.setdefault(tuple(map(serial_number, parts)), len(self._versions))
+
+    def _children_now(self) -> list[nn.Module | None]:
+        return [child for module in self._modules for child in module._modules.values()]
+
+    def watch(self) -> None:
+        """Reads the model again if a module was exchanged, with or without parameters."""
+        now = self._children_now()
+        if len(now) != len(self._children) or not all(map(operator.is_, now, self._children)):
+            self.refresh()
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         """(name, Parameter) of every parameter that requires a gradient now."""

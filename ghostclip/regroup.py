@@ -20,6 +20,7 @@ from ghostclip.positions import are_positions
 from ghostclip.proof import Verdict, decide, majors_of
 from ghostclip.seams import Edge
 from ghostclip.search import Candidate, Decision, NotShared, Places, Search, settle
+from ghostclip.serial import serial_number
 from ghostclip.shared import Region, from_below
 from ghostclip.tail import Tail
 
@@ -61,7 +62,7 @@ def _is_odd(call: Call, examples: int) -> bool:
 
 def _key(call: Call, count: int) -> tuple:
     """What a layer's use with so many rows an example has in common in all batches."""
-    return (id(call.layer), call.parameters, call.batch_dim, len(call.shape), count)
+    return (serial_number(call.layer), call.parameters, call.batch_dim, len(call.shape), count)
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Grouping:
         self._positions: set[tuple] = set()
         # How the calls' rows are grouped for a batch size and a graph in which all is proved.
         self._settled: dict[tuple, list[str]] = {}
-        self._places: dict[int, Places] = {}
+        self._places: dict[tuple[int, int], Places] = {}
 
     def is_settled(self, graph: tuple, uses: Uses) -> bool:
         """Whether all was proved of graphs with that key, and needn't be proved again for these ``uses``."""

@@ -1,4 +1,4 @@
-"""A forward that is tried again without a trace: random numbers, buffers and modes are put back."""
+"""A forward that is tried again without a trace: random numbers, buffers, attributes and modes are put back."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Replay:
 
     @contextmanager
     def again(self, gradients: bool = False, training: bool = True) -> Iterator[None]:
-        """With the random numbers that were to come then; afterwards all is as before, buffers too.
+        """With the random numbers that were to come then; afterwards all is as before: buffers, attributes and modes.
 
         Args:
             gradients: whether a graph is recorded.
@@ -57,11 +57,10 @@ class Replay:
         """
         now = self._now()
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        places = [(module, dict(module._buffers)) for module in self.model.modules()]
-        modes = [(module, module.training) for module in self.model.modules()]
+        places = [(module, dict(vars(module)), dict(module._buffers)) for module in self.model.modules()]
         with ExitStack() as stack:
             stack.callback(self._set, now)
-            stack.callback(_put_back, buffers, places, modes)
+            stack.callback(_put_back, buffers, places)
             stack.enter_context(torch.set_grad_enabled(gradients))
             self._set(self._states)
             if not training:
@@ -72,13 +71,14 @@ class Replay:
 @torch.no_grad()
 def _put_back(
     buffers: list[tuple[Tensor, Tensor]],
-    places: list[tuple[nn.Module, dict[str, Tensor | None]]],
-    modes: list[tuple[nn.Module, bool]],
+    places: list[tuple[nn.Module, dict[str, Any], dict[str, Tensor | None]]],
 ) -> None:
-    for module, known in places:
+    for module, attributes, known in places:
+        own = vars(module)
+        for name in own.keys() - attributes.keys():
+            del own[name]
+        own.update(attributes)
         module._buffers.update(known)
     for buffer, value in buffers:
         if not torch.equal(buffer, value):
             buffer.copy_(value)
-    for module, training in modes:
-        module.training = training

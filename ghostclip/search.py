@@ -18,6 +18,7 @@ from ghostclip.errors import UnsupportedModelError
 from ghostclip.index import ModelIndex
 from ghostclip.nn.base import Call
 from ghostclip.seams import ELEMENTWISE, EXPAND, REPEAT, Edge, Seam, broadcasts, shape_of
+from ghostclip.serial import serial_number
 from ghostclip.shared import Region, from_below, inputs_of
 
 __all__ = ["NOTHING", "OTHER", "PICKED", "Candidate", "Decision", "NotShared", "Places", "Search", "refusal", "settle"]
@@ -142,7 +143,7 @@ class Search:
         for node in self._nodes:
             if node in self._leaves:
                 parameter = self._leaves[node]
-                self.status[node] = self._places.number("parameter", id(parameter))
+                self.status[node] = self._places.number("parameter", serial_number(parameter))
                 self.names[node] = self._index.name_of(parameter) or ""
                 continue
             edges = inputs_of(node)
@@ -174,7 +175,7 @@ class Search:
         self._by_layers.add(node)
         if self._index.own_parameters(call):
             self.calls[node] = call
-        return self._places.number("layer", id(call.layer), call.parameters, len(call.shape), *inputs)
+        return self._places.number("layer", serial_number(call.layer), call.parameters, len(call.shape), *inputs)
 
     def _enter(self, node: Any, inputs: tuple[int, ...]) -> list[Candidate]:
         """Takes in an operation that shared tensors go into; returns what is not known of it."""

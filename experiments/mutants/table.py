@@ -1037,6 +1037,117 @@ MIXED = [
     ),
 ]
 
+EXCHANGED = ("tests/test_exchanged_layers.py",)
+KEYS = ("tests/test_compiled_keys.py",)
+IN_GRAPHS = ("tests/test_compiled_rounding.py", "-m", "not slow")
+COMPILED = [
+    Mutant(
+        "what was proved of a layer holds for what takes its place",
+        "ghostclip/graph.py",
+        "(len(seen), index.version)",
+        "(len(seen), 0)",
+        EXCHANGED,
+    ),
+    Mutant(
+        "decisions are keyed by ids that are given again",
+        "ghostclip/serial.py",
+        "    number = next(_numbers)\n",
+        "    number = address\n",
+        EXCHANGED,
+    ),
+    Mutant(
+        "a graph is found by the ids of objects that are gone",
+        "ghostclip/compiled/clip.py",
+        "        return [*asked.kept, *self._state.objects]\n",
+        "        return []\n",
+        KEYS,
+    ),
+    Mutant(
+        "what a module holds is no part of a graph's key",
+        "ghostclip/compiled/signature.py",
+        "            objects += own.values()\n",
+        "",
+        KEYS,
+    ),
+    Mutant(
+        "True is 1 for a graph",
+        "ghostclip/compiled/signature.py",
+        "        return kind, repr(value)\n",
+        "        return value\n",
+        KEYS,
+    ),
+    Mutant(
+        "keyword defaults are no part of a graph's key",
+        "ghostclip/compiled/signature.py",
+        "function.__defaults__, function.__kwdefaults__,",
+        "function.__defaults__,",
+        KEYS,
+    ),
+    Mutant(
+        "a graph's key is of the sensitivity alone",
+        "ghostclip/compiled/clip.py",
+        "policy = (self.passes.clipping.sensitivity, *settings_of(self.passes.clipping, kept))",
+        "policy = self.passes.clipping.sensitivity",
+        KEYS,
+    ),
+    Mutant(
+        "hooks are not called in a graph",
+        "ghostclip/compiled/clip.py",
+        "if (name := self._state.hooked()) is not None:",
+        "if (name := self._state.hooked()) == 0:",
+        KEYS,
+    ),
+    Mutant(
+        "a parameter in another group keeps its learning rate",
+        "ghostclip/compiled/update.py",
+        'return [sum([p.requires_grad for p in group["params"]]), *settings]',
+        "return settings",
+        KEYS,
+    ),
+    Mutant(
+        "compiling leaves its forwards in buffers",
+        "ghostclip/compiled/clip.py",
+        "with Replay(self.model).again(gradients=True):",
+        "with torch.enable_grad():",
+        KEYS,
+    ),
+    Mutant(
+        "compiling a whole step leaves its forwards in buffers",
+        "ghostclip/compiled/whole.py",
+        "with Replay(self._clip.model).again(gradients=True):",
+        "with torch.enable_grad():",
+        KEYS,
+    ),
+    Mutant(
+        "a forward that is tried leaves attributes behind",
+        "ghostclip/replay.py",
+        "        own.update(attributes)\n",
+        "",
+        KEYS,
+    ),
+    Mutant(
+        "a model that changes itself is compiled",
+        "ghostclip/compiled/clip.py",
+        "if (self._state.now(), function_key(loss_fn)[0]) != before:",
+        "if before is None:",
+        KEYS,
+    ),
+    Mutant(
+        "a refusal to compile is forgotten",
+        "ghostclip/compiled/clip.py",
+        "return self._failures >= MOST_FAILURES",
+        "return False",
+        KEYS,
+    ),
+    Mutant(
+        "weights in a graph have no rounding margin",
+        "ghostclip/compiled/straight.py",
+        "weights, whole = policy.weights(bounds) * keep, norms",
+        "weights, whole = policy.weights(norms) * keep, norms",
+        IN_GRAPHS,
+    ),
+]
+
 MUTANTS = [
-    *CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *PROVED, *SHARDED, *MIXED,
+    *CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *PROVED, *SHARDED, *MIXED, *COMPILED,
 ]  # fmt: skip

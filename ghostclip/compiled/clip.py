@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from ghostclip.compiled.region import Region, trace
-from ghostclip.compiled.signature import Asked, ModelState, capacity_for, function_key, leaves_of, pad
+from ghostclip.compiled.signature import Asked, ModelState, capacity_for, function_key, leaves_of, pad, settings_of
 from ghostclip.compiled.straight import Clipped, Groups, eager, learn, put_together, straight, taken_apart
 from ghostclip.compiled.trial import TRIALS, Trial, difference, timed
+from ghostclip.gradients import have_hooks
+from ghostclip.replay import Replay
 from ghostclip.two_passes import TwoPasses
 
 __all__ = [
@@ -33,6 +35,8 @@ __all__ = [
 LossFunction = Callable[[nn.Module, Any], Tensor]
 # Graphs are made for so many keys; who needs more passes a function that is another one every time.
 MOST_GRAPHS = 16
+# After so many batches in a row of which no graph could be made, none is tried of other batches either.
+MOST_FAILURES = 2
 
 log = logging.getLogger("ghostclip")
 
@@ -43,7 +47,8 @@ class _Plan:
 
     Attributes:
         region: the graph; None where eager is to be used.
-        kept: what the key was made of, so that no id in it is used again.
+        kept: what the key was made of, so that no id in it is used again. Where there is no graph nothing is kept: who
+            is taken for another by its id runs eagerly.
         held: parameters and buffers, the graph's first inputs.
         groups: how a `Clipped` is made of the graph's outputs.
         present: for each trained parameter, whether it takes part.
@@ -83,6 +88,7 @@ class CompiledClip:
     refusals: list[str] = field(default_factory=list)
     _plans: dict[tuple, _Plan] = field(default_factory=dict)
     _kept_rows: dict[tuple, Tensor] = field(default_factory=dict)
+    _failures: int = 0
 
     def __post_init__(self) -> None:
         self._state = ModelState(self.model)
@@ -101,7 +107,8 @@ class CompiledClip:
             result = self.eager(loss_fn, batch)
             asked = self.ask_anew(asked)
             # A graph takes for granted what is proved of every layer, and so waits for gradients to have reached all.
-            if not self.passes.is_open and asked.key not in self._plans and self.may_have(len(self._plans)):
+            known = asked.key in self._plans or self.passes.is_open or self.gave_up
+            if not known and self.may_have(len(self._plans)):
                 self._plans[asked.key] = self._compile(loss_fn, asked)
             return result
         if plan.region is None:
@@ -124,12 +131,12 @@ class CompiledClip:
         function, kept = function_key(loss_fn)
         shapes = tuple((leaf.shape[1:], leaf.dtype, leaf.device) for leaf in leaves)
         # A policy's numbers are built into the graph; noise follows what they are now.
-        key = (size, shapes, structure, function, self.passes.clipping.sensitivity, self._state.key())
+        policy = (self.passes.clipping.sensitivity, *settings_of(self.passes.clipping, kept))
+        key = (size, shapes, structure, function, policy, self._state.key())
         return Asked(key, [pad(leaf.detach(), size) for leaf in leaves], structure, examples, kept)
 
     def ask_anew(self, asked: Asked) -> Asked:
-        """The same after the model's parts were looked at again, for a key that isn't known yet."""
-        self._state.refresh()
+        """The same after a forward, which may have made something that the model keeps."""
         key = (*asked.key[:-1], self._state.key())
         return Asked(key, asked.leaves, asked.structure, asked.examples, asked.kept)
 
@@ -140,7 +147,16 @@ class CompiledClip:
 
     def leave(self, asked: Asked) -> None:
         """From now on such batches are clipped eagerly: a graph of more than their passes was of no use."""
-        self._plans[asked.key] = _Plan(None, asked.kept, [])
+        self._plans[asked.key] = _Plan(None, [], [])
+
+    def kept(self, asked: Asked) -> list[Any]:
+        """What the key was made of."""
+        return [*asked.kept, *self._state.objects]
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether no other batch is tried, after several of which no graph could be made."""
+        return self._failures >= MOST_FAILURES
 
     def may_have(self, count: int) -> bool:
         """Whether who has ``count`` graphs may have one more; says so when that is the last."""
@@ -165,7 +181,17 @@ class CompiledClip:
         """Why there can be no graph of this batch; where there can, its strategies are measured after this."""
         if (reason := _step_by_step(self.model)) is not None:
             return reason
+        if (name := self._state.hooked()) is not None:
+            return f"hooks of {name} want to be called at each step"
+        if have_hooks(parameter for _, parameter in self.passes.index.trained()):
+            return "hooks of parameters want to be called at each step"
+        before = self._state.now(), function_key(loss_fn)[0]
         losses = loss_fn(self.model, tree_unflatten(asked.leaves, asked.structure))
+        if (self._state.now(), function_key(loss_fn)[0]) != before:
+            return (
+                "the forward changes the model's buffers, attributes or parameters, or the loss what it is "
+                "bound to: it depends on something besides the batch, the parameters and torch's random numbers"
+            )
         return learn(self.passes, losses, self.expected is not None)
 
     def compiled(self, region: Region, what: str) -> None:
@@ -178,19 +204,26 @@ class CompiledClip:
         self.refusals.append(reason)
         log.warning("steps of this shape run without compiling: %s", reason)
 
+    def tried(self, reason: str | None) -> None:
+        """Notes that a graph was made, or says why not (``reason``)."""
+        self._failures = 0 if reason is None else self._failures + 1
+        if reason is not None:
+            self.refuse(reason + ("; no other is tried" if self.gave_up else ""))
+
     def _compile(self, loss_fn: LossFunction, asked: Asked) -> _Plan:
-        """A plan with a graph, or without one where that isn't possible."""
+        """A plan with a graph, or without one where that isn't possible; leaves no trace on the model."""
+        plan = _Plan(None, [], [])
         try:
-            with same_random_numbers(asked):
+            with Replay(self.model).again(gradients=True):
                 if (reason := self.obstacle(loss_fn, asked)) is None:
-                    return self._graph(loss_fn, asked)
+                    plan = self._graph(loss_fn, asked)
         except Exception as error:  # whatever the compiler stumbles over, the eager step is there
             reason = in_a_line(error)
-        self.refuse(reason)
-        return _Plan(None, asked.kept, self.held)
+        self.tried(reason)
+        return plan
 
     def _graph(self, loss_fn: LossFunction, asked: Asked) -> _Plan:
-        held, keep, plan = self.held, self.keep_rows(asked), _Plan(None, asked.kept, self.held)
+        held, keep, plan = self.held, self.keep_rows(asked), _Plan(None, self.kept(asked), self.held)
 
         def step(*inputs: Tensor) -> tuple[Tensor, ...]:
             batch = tree_unflatten(list(inputs[len(held) : -1]), asked.structure)
@@ -201,9 +234,7 @@ class CompiledClip:
             return tuple(output.detach() for output in outputs)
 
         inputs, others = ([*held, *leaves, keep] for leaves in (asked.leaves, rolled(asked)))
-        with torch.enable_grad():
-            graph = trace(step, inputs, others)
-        plan.region = Region(graph, inputs, len(held))
+        plan.region = Region(trace(step, inputs, others), inputs, len(held))
         self.compiled(plan.region, f"a step for {len(keep)} rows")
         return plan
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ghostclip.compiled.clip import CompiledClip, in_a_line
 from ghostclip.compiled.region import Region, trace, write_back
@@ -24,10 +24,12 @@ class Release:
 
     Attributes:
         region: None where the optimizer's own step is to be used.
+        kept: what the key was made of, so that no id in it is used again.
         trial: of both.
     """
 
-    region: Region | None = None
+    region: Region | None
+    kept: list[nn.Parameter]
     trial: Trial = field(default_factory=Trial)
 
     def run(self, written: list[Tensor], sums: list[Tensor], noise: Tensor, numbers: Tensor) -> None:
@@ -71,7 +73,7 @@ class CompiledRelease:
 
     @torch.no_grad()
     def _compile(self, update: Update, sums: list[Tensor], noise: Tensor) -> Release:
-        plan, count = Release(), len(update.written)
+        plan, count = Release(None, update.parameters), len(update.written)
 
         def step(*inputs: Tensor) -> tuple[Tensor, ...]:
             *sums, noise, numbers = inputs[count:]

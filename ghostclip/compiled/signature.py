@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_flatten
 
-__all__ = ["Asked", "ModelState", "capacity_for", "function_key", "function_kind", "leaves_of", "pad"]
+__all__ = ["Asked", "ModelState", "capacity_for", "function_key", "function_kind", "leaves_of", "pad", "settings_of"]
 
+# Values that are told by their types and what they print as.
+PLAIN = {bool, int, float, complex, str, bytes, type(None)}
+# Containers of so many values, and so deep, are told by what is in them.
+FEW, DEPTH = 32, 4
+# What a module calls besides its forward, and what else it has in dictionaries.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+CONTENTS = ("_parameters", "_buffers", "_modules", *HOOKS)
 # Physical batches of Poisson sampling vary in size; graphs are made for sizes of a grid with this ratio.
 GROWTH = 1.25
 
@@ -28,7 +37,7 @@ class Asked:
         leaves: the batch's tensors, padded.
         structure: how they are nested.
         examples: how many of the rows are examples.
-        kept: what the key was made of, so that no id in it is used again.
+        kept: what the loss function's part of the key was made of, so that no id in it is used again.
     """
 
     key: tuple
@@ -80,31 +89,72 @@ def pad(leaf: Tensor, size: int) -> Tensor:
 
 
 class ModelState:
-    """Everything about a model that a graph has built in: its parts, their modes, and which parameters are trained.
+    """Everything about a model that a graph has built in: modules, their attributes, modes and hooks, what is trained.
 
-    Asked for at every step, so the tree of modules is walked once only; a part that is exchanged shows in its parent.
+    Asked for at every step, so what is there is compared with the last step's by identity, and read only where it is
+    something else. What a module keeps in a list or in an object of its own, changed in place, isn't seen.
+
+    Attributes:
+        held: parameters and buffers.
+        objects: what the key was made of; while they are kept no id in it is used again.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Reads the parts again."""
-        self._modules = list(self._model.modules())
-        self.held: list[Tensor] = [*self._model.parameters(), *self._model.buffers()]
+        self._modules: list[nn.Module] = []
+        self.held: list[Tensor] = []
+        self.objects: list[Any] = []
+        self._settings: list[Any] = []
+        self._key: tuple = ()
+        self.key()
 
     def key(self) -> tuple:
         """Equal as long as a graph holds."""
-        found: list[Any] = [torch.is_autocast_enabled("cpu")]
+        objects, settings = self._seen()
+        same = len(objects) == len(self.objects) and all(map(operator.is_, objects, self.objects))
+        if not same or settings != self._settings:
+            self._modules = list(self._model.modules())
+            self.held = [*self._model.parameters(), *self._model.buffers()]
+            self.objects, self._settings = self._seen()
+            self._key = (*map(_described, self._modules), *self._settings)
+        return self._key
+
+    def now(self) -> tuple:
+        """Another one as soon as a forward has changed something, be it in place."""
+        return self.key(), [tensor._version for tensor in self.held]
+
+    def _seen(self) -> tuple[list[Any], list[Any]]:
+        """All objects that modules hold, and what a graph has built in besides."""
+        objects: list[Any] = []
         for module in self._modules:
-            found.append(module.training)
-            found += map(id, module._modules.values())
-            found += map(id, module._buffers.values())
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    found += (id(parameter), parameter.requires_grad, parameter.dtype, parameter.stride())
-        return tuple(found)
+            own = vars(module)
+            objects += own.values()
+            for name in CONTENTS:
+                if inside := own.get(name):
+                    objects += inside.values()
+        settings: list[Any] = [bool(_has_any_global_hook()), torch.are_deterministic_algorithms_enabled()]
+        for kind in ("cpu", "cuda"):
+            settings += (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for tensor in self.held:
+            settings += (tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+            settings += (not tensor._backward_hooks, not tensor._post_accumulate_grad_hooks)
+        return objects, settings
+
+    def hooked(self) -> str | None:
+        """The name of a module with hooks, which want to be called at each step; None where there is none."""
+        for name, module in self._model.named_modules():
+            if any(vars(module).get(kind) for kind in HOOKS) or _has_any_global_hook():
+                return name or "the model"
+        return None
+
+
+def _described(module: nn.Module) -> tuple:
+    """Plain attributes by their values, all others by their ids."""
+    own = vars(module)
+    ignored: list[Any] = []
+    parts = [(name, _part(value, ignored, 0)) for name, value in own.items()]
+    inside = [(kind, name, id(value)) for kind in CONTENTS for name, value in own.get(kind, {}).items()]
+    return (id(module), type(module), *parts, *inside)
 
 
 def function_key(function: Callable[..., Any]) -> tuple[tuple, list[Any]]:
@@ -112,12 +162,46 @@ def function_key(function: Callable[..., Any]) -> tuple[tuple, list[Any]]:
 
     A lambda written in a loop is a new object each time round; its code and what it closes over tell it.
     """
-    if isinstance(function, FunctionType):
-        closed = [cell.cell_contents for cell in function.__closure__ or ()]
-        defaults = list(function.__defaults__ or ())
-        kept = [function.__code__, *closed, *defaults]
-        return tuple(part if isinstance(part, (int, float, str, bool)) else id(part) for part in kept), kept
-    return (id(function),), [function]
+    kept: list[Any] = []
+    return _called(function, kept, DEPTH), kept
+
+
+def _called(function: Any, kept: list[Any], depth: int) -> tuple:
+    """What a callable does: by its code and all that is bound to it, or by its identity and its plain attributes."""
+    if isinstance(function, functools.partial):
+        bound = [function.func, function.args, function.keywords]
+    elif isinstance(function, MethodType):
+        bound = [function.__func__, function.__self__]
+    elif isinstance(function, FunctionType):
+        kept += (function.__code__, function.__globals__)
+        bound = [cell.cell_contents if cell != CellType() else cell for cell in function.__closure__ or ()]
+        bound += [function.__defaults__, function.__kwdefaults__, vars(function)]
+        return (id(function.__code__), id(function.__globals__), *[_part(each, kept, depth) for each in bound])
+    else:
+        kept.append(function)
+        own = getattr(function, "__dict__", {}).items() if not isinstance(function, type) else ()
+        return (id(function), *((name, _part(value, kept, 0)) for name, value in own if type(value) in PLAIN))
+    return (type(function), *[_part(each, kept, depth) for each in bound])
+
+
+def _part(value: Any, kept: list[Any], depth: int) -> Any:
+    """A plain value with its type (True isn't 1, nor 0.0 what -0.0 is), what a container holds, or an object's id."""
+    kind = type(value)
+    if kind in PLAIN:
+        return kind, repr(value)
+    if depth and kind in (tuple, list) and len(value) <= FEW:
+        return (kind, *(_part(each, kept, depth - 1) for each in value))
+    if depth and kind is dict and len(value) <= FEW:
+        return (kind, *((_part(key, kept, 0), _part(each, kept, depth - 1)) for key, each in value.items()))
+    if depth and callable(value):
+        return _called(value, kept, depth - 1)
+    kept.append(value)
+    return id(value)
+
+
+def settings_of(policy: Any, kept: list[Any]) -> tuple:
+    """The numbers of a clipping policy, which a graph has built in; objects among them are added to ``kept``."""
+    return (type(policy), *[_part(each, kept, DEPTH) for each in getattr(policy, "__dict__", {}).items()])
 
 
 def function_kind(function: Any, depth: int = 3) -> tuple:
@@ -142,6 +226,8 @@ def _setting(value: Any, depth: int) -> Any:
     """A plain value or a class itself, what another callable has in it in turn, and the type of anything else."""
     if isinstance(value, tuple):
         return tuple([_setting(each, depth) for each in value])
-    if value is None or isinstance(value, (bool, int, float, str, type)):
+    if type(value) in PLAIN:
+        return type(value), repr(value)
+    if isinstance(value, type):
         return value
     return function_kind(value, depth - 1) if depth and callable(value) else type(value)

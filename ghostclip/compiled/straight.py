@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from ghostclip.clipping import Automatic, Flat, Groupwise, Thresholds
 from ghostclip.graph import WIDE, captured_calls
-from ghostclip.groupwise import Part
 from ghostclip.outcome import norm_dtype
 from ghostclip.two_passes import TwoPasses
 
@@ -75,13 +73,16 @@ def learn(passes: TwoPasses, losses: Tensor, padded: bool) -> str | None:
     """Measures strategies and proves the grouping, so that a graph may take them for granted; else why it can't."""
     if padded and not isinstance(passes.clipping, (Flat, Automatic, Thresholds)):
         return f"{type(passes.clipping).__name__} may look at all norms at once, and batches are padded"
+    if isinstance(passes.clipping, Groupwise) and not isinstance(passes.clipping, Thresholds):
+        return f"{type(passes.clipping).__name__} waits for the norms of all groups, whose gradients a graph can't keep"
     uses = captured_calls(losses, passes.index)
     if uses.reorders:
         return "its forward may order examples differently from batch to batch, which is proved anew for each"
     if any(parameter.dtype not in WIDE for _, parameter in passes.index.trained()):
         return "sums of parameters narrower than float32 are gathered in float32, which a graph doesn't do"
-    keep = passes.cached or isinstance(passes.clipping, Groupwise)
-    passes.first_pass(losses, keep=keep, retain_graph=False)
+    run = passes.first_pass(losses, keep=True, retain_graph=False)
+    if not run.holds_terms:
+        return "its graph keeps all gradients that it measures, and the memory budget or checkpointing forbids that"
     return "no gradient has reached some layer so far" if passes.is_open else None
 
 
@@ -100,15 +101,20 @@ def straight(passes: TwoPasses, losses: Tensor, keep: Tensor) -> tuple[Tensor, C
     totals: dict[int, Tensor] = {}
     norms: Any
     weights: Any
-    if isinstance(passes.clipping, Groupwise):
-        norms, weights, parts = _straight_groups(passes, losses, passes.clipping, keep)
-        whole = torch.stack(list(norms.values())).sum(0)
+    policy = passes.clipping
+    if isinstance(policy, Thresholds):
+        sums = passes.group_pass(losses, policy, None, keep > 0)
+        groups = dict.fromkeys(passes.partition().values())
+        norms = {group: sums.norms.get(group, torch.zeros_like(keep)) for group in groups}
+        weights = {group: sums.weights.get(group, keep) for group in groups}
+        whole, parts = torch.stack(list(norms.values())).sum(0), sums.taken()
     else:
-        # Known from the eager step before: only steady gradients stand a backward of reweighted losses.
-        run = passes.first_pass(losses, keep=True, retain_graph=True)
-        norms = whole = run.norms()
-        weights = passes.clipping.weights(norms) * keep
-        parts = run.weighted_sums(weights, None) if run.holds_terms else _reweighted(passes, losses, weights)
+        assert not isinstance(policy, Groupwise)
+        # Whatever the second pass is, sums are formed of the gradients that were measured.
+        run = passes.first_pass(losses, keep=True, retain_graph=False)
+        norms, bounds = run.norms_and_bounds()
+        weights, whole = policy.weights(bounds) * keep, norms
+        parts = run.weighted_sums(weights, None)
     for (owner, rows), amount in parts:
         parameter = next(p for _, p in trained if id(p) == owner)
         amount = amount.to(parameter.dtype)
@@ -118,27 +124,3 @@ def straight(passes: TwoPasses, losses: Tensor, keep: Tensor) -> tuple[Tensor, C
         totals[owner] = totals[owner] + amount if owner in totals else amount
     fine = (whole + losses.detach()).sum()
     return fine, Clipped(losses, norms, weights, [totals.get(id(parameter)) for _, parameter in trained])
-
-
-def _straight_groups(
-    passes: TwoPasses, losses: Tensor, policy: Groupwise, keep: Tensor
-) -> tuple[dict[str, Tensor], dict[str, Tensor], Iterator[tuple[Part, Tensor]]]:
-    partition = passes.partition()
-    if isinstance(policy, Thresholds):
-        sums = passes.group_pass(losses, policy, None, keep > 0)
-        norms = sums.norms
-    else:
-        norms = passes.first_pass(losses, keep=False, retain_graph=True).norms_by_group(partition)
-        sums = passes.group_pass(losses, policy, policy.weights(norms), keep > 0)
-    norms = {group: norms.get(group, torch.zeros_like(keep)) for group in partition.values()}
-    weights = {group: sums.weights.get(group, keep) for group in norms}
-    return norms, weights, sums.taken()
-
-
-def _reweighted(passes: TwoPasses, losses: Tensor, weights: Tensor) -> Iterator[tuple[Part, Tensor]]:
-    """The second backward, its gradients apart from p.grad."""
-    parameters = [parameter for _, parameter in passes.index.trained()]
-    grads = torch.autograd.grad(losses, parameters, weights.to(losses.dtype), allow_unused=True)
-    for parameter, grad in zip(parameters, grads, strict=True):
-        if grad is not None:
-            yield (id(parameter), None), grad

@@ -50,7 +50,8 @@ class Update:
             tensor for _, name, tensor in self._found if name == "step" and tensor is not None
         ]
         self.size = sum([parameter.numel() for parameter in parameters])
-        self.key = tuple((id(p), *rule.switches) for p, rule in zip(parameters, rules, strict=True))
+        pairs = zip(parameters, rules, strict=True)
+        self.key = tuple((id(p), p.shape, p.stride(), p.dtype, *rule.switches) for p, rule in pairs)
         self._taken: list[float] = []
         # Their versions, and what they are in these, where a look would have a GPU's host wait.
         self._known: tuple[list[int], list[float]] | None = None
@@ -165,7 +166,7 @@ class UpdateReader:
         if (reason := _elsewhere(optimizer, self._hooks)) is not None:
             return reason
         groups = optimizer.param_groups
-        settings = [[value for name, value in group.items() if name != "params"] for group in groups]
+        settings = [_settings(group) for group in groups]
         parameters = [p for group in groups for p in group["params"] if p.requires_grad]
         if any(p.grad is not None for group in groups for p in group["params"] if not p.requires_grad):
             return "a parameter that isn't trained has a gradient, by which the optimizer steps it all the same"
@@ -182,6 +183,12 @@ class UpdateReader:
             return found.obstacle
         self._settings, self._last = settings, found
         return found
+
+
+def _settings(group: dict[str, Any]) -> list[Any]:
+    """What a group's rule is made of, by type and value, and how many parameters it is for."""
+    settings = [(name, type(value), value) for name, value in group.items() if name != "params"]
+    return [sum([p.requires_grad for p in group["params"]]), *settings]
 
 
 def _lie_alike(one: Tensor, other: Tensor) -> bool:

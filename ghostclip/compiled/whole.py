@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
-from ghostclip.compiled.clip import CompiledClip, LossFunction, in_a_line, rolled, same_random_numbers
+from ghostclip.compiled.clip import CompiledClip, LossFunction, in_a_line, rolled
 from ghostclip.compiled.region import Region, trace, write_back
 from ghostclip.compiled.signature import Asked
 from ghostclip.compiled.straight import Clipped, Groups, put_together, straight, taken_apart
 from ghostclip.compiled.trial import Trial
 from ghostclip.compiled.update import Update
+from ghostclip.replay import Replay
 
 __all__ = ["CompiledStep", "WholeStep"]
 
@@ -83,34 +84,35 @@ class CompiledStep:
         passes = self._clip.passes
         if passes.is_open or (asked := self._clip.ask(loss_fn, batch)) is None:
             return None
-        plan = self._plans.get((asked.key, update.key))
-        if plan is None:
-            asked = self._clip.ask_anew(asked)
-            key = (asked.key, update.key)
-            if key not in self._plans and self._clip.may_have(len(self._plans)):
-                plan = self._compile(loss_fn, asked, update, noise)
-                if passes.is_open:
-                    return None
-                self._plans[key] = plan
-            plan = self._plans.get(key)
+        key = (asked.key, update.key)
+        if key not in self._plans and not self._clip.gave_up and self._clip.may_have(len(self._plans)):
+            plan = self._compile(loss_fn, asked, update, noise)
+            if passes.is_open:
+                return None
+            self._plans[key] = plan
+        plan = self._plans.get(key)
         return None if plan is None or plan.region is None else (plan, asked)
 
     def refuse(self, plan: WholeStep, asked: Asked, reason: str) -> None:
         """The graph is not used any more, nor one of the passes alone tried."""
-        plan.region = None
+        plan.region, plan.kept = None, []
         self._clip.leave(asked)
         self._clip.refuse(reason)
 
     def _compile(self, loss_fn: LossFunction, asked: Asked, update: Update, noise: Tensor) -> WholeStep:
-        plan = WholeStep(None, asked.kept, [])
+        plan = WholeStep(None, [*self._clip.kept(asked), *update.parameters], [])
         try:
-            with same_random_numbers(asked):
+            with Replay(self._clip.model).again(gradients=True):
                 if (reason := self._clip.obstacle(loss_fn, asked)) is None:
                     self._graph(plan, loss_fn, asked, update, noise)
         except Exception as error:  # whatever the compiler stumbles over, the eager step is there
             reason = in_a_line(error)
-        if reason is not None and not self._clip.passes.is_open:
-            self.refuse(plan, asked, reason)
+        if self._clip.passes.is_open:
+            return plan
+        if reason is not None:
+            plan.kept = []
+            self._clip.leave(asked)
+        self._clip.tried(reason)
         return plan
 
     def _graph(self, plan: WholeStep, loss_fn: LossFunction, asked: Asked, update: Update, noise: Tensor) -> None:
@@ -136,8 +138,7 @@ class CompiledStep:
         inputs, others = (
             [*written, *plan.others, *leaves, keep, noise, numbers] for leaves in (asked.leaves, rolled(asked))
         )
-        with torch.enable_grad():
-            graph = trace(step, inputs, others)
+        graph = trace(step, inputs, others)
         write_back(graph, len(written))
         # Compiling runs the graph once, which is not to be a step.
         copies = [tensor.detach().clone() for tensor in written]

@@ -1,0 +1,136 @@
+"""Layers exchanged for others in the middle of training: nothing that was decided for the old one holds for the new."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from comparing import assert_dicts_close, gradients
+
+import ghostclip
+from ghostclip.index import ModelIndex
+from ghostclip.serial import serial_number
+
+
+class By(torch.nn.Module):
+    """An operation without parameters, of one node in the graph."""
+
+    def __init__(self, operation):
+        super().__init__()
+        self.operation = operation
+
+    def forward(self, x):
+        return self.operation(x)
+
+
+def half(x):
+    return 0.5 * x
+
+
+# Each mixes examples, in as many nodes as what it comes in the place of has.
+MIXING = {
+    "cumulated": (half, lambda x: x.cumsum(0)),
+    "cumulated backwards": (torch.tanh, lambda x: x.logcumsumexp(0)),
+    "softmax over the batch": (lambda x: x.softmax(1), lambda x: x.softmax(0)),
+    "largest over the batch": (torch.relu, lambda x: x.cummax(0).values),
+    "norm over the batch": (half, lambda x: x.renorm(2, 1, 1.0)),
+}
+
+
+def model_with(operation):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), By(operation), torch.nn.Linear(8, 3))
+
+
+def losses_of(model, x):
+    return model(x).square().mean(1)
+
+
+@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+@pytest.mark.parametrize("kind", MIXING)
+def test_a_layer_that_mixes_examples_is_refused_in_the_place_of_one_that_did_not(kind, second_pass):
+    before, after = MIXING[kind]
+    model, x = model_with(before), torch.randn(4, 6)
+    clipper = ghostclip.GhostClipper(model, 1e-3, second_pass=second_pass)
+    for _ in range(6):
+        clipper.backward(losses_of(model, x))
+    model[1] = By(after)
+    model.zero_grad()
+    with pytest.raises(ghostclip.UnsupportedModelError):
+        clipper.backward(losses_of(model, x))
+
+
+def test_layers_that_come_and_go_are_proved_anew_and_summed_right():
+    model, x = model_with(half), torch.randn(4, 5, 6)
+    clipper = ghostclip.GhostClipper(model, 1e-2)
+    for number in range(40):
+        model.zero_grad()
+        model[2 * (number % 2)] = layer = ghostclip.nn.Linear(*((8, 3) if number % 2 else (6, 8)))
+        del layer
+        losses = model(x).square().mean((1, 2))
+        clipper.backward(losses)
+        found = gradients(model)
+        model.zero_grad()
+        ghostclip.GhostClipper(model, 1e-2).backward(model(x).square().mean((1, 2)))
+        assert_dicts_close(found, gradients(model), 1e-5)
+
+
+def test_what_was_proved_stands_while_no_module_is_exchanged_and_when_one_comes_back(monkeypatch):
+    proofs = []
+    prove = ghostclip.regroup.majors_of
+    monkeypatch.setattr(ghostclip.regroup, "majors_of", lambda *a, **k: proofs.append(1) or prove(*a, **k))
+    model, x = model_with(half), torch.randn(4, 6)
+    clipper = ghostclip.GhostClipper(model, 1.0)
+    heads = [model[2], ghostclip.nn.Linear(8, 3)]
+    for number in range(8):
+        model.zero_grad()
+        model[2] = heads[number % 2]
+        clipper.backward(losses_of(model, x))
+    assert len(proofs) == 2
+
+
+def test_a_number_is_never_given_again():
+    numbers, addresses = set(), set()
+    for count in range(1, 301):
+        layer = torch.nn.ReLU()
+        addresses.add(id(layer))
+        numbers.add(serial_number(layer))
+        assert serial_number(layer) in numbers
+        assert len(numbers) == count
+    assert len(addresses) < 300
+
+
+def test_numbers_keep_nothing_alive_and_are_forgotten_with_their_objects():
+    before = len(ghostclip.serial._known)
+    layer = torch.nn.Linear(2, 2)
+    known = weakref.ref(layer)
+    serial_number(layer)
+    serial_number(layer.weight)
+    assert len(ghostclip.serial._known) == before + 2
+    del layer
+    gc.collect()
+    assert known() is None
+    assert len(ghostclip.serial._known) <= before
+
+
+def test_versions_of_a_model_are_told_by_every_module_and_parameter():
+    model = model_with(half)
+    index = ModelIndex(model)
+    versions = [index.version]
+    changes = [
+        lambda: model.__setitem__(1, By(half)),
+        lambda: model.__setitem__(2, torch.nn.Linear(8, 3)),
+        lambda: model.append(torch.nn.Identity()),
+        lambda: model[1].add_module("inner", torch.nn.Identity()),
+        lambda: model.__delitem__(3),
+    ]
+    for change in changes:
+        index.watch()
+        assert index.version == versions[-1]
+        change()
+        index.watch()
+        versions.append(index.version)
+    assert len(set(versions)) == len(versions)
+    model[0].weight = torch.nn.Parameter(torch.zeros(8, 6))
+    index.name_of(model[0].weight)
+    assert index.version not in versions
