@@ -263,6 +263,7 @@ class PrivacyEngine:
                     "engine.step() got another logical batch than engine.batches() gave last; use each in its turn"
                 )
             _check_loss_function(loss_fn)
+            self._steps.turns.start(discarded=False)
             self._spending.check()
         except BaseException:
             self._steps.turns.failed()

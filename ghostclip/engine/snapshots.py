@@ -108,8 +108,8 @@ class Snapshots:
 
     def _check_savable(self) -> None:
         """Raises PrivacyError where private sums would be stored, or parameters that moved outside of charged steps."""
-        self.steps.check_between("engine.save()")
         self.steps.updates.check()
+        self.steps.check_between("engine.save()")
 
     def _write(
         self, path: str | os.PathLike[str], extra: Mapping[str, Stateful] | None, states: list[dict[str, Any]]

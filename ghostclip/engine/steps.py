@@ -117,7 +117,7 @@ class PrivateSteps:
             self.turns.refuse_over(batch)
         if self.turns.batch is not None:
             try:
-                self.turns.agreed(lambda: None, lambda: self._facts(discarded=True))
+                self.turns.start(discarded=True)
                 self.charge()
             finally:
                 self.begin(None)
@@ -144,8 +144,7 @@ class PrivateSteps:
         if self._sums.count:
             raise PrivacyError(
                 f"{caller} was called inside of a logical batch, with private sums of {self._sums.count} of its "
-                "physical batches gathered, which may not be stored; call it after optimizer.step(), or when the batch "
-                "was left by break or an exception"
+                "physical batches gathered, which may not be stored; call it after optimizer.step() or batch.discard()"
             )
 
     def backward(self, losses: Tensor, retain_graph: bool) -> ClippingResult:
@@ -316,12 +315,13 @@ class PrivateSteps:
         self.charge()
         self.updates.expect()
 
-    def _facts(self, discarded: bool = False) -> dict[str, Any]:
-        """What ranks tell each other before a step, or where a batch is discarded instead."""
+    def _facts(self) -> dict[str, Any]:
+        """What ranks tell each other before a step."""
         held = held_parameters(self.owned, self._optimizer)
         sizes = [p.numel() for p in held if p.requires_grad or p.grad is not None]
-        same = {"the sample (a digest of it)": self.current("optimizer.step()").digest, "what is trained": sizes}
-        same["whether the batch is discarded"] = discarded
+        same: dict[str, Any] = {"whether the batch is discarded": False}
+        same["the sample (a digest of it)"] = self.current("optimizer.step()").digest
+        same["what is trained"] = sizes
         return {"sensitivity": self._sensitivity, "same": same}
 
     def check(self, missing: int = 0) -> dict[nn.Parameter, None]:

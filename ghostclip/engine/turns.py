@@ -42,7 +42,7 @@ class Turns:
         self.batch: LogicalBatch | None = None
         self.pending = self._released = False
         # Whether all ranks were asked about the logical batch in the making, so that nobody waits for an answer.
-        self._asked = False
+        self._asked = self._refused = False
 
     def ready(self, new_loop: bool) -> None:
         """Raises PrivacyError unless the next logical batch may be taken.
@@ -56,13 +56,16 @@ class Turns:
             if batch is not None and not batch.failed and not (new_loop and batch.interrupted):
                 raise PrivacyError(NO_STEP)
         except PrivacyError as problem:
-            self.tell(problem)
+            if not self._refused:
+                # Other ranks may be in the step of the batch that isn't taken here.
+                self._refused = True
+                self._ranks.refuse(problem)
             raise
 
     def begin(self, batch: LogicalBatch | None) -> None:
         """A logical batch starts, or none."""
         self.batch = batch
-        self._asked = self._released = False
+        self._asked = self._refused = self._released = False
         if batch is not None:
             self.pending = True
             self._updates.begin()
@@ -102,6 +105,11 @@ class Turns:
                 "batch.discard() is for the logical batch that engine.batches() gave last, before its step; this one "
                 f"{'had its step' if batch.stepped else 'was over before'}"
             )
+
+    def start(self, discarded: bool) -> None:
+        """All ranks begin a step, or discard the batch; raises PrivacyError where some do the other, or refuse."""
+        self.agreed(lambda: None, lambda: {"same": {"whether the batch is discarded": discarded}})
+        self._asked = discarded
 
     def agreed(self, work: Callable[[], T], facts: Callable[[], dict[str, Any]]) -> tuple[T, list[dict[str, Any]]]:
         """`Alone.agreed`, where ranks must also say the same."""
