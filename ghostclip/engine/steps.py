@@ -344,6 +344,7 @@ class PrivateSteps:
                 ".backward() doesn't count)"
             )
         held = held_parameters(self.owned, self._optimizer)
+        self.updates.check_model()
         self.updates.check_within(self._sums.count)
         self._scaling.before_step()
         self._sums.check()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any, NoReturn
 
 from torch import nn
@@ -16,7 +15,8 @@ class UpdateCheck:
     """Knows the versions of a model's parameters after the last charged step, and refuses to go on from others.
 
     Every change that torch counts is seen: another optimizer's step, ``copy_``, ``load_state_dict``, a parameter or a
-    type exchanged for another. Values written through ``parameter.data`` are not. Frozen parameters may change.
+    type exchanged for another. Not seen are values written through ``parameter.data``, and those that fused optimizers
+    write, which torch doesn't count. Frozen parameters may change.
 
     Args:
         model: whose parameters are watched, as they are now: later ones are not accepted in their place.
@@ -24,49 +24,57 @@ class UpdateCheck:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._named = list(model.named_parameters())
-        self._types = [parameter.dtype for _, parameter in self._named]
-        self._places = self._now()
-        # (version, address) of each parameter; None: nothing was trained yet, or a charged step is under way.
-        self._known: list[tuple[int, int]] | None = None
+        self._names = [name for name, _ in model.named_parameters()]
+        self._parameters = list(model.parameters())
+        self._types = [parameter.dtype for parameter in self._parameters]
+        self._look_around()
+        # Of each parameter, with where its values lie; None: nothing was trained yet, or a step is under way.
+        self._versions: list[int] | None = None
+        self._addresses: list[int] = []
 
-    def _now(self) -> list[tuple[dict[str, Any], list[Any]]]:
-        """Each module's parameters and submodules: the dicts they are in, and what these hold."""
-        owners = [found for module in self._model.modules() for found in (module._parameters, module._modules)]
-        return [(owner, list(owner.values())) for owner in owners]
+    def _look_around(self) -> None:
+        """Remembers which parameters and submodules each module has."""
+        self._owners = [owner for module in self._model.modules() for owner in (module._parameters, module._modules)]
+        # They are held, so that no other object gets the id of one that is gone.
+        self._held: list[Any] = [value for owner in self._owners for value in owner.values()]
+        self._ids = [id(value) for value in self._held]
 
     def begin(self) -> None:
-        """A logical batch begins; of the first one, and after a step that failed, the parameters are as they may be."""
-        if self._known is None:
+        """A logical batch begins; at the first one, and after a step that failed, parameters are as they may be."""
+        if self._versions is None:
             self.accept()
 
     def expect(self) -> None:
         """A step was charged: what moves from now on until `accept` is its update."""
-        self._known = None
+        self._versions = None
 
     def accept(self) -> None:
         """Takes the parameters as they are for those of the last charged step."""
-        self._known = [(parameter._version, parameter.data_ptr()) for _, parameter in self._named]
+        self._addresses = [parameter.data_ptr() for parameter in self._parameters]
+        self._versions = [parameter._version for parameter in self._parameters]
 
     def check(self) -> None:
         """Raises PrivacyError where a trained parameter isn't as the last charged step left it."""
         self.check_model()
-        if (name := self._moved(by_address=True)) is not None:
+        name = self._written()
+        if name is None and self._versions is not None:
+            name = self._differs([parameter.data_ptr() for parameter in self._parameters], self._addresses)
+        if name is not None:
             self._refuse(name)
 
     def check_within(self, gathered: int) -> None:
-        """`check` within a logical batch, before its step.
+        """Raises within a logical batch, before its step, where a trained parameter was written to since its start.
+
+        Not where values lie elsewhere: recurrent layers on a GPU may gather their weights in one piece in the forward.
 
         Args:
             gathered: how many physical batches were, whose sums may have been stepped with.
 
         Raises:
             GradientLeakError: they may have been.
-            PrivacyError: as `check`.
+            PrivacyError: nothing was gathered.
         """
-        self.check_model()
-        # Not by address: recurrent layers on a GPU may gather their weights in one piece of memory in the forward.
-        if (name := self._moved(by_address=False)) is None:
+        if (name := self._written()) is None:
             return
         if not gathered:
             self._refuse(name)
@@ -76,11 +84,18 @@ class UpdateCheck:
             "Give all parameters to the engine's optimizer, and change them after its step only"
         )
 
-    def _moved(self, by_address: bool) -> str | None:
-        """The name of a trained parameter that was written to, or has its values elsewhere, since `accept`."""
-        for (name, parameter), (version, address) in zip(self._named, self._known or (), strict=False):
-            moved = parameter._version != version or (by_address and parameter.data_ptr() != address)
-            if moved and parameter.requires_grad:
+    def _written(self) -> str | None:
+        """The name of a trained parameter that was written to since `accept`."""
+        if self._versions is None:
+            return None
+        return self._differs([parameter._version for parameter in self._parameters], self._versions)
+
+    def _differs(self, now: list[int], before: list[int]) -> str | None:
+        """The name of a trained parameter whose numbers differ."""
+        if now == before:
+            return None
+        for name, parameter, this, that in zip(self._names, self._parameters, now, before, strict=True):
+            if this != that and parameter.requires_grad:
                 return name
         return None
 
@@ -94,21 +109,24 @@ class UpdateCheck:
 
     def check_model(self) -> None:
         """Raises PrivacyError unless the model has the parameters it had when the engine was built, of their types."""
-        if not all(len(owner) == len(held) and all(map(operator.is_, owner.values(), held))
-                   for owner, held in self._places):  # fmt: skip
+        if [id(value) for owner in self._owners for value in owner.values()] != self._ids:
             self._refuse_others()
-            self._places = self._now()
-        for (name, parameter), dtype in zip(self._named, self._types, strict=True):
-            if parameter.dtype != dtype:
+            self._look_around()
+        now = [parameter.dtype for parameter in self._parameters]
+        if now == self._types:
+            return
+        for name, this, that in zip(self._names, now, self._types, strict=True):
+            if this != that:
                 raise PrivacyError(
-                    f"the parameter {name!r} is {parameter.dtype} and was {dtype} when the engine was built, for which "
-                    "its sums are made; call engine.detach(), then build optimizer and engine anew, with the same "
-                    "ledger=... so that both count"
+                    f"the parameter {name!r} is {this} and was {that} when the engine was built, for which its sums "
+                    "are made; call engine.detach(), then build optimizer and engine anew, with the same ledger=... "
+                    "so that both count"
                 )
 
     def _refuse_others(self) -> None:
         """Raises PrivacyError for a parameter that was exchanged, added or removed; other modules may come and go."""
-        now, before = dict(self._model.named_parameters()), dict(self._named)
+        before = dict(zip(self._names, self._parameters, strict=True))
+        now = dict(self._model.named_parameters())
         for name in [*before, *now]:
             if now.get(name) is not before.get(name):
                 raise PrivacyError(
