@@ -354,9 +354,8 @@ def interrupt_everywhere(engine: PrivacyEngine, by_hand: bool, folders: tuple[st
         assert engine.steps_taken in (charged, charged + 1)
         if at % 2:
             training.epoch = iter(())
-        if by_hand:
-            # What the loop's own handler does, as long as it goes on with the same iterator.
-            engine.batches().discard()
+        # What a handler does that goes on with the same iterator; after engine.step only where its first line was hit.
+        engine.batches().discard()
         training.checked_step()
         count += 1
     return count
