@@ -36,9 +36,18 @@ def engine_for(model: nn.Module, optimizer: Any = None, dataset: Any = None, **c
 
 
 def nonempty(engine: PrivacyEngine) -> Iterator[Any]:
-    """Logical batches of at least two physical ones, without end."""
+    """Logical batches of at least two physical ones, without end; of others nothing is charged."""
     while True:
-        yield from (batch for batch in engine.batches() if len(batch.sizes) > 1)
+        for batch in engine.batches():
+            if len(batch.sizes) > 1:
+                yield batch
+            else:
+                leave(engine)
+
+
+def leave(engine: PrivacyEngine) -> None:
+    """Ends the logical batch that was handed out last, as an exception in a step would."""
+    engine._steps.abandon(KeyboardInterrupt())
 
 
 def gather(engine: PrivacyEngine, batch: Any) -> list[Any]:

@@ -124,7 +124,7 @@ def test_the_count_of_an_abandoned_batch_is_dropped() -> None:
             engine.backward(losses_of(engine.model, part))
             if abandon:
                 break
-        engine.optimizer.zero_grad()
+        runs.leave(engine)
         record = engine.step(next(epoch), losses_of)
         share = float(((record.norms <= 1.0).float() - 0.5).sum()) / 50 + 0.5
         found.append(policy.max_norm)

@@ -191,6 +191,7 @@ def test_schedules_and_empty_batches_compile_nothing_anew():
             assert graphs_used(engine)["whole"] > 20
     for batch in engine_for(examples=60, batch_size=3).batches():
         sizes.append(sum(batch.sizes))
+        batch.discard()
     assert 0 in sizes
     assert_same(*weights)
 

@@ -283,8 +283,34 @@ def refused(work: Callable[[], Any]) -> str:
 def out_of_turn() -> None:
     engine = runs.engine_for(runs.network(), None)
     batches = iter(engine.batches())
-    for batch in [next(batches) for _ in range(1 + dist.get_rank())][-1:]:
+    for _ in range(dist.get_rank()):
+        next(batches)
+        runs.leave(engine)
+    engine.step(next(batches), runs.losses_of)
+
+
+def without_a_step() -> None:
+    """One rank forgets its step, as one without examples does where steps are taken between physical batches."""
+    engine = runs.engine_for(runs.network(), None)
+    for batch in engine.batches():
+        if dist.get_rank() == 0:
+            engine.step(batch, runs.losses_of)
+
+
+def discarded_by_one() -> None:
+    engine = runs.engine_for(runs.network(), None)
+    batch = next(iter(engine.batches()))
+    if dist.get_rank() == 0:
         engine.step(batch, runs.losses_of)
+    batch.discard()
+
+
+def moved_on_one() -> None:
+    engine = runs.engine_for(model := runs.network(), None)
+    for batch in engine.batches():
+        engine.step(batch, runs.losses_of)
+        if dist.get_rank() == 1:
+            torch.nn.init.zeros_(model[0].bias)
 
 
 def built(of_rank: Callable[[int], dict[str, Any]], model: Callable[[], nn.Module] = runs.network) -> None:
@@ -307,6 +333,9 @@ def sharded() -> nn.Module:
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "turn": (out_of_turn, "PrivacyError: the ranks must agree on the sample"),
+    "forgotten": (without_a_step, "the logical batch before this one had no step"),
+    "discarded": (discarded_by_one, "the ranks must agree on whether the batch is discarded"),
+    "moved": (moved_on_one, "the parameter '0.bias' was changed outside of this engine's charged steps"),
     "noise": (partial(built, lambda rank: {"noise_multiplier": rank + 1.0}), "must agree on noise_multiplier when eng"),
     "rows": (partial(built, lambda rank: {"dataset": runs.data(24 + rank)}), "must agree on sampling when engines"),
     "users": (partial(built, lambda rank: {"unit_ids": [rank, *range(23)]}), "must agree on unit_ids when"),

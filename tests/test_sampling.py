@@ -23,7 +23,8 @@ from torch.utils.data import (
 
 from ghostclip.errors import PrivacyError
 from ghostclip.events import FixedSizeGaussian, SampledGaussian, TruncatedGaussian
-from ghostclip.sampling import LogicalBatches, scheme_named
+from ghostclip.sampling import LogicalBatch, LogicalBatches, scheme_named
+from ghostclip.sampling.logical import Unowned
 
 # A false alarm once in a hundred thousand runs for each test.
 RARE = 1e-5
@@ -409,25 +410,43 @@ def test_sizes_out_of_range() -> None:
         LogicalBatches(DataLoader(Squares(), batch_sampler=[[0, 1], [2]]))
 
 
+class Noting(Unowned):
+    """Takes no steps, and notes what it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def ready(self, new_loop: bool) -> None:
+        self.said.append("a new loop" if new_loop else "the next")
+
+    def begin(self, batch: LogicalBatch | None) -> None:
+        self.said.append(batch is not None)
+
+    def left(self, batch: LogicalBatch) -> None:
+        self.said.append(batch.handed)
+
+    def discard(self, batch: LogicalBatch | None) -> None:
+        self.said.append("discarded" if batch is None else batch.handed)
+
+
 def test_leaving_a_logical_batch_is_told_and_the_next_one_is_whole() -> None:
-    left: list[int] = []
-    begun: list[bool] = []
-    loader = LogicalBatches(
-        Squares(), batch_size=20, max_physical_batch_size=2, seed=1,
-        left=lambda batch: left.append(batch.handed), begin=lambda batch: begun.append(batch is not None),
-    )  # fmt: skip
+    loader = LogicalBatches(Squares(), batch_size=20, max_physical_batch_size=2, seed=1)
+    loader.owner = owner = Noting()
     whole = [
         torch.cat([part[0] for part in batch.physical()]) for batch in LogicalBatches(Squares(), batch_size=20, seed=1)
     ]
     epoch = iter(loader)
     for _ in next(epoch).physical():
         break
-    assert left == [1]
-    parts = [part[0] for part in next(epoch).physical()]
+    batch = next(epoch)
+    parts = [part[0] for part in batch.physical()]
     assert torch.equal(torch.cat(parts), whole[1])
-    assert left == [1]
+    batch.discard()
     assert next(epoch, None) is None
-    assert begun == [False, True, False, True, False]
+    loader.discard()
+    begun = [False, True]
+    expected = ["a new loop", *begun, 1, "the next", *begun, batch.handed, "the next", False, "discarded"]
+    assert owner.said == expected
 
 
 class FailsOnce(Squares):

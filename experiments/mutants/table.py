@@ -29,6 +29,8 @@ ROUNDING = ("tests/test_rounding.py",)
 TAIL, TESTS_OF_TAIL = "ghostclip/tail.py", ("tests/test_tail.py",)
 PASSES, FIRST = "ghostclip/two_passes.py", "ghostclip/first_passes.py"
 WHOLE, STEPS = "ghostclip/norms/whole.py", "ghostclip/engine/steps.py"
+TURNS, UPDATE_CHECK = "ghostclip/engine/turns.py", "ghostclip/engine/update_check.py"
+UPDATES = ("tests/test_engine_updates.py",)
 SUMS, NOISE, SPENDING = "ghostclip/engine/sums.py", "ghostclip/noise/standard.py", "ghostclip/engine/spending.py"
 COMPARISON, COMPARED = "ghostclip/engine/comparison.py", ("tests/test_comparison.py",)
 JOURNAL, RECORDS = "ghostclip/ledger/journal.py", "ghostclip/ledger/records.py"
@@ -388,9 +390,9 @@ ENGINE = [
     Mutant(
         "realised denominator",
         STEPS,
-        "        self._batch = None\n        self._sums.release(held, make_private)\n",
-        "        self.batch_size = max(1, sum(self._batch.sizes))\n"
-        "        self._batch = None\n        self._sums.release(held, make_private)\n",
+        "        self.turns.end()\n        self._sums.release(held, make_private)\n",
+        "        self.batch_size = max(1, sum(self.turns.batch.sizes))\n"
+        "        self.turns.end()\n        self._sums.release(held, make_private)\n",
         PITFALLS,
     ),
     Mutant(
@@ -410,7 +412,7 @@ ENGINE = [
     Mutant(
         "an interrupted batch is kept",
         "ghostclip/sampling/logical.py",
-        "                self._left(self)\n",
+        "                self._owner.left(self)\n",
         "                pass\n",
         PITFALLS,
     ),
@@ -438,8 +440,8 @@ ENGINE = [
     Mutant(
         "charged after the release",
         STEPS,
-        "        self.charge()\n        self.put_in_place(held, self._make_private)\n",
-        "        self.put_in_place(held, self._make_private)\n        self.charge()\n",
+        "            self.spend()\n            self.put_in_place(held, self._make_private)\n",
+        "            self.put_in_place(held, self._make_private)\n            self.spend()\n",
         (
             "tests/test_faults.py",
             "tests/test_engine_ledger.py",
@@ -663,8 +665,8 @@ SEVERAL_RANKS = [
     ),
     Mutant(
         "ranks at different batches release together",
-        STEPS,
-        '            refuse_differences([each["same"] for each in said], "at every step")\n',
+        TURNS,
+        '        refuse_differences([each["same"] for each in said], "at every step")\n',
         "",
         (*RANKS, "-k", "refused_on_all"),
     ),
@@ -1148,6 +1150,135 @@ COMPILED = [
     ),
 ]
 
+MISUSE = [
+    Mutant(
+        "another optimizer's steps pass",
+        UPDATE_CHECK,
+        "            if this != that and parameter.requires_grad:\n",
+        "            if False:\n",
+        (*UPDATES, "-k", "second_optimizer"),
+    ),
+    Mutant(
+        "parameters set from outside pass",
+        TURNS,
+        "            self._updates.check()\n",
+        "",
+        (*UPDATES, "-k", "outside"),
+    ),
+    Mutant(
+        "epsilon of a model trained by others",
+        "ghostclip/engine/privacy_engine.py",
+        "            self._steps.updates.check()\n",
+        "            pass\n",
+        (*UPDATES, "-k", "second_optimizer or outside"),
+    ),
+    Mutant(
+        "a checkpoint of a model trained by others",
+        "ghostclip/engine/snapshots.py",
+        "        self.steps.updates.check()\n",
+        "",
+        (*UPDATES, "-k", "second_optimizer or outside"),
+    ),
+    Mutant(
+        "sums without noise are accepted",
+        "ghostclip/engine/privacy_engine.py",
+        '        self._steps.check_between("engine.accept_parameters()")\n',
+        "",
+        (*UPDATES, "-k", "accepted_away"),
+    ),
+    Mutant(
+        "another type after the engine was built",
+        UPDATE_CHECK,
+        "        if now == self._types:\n",
+        "        if True:\n",
+        (*UPDATES, "-k", "types"),
+    ),
+    Mutant(
+        "parameters exchanged after the engine was built",
+        UPDATE_CHECK,
+        "            if now.get(name) is not before.get(name):\n",
+        "            if False:\n",
+        (*UPDATES, "-k", "objects"),
+    ),
+    Mutant(
+        "exchanged parameters are not looked for at the step",
+        STEPS,
+        "        self.updates.check_model()\n",
+        "",
+        (*UPDATES, "-k", "objects"),
+    ),
+    Mutant(
+        "a batch without a step is skipped",
+        TURNS,
+        "                raise PrivacyError(NO_STEP)\n",
+        "                pass\n",
+        (*UPDATES, "-k", "without_a_step"),
+    ),
+    Mutant(
+        "an empty batch needs no step",
+        TURNS,
+        "            if batch is not None and not batch.failed and",
+        "            if batch is not None and batch.sizes and not batch.failed and",
+        (*UPDATES, "-k", "without_a_step"),
+    ),
+    Mutant(
+        "leaving the physical batches is taken for an exception",
+        TURNS,
+        "not (new_loop and batch.interrupted)",
+        "not batch.interrupted",
+        (*UPDATES, "-k", "without_a_step"),
+    ),
+    Mutant(
+        "an exception excuses a batch that went on",
+        STEPS,
+        '        self.current("engine.backward()").failed = False\n',
+        "",
+        (*UPDATES, "-k", "mended"),
+    ),
+    Mutant(
+        "a discarded batch is not charged",
+        STEPS,
+        "                self.turns.start(discarded=True)\n                self.charge()\n",
+        "                self.turns.start(discarded=True)\n",
+        (*UPDATES, "-k", "discard"),
+    ),
+    Mutant(
+        "a step of an optimizer without the engine's hooks",
+        STEPS,
+        "        self._release()\n        self._optimizer.step()\n",
+        "        self._optimizer.step()\n",
+        (*UPDATES, "-k", "without_hooks"),
+    ),
+    Mutant(
+        "a step without a release passes",
+        STEPS,
+        "        self.turns.check_released()\n",
+        "",
+        (*UPDATES, "-k", "closure"),
+    ),
+    Mutant(
+        "an engine is copied",
+        "ghostclip/engine/privacy_engine.py",
+        "    def __reduce_ex__(self, protocol: Any) -> Any:\n",
+        "    def _reduce(self, protocol: Any) -> Any:\n",
+        (*UPDATES, "-k", "copied"),
+    ),
+    Mutant(
+        "a rank without a step leaves the others waiting",
+        TURNS,
+        "                self._ranks.refuse(problem)\n",
+        "                pass\n",
+        (*RANKS, "-k", "refused_on_all and (forgotten or moved)"),
+    ),
+    Mutant(
+        "a rank discards what the others step with",
+        TURNS,
+        '{"same": {"whether the batch is discarded": discarded}}',
+        '{"same": {}}',
+        (*RANKS, "-k", "refused_on_all and discarded"),
+    ),
+]
+
 MUTANTS = [
-    *CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *PROVED, *SHARDED, *MIXED, *COMPILED,
+    *CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *PROVED, *SHARDED, *MIXED, *COMPILED, *MISUSE,
 ]  # fmt: skip

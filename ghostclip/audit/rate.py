@@ -52,8 +52,10 @@ def sampled_share(training: Training, batches: int, watch: Callable[[], None] = 
     drawn = endless(engine)
     taken = 0
     for _ in range(batches):
-        for (examples,) in next(drawn).physical():
+        batch = next(drawn)
+        for (examples,) in batch.physical():
             taken += len(examples)
+        batch.discard()
         watch()
     engine.detach()
     return SampledShare(batches, batches * training.size, taken)

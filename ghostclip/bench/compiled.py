@@ -19,7 +19,7 @@ from ghostclip.clipper import GhostClipper
 from ghostclip.compiled.trial import TRIALS
 from ghostclip.engine.steps import PrivateSteps
 from ghostclip.noise import noise_source
-from ghostclip.sampling import LogicalBatch
+from ghostclip.sampling.logical import LogicalBatch, Unowned
 
 __all__ = ["compiled_steps"]
 
@@ -31,7 +31,7 @@ class _Given(LogicalBatch):
     """A logical batch of one physical one that is there already."""
 
     def __init__(self, batch: Any, size: int) -> None:
-        super().__init__([], lambda: batch, lambda left: None)
+        super().__init__([], lambda: batch, Unowned())
         self.sizes, self.users = [size], [None]
 
 
@@ -53,6 +53,8 @@ def compiled_steps(model: nn.Module, losses: Losses, max_norm: float) -> Prepare
             )
             made[name].compile(largest=size)
         for _ in range(UNTIL_CHOSEN if untried else 1):
+            # The other optimizer has stepped, too.
+            made[name].updates.accept()
             made[name].begin(logical := _Given(batch, size))
             made[name].step(logical, of_batch)
 

@@ -76,7 +76,7 @@ class CompiledSteps:
             clip = self._steps.clip_eagerly if eagerly else self._steps.clip
             seen += self._steps.in_pieces(clip, loss_fn, examples)
         if not (isinstance(update, Update) and self._steps.watched and self._update(update)):
-            self._optimizer.step()
+            self._steps.update()
         self._optimizer.zero_grad()
         return seen
 
@@ -102,14 +102,14 @@ class CompiledSteps:
         self._steps.check_turn()
         held = self._steps.check(missing=1)
         sensitivity = self._steps.sensitivity
-        self._steps.charge()
+        self._steps.spend()
         noise, numbers = self._draw(update)
         found = plan.run(asked, self._clip.keep_rows(asked), update.written, noise, numbers)
         if found is None:
             # Charged already, and with the noise that was drawn: an example that isn't finite is left out eagerly.
             seen = self._steps.in_pieces(self._steps.clip_eagerly, loss_fn, examples)
             self._steps.put_in_place(held, self._private_with(noise))
-            self._optimizer.step()
+            self._steps.update()
             self._optimizer.zero_grad()
             return seen
         self._steps.updated()
@@ -152,7 +152,7 @@ class CompiledSteps:
             if reason is not None:
                 self._release.refuse(plan, reason)
             return True
-        self._steps.charge()
+        self._steps.spend()
         noise, numbers = self._draw(update)
         plan.run(update.written, sums, noise, numbers)
         self._steps.updated()
@@ -177,7 +177,7 @@ class CompiledSteps:
             run: (what is written, noise, numbers) -> whether the step was taken.
         """
         held = self._steps.check()
-        self._steps.charge()
+        self._steps.spend()
         noise, numbers = self._draw(update)
         copies, failure = plan.trial.copy(update.written), None
         try:
@@ -187,7 +187,7 @@ class CompiledSteps:
         count = len(update.parameters)
         moved = [movement(copies[part], update.written[part]) for part in (slice(count), slice(count, None))]
         self._steps.put_in_place(held, self._private_with(noise))
-        _, updating = timed(self._optimizer.step)
+        _, updating = timed(self._steps.update)
         self._optimizer.zero_grad()
         error = 0.0
         if taken and comparable:

@@ -182,7 +182,7 @@ class PrivacyEngine:
         self._steps = PrivateSteps(
             clipper, optimizer, source, plan.noise_multiplier, loader.batch_size, charge, self_check, scaling, ranks
         )
-        loader.begin, loader.left = self._steps.begin, self._steps.left
+        loader.owner = self._steps
         agreed = plan.agreed | {"noise": noise, "seed": seed}
         self._snapshots = Snapshots(
             model, optimizer, clipper.clipping, loader, source, self._spending, self._steps, agreed, ranks
@@ -200,8 +200,21 @@ class PrivacyEngine:
             )
         super().__setattr__(name, value)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises PrivacyError: torch's optimizers lose their hooks in a copy, which would train without noise."""
+        raise PrivacyError(
+            "a PrivacyEngine can't be copied or pickled, since its optimizer's copy would train without noise or "
+            "charge; build a new engine over a copy of the model and a new optimizer, with the same ledger=... so that "
+            "both count, or use save() and restore()"
+        )
+
     def batches(self) -> LogicalBatches:
         """An epoch of logical batches each time it is iterated, ``len()`` of them; take them one at a time.
+
+        Each, empty ones too, needs its step or ``batch.discard()``; taking the next one, and the end of the epoch,
+        raise PrivacyError otherwise, and where trained parameters moved outside of steps (see `accept_parameters`).
+        An exception discards the batch, without a charge, when it comes up in `step`, `backward`, the optimizer's step
+        or the data loader, or when it leaves both the loop over ``batch.physical()`` and that over the batches.
 
         Raises:
             PrivacyError: the engine was detached.
@@ -245,12 +258,17 @@ class PrivacyEngine:
             PrivacyError: and all that `backward` raises; the batch is discarded and nothing was released.
             TypeError: ``loss_fn`` is no such function; nothing was computed.
         """
-        if batch is not self._steps.current("engine.step()"):
-            raise PrivacyError(
-                "engine.step() got another logical batch than engine.batches() gave last; use each in its turn"
-            )
-        _check_loss_function(loss_fn)
-        self._spending.check()
+        try:
+            if batch is not self._steps.current("engine.step()"):
+                raise PrivacyError(
+                    "engine.step() got another logical batch than engine.batches() gave last; use each in its turn"
+                )
+            _check_loss_function(loss_fn)
+            self._steps.turns.start(discarded=False)
+            self._spending.check()
+        except BaseException:
+            self._steps.turns.failed()
+            raise
         try:
             seen = self._steps.step(batch, loss_fn)
         except BaseException as failure:
@@ -284,8 +302,10 @@ class PrivacyEngine:
             accountant: "pld" or "rdp".
 
         Raises:
+            PrivacyError: trained parameters moved outside of the engine's steps, see `accept_parameters`.
             ValueError, TypeError: an argument is out of range.
         """
+        self._check_updates()
         return self._spending.epsilon(delta, accountant)
 
     def forecast(self, steps: int, delta: float | None = None, accountant: str = "pld") -> float:
@@ -306,9 +326,30 @@ class PrivacyEngine:
         """What was spent so far in words: epsilon, how examples were drawn, which data sets are neighbours.
 
         Raises:
+            PrivacyError: trained parameters moved outside of the engine's steps, see `accept_parameters`.
             ValueError, TypeError: an argument is out of range.
         """
+        self._check_updates()
         return accounting.guarantee(self.events, delta=self._delta(delta), accountant=accountant)
+
+    def accept_parameters(self) -> None:
+        """Takes the trained parameters as they are, after they were set from outside by public means.
+
+        A loaded state dict, steps on public data, clipping or averaging of the weights that were released. Of what was
+        learned from private data without the engine, nothing is known or counted: that must never be accepted.
+
+        Raises:
+            PrivacyError: private sums are gathered and their step is not taken; or parameters are other objects, or of
+                another type, than those that the engine was built with.
+        """
+        self._steps.check_between("engine.accept_parameters()")
+        self._steps.updates.check_model()
+        self._steps.updates.accept()
+
+    def _check_updates(self) -> None:
+        """Raises PrivacyError where what was spent doesn't cover the model. A detached engine no longer knows."""
+        if self._loader is not None:
+            self._steps.updates.check()
 
     def _delta(self, delta: float | None) -> float:
         return self.target_delta if delta is None else open_fraction(delta=delta)
@@ -335,7 +376,8 @@ class PrivacyEngine:
             extra: {name: object with ``state_dict()`` and ``load_state_dict()``}, such as learning rate schedulers.
 
         Raises:
-            PrivacyError: called inside of a logical batch, or with a state that can't be stored.
+            PrivacyError: called inside of a logical batch, with a state that can't be stored, or after trained
+                parameters moved outside of the engine's steps, see `accept_parameters`.
             OSError: the disk is full, or the like; what was saved before is still there.
         """
         self._snapshots.save(path, extra)

@@ -102,16 +102,21 @@ class Snapshots:
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Stateful] | None) -> None:
         """See `PrivacyEngine.save`."""
-        self.ranks.agreed(lambda: self.steps.check_between("engine.save()"), dict)
+        self.ranks.agreed(self._check_savable, dict)
         states = self.ranks.gathered(random_states())
         self.ranks.led(lambda: self._write(path, extra, states))
+
+    def _check_savable(self) -> None:
+        """Raises PrivacyError where private sums would be stored, or parameters that moved outside of charged steps."""
+        self.steps.updates.check()
+        self.steps.check_between("engine.save()")
 
     def _write(
         self, path: str | os.PathLike[str], extra: Mapping[str, Stateful] | None, states: list[dict[str, Any]]
     ) -> None:
         """The folder, with the random ``states`` of all ranks."""
         # A batch that was handed out and had no step, because it was interrupted, comes again.
-        epoch, taken, sampler = self.loader.position(again=self.steps.pending)
+        epoch, taken, sampler = self.loader.position(again=self.steps.turns.pending)
         ledger = self.spending.ledger
         public = {
             "configuration": self._configuration(),
@@ -142,7 +147,8 @@ class Snapshots:
         # First of all, so that whatever fails after it, nothing that was spent is forgotten.
         self.spending.add(_runs(public["spent"]))
         self.steps.begin(None)
-        self.steps.pending = False
+        self.steps.turns.pending = False
+        self.steps.updates.expect()
         self.model.load_state_dict(public["model"])
         put_optimizer_state(self.optimizer, public["optimizer"])
         if public["clipping"] is not None:
@@ -156,6 +162,7 @@ class Snapshots:
         states = [private["random"], *private.get("random of other ranks", [])]
         if self.ranks.rank < len(states):
             set_random_states(states[self.ranks.rank])
+        self.steps.updates.accept()
         return Restored(stored.place, **progress)
 
     def _read(self, path: str | os.PathLike[str], extra: Mapping[str, Stateful]) -> checkpoint.Stored:

@@ -15,10 +15,12 @@ from ghostclip.engine.adaptation import Adaptation
 from ghostclip.engine.compiled_steps import CompiledSteps, DrawsAhead, LossFunction
 from ghostclip.engine.optimizers import held_parameters, show_scaling, with_closure
 from ghostclip.engine.pieces import Pieces
-from ghostclip.engine.ranks import Alone, refuse_differences
+from ghostclip.engine.ranks import Alone
 from ghostclip.engine.scaling import LossScaling
 from ghostclip.engine.self_check import SelfCheck
 from ghostclip.engine.sums import ClippedSums
+from ghostclip.engine.turns import Turns
+from ghostclip.engine.update_check import UpdateCheck
 from ghostclip.engine.weighing import refuse_joint_weights
 from ghostclip.errors import LossShapeError, PrivacyError, UnsupportedModelError
 from ghostclip.grad_mode import keeping_grad_mode
@@ -48,7 +50,8 @@ class PrivateSteps:
         ranks: which train together; None: this process alone.
 
     Attributes:
-        pending: whether the logical batch handed out last has had no step.
+        turns: which logical batch is in the making.
+        updates: whether parameters moved in steps only.
     """
 
     def __init__(
@@ -63,9 +66,6 @@ class PrivateSteps:
         scaling: LossScaling | None = None,
         ranks: Alone | None = None,
     ) -> None:
-        self._ranks = Alone() if ranks is None else ranks
-        # Whether all ranks were asked about the logical batch in the making, so that nobody waits for an answer.
-        self._asked = False
         self._clipper, self._optimizer, self._noise = clipper, optimizer, noise
         self._noise_multiplier, self.batch_size, self.charge = noise_multiplier, batch_size, charge
         self.owned = set(clipper.model.parameters())
@@ -76,9 +76,11 @@ class PrivateSteps:
         self._adaptation = Adaptation(policy, batch_size) if isinstance(policy, Adaptive) else None
         self._self_check = SelfCheck(clipper, optimizer, self_check)
         self._scaling = LossScaling(1.0, optimizer) if scaling is None else scaling
-        self._batch: LogicalBatch | None = None
         self._sensitivity = 0.0
-        self._stepping = self.pending = False
+        self._stepping = False
+        self.updates = UpdateCheck(clipper.model)
+        self.turns = Turns(self.updates, Alone() if ranks is None else ranks)
+        self.ready, self.current = self.turns.ready, self.turns.current
         self._compiled: CompiledSteps | None = None
         self._pieces = Pieces()
         # Of the physical batch in the making: (first unit, the one after the last, units in all).
@@ -92,25 +94,34 @@ class PrivateSteps:
     def begin(self, batch: LogicalBatch | None) -> None:
         """A logical batch starts, or none: what an earlier one gathered and didn't release is discarded."""
         self._discard()
-        self._batch = batch
-        self.pending = self.pending or batch is not None
-        self._stepping = self._asked = False
+        self._stepping = False
+        self.turns.begin(batch)
         self._sensitivity = self._clipper.sensitivity
         self._scaling.begin()
 
     def left(self, batch: LogicalBatch) -> None:
         """A logical batch was left before its last physical one: its sums are discarded, its step will be refused."""
-        if batch is self._batch:
+        if batch is self.turns.batch:
             self._discard()
 
     def abandon(self, failure: BaseException) -> None:
         """Ends the logical batch after a failure wherever in its step: nothing stands in the way of the next one."""
-        if isinstance(failure, Exception) and not self._asked:
-            # Other ranks wait in their step for what this one has to say.
-            self._asked = True
-            self._ranks.refuse(failure)
+        if isinstance(failure, Exception):
+            self.turns.tell(failure)
         self.begin(None)
         self._sums.discard_released()
+
+    def discard(self, batch: LogicalBatch | None) -> None:
+        """Ends the logical batch without a release, and charges it; None: whichever had no step."""
+        if batch is not None:
+            self.turns.refuse_over(batch)
+        if self.turns.batch is not None:
+            try:
+                self.turns.start(discarded=True)
+                self.charge()
+            finally:
+                self.begin(None)
+                self.turns.pending = False
 
     def _discard(self) -> None:
         self._sums.discard()
@@ -133,26 +144,20 @@ class PrivateSteps:
         if self._sums.count:
             raise PrivacyError(
                 f"{caller} was called inside of a logical batch, with private sums of {self._sums.count} of its "
-                "physical batches gathered, which may not be stored; call it after optimizer.step(), or when the batch "
-                "was left by break or an exception"
+                "physical batches gathered, which may not be stored; call it after optimizer.step() or batch.discard()"
             )
-
-    def current(self, caller: str) -> LogicalBatch:
-        """The logical batch in the making; raises PrivacyError, which names the caller, when there is none."""
-        if self._batch is None:
-            raise PrivacyError(
-                f"{caller} was called without a logical batch of its own, so nothing could be accounted for; call it "
-                "once for each batch (not one of a DataLoader of yours), inside of `for batch in engine.batches()`"
-            )
-        return self._batch
 
     def backward(self, losses: Tensor, retain_graph: bool) -> ClippingResult:
         """Gathers the clipped sum of the physical batch that was handed out last; see `PrivacyEngine.backward`."""
-        self.check_turn()
-        losses = self._scaling.unscaled(losses)
-        self._check_count(losses)
-        self._self_check.backward(losses)
-        return self._gather(lambda: self._clipper.backward(self._by_unit(losses), retain_graph=retain_graph))
+        try:
+            self.check_turn()
+            losses = self._scaling.unscaled(losses)
+            self._check_count(losses)
+            self._self_check.backward(losses)
+            return self._gather(lambda: self._clipper.backward(self._by_unit(losses), retain_graph=retain_graph))
+        except BaseException:
+            self.turns.failed()
+            raise
 
     def clip(self, loss_fn: Callable[[nn.Module, Any], Tensor], examples: Any) -> ClippingResult:
         """Forward and `backward` of the physical batch that was handed out last, compiled where that was asked for."""
@@ -176,7 +181,7 @@ class PrivateSteps:
         for examples in batch.physical():
             self.compare(loss_fn, examples)
             seen += self.in_pieces(self.clip, loss_fn, examples)
-        self._optimizer.step()
+        self.update()
         self._optimizer.zero_grad()
         return seen
 
@@ -186,6 +191,13 @@ class PrivateSteps:
         self._clipper.check_whole()  # ranks draw their comparisons themselves, and those of a sharded model would wait
         rows, users = batch.sizes[batch.handed - 1], batch.users[batch.handed - 1]
         self._self_check.compare(loss_fn, examples, rows, rows if users is None else users.users, batch)
+
+    def update(self) -> None:
+        """Charges, releases and has the optimizer take its step, even where it has lost the hooks that would do it."""
+        self._release()
+        self._optimizer.step()
+        if self._stepping:
+            self._stepped()
 
     def in_pieces(
         self, clip: Callable[[LossFunction, Any], ClippingResult], loss_fn: LossFunction, examples: Any
@@ -224,6 +236,7 @@ class PrivateSteps:
                 "far, so this call is not the one that the last of them needs; call it exactly once in each turn of "
                 "`for examples in batch.physical()` (add up several losses of one example first)"
             )
+        self.updates.check_within(self._sums.count)
 
     def _check_count(self, losses: Tensor) -> None:
         """Raises LossShapeError unless there is a loss for each example of the physical batch, as large as it is."""
@@ -268,6 +281,7 @@ class PrivateSteps:
             self._check_count(result.losses)
         if self._adaptation is not None:
             self._adaptation.saw(result.norms)
+        self.current("engine.backward()").failed = False
         return result
 
     def _before_step(
@@ -281,8 +295,15 @@ class PrivateSteps:
 
     @keeping_grad_mode
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The optimizer's post-hook."""
+        self.turns.check_released()
+        self._stepped()
+
+    def _stepped(self) -> None:
+        """The update took place: the parameters are what was released."""
         self._stepping = False
         self._sums.remember_released()
+        self.updates.accept()
         self._self_check.stepped()
 
     @keeping_grad_mode
@@ -291,19 +312,27 @@ class PrivateSteps:
         # The step of an optimizer's subclass that calls its parent's comes here twice, the release still in place.
         if self._stepping and self._sums.is_released():
             return
-        self._asked = True
-        held, said = self._ranks.agreed(self.check, self._facts)
-        if said:
-            self._sensitivity = max(each["sensitivity"] for each in said)
-            refuse_differences([each["same"] for each in said], "at every step")
+        try:
+            held, said = self.turns.agreed(self.check, self._facts)
+            self._sensitivity = max([self._sensitivity, *(each["sensitivity"] for each in said)])
+            self.spend()
+            self.put_in_place(held, self._make_private)
+        except BaseException:
+            self.turns.failed()
+            raise
+
+    def spend(self) -> None:
+        """Charges the step, by which the parameters may move from now on."""
         self.charge()
-        self.put_in_place(held, self._make_private)
+        self.updates.expect()
 
     def _facts(self) -> dict[str, Any]:
         """What ranks tell each other before a step."""
         held = held_parameters(self.owned, self._optimizer)
         sizes = [p.numel() for p in held if p.requires_grad or p.grad is not None]
-        same = {"the sample (a digest of it)": self.current("optimizer.step()").digest, "what is trained": sizes}
+        same: dict[str, Any] = {"whether the batch is discarded": False}
+        same["the sample (a digest of it)"] = self.current("optimizer.step()").digest
+        same["what is trained"] = sizes
         return {"sensitivity": self._sensitivity, "same": same}
 
     def check(self, missing: int = 0) -> dict[nn.Parameter, None]:
@@ -326,6 +355,8 @@ class PrivateSteps:
                 ".backward() doesn't count)"
             )
         held = held_parameters(self.owned, self._optimizer)
+        self.updates.check_model()
+        self.updates.check_within(self._sums.count)
         self._scaling.before_step()
         self._sums.check()
         return held
@@ -334,9 +365,9 @@ class PrivateSteps:
         self, held: dict[nn.Parameter, None], make_private: Callable[[list[Tensor]], list[Tensor]]
     ) -> None:
         """Ends the logical batch, charged, with its private gradient in the p.grads, for the optimizer's own step."""
-        self._batch = None
+        self.turns.end()
         self._sums.release(held, make_private)
-        self._stepping, self.pending = True, False
+        self._stepping, self.turns.pending = True, False
         self._self_check.released(held)
 
     def _make_private(self, sums: list[Tensor]) -> list[Tensor]:
@@ -372,8 +403,10 @@ class PrivateSteps:
     def updated(self) -> None:
         """Ends the logical batch, charged and stepped with, without gradients ever having been in place."""
         self._sums.discard()
-        self._batch, self.pending = None, False
+        self.turns.end()
+        self.turns.pending = False
         self._sums.remember_released()
+        self.updates.accept()
 
 
 def refuse_second_engine(optimizer: Optimizer) -> None:

@@ -15,15 +15,12 @@ __all__ = ["ClippedSums"]
 T = TypeVar("T")
 # Types in which sums are gathered as they are.
 WIDE = (torch.float32, torch.float64)
-# Each parameter's p.grad, its version and the parameter's own.
-Snapshot = list[tuple[Tensor | None, int, int]]
+# Each parameter's p.grad and its version.
+Snapshot = list[tuple[Tensor | None, int]]
 
 
 class ClippedSums:
     """Watches the p.grads of a model by identity and version while clipped sums are gathered in them.
-
-    The parameters are watched, too: whoever changes them between a backward and the step, as another optimizer does
-    that holds them, may have used sums that have no noise yet.
 
     Sums of float32 and float64 parameters stay in p.grad. Those of narrower ones are gathered in float32 beside it:
     there physical batches are added up, then the noise, and the result is rounded once.
@@ -115,12 +112,6 @@ class ClippedSums:
     def check(self) -> None:
         """Raises GradientLeakError or PrivacyError unless the p.grads hold what was gathered here, and nothing else."""
         if self._known:
-            if (name := self._moved_since(self._known)) is not None:
-                raise GradientLeakError(
-                    f"the parameter {name!r} was changed between engine.backward() and the step. If another optimizer "
-                    "did that, it stepped with clipped sums that have no noise yet, which nothing charges: don't use "
-                    "this model. Give all parameters to the engine's optimizer, and change them after its step only"
-                )
             if (name := self._changed_since(self._known)) is not None:
                 raise GradientLeakError(
                     f"the gradient of {name!r} was changed between engine.backward() and the step (by zero_grad, a "
@@ -129,7 +120,7 @@ class ClippedSums:
                 )
             return
         # Before the first backward, and in a batch without examples, nobody may have put anything there.
-        for (name, parameter), (grad, version, _) in zip(self._named, self._released, strict=False):
+        for (name, parameter), (grad, version) in zip(self._named, self._released, strict=False):
             if grad is not None and parameter.grad is grad and grad._version == version:
                 raise PrivacyError(
                     f"the gradient of {name!r} is still the one of the last step; call optimizer.zero_grad() after "
@@ -171,14 +162,14 @@ class ClippedSums:
 
     def discard(self) -> None:
         """Drops what was gathered; a p.grad that holds something of someone else's is left to be complained about."""
-        for (_, parameter), (grad, *_) in zip(self._named, self._known, strict=False):
+        for (_, parameter), (grad, _) in zip(self._named, self._known, strict=False):
             if parameter.grad is grad:
                 parameter.grad = None
         self._forget()
 
     def discard_released(self) -> None:
         """Drops what a step left in the p.grads, as zero_grad would."""
-        for (_, parameter), (grad, *_) in zip(self._named, self._released, strict=False):
+        for (_, parameter), (grad, _) in zip(self._named, self._released, strict=False):
             if parameter.grad is grad:
                 parameter.grad = None
         self._released = []
@@ -193,19 +184,12 @@ class ClippedSums:
         self.count = 0
 
     def _snapshot(self) -> Snapshot:
-        grads = [(parameter.grad, parameter._version) for _, parameter in self._named]
-        return [(grad, 0 if grad is None else grad._version, own) for grad, own in grads]
-
-    def _moved_since(self, snapshot: Snapshot) -> str | None:
-        """The name of a parameter that was written to since the snapshot."""
-        for (name, parameter), (*_, own) in zip(self._named, snapshot, strict=True):
-            if parameter._version != own:
-                return name
-        return None
+        grads = [parameter.grad for _, parameter in self._named]
+        return [(grad, 0 if grad is None else grad._version) for grad in grads]
 
     def _changed_since(self, snapshot: Snapshot) -> str | None:
         """The name of a parameter whose p.grad is another, or another version, than in the snapshot."""
-        for (name, parameter), (grad, version, _) in zip(self._named, snapshot, strict=True):
+        for (name, parameter), (grad, version) in zip(self._named, snapshot, strict=True):
             if parameter.grad is not grad or (grad is not None and grad._version != version):
                 return name
         return None

@@ -15,7 +15,7 @@ from ghostclip.errors import PrivacyError
 from ghostclip.events import SampledRelease
 from ghostclip.sampling.draws import Chunks, Draws, Physical
 from ghostclip.sampling.loading import check_sampling, loader_of, loaders_batch_size, say_sampler_is_replaced, size_of
-from ghostclip.sampling.logical import LogicalBatch
+from ghostclip.sampling.logical import BatchOwner, LogicalBatch, Unowned
 from ghostclip.sampling.schemes import Scheme, scheme_named
 from ghostclip.sampling.users import Users
 from ghostclip.validate import positive_int
@@ -41,10 +41,11 @@ class LogicalBatches:
             theirs, and ``batch_size`` is the expected number of users. None: every row is a unit of its own.
         max_rows_per_unit: with ``unit_ids`` only: the first so many rows of each user are used.
         seed: makes the sampling repeatable, and worthless for privacy; None: the operating system's entropy.
-        begin: told of each logical batch that is handed out, and with None when the one before is over.
-        left: told of a logical batch whose physical ones were not all taken.
         generator: makes the generator of an epoch's samples, without a ``seed``; hardened noise brings its own.
         share: (rank, size) where several processes draw the same samples and each takes every size-th unit of them.
+
+    Attributes:
+        owner: takes the steps; told of each batch.
 
     Raises:
         PrivacyError: the examples can't be drawn at random, or the loader samples in a way that is not ours to replace.
@@ -63,8 +64,6 @@ class LogicalBatches:
         unit_ids: Iterable[Hashable] | None = None,
         max_rows_per_unit: int | None = None,
         seed: int | None = None,
-        begin: Callable[[LogicalBatch | None], None] = lambda batch: None,
-        left: Callable[[LogicalBatch], None] = lambda batch: None,
         generator: Callable[[], Any] = np.random.default_rng,
         share: tuple[int, int] = (0, 1),
     ) -> None:
@@ -91,7 +90,7 @@ class LogicalBatches:
         self._shared_out = share[1] > 1
         self.scheme = self._scheme(batch_size, sampling, neighboring, max_batch_size)
         self.batch_size = self.scheme.batch_size
-        self.begin, self.left = begin, left
+        self.owner: BatchOwner = Unowned()
         self._seeded = None if seed is None else np.random.default_rng(seed)
         self._generator = generator
         self._chunks = Chunks()
@@ -134,6 +133,10 @@ class LogicalBatches:
     def __len__(self) -> int:
         """Steps in an epoch: ``max(1, round(len(dataset) / batch_size))``, of users where they are the units."""
         return max(1, round(self.scheme.population / self.batch_size))
+
+    def discard(self) -> None:
+        """`LogicalBatch.discard` of the batch handed out last, where it had no step and is out of reach."""
+        self.owner.discard(None)
 
     def __iter__(self) -> Iterator[LogicalBatch]:
         generator = self._generator() if self._seeded is None else self._seeded
@@ -221,8 +224,10 @@ class _Epoch:
         return self
 
     def __next__(self) -> LogicalBatch:
+        # Where it refuses, the batch before is as it was and may still have its step.
+        self._plan.owner.ready(new_loop=self._turn == 0)
         self._turn += 1
-        self._plan.begin(None)
+        self._plan.owner.begin(None)
         self._catch_up()
         self._in_step = False
         physical = self._draws.next_batch()
@@ -230,10 +235,14 @@ class _Epoch:
         self._in_step = True
         if physical is None:
             raise StopIteration
-        batch = LogicalBatch(physical, partial(self._load, self._turn), self._plan.left, self._draws.digest)
+        batch = LogicalBatch(physical, partial(self._load, self._turn), self._plan.owner, self._draws.digest)
         self._plan.taken_from(self._draws)
-        self._plan.begin(batch)
-        return batch
+        try:
+            self._plan.owner.begin(batch)
+            return batch
+        except BaseException:
+            batch.failed = True
+            raise
 
     def _catch_up(self) -> None:
         """Takes what is left of a batch from the data loader, so that the next one's examples come next."""

@@ -3,13 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from ghostclip.errors import PrivacyError
 from ghostclip.sampling.draws import Physical
 from ghostclip.sampling.users import UserRows
 
-__all__ = ["LogicalBatch"]
+__all__ = ["BatchOwner", "LogicalBatch", "Unowned"]
+
+
+class BatchOwner(Protocol):
+    """Who takes the steps of logical batches, and is told of each."""
+
+    def ready(self, new_loop: bool) -> None:
+        """The next logical batch, or the end of the epoch, is asked for; raises PrivacyError to refuse it."""
+
+    def begin(self, batch: LogicalBatch | None) -> None:
+        """The batch is handed out; None: the one before is over."""
+
+    def left(self, batch: LogicalBatch) -> None:
+        """The loop over the batch's physical ones was left before the last of them."""
+
+    def discard(self, batch: LogicalBatch | None) -> None:
+        """The batch gets no step, on purpose; None: the one handed out last, if it had none."""
+
+
+class Unowned:
+    """Nobody: batches are drawn and no steps are taken with them."""
+
+    def ready(self, new_loop: bool) -> None:
+        """See `BatchOwner.ready`."""
+
+    def begin(self, batch: LogicalBatch | None) -> None:
+        """See `BatchOwner.begin`."""
+
+    def left(self, batch: LogicalBatch) -> None:
+        """See `BatchOwner.left`."""
+
+    def discard(self, batch: LogicalBatch | None) -> None:
+        """See `BatchOwner.discard`."""
 
 
 class LogicalBatch:
@@ -19,6 +51,9 @@ class LogicalBatch:
         sizes: the number of rows in each physical batch; no numbers for an empty sample.
         users: whose rows they are, for each physical batch; None where examples are the units of privacy.
         handed: how many physical batches were handed out so far.
+        interrupted: whether the loop over physical batches began and has not come to its end.
+        failed: whether an exception came up in work of the package with this batch, after which nothing was gathered.
+        stepped: whether its step was taken.
         digest: tells samples apart where several processes share one out; "" where there is one.
     """
 
@@ -26,14 +61,15 @@ class LogicalBatch:
         self,
         physical: Sequence[Physical],
         load: Callable[[], Any],
-        left: Callable[[LogicalBatch], None],
+        owner: BatchOwner,
         digest: str = "",
     ) -> None:
         self.digest = digest
         self.sizes = [len(rows) for rows, _ in physical]
         self.users: list[UserRows | None] = [users for _, users in physical]
         self.handed = 0
-        self._load, self._left = load, left
+        self.interrupted = self.failed = self.stepped = False
+        self._load, self._owner = load, owner
         self._started = False
 
     def physical(self) -> Iterator[Any]:
@@ -50,6 +86,18 @@ class LogicalBatch:
         self._started = True
         return self._hand_out()
 
+    def discard(self) -> None:
+        """Abandons the batch on purpose: nothing of it is released, and its step is charged all the same.
+
+        Which batches are left out may depend on the data, so a step that is left out is not free. Nothing is left to do
+        where an exception has discarded the batch. Where several processes train together, all of them call it.
+
+        Raises:
+            PrivacyError: the batch had its step, or is not the one handed out last.
+            BudgetExceededError, LedgerError: the step can't be charged; the batch is discarded all the same.
+        """
+        self._owner.discard(self)
+
     def __iter__(self) -> NoReturn:
         """Raises TypeError: it is no pair of tensors, as a DataLoader's batch is, and can't be taken apart as one."""
         raise TypeError(
@@ -63,7 +111,14 @@ class LogicalBatch:
             for _ in self.sizes:
                 examples = self._load()
                 self.handed += 1
+                self.interrupted = True
                 yield examples
+            self.interrupted = False
+        except GeneratorExit:
+            raise
+        except BaseException:
+            self.failed = True
+            raise
         finally:
             if self.handed < len(self.sizes):
-                self._left(self)
+                self._owner.left(self)

@@ -1,0 +1,137 @@
+"""Whether the trained parameters moved in charged steps only, by torch's version counters."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch import nn
+
+from ghostclip.errors import GradientLeakError, PrivacyError
+
+__all__ = ["UpdateCheck"]
+
+
+class UpdateCheck:
+    """Knows the versions of a model's parameters after the last charged step, and refuses to go on from others.
+
+    Every change that torch counts is seen: another optimizer's step, ``copy_``, ``load_state_dict``, a parameter or a
+    type exchanged for another. Not seen are values written through ``parameter.data``, and those that fused optimizers
+    write, which torch doesn't count. Frozen parameters may change.
+
+    Args:
+        model: whose parameters are watched, as they are now: later ones are not accepted in their place.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._names = [name for name, _ in model.named_parameters()]
+        self._parameters = list(model.parameters())
+        self._types = [parameter.dtype for parameter in self._parameters]
+        self._look_around()
+        # Of each parameter, with where its values lie; None: nothing was trained yet, or a step is under way.
+        self._versions: list[int] | None = None
+        self._addresses: list[int] = []
+
+    def _look_around(self) -> None:
+        """Remembers which parameters and submodules each module has."""
+        self._owners = [owner for module in self._model.modules() for owner in (module._parameters, module._modules)]
+        # They are held, so that no other object gets the id of one that is gone.
+        self._held: list[Any] = [value for owner in self._owners for value in owner.values()]
+        self._ids = [id(value) for value in self._held]
+
+    def begin(self) -> None:
+        """A logical batch begins; at the first one, and after a step that failed, parameters are as they may be."""
+        if self._versions is None:
+            self.accept()
+
+    def expect(self) -> None:
+        """A step was charged: what moves from now on until `accept` is its update."""
+        self._versions = None
+
+    def accept(self) -> None:
+        """Takes the parameters as they are for those of the last charged step."""
+        self._addresses = [parameter.data_ptr() for parameter in self._parameters]
+        self._versions = [parameter._version for parameter in self._parameters]
+
+    def check(self) -> None:
+        """Raises PrivacyError where a trained parameter isn't as the last charged step left it."""
+        self.check_model()
+        name = self._written()
+        if name is None and self._versions is not None:
+            name = self._differs([parameter.data_ptr() for parameter in self._parameters], self._addresses)
+        if name is not None:
+            self._refuse(name)
+
+    def check_within(self, gathered: int) -> None:
+        """Raises within a logical batch, before its step, where a trained parameter was written to since its start.
+
+        Not where values lie elsewhere: recurrent layers on a GPU may gather their weights in one piece in the forward.
+
+        Args:
+            gathered: how many physical batches were, whose sums may have been stepped with.
+
+        Raises:
+            GradientLeakError: they may have been.
+            PrivacyError: nothing was gathered.
+        """
+        if (name := self._written()) is None:
+            return
+        if not gathered:
+            self._refuse(name)
+        raise GradientLeakError(
+            f"the parameter {name!r} was changed between engine.backward() and the step. If another optimizer did "
+            "that, it stepped with clipped sums that have no noise yet, which nothing charges: don't use this model. "
+            "Give all parameters to the engine's optimizer, and change them after its step only"
+        )
+
+    def _written(self) -> str | None:
+        """The name of a trained parameter that was written to since `accept`."""
+        if self._versions is None:
+            return None
+        return self._differs([parameter._version for parameter in self._parameters], self._versions)
+
+    def _differs(self, now: list[int], before: list[int]) -> str | None:
+        """The name of a trained parameter whose numbers differ."""
+        if now == before:
+            return None
+        for name, parameter, this, that in zip(self._names, self._parameters, now, before, strict=True):
+            if this != that and parameter.requires_grad:
+                return name
+        return None
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise PrivacyError(
+            f"the parameter {name!r} was changed outside of this engine's charged steps (by a second optimizer, an "
+            "assignment, or an optimizer without the engine's hooks), so epsilon may not cover the model. Step with "
+            "the engine's optimizer only; where only public data or released weights went into the change, call "
+            "engine.accept_parameters()"
+        )
+
+    def check_model(self) -> None:
+        """Raises PrivacyError unless the model has the parameters it had when the engine was built, of their types."""
+        if [id(value) for owner in self._owners for value in owner.values()] != self._ids:
+            self._refuse_others()
+            self._look_around()
+        now = [parameter.dtype for parameter in self._parameters]
+        if now == self._types:
+            return
+        for name, this, that in zip(self._names, now, self._types, strict=True):
+            if this != that:
+                raise PrivacyError(
+                    f"the parameter {name!r} is {this} and was {that} when the engine was built, for which its sums "
+                    "are made; call engine.detach(), then build optimizer and engine anew, with the same ledger=... "
+                    "so that both count"
+                )
+
+    def _refuse_others(self) -> None:
+        """Raises PrivacyError for a parameter that was exchanged, added or removed; other modules may come and go."""
+        before = dict(zip(self._names, self._parameters, strict=True))
+        now = dict(self._model.named_parameters())
+        for name in [*before, *now]:
+            if now.get(name) is not before.get(name):
+                raise PrivacyError(
+                    f"the model's parameter {name!r} is another object than when the engine was built (by an "
+                    "assignment, load_state_dict(assign=True) or another module), so it would not be trained; copy "
+                    "values into parameters instead, or call engine.detach() and build optimizer and engine anew, with "
+                    "the same ledger=... so that both count"
+                )
