@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import ghostclip
 from ghostclip.errors import GhostClipError, UnsupportedModelError
 
-from .examples import spoil
 from .judge import Judge, Mismatch
 from .outcome import Outcome, in_short
 from .policies import Expected, draw_policy
@@ -149,7 +148,7 @@ class Run:
         changes: dict[int, str] = {}
         if examples and choose.random() < 0.5:
             for example in choose.sample(range(examples), choose.randint(1, min(3, examples))):
-                inputs, how = spoil(choose, inputs, subject.batch_dims(), example)
+                inputs, how = subject.spoil(choose, inputs, example)
                 changes[example] = how
         return inputs, changes
 

@@ -15,7 +15,9 @@ from test_random_models import PIECES, Part
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from . import cancelling
 from .blocks import BLOCKS, FIXED_LENGTH, Block, nested
+from .examples import spoil
 
 __all__ = ["MIXING", "Subject", "draw_subject"]
 
@@ -40,6 +42,7 @@ class Subject:
         wrap: options of `ghostclip.wrap`.
         random: whether a forward draws random numbers.
         mixing: whether examples meet on purpose.
+        nasty: makes an example's rows of the inputs, without the last two, such that its gradient cancels.
     """
 
     recipe: str
@@ -50,6 +53,7 @@ class Subject:
     wrap: dict[str, Any] = field(default_factory=dict)
     random: bool = False
     mixing: bool = False
+    nasty: cancelling.Nasty | None = None
 
     def batch_dims(self) -> list[int | None]:
         """Where each input has its examples."""
@@ -61,17 +65,28 @@ class Subject:
         inputs = [spec.make(examples, dtype, generator) for spec in self.specs(length)]
         return [*inputs, torch.ones(examples, dtype=dtype), torch.zeros(examples, dtype=dtype)]
 
+    def spoil(self, choose: random.Random, inputs: Sequence[Tensor], example: int) -> tuple[list[Tensor], str]:
+        """The inputs with one example changed, and how."""
+        if self.nasty is None or choose.random() < 0.3:
+            return spoil(choose, inputs, self.batch_dims(), example)
+        rows = self.nasty(choose, [value[example].clone() for value in inputs[:-2]])
+        found = [value.clone() for value in inputs]
+        for value, row in zip(found, rows, strict=False):
+            value[example] = row
+        return found, "cancelling"
+
     def losses_of(self, model: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
         """The losses [B]."""
         *own, factor, added = inputs
         return self.losses(model, own) * factor + added
 
 
-def draw_subject(choose: random.Random) -> Subject:
-    """One of all; torch's generator decides the parameters."""
-    if choose.random() < 0.25:
-        return _row(choose)
-    return _chain(choose)
+def draw_subject(choose: random.Random, nasty: float = 0.05) -> Subject:
+    """One of all, with that share of those whose gradients cancel; torch's generator decides the parameters."""
+    if choose.random() < nasty:
+        recipe, model, specs, losses, how = choose.choice(cancelling.KINDS)(choose)
+        return Subject(recipe, model, lambda length: specs, [1], losses, nasty=how)
+    return _row(choose) if choose.random() < 0.25 else _chain(choose)
 
 
 def _row(choose: random.Random) -> Subject:
