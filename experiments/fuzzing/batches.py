@@ -137,7 +137,7 @@ class Run:
         """Whether the plain model takes the batch at all; some of users' operations don't take an empty one."""
         try:
             self.subject.losses_of(plain, [value.detach() for value in inputs])
-        except RuntimeError:
+        except (RuntimeError, ValueError):
             return False
         return True
 
@@ -146,7 +146,8 @@ class Run:
         choose, subject = self.choose, self.subject
         inputs = subject.draw(choose.randrange(1 << 30), examples, length, self.setting.torch_dtype)
         changes: dict[int, str] = {}
-        if examples and choose.random() < 0.5:
+        # Where examples meet, one that isn't finite is in the gradients of all.
+        if examples and not subject.mixing and choose.random() < 0.5:
             for example in choose.sample(range(examples), choose.randint(1, min(3, examples))):
                 inputs, how = subject.spoil(choose, inputs, example)
                 changes[example] = how
