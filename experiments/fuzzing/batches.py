@@ -33,7 +33,7 @@ def batch_case(seed: int, show: bool = False) -> Outcome:
         warnings.simplefilter("ignore")
         subject = draw_subject(choose)
         in_dimension_0 = set(subject.batch_dims()) == {0} and not subject.wrap
-        setting = draw_setting(choose, in_dimension_0 and not subject.mixing)
+        setting = draw_setting(choose, in_dimension_0 and not subject.refused)
         if subject.random:
             setting.compile = setting.autocast = False
             setting.call = "backward" if setting.call == "clip" else setting.call
@@ -102,6 +102,9 @@ class Run:
                 refused += 1
                 if self.show:
                     print(what, "refused:", error)
+                if not subject.refused:
+                    self.outcome.findings.append(f"{what}: refused: {in_short(error)}")
+                    return
                 if clipper is None:
                     return
                 continue
@@ -147,7 +150,7 @@ class Run:
         inputs = subject.draw(choose.randrange(1 << 30), examples, length, self.setting.torch_dtype)
         changes: dict[int, str] = {}
         # Where examples meet, one that isn't finite is in the gradients of all.
-        if examples and not subject.mixing and choose.random() < 0.5:
+        if examples and not subject.refused and choose.random() < 0.5:
             for example in choose.sample(range(examples), choose.randint(1, min(3, examples))):
                 inputs, how = subject.spoil(choose, inputs, example)
                 changes[example] = how

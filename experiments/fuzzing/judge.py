@@ -199,6 +199,7 @@ class Judge:
             off = float((sums[place].flatten() - expected).norm())
             allowed = float((mine * (SPREAD * truth.errors[kept, place] + UNITS * eps * sizes[kept, place])).sum())
             allowed += truth.floor + 4 * eps * float(expected.norm())
+            allowed += eps * torch.finfo(truth.dtype).tiny * expected.numel() ** 0.5  # smaller numbers have no digits
             if (earlier := before[place]) is not None:
                 allowed += 4 * eps * float(earlier.double().norm())
             if bool((doubtful & (weight != 0)).any()):

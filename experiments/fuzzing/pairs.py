@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ghostclip import PrivacyEngine
-from ghostclip.errors import GhostClipError, UnsupportedModelError, VerificationError
+from ghostclip.errors import GhostClipError, VerificationError
 
 from .outcome import Outcome, in_short
 from .policies import KINDS, Expected, draw_policy
@@ -64,7 +64,7 @@ def _subject(choose: random.Random) -> Subject:
     """One whose examples are in dimension 0 and don't meet, and that draws nothing."""
     while True:
         found = draw_subject(choose, nasty=0.4)
-        if set(found.batch_dims()) == {0} and not (found.wrap or found.random or found.mixing):
+        if set(found.batch_dims()) == {0} and not (found.wrap or found.random or found.refused):
             return found
 
 
@@ -100,9 +100,6 @@ class Pairs:
         rounding = self._rounding(truth, policy, others)
         try:
             before = self._sums(fewer, truth)
-        except UnsupportedModelError as error:
-            self.outcome.refusals[in_short(error)] += 1
-            return
         except (GhostClipError, RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
             self.outcome.findings.append(f"without one more: raised {in_short(error)}")
             if self.show:
@@ -119,9 +116,6 @@ class Pairs:
         counts = self.outcome.counts
         try:
             after = self._sums(more, truth)
-        except UnsupportedModelError as error:
-            self.outcome.findings.append(f"{what}: refused, though not without it: {in_short(error)}")
-            return
         except VerificationError as error:
             counts["pairs, the self-check stopped the larger one"] += 1
             self.outcome.refusals[in_short(error)] += 1
