@@ -312,10 +312,10 @@ class TwoPasses(FirstPasses):
             total = self._finished.get(owner)
             if total is None:
                 total = self._finished[owner] = torch.zeros_like(parameter, dtype=amount.dtype)
-            total[slice(*rows) if rows else slice(None)] += amount
+            total[slice(*rows) if rows else ...] += amount
             return
         add_to_gradient(parameter, rows, amount)
         if self.wide_sums is not None and parameter.dtype not in WIDE:
             if owner not in self.wide_sums:
                 self.wide_sums[owner] = torch.zeros_like(parameter, dtype=torch.float32)
-            self.wide_sums[owner][slice(*rows) if rows else slice(None)] += amount
+            self.wide_sums[owner][slice(*rows) if rows else ...] += amount

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import GhostClipper, accounting
+from ghostclip.clipping import PerLayer
 from ghostclip.engine import PrivacyEngine
 from ghostclip.events import SampledGaussian
 from ghostclip.noise.gaussian import ChaCha, Pcg
@@ -414,3 +415,34 @@ def test_a_loader_brings_its_batch_size_and_collation() -> None:
     for batch in engine.batches():
         engine.step(batch, lambda model, examples: model(examples["x"]).square().sum(1))
     assert np.isfinite(engine.epsilon())
+
+
+class Numbers(nn.Module):
+    """A layer and two parameters that are single numbers."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3, dtype=dtype)
+        self.scale, self.shift = (nn.Parameter(torch.full((), value, dtype=dtype)) for value in (0.5, 0.25))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.to(self.scale.dtype)) * self.scale + self.shift
+
+
+@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("clipping", [1.0, PerLayer(1.0)])
+def test_parameters_that_are_single_numbers(dtype: torch.dtype, second_pass: str, clipping: Any) -> None:
+    engine = runs.engine_for(Numbers(dtype), clipping=clipping, second_pass=second_pass, max_physical_batch_size=3)
+    before = runs.weights(engine.model)
+    for batch in engine.batches():
+        engine.step(batch, runs.losses_of)
+    assert not torch.equal(runs.weights(engine.model), before)
+
+
+def test_hooks_on_parameters_that_are_single_numbers() -> None:
+    model, seen = Numbers(torch.float32), []
+    model.scale.register_hook(lambda grad: seen.append(grad.clone()))
+    GhostClipper(model, 1e6).backward(runs.losses_of(model, list(runs.data().tensors)))
+    assert len(seen) == 1
+    assert torch.equal(seen[0], model.scale.grad)

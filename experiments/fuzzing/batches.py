@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import ghostclip
 from ghostclip.errors import GhostClipError, UnsupportedModelError
 
-from .examples import spoil
 from .judge import Judge, Mismatch
 from .outcome import Outcome, in_short
 from .policies import Expected, draw_policy
@@ -34,7 +33,7 @@ def batch_case(seed: int, show: bool = False) -> Outcome:
         warnings.simplefilter("ignore")
         subject = draw_subject(choose)
         in_dimension_0 = set(subject.batch_dims()) == {0} and not subject.wrap
-        setting = draw_setting(choose, in_dimension_0 and not subject.mixing)
+        setting = draw_setting(choose, in_dimension_0 and not subject.refused)
         if subject.random:
             setting.compile = setting.autocast = False
             setting.call = "backward" if setting.call == "clip" else setting.call
@@ -103,6 +102,9 @@ class Run:
                 refused += 1
                 if self.show:
                     print(what, "refused:", error)
+                if not subject.refused:
+                    self.outcome.findings.append(f"{what}: refused: {in_short(error)}")
+                    return
                 if clipper is None:
                     return
                 continue
@@ -138,7 +140,7 @@ class Run:
         """Whether the plain model takes the batch at all; some of users' operations don't take an empty one."""
         try:
             self.subject.losses_of(plain, [value.detach() for value in inputs])
-        except RuntimeError:
+        except (RuntimeError, ValueError):
             return False
         return True
 
@@ -147,9 +149,10 @@ class Run:
         choose, subject = self.choose, self.subject
         inputs = subject.draw(choose.randrange(1 << 30), examples, length, self.setting.torch_dtype)
         changes: dict[int, str] = {}
-        if examples and choose.random() < 0.5:
+        # Where examples meet, one that isn't finite is in the gradients of all.
+        if examples and not subject.refused and choose.random() < 0.5:
             for example in choose.sample(range(examples), choose.randint(1, min(3, examples))):
-                inputs, how = spoil(choose, inputs, subject.batch_dims(), example)
+                inputs, how = subject.spoil(choose, inputs, example)
                 changes[example] = how
         return inputs, changes
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from .outcome import Outcome
 from .policies import Expected
 from .settings import Setting
-from .truth import RELATIVE, SPREAD, UNITS, Truth
+from .truth import SPREAD, UNITS, Truth
 
 __all__ = ["Judge", "Mismatch"]
 
@@ -61,7 +61,7 @@ class Judge:
 
     def _allowed(self) -> dict[str, Tensor]:
         """{group: [B]}, what a measured norm may be off by."""
-        slack, relative = self._slack(), RELATIVE[self.truth.norm_dtype]
+        slack, relative = self._slack(), self.truth.relative
         return {g: slack[g] + relative * norm + self.truth.floor for g, norm in self.norms.items()}
 
     @property
@@ -90,12 +90,10 @@ class Judge:
             whole = self.truth.grads.norm(dim=1)
             for name, found in per.items():
                 off = (found.double() - expected[name]).abs()
-                allowed = SPREAD * errors[name] + RELATIVE[self.truth.norm_dtype] * expected[name] + self.truth.floor
+                allowed = SPREAD * errors[name] + self.truth.relative * expected[name] + self.truth.floor
                 # Rounding of a norm taken apart from a joint one is a share of the whole.
                 off = torch.where(found.isfinite() | ~(self.truth.extreme & self.changed), off, 0.0)
-                self._refuse(
-                    off, allowed + 1e-3 * RELATIVE[self.truth.norm_dtype] * whole, f"norm of {name}", expected[name]
-                )
+                self._refuse(off, allowed + 1e-3 * self.truth.relative * whole, f"norm of {name}", expected[name])
 
         self._twice(check)
 
@@ -178,7 +176,7 @@ class Judge:
             self.outcome.worst_share = max(self.outcome.worst_share, float((sizes[fine] / bound).max()))
             for group, norm in self.norms.items():
                 slack = self._slack()[group]
-                own = fine & (norm > 1e6 * self.truth.floor) & (slack < 0.1 * RELATIVE[self.truth.norm_dtype] * norm)
+                own = fine & (norm > 1e6 * self.truth.floor) & (slack < 0.1 * self.truth.relative * norm)
                 if own.any():
                     error = float(((norms[group].double() - norm).abs() / norm)[own].max())
                     known = self.outcome.worst_error.get(self.setting.dtype, 0.0)
@@ -201,6 +199,7 @@ class Judge:
             off = float((sums[place].flatten() - expected).norm())
             allowed = float((mine * (SPREAD * truth.errors[kept, place] + UNITS * eps * sizes[kept, place])).sum())
             allowed += truth.floor + 4 * eps * float(expected.norm())
+            allowed += eps * torch.finfo(truth.dtype).tiny * expected.numel() ** 0.5  # smaller numbers have no digits
             if (earlier := before[place]) is not None:
                 allowed += 4 * eps * float(earlier.double().norm())
             if bool((doubtful & (weight != 0)).any()):

@@ -15,14 +15,17 @@ from test_random_models import PIECES, Part
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from . import cancelling
 from .blocks import BLOCKS, FIXED_LENGTH, Block, nested
+from .examples import spoil
 
-__all__ = ["MIXING", "Subject", "draw_subject"]
+__all__ = ["REFUSED", "Subject", "draw_subject"]
 
 # Pieces through which examples meet: refused, or exact where the batch is such that they don't.
 MIXING = ("centred", "rolled", "scaled by the batch", "others", "square")
-# Pieces that are refused unless `wrap` is told where their examples are.
-UNTOLD = ("layer time first",)
+# Pieces that take examples one by one out of their batch, or are in need of `wrap(batch_dim=...)`: refused.
+UNTOLD = ("one by one", "layer by examples", "layer time first")
+REFUSED = MIXING + UNTOLD
 
 Losses = Callable[[nn.Module, Sequence[Tensor]], Tensor]
 
@@ -39,7 +42,8 @@ class Subject:
         losses: (model, inputs without the last two) -> [B].
         wrap: options of `ghostclip.wrap`.
         random: whether a forward draws random numbers.
-        mixing: whether examples meet on purpose.
+        refused: whether it has a piece of REFUSED; nothing else may be.
+        nasty: makes an example's rows of the inputs, without the last two, such that its gradient cancels.
     """
 
     recipe: str
@@ -49,7 +53,8 @@ class Subject:
     losses: Losses
     wrap: dict[str, Any] = field(default_factory=dict)
     random: bool = False
-    mixing: bool = False
+    refused: bool = False
+    nasty: cancelling.Nasty | None = None
 
     def batch_dims(self) -> list[int | None]:
         """Where each input has its examples."""
@@ -61,17 +66,28 @@ class Subject:
         inputs = [spec.make(examples, dtype, generator) for spec in self.specs(length)]
         return [*inputs, torch.ones(examples, dtype=dtype), torch.zeros(examples, dtype=dtype)]
 
+    def spoil(self, choose: random.Random, inputs: Sequence[Tensor], example: int) -> tuple[list[Tensor], str]:
+        """The inputs with one example changed, and how."""
+        if self.nasty is None or choose.random() < 0.3:
+            return spoil(choose, inputs, self.batch_dims(), example)
+        rows = self.nasty(choose, [value[example].clone() for value in inputs[:-2]])
+        found = [value.clone() for value in inputs]
+        for value, row in zip(found, rows, strict=False):
+            value[example] = row
+        return found, "cancelling"
+
     def losses_of(self, model: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
         """The losses [B]."""
         *own, factor, added = inputs
         return self.losses(model, own) * factor + added
 
 
-def draw_subject(choose: random.Random) -> Subject:
-    """One of all; torch's generator decides the parameters."""
-    if choose.random() < 0.25:
-        return _row(choose)
-    return _chain(choose)
+def draw_subject(choose: random.Random, nasty: float = 0.05) -> Subject:
+    """One of all, with that share of those whose gradients cancel; torch's generator decides the parameters."""
+    if choose.random() < nasty:
+        recipe, model, specs, losses, how = choose.choice(cancelling.KINDS)(choose)
+        return Subject(recipe, model, lambda length: specs, [1], losses, nasty=how)
+    return _row(choose) if choose.random() < 0.25 else _chain(choose)
 
 
 def _row(choose: random.Random) -> Subject:
@@ -122,7 +138,7 @@ def _chain(choose: random.Random) -> Subject:
     recipe = f"{entry.name} -> {', '.join(names) or 'nothing'} -> {head.name}; loss {loss}; frozen {frozen}"
     return Subject(
         recipe, model, lambda length: (spec(length), *targets(length)), lengths, losses,
-        random="dropout" in recipe, mixing=any(name in MIXING for name in names),
+        random="dropout" in recipe, refused=any(name in REFUSED for name in names),
     )  # fmt: skip
 
 
@@ -160,8 +176,8 @@ def _entry(choose: random.Random, width: int) -> tuple[Block, Callable[[int], In
 def _block(choose: random.Random, length: int, width: int) -> tuple[nn.Module, str, bool]:
     """A block, its name, and whether it takes one number of positions only."""
     if choose.random() < 0.3:
-        names = [name for name in PIECES if name not in MIXING + UNTOLD]
-        name = choose.choice([*MIXING]) if choose.random() < 0.03 else choose.choice(names)
+        names = [name for name in PIECES if name not in REFUSED]
+        name = choose.choice(REFUSED) if choose.random() < 0.04 else choose.choice(names)
         sizes: dict[Any, int] = {"T": length, "d": width}
         fixed = any("T" in shape for shape in PIECES[name][1].values())
         return Part(name, sizes), name, fixed

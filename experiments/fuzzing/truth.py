@@ -9,7 +9,8 @@ each parameter, as the largest distance from the float64 loop of
   GhostClip, on the whole batch in the own type: the rounding of the very kernels whose results are judged.
 
 `SPREAD` of these distances are allowed, because a measured rounding error is one draw of a random number. Beyond that
-a norm may be off by `RELATIVE` of itself, what the project promises, and a sum by `UNITS` eps of what was added up.
+a norm may be off by `RELATIVE` of itself, what the project promises (an eps in narrow types), and a sum by `UNITS` eps
+of what was added up.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["RELATIVE", "SPREAD", "UNITS", "NotRun", "Truth"]
+__all__ = ["SPREAD", "UNITS", "NotRun", "Truth"]
 
 SPREAD, UNITS = 8.0, 64.0
 RELATIVE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -80,10 +81,10 @@ class Truth:
         self.attached = False
         if self.seed is not None:
             self._record_masks()
-        self.losses, self.grads = self._loop(self.wide, self._wide_inputs(self.inputs))
         try:
+            self.losses, self.grads = self._loop(self.wide, self._wide_inputs(self.inputs))
             in_own = self._loop(self.model, self.inputs, self.scale)
-        except (RuntimeError, NotImplementedError) as error:
+        except (RuntimeError, NotImplementedError, ValueError) as error:
             raise NotRun(str(error).splitlines()[0]) from error
         own_losses, own = in_own
         sizes = self._by_parameter(self.grads)
@@ -99,6 +100,11 @@ class Truth:
     def eps(self) -> float:
         """Of the own type."""
         return torch.finfo(torch.bfloat16 if self.autocast else self.dtype).eps
+
+    @property
+    def relative(self) -> float:
+        """What a norm may be off by, of itself: in narrow types gradients come to it rounded once."""
+        return max(RELATIVE[self.norm_dtype], self.eps if self.eps > 1e-6 else 0.0)
 
     @property
     def floor(self) -> float:

@@ -695,6 +695,20 @@ FUZZED = [
         ("tests/test_self_check.py", "-k", "scaled"),
     ),
     Mutant(
+        "a narrow number has no float32 sum",
+        "ghostclip/two_passes.py",
+        "self.wide_sums[owner][slice(*rows) if rows else ...] += amount",
+        "self.wide_sums[owner][slice(*rows) if rows else slice(None)] += amount",
+        ("tests/test_engine.py", "-k", "single_numbers"),
+    ),
+    Mutant(
+        "a number's hook has no sum",
+        "ghostclip/two_passes.py",
+        "total[slice(*rows) if rows else ...] += amount",
+        "total[slice(*rows) if rows else slice(None)] += amount",
+        ("tests/test_engine.py", "-k", "single_numbers"),
+    ),
+    Mutant(
         "weights with a margin for rounding taken for weights that others decide",
         "ghostclip/engine/weighing.py",
         "    found: Any = policy.weights(norms)\n",
