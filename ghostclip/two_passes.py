@@ -15,7 +15,9 @@ from torch import Tensor
 from ghostclip.aside import OF_WHOLE, Aside
 from ghostclip.by_parts import add_up
 from ghostclip.clipping import Groupwise, Policy, Thresholds
+from ghostclip.errors import PrivacyError
 from ghostclip.first_passes import FirstPasses, check_losses, owners_of, without_autocast
+from ghostclip.gradients import have_hooks
 from ghostclip.graph import WIDE, first_pass, let_go
 from ghostclip.groupwise import GroupSums, Part
 from ghostclip.nn.base import Call, Repeat
@@ -93,6 +95,8 @@ class TwoPasses(FirstPasses):
         if self._finished is not None or not self._is_hooked():
             yield
             return
+        if self.reduced_apart:
+            self._refuse_hooks()
         self._finished = {}
         try:
             yield
@@ -102,6 +106,14 @@ class TwoPasses(FirstPasses):
                 torch.autograd.backward([parameter for parameter, _ in finished], sums)
         finally:
             self._finished = None
+
+    def _refuse_hooks(self) -> None:
+        """Raises PrivacyError: what a hook makes of a clipped sum, nothing bounds any more."""
+        name = next(name for name, parameter in self.index.trained() if have_hooks([parameter]))
+        raise PrivacyError(
+            f"the parameter {name!r} has a hook, which may change its clipped sum before the noise is added; remove "
+            "it (to train a part of the model, set requires_grad=False on the rest)"
+        )
 
     def _postpones(self, losses: Tensor) -> bool:
         """Whether norms that need a look wait for the one at all of them."""

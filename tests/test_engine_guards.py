@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from ghostclip import BudgetExceededError, GradientLeakError, LossShapeError, PrivacyError, UnsupportedModelError
-from ghostclip.clipping import Custom
+from ghostclip.clipping import Custom, PerLayer
 from ghostclip.engine import PrivacyEngine
 from ghostclip.engine.privacy_engine import FIXED
 
@@ -576,3 +576,17 @@ def test_a_model_that_another_engine_trained(model: nn.Sequential, caplog: pytes
     caplog.clear()
     trained(tmp_path / "run.ledger")
     assert not caplog.records
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("options", [{}, {"second_pass": "cached"}, {"clipping": PerLayer(1.0)}])
+def test_a_hook_on_a_parameter_is_refused(model: nn.Module, register: str, options: dict[str, Any]) -> None:
+    """It could make a clipped sum as large as it likes, before the noise is added."""
+    engine = runs.engine_for(model, **options)
+    engine.step(next(runs.nonempty(engine)), runs.losses_of)
+    handle = getattr(model[0].weight, register)(lambda *given: None)
+    with pytest.raises(PrivacyError, match=r"'0\.weight' has a hook"):
+        engine.step(next(runs.nonempty(engine)), runs.losses_of)
+    handle.remove()
+    engine.step(next(runs.nonempty(engine)), runs.losses_of)
+    assert engine.steps_taken == 2

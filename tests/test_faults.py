@@ -433,10 +433,12 @@ PLACES: dict[str, Callable[[PrivacyEngine, pytest.MonkeyPatch], object]] = {
         patch.setattr("ghostclip.outcome.weighted_sums_of", broken),
         patch.setattr("ghostclip.at_once.clipped_sums_of", broken),
     ),
-    # Small layers go without it, but for those with hooks.
+    # Small layers are kept, and go without it.
     "second backward": lambda engine, patch: (
-        next(engine.model.parameters()).register_hook(lambda grad: grad),
-        patch.setattr(torch.autograd, "backward", broken),
+        patch.setattr(engine._steps._clipper._passes, "_memory_budget", 1),
+        patch.setattr(engine._steps._clipper._passes, "_set_aside", set()),
+        patch.setattr(engine._steps._clipper._passes, "_at_once", None),
+        patch.setattr(engine._steps._clipper._passes, "_second_backward", broken),
     ),
 }
 

@@ -37,19 +37,13 @@ def examples(size: int = 24) -> TensorDataset:
     return TensorDataset(torch.randn(size, 5, dtype=torch.float64, generator=made), torch.arange(size) % 3)
 
 
-def trained(
-    wrapped: bool = False, hooked: bool = False, losses_of: Any = runs.losses_of, **options: Any
-) -> dict[str, Any]:
+def trained(wrapped: bool = False, losses_of: Any = runs.losses_of, **options: Any) -> dict[str, Any]:
     """A few steps, on all ranks that there are: weights after each, epsilon, what the policy came to."""
     model: nn.Module = runs.network(torch.float64)
     if dist.is_initialized() and dist.get_rank():
         # Ranks that begin apart, to be brought together.
         nn.init.normal_(model[0].weight)
     model = DistributedDataParallel(model) if wrapped else model
-    if hooked:
-        # Parameters with hooks get their gradients by an ordinary backward.
-        for parameter in model.parameters():
-            parameter.register_hook(lambda gradient: gradient)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     engine = runs.engine_for(model, optimizer, options.pop("data", examples()), **{**REPEATABLE, **options})
     found: dict[str, Any] = {"weights": [], "sizes": []}
@@ -75,7 +69,7 @@ def assert_like_one(found: list[dict[str, Any]], one: dict[str, Any]) -> None:
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "wrapped": {"wrapped": True},
-    "backward": {"hooked": True, "wrapped": True, "max_physical_batch_size": 2},
+    "wrapped, physical": {"wrapped": True, "max_physical_batch_size": 2},
     "physical": {"max_physical_batch_size": 2},
     "cached": {"second_pass": "cached", "wrapped": True},
     "layers": {"clipping": PerLayer(0.3), "wrapped": True, "max_physical_batch_size": 3},

@@ -294,6 +294,13 @@ CLIPPING = [
         ("tests/test_aside.py",),
     ),
     Mutant(
+        "a hook of a parameter changes sums that get noise",
+        PASSES,
+        "        if self.reduced_apart:\n            self._refuse_hooks()\n",
+        "",
+        ("tests/test_engine_guards.py", "-k", "hook_on_a_parameter"),
+    ),
+    Mutant(
         "rounding to narrow gradients left out of the sensitivity",
         "ghostclip/gradients.py",
         "self.excess = self._backwards * self._examples * eps",

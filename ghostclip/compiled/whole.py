@@ -86,10 +86,10 @@ class CompiledStep:
             return None
         key = (asked.key, update.key)
         if key not in self._plans and not self._clip.gave_up and self._clip.may_have(len(self._plans)):
-            plan = self._compile(loss_fn, asked, update, noise)
+            made = self._compile(loss_fn, asked, update, noise)
             if passes.is_open:
                 return None
-            self._plans[key] = plan
+            self._plans[key] = made
         plan = self._plans.get(key)
         return None if plan is None or plan.region is None else (plan, asked)
 
