@@ -249,7 +249,8 @@ def _sketch(grad: Tensor, dim: int, base: _Sketch | None = None) -> _Sketch:
         grad = torch.view_as_real(grad)
     grad = grad.movedim(dim, 0).flatten(1) if grad.dim() > 1 else grad.unsqueeze(1)
     grad = grad if grad.dtype == torch.float64 else grad.float()
-    directions = torch.randn(grad.shape[1], 4, generator=torch.Generator().manual_seed(grad.shape[1]), dtype=grad.dtype)
+    generator = torch.Generator("cpu").manual_seed(grad.shape[1])
+    directions = torch.randn(grad.shape[1], 4, generator=generator, dtype=grad.dtype, device="cpu")
     directions = directions.to(grad.device)
     finite = None if base is None else base.finite
     rows = grad @ directions

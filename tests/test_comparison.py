@@ -34,11 +34,11 @@ def engine_of(model: nn.Module, data: Any, **options: Any) -> PrivacyEngine:
 
 def steps(engine: PrivacyEngine, loss_fn: Callable[..., Tensor], count: int = STEPS) -> None:
     """So many steps of one."""
-    while True:
+    while engine.steps_taken < count:
         for batch in engine.batches():
+            engine.step(batch, loss_fn)
             if engine.steps_taken == count:
                 return
-            engine.step(batch, loss_fn)
 
 
 def refused(engine: PrivacyEngine, loss_fn: Callable[..., Tensor]) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ghostclip import GradientLeakError, LossShapeError, PrivacyError, UnsupportedModelError
+from ghostclip import GradientLeakError, LossShapeError, PrivacyError, VerificationError
 from ghostclip.engine import PrivacyEngine
 
 
@@ -51,7 +51,7 @@ def test_a_mean_loss_blown_up_to_the_batch(engine: PrivacyEngine) -> None:
         losses = runs.losses_of(model, batch)
         return losses.mean().expand(len(losses))
 
-    refused(engine, blown_up, UnsupportedModelError, "a mean over the batch")
+    refused(engine, blown_up, VerificationError, r'own example only \(reduction="none"\)')
 
 
 def test_tensors_that_are_no_dataset() -> None:

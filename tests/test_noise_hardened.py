@@ -403,7 +403,10 @@ def test_the_engine_samples_from_the_cipher(sampling: str, monkeypatch: pytest.M
     monkeypatch.setattr(CipherGenerator, "choice", lambda *of, **how: drawn.append(choice(*of, **how)) or drawn[-1])
     options = {"max_batch_size": 9} if sampling == "truncated" else {}
     engine = runs.engine_for(runs.network(), noise="hardened", noise_multiplier=1.0, sampling=sampling, **options)
-    sizes = [sum(batch.sizes) for batch in engine.batches()]
+    sizes = []
+    for batch in engine.batches():
+        sizes.append(sum(batch.sizes))
+        batch.discard()
     assert sizes == [len(chosen) for chosen in drawn]
     assert sampling != "without_replacement" or sizes == 3 * [8]
 

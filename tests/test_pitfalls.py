@@ -147,7 +147,7 @@ def test_an_interrupted_batch():
         engine.backward(runs.losses_of(engine.model, examples))
         break
     assert all(parameter.grad is None for parameter in engine.model.parameters())
-    with pytest.raises(PrivacyError, match="after 0 of the 3"):
+    with pytest.raises(PrivacyError, match="after 1 of the 3"):
         engine.optimizer.step()
     assert engine.steps_taken == 0
 
