@@ -105,8 +105,11 @@ def used_after(shard: Callable[[nn.Module], nn.Module], second_pass: str) -> Ite
         yield name, outcome(partial(called, name))
     engine = runs.engine_for(runs.network(), second_pass=second_pass, sampling="without_replacement")
     sharded = shard(engine.model)
-    batch = next(iter(engine.batches()))
-    yield "engine", outcome(lambda: engine.step(batch, lambda _, rows: runs.losses_of(sharded, rows)))
+
+    def stepped() -> None:
+        engine.step(next(iter(engine.batches())), lambda _, rows: runs.losses_of(sharded, rows))
+
+    yield "engine", outcome(stepped)
 
 
 def all_refused(shard: Callable[[nn.Module], nn.Module]) -> list[str]:

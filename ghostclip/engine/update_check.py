@@ -6,7 +6,8 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from ghostclip.errors import GradientLeakError, PrivacyError
+from ghostclip.errors import GradientLeakError, PrivacyError, UnsupportedModelError
+from ghostclip.sharding import INSTEAD_OF_SHARDING, sharding_of
 
 __all__ = ["UpdateCheck"]
 
@@ -124,7 +125,12 @@ class UpdateCheck:
                 )
 
     def _refuse_others(self) -> None:
-        """Raises PrivacyError for a parameter that was exchanged, added or removed; other modules may come and go."""
+        """Raises PrivacyError for a parameter that was exchanged, added or removed; other modules may come and go.
+
+        UnsupportedModelError where that is because the model was sharded.
+        """
+        if (found := sharding_of(self._model)) is not None:
+            raise UnsupportedModelError(f"{found[0] or 'the model'}: {found[1]}; {INSTEAD_OF_SHARDING}")
         before = dict(zip(self._names, self._parameters, strict=True))
         now = dict(self._model.named_parameters())
         for name in [*before, *now]:
