@@ -582,7 +582,7 @@ def test_a_model_that_another_engine_trained(model: nn.Sequential, caplog: pytes
 @pytest.mark.parametrize("options", [{}, {"second_pass": "cached"}, {"clipping": PerLayer(1.0)}])
 def test_a_hook_on_a_parameter_is_refused(model: nn.Module, register: str, options: dict[str, Any]) -> None:
     """It could make a clipped sum as large as it likes, before the noise is added."""
-    engine = runs.engine_for(model, **options)
+    engine = runs.engine_for(model, max_physical_batch_size=3, **options)
     engine.step(next(runs.nonempty(engine)), runs.losses_of)
     handle = getattr(model[0].weight, register)(lambda *given: None)
     with pytest.raises(PrivacyError, match=r"'0\.weight' has a hook"):

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import PrivacyEngine, VerificationError
 from ghostclip.clipping import Custom, PerLayer
+from ghostclip.engine import agreement
 from ghostclip.nn import GhostLayer
 from ghostclip.norms.outer import Outer
 from ghostclip.outcome import FirstPass
@@ -348,3 +349,14 @@ def test_a_rule_that_sums_otherwise_than_it_measures_is_refused(options: dict[st
     engine = whole_batches(model, data, **options)
     with pytest.raises(VerificationError, match=r"2\.weight"):
         engine.step(next(iter(engine.batches())), lambda model, batch: model(batch[0]).square().sum((1, 2)))
+
+
+def test_rounding_errors_are_compared_with_no_gradient_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd's gradients may be exactly zero where ours are not, by other kernels."""
+    original = agreement._gradients
+    monkeypatch.setattr(
+        agreement, "_gradients", lambda *given: {name: 0 * grad for name, grad in original(*given).items()}
+    )
+    engine = whole_batches(runs.network())
+    engine.step(next(iter(engine.batches())), runs.losses_of)
+    assert engine.steps_taken == 1
