@@ -2,8 +2,10 @@
 
     python experiments/before_after.py OTHER_CHECKOUT [--workloads cnn,vgg11] [--contenders cached,reweight]
 
-Each checkout runs in a process of its own, on the same core, and they take their steps in turn; what is printed is the
-median of the paired ratios, this checkout over the other one, with its quartiles. ``--seconds`` is for each pair.
+Each checkout runs in a process of its own, on the same core, and they take their steps in turn. Two processes with the
+same code differ by some percent (where their memory lies, which strategies were measured to be faster), so that there
+are several pairs of them: what is printed is the median over the pairs of the median of each one's ratios, this
+checkout over the other one, with the least and the largest. ``--seconds`` is for each pair.
 """
 
 from __future__ import annotations
@@ -87,19 +89,21 @@ def main() -> None:
     parser.add_argument("other", type=Path, help="a checkout of the version to compare with")
     parser.add_argument("--workloads", default=",".join(SETS["usual"]))
     parser.add_argument("--contenders", default="cached,reweight")
-    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--pairs", type=int, default=5, help="of processes")
     parser.add_argument("--core", type=int, default=0)
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     rows = []
     for workload in chosen.workloads.split(","):
         for contender in chosen.contenders.split(","):
-            found = ratios(chosen.other.resolve(), workload, contender, chosen.seconds, chosen.core)
-            low, middle, high = statistics.quantiles(found, n=4)
-            rows.append({"workload": workload, "contender": contender, "ratio": middle, "quartiles": [low, high]})
-            print(
-                f"{workload:15} {contender:20} {middle:.3f} ({low:.3f} to {high:.3f}), {len(found)} pairs", flush=True
-            )
+            found = [
+                statistics.median(ratios(chosen.other.resolve(), workload, contender, chosen.seconds, chosen.core))
+                for _ in range(chosen.pairs)
+            ]
+            middle, low, high = statistics.median(found), min(found), max(found)
+            rows.append({"workload": workload, "contender": contender, "ratio": middle, "of pairs": sorted(found)})
+            print(f"{workload:15} {contender:20} {middle:.3f} ({low:.3f} to {high:.3f})", flush=True)
             if chosen.out is not None:
                 chosen.out.write_text(json.dumps(rows, indent=1) + "\n")
 
