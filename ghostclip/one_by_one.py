@@ -215,7 +215,8 @@ class OneByOne:
             _add_weighted(sums, grads, _each(names, partition, weight), keep)
             # Nothing of one example's work stands beside the next one's.
             del loss, grads
-        return Alone(torch.cat(losses), _joined(norms), _joined(weights)), sums
+        whole = not isinstance(self.clipping, Groupwise)
+        return Alone(torch.cat(losses), _joined(norms, whole), _joined(weights, whole)), sums
 
     @torch.no_grad()
     def _weigh(
@@ -261,10 +262,10 @@ def _add_weighted(sums: Gradients, grads: tuple[Tensor | None, ...], weights: li
             sums[place] = scaled
 
 
-def _joined(parts: list[dict[str, Tensor]]) -> Any:
-    """[B], or {group: [B]}."""
+def _joined(parts: list[dict[str, Tensor]], whole: bool) -> Any:
+    """[B] where the ``whole`` gradient is clipped, else {group: [B]}; a model that is one layer has a group called ""."""
     joined = {group: torch.cat([part[group] for part in parts]) for group in parts[0]}
-    return joined[""] if set(joined) == {""} else joined
+    return joined[""] if whole else joined
 
 
 def _difference(found: Gradients, expected: Gradients) -> float:

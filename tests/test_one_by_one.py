@@ -223,3 +223,13 @@ def test_the_engine_steps_one_by_one(always):
             assert record.norms.shape == record.losses.shape == (sum(logical.sizes),), epoch
     assert engine.steps_taken == 24
     assert not torch.equal(runs.weights(model), runs.weights(other))
+
+
+def test_a_model_that_is_one_layer_has_a_group_of_its_own(always):
+    """Its layer's name is "", as that of no group is."""
+    model = nn.Linear(4, 3)
+    clipper = ghostclip.GhostClipper(model, clipping.PerLayer(max_norm=MAX_NORM))
+    for _ in range(one_by_one.TRIALS + 2):
+        result = clipper.clip(lambda model, rows: model(rows).square().sum(1), torch.randn(EXAMPLES, 4))
+        assert list(result.norms) == list(result.weights) == [""]
+    assert "by the loop" in clipper.explain().note
