@@ -263,7 +263,7 @@ def _add_weighted(sums: Gradients, grads: tuple[Tensor | None, ...], weights: li
 
 
 def _joined(parts: list[dict[str, Tensor]], whole: bool) -> Any:
-    """[B] where the ``whole`` gradient is clipped, else {group: [B]}; a model that is one layer has a group called ""."""
+    """[B] where the ``whole`` gradient is clipped, else {group: [B]}; a model of one layer has a group called ""."""
     joined = {group: torch.cat([part[group] for part in parts]) for group in parts[0]}
     return joined[""] if whole else joined
 
