@@ -2,19 +2,21 @@
 
 A layer that reads position ids [T] gives [T, d]. Where T is a multiple of B it looks like a layer that saw the batch,
 and then like one that mixes examples. What tells them apart is how its output is used: it is added to something that
-has examples *and* those T entries, in a dimension each, and that came from elsewhere. Were the T entries examples, that
-something would hold every pair of examples, and would itself have failed its proof.
+has examples *and* those T entries, in a dimension each, and that came from elsewhere: from a layer that had several
+entries of each example. Were the T entries examples, that something would hold every pair of examples, and the layer
+would itself have failed its proof. What was only made so large by repeating it (`h[:, None].expand(B, B, -1)`) says
+nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ghostclip.nn.base import Call
-from ghostclip.seams import ELEMENTWISE, EXPAND, REPEAT, broadcasts, shape_of
+from ghostclip.seams import ELEMENTWISE, EXPAND, REPEAT, Edge, broadcasts, shape_of
 from ghostclip.shared import from_below, inputs_of
 
 __all__ = ["are_positions"]
@@ -27,6 +29,7 @@ RELAYING = {
 } | {f"SqueezeBackward{variant}" for variant in (1, 2)} | {"TransposeBackward1"}  # fmt: skip
 # What does so, once for each example.
 REPEATING = {EXPAND, REPEAT}
+SELECT = "SelectBackward0"
 
 
 def are_positions(losses: Tensor, calls: Sequence[Call]) -> bool:
@@ -55,7 +58,42 @@ def are_positions(losses: Tensor, calls: Sequence[Call]) -> bool:
 
 
 def _meets_a_batch(start: Any, consumers: dict[Any, list[Any]], tainted: set[Any], examples: int) -> bool:
-    """Whether what ``start`` gives is added to something of a batch and its own size, from elsewhere."""
+    """Whether what a layer gives is added to something of a batch and its own size, from elsewhere."""
+    starts = [start, *(node for node in consumers.get(start, ()) if _leaves_rows(node, start.call))]
+    met = [edge for each in starts for edge in _met(each, consumers, tainted, examples)]
+    return any(_has_both(edge, examples) for edge in met)
+
+
+def _leaves_rows(node: Any, call: Call) -> bool:
+    """Whether an operation takes one of the entries of every row."""
+    if node.name() != SELECT:
+        return False
+    return node._saved_dim % (1 << 64) not in (call.batch_dim, (1 << 64) + call.batch_dim - len(call.shape))
+
+
+def _has_both(edge: Edge, examples: int) -> bool:
+    """Whether a tensor has all of its entries, none of them repeated, from a layer that had several of each example."""
+    seen, stack = set(), [edge]
+    while stack:
+        node, number = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        call = getattr(node, "call", None)
+        if isinstance(call, Call) and (call.shape[call.batch_dim] > examples or len(call.shape) > 2):
+            return True
+        if isinstance(call, Call):
+            stack += inputs_of(node)
+        elif node.name() in ELEMENTWISE | REPEATING:
+            whole = _long_dimensions(shape_of((node, number)))
+            stack += [below for below in inputs_of(node) if below[0] and _long_dimensions(shape_of(below)) == whole]
+        else:
+            stack += inputs_of(node)
+    return False
+
+
+def _met(start: Any, consumers: dict[Any, list[Any]], tainted: set[Any], examples: int) -> Iterator[Edge]:
+    """What has the size of a batch of what ``start`` gives, and is put together with it entry by entry."""
     table = _long_dimensions(shape_of((start, 0)))
     stack, seen = [(start, False)], set()
     while stack:
@@ -77,10 +115,9 @@ def _meets_a_batch(start: Any, consumers: dict[Any, list[Any]], tainted: set[Any
                     continue
                 now = broadcast or any(_spread_over(shape, whole, examples) for shape in own)
                 others = [edge for edge in node.next_functions if edge[0] is not None and edge[0] not in tainted]
-                if now and any(shape_of(edge) == whole for edge in others):
-                    return True
+                if now:
+                    yield from (edge for edge in others if shape_of(edge) == whole)
                 stack.append((node, now))
-    return False
 
 
 def _long_dimensions(shape: Any) -> list[int]:

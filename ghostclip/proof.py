@@ -38,6 +38,9 @@ LIFTS = (2.0**10, 2.0**20)
 # A row this much smaller than the largest of its own example may be rounding where there should be nothing. One that
 # follows its factor shows whose it is all the same; one that doesn't shows nothing.
 NOISE = {torch.float64: 1e-10, torch.float32: 1e-3}
+# Below the smallest normal number no factor scales rounding errors along, in gradients and in all they are made of:
+# rows not this many times as large may be rounding, too. (float16 is lifted instead.)
+ABOVE_SUBNORMAL = 2.0**14
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,8 @@ def _verdict(base: _Sketch, ways: list[_Rows], lift: float) -> Verdict:
     # Of what both ways say the same, the one that leaves more examples what they are.
     best = min(left, key=lambda rows: rows.spoilt)
     shown = any(rows.shown for rows in left)
-    return Verdict(best.way, len(left) == 1 and shown, shown, dark=not shown and bool(base.spoilt.any()))
+    spoilt = bool(base.spoilt.any())
+    return Verdict(best.way, len(left) == 1 and shown and not spoilt, shown, dark=not shown and spoilt)
 
 
 def decide(
@@ -165,15 +169,15 @@ def _choice(
     shown = [(decision, rows) for decision, rows in left if rows.shown]
     shared = Decision(None, multiples=candidate.multiples, examples=examples)
     may_be_shared = OTHER not in candidate.inputs and (min(candidate.inputs) >= 0 or _constants_only(candidate, index))
-    if not shown and may_be_shared and all(rows.spoilt == examples for _, rows in left):
-        # Where examples have rows of their own, one that isn't finite spoils its own: this is what all of them share.
-        return shared, not left
+    spoilt = any(rows.spoilt for _, rows in ways)
+    if not shown and may_be_shared and (spoilt or not left):
+        # Finite rows of examples' own would follow their factors. What isn't sure counts as shared, which is safe: were
+        # it examples' own, each would be given its own rows' gradients all the same, or nothing that follows takes it.
+        return shared, not (left or spoilt)
     if left:
         # Of what all ways say the same, the one that leaves more examples what they are.
         best, _ = min(shown or left, key=lambda way: (way[1].spoilt, way[0].count != 1))
-        return best, len(shown) == len(left) == 1
-    if may_be_shared:
-        return shared, True
+        return best, len(shown) == len(left) == 1 and not spoilt
     if OTHER in candidate.inputs and candidate.shape[0] != 1 and 0 not in candidate.dims:
         raise refusal(candidate, PICKED)
     raise refusal(
@@ -285,7 +289,8 @@ class _Rows:
         self._base = base.rows / self._unit
         self._follow = self._sizes > 0
         own = scale.scatter_reduce(0, self._owners, self._sizes, "amax")
-        self._noise = NOISE[base.dtype] * own[self._owners]
+        floor = ABOVE_SUBNORMAL * torch.finfo(base.dtype).tiny
+        self._noise = (NOISE[base.dtype] * own[self._owners]).clamp(min=floor)
         self.spoilt = len(self._owners[base.spoilt].unique())
 
     @property

@@ -7,6 +7,7 @@ and parameters used outside of layers, are followed to where they meet the examp
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +61,16 @@ def _is_odd(call: Call, examples: int) -> bool:
     return bool(rows % examples if examples else rows)
 
 
+def _use(call: Call, uses: Uses) -> tuple:
+    """What a layer's use that sees no examples has in common in all batches."""
+    return (uses.size, serial_number(call.layer), call.parameters, call.batch_dim, call.shape)
+
+
+def _alike(calls: list[Call], uses: Uses) -> dict[tuple, int]:
+    """How many of the calls that read nothing autograd knows of are alike."""
+    return Counter(_use(call, uses) for call in calls if not call.sources)
+
+
 def _key(call: Call, count: int) -> tuple:
     """What a layer's use with so many rows an example has in common in all batches."""
     return (serial_number(call.layer), call.parameters, call.batch_dim, len(call.shape), count)
@@ -93,6 +104,9 @@ class Grouping:
         # What was tried; if it isn't proved, no gradient reached it, or none that shows anything.
         self._tried: set[tuple] = set()
         self._positions: set[tuple] = set()
+        # Uses, and how many alike, of a shape that a batch of another size had too: as no multiple of it, so that they
+        # saw no examples.
+        self._constant: set[tuple] = set()
         # How the calls' rows are grouped for a batch size and a graph in which all is proved.
         self._settled: dict[tuple, list[str]] = {}
         self._places: dict[tuple[int, int], Places] = {}
@@ -132,7 +146,13 @@ class Grouping:
         if self.is_settled(graph, uses):
             majors = {id(call): major for call, major in zip(uses.calls, self._settled[graph], strict=True)}
             return Layout(uses.calls, majors, [], True)
-        odd = [call for call in uses.calls if _is_odd(call, examples) or self._is_table(call, examples)]
+        tables = self._constant.intersection(_alike(uses.calls, uses).items()) if self._constant else ()
+        known = {key for key, _ in tables}
+        odd = [
+            call
+            for call in uses.calls
+            if _is_odd(call, examples) or self._is_table(call, examples) or (known and _use(call, uses) in known)
+        ]
         return self._prove(losses, uses, index, odd, rehearsal, tail, reached)
 
     def _prove(
@@ -150,6 +170,8 @@ class Grouping:
         calls = uses.calls
         if odd or uses.leaves:
             region = self._region(losses, uses, odd, index)
+            if examples > 1:
+                self._constant |= _alike([call for call in odd if _is_odd(call, examples)], uses).items()
             shared = {id(call) for call in region.calls.values()}
             calls = [call for call in calls if id(call) not in shared]
         keys = {id(call): (uses.size, *self._key(call, examples, index)) for call in calls}

@@ -860,6 +860,7 @@ AROUND = [
 
 SHARED_NONFINITE = ("tests/test_nonfinite_shared.py", "-k")
 LATE = ("tests/test_first_gradients.py", "-k")
+COINCIDING = ("tests/test_coinciding_sizes.py", "-k")
 PROVED = [
     Mutant(
         "rows that are not finite count as zeros",
@@ -892,8 +893,8 @@ PROVED = [
     Mutant(
         "what all share is an example's where nothing is finite",
         "ghostclip/proof.py",
-        "    if not shown and may_be_shared and all(",
-        "    if not left and may_be_shared and all(",
+        "    if not shown and may_be_shared and (spoilt or not left):",
+        "    if may_be_shared and not left:",
         (*SHARED_NONFINITE, "first_batch and (index or gain)"),
     ),
     Mutant(
@@ -944,6 +945,48 @@ PROVED = [
         "            self.is_open = not layout.proved\n",
         "            watched = []\n",
         (*LATE, "compiled"),
+    ),
+    Mutant(
+        "what is spoilt in part only is the examples' own",
+        "ghostclip/proof.py",
+        "    if not shown and may_be_shared and (spoilt or not left):",
+        "    if not shown and may_be_shared and all(rows.spoilt == examples for _, rows in left):",
+        (*COINCIDING, "all_sizes and stack"),
+    ),
+    Mutant(
+        "rounding below the smallest normal number counts as mixing",
+        "ghostclip/proof.py",
+        "[self._owners]).clamp(min=floor)\n",
+        "[self._owners])\n",
+        (*COINCIDING, "denormal"),
+    ),
+    Mutant(
+        "a shape that another size had too is forgotten",
+        "ghostclip/regroup.py",
+        "                self._constant |= ",
+        "                _ = ",
+        (*COINCIDING, "another_size"),
+    ),
+    Mutant(
+        "an entry of each row of a table is no table",
+        "ghostclip/positions.py",
+        "    if node.name() != SELECT:\n        return False\n",
+        "    return False\n",
+        (*COINCIDING, "all_sizes and bias"),
+    ),
+    Mutant(
+        "what was repeated to pairs of examples has positions",
+        "ghostclip/positions.py",
+        "        elif node.name() in ELEMENTWISE | REPEATING:\n",
+        "        elif False:\n",
+        (*COINCIDING, "pairs and True"),
+    ),
+    Mutant(
+        "any layer had positions",
+        "ghostclip/positions.py",
+        " and (call.shape[call.batch_dim] > examples or len(call.shape) > 2):",
+        ":",
+        (*COINCIDING, "pairs and stack"),
     ),
 ]
 

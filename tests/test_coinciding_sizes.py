@@ -1,0 +1,149 @@
+"""Tables as long as a batch: what is decided of a model is the same at every batch size, whatever one example holds."""
+
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from case_models import Wired
+from comparing import assert_dicts_close, gradients
+from test_random_models import Part
+from torch import Tensor, nn
+
+import ghostclip
+from ghostclip import GhostClipper, UnsupportedModelError
+
+MAX_NORM, WIDTH = 0.3, 5
+PARTS = [
+    "stack", "attention with bias", "embedded positions", "embedded positions [1, T]", "embedded, repeated",
+    "positions", "table", "product from the left", "outer product", "layer on a parameter", "weight norm", "token",
+]  # fmt: skip
+# The first batches' sizes, one after the other, for tables of 4 and 8 rows.
+SIZES = [(4, [4, 3, 2]), (4, [3, 2, 8]), (8, [6, 8]), (8, [8, 4, 5]), (8, [2]), (8, [1, 4]), (4, [8, 4])]
+
+
+def network(name: str, length: int) -> nn.Module:
+    torch.manual_seed(2)
+    return ghostclip.wrap(nn.Sequential(nn.Linear(3, WIDTH), Part(name, {"T": length, "d": WIDTH})).double())
+
+
+def losses_of(factors: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda out: out.square().sum((1, 2)) * factors[: len(out)]
+
+
+def expected(model: nn.Module, x: Tensor, factors: Tensor, without: int | None = None) -> dict[str, Tensor]:
+    others = [i for i in range(len(x)) if i != without]
+    each: list[dict[str, Tensor]] = []
+    for i in others:
+        each.append(oracle.per_example_grads(model, losses_of(factors[i : i + 1]), (x[i : i + 1],)))
+    return oracle.clipped_sum({name: torch.cat([one[name] for one in each]) for name in each[0]}, MAX_NORM)
+
+
+@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("spoilt", [None, "loss", "input", "entry", "denormal"])
+def test_all_sizes_train_and_one_example_changes_nothing_else(name: str, spoilt: str | None, second_pass: str) -> None:
+    for turn, (length, sizes) in enumerate(SIZES):
+        if (turn % 2 == 0) == (second_pass == "cached") and spoilt is not None:
+            continue
+        for when in [(turn // 2) % len(sizes)] if spoilt is not None else [None]:
+            model = network(name, length)
+            clipper = GhostClipper(model, MAX_NORM, second_pass=second_pass)
+            for number, examples in enumerate([*sizes, sizes[0]]):
+                x = torch.randn(examples, length, 3, dtype=torch.float64)
+                factors = torch.rand(examples, dtype=torch.float64) + 0.5
+                bad = examples // 2 if number == when else None
+                if bad is not None:
+                    change(x, factors, bad, str(spoilt))
+                model.zero_grad()
+                result = clipper.backward(losses_of(factors)(model(x)))
+                left_out = bad if spoilt != "denormal" else None
+                assert result.norms.isfinite().sum() == examples - (left_out is not None)
+                wanted = {} if left_out is not None and examples == 1 else expected(model, x, factors, left_out)
+                found = gradients(model)
+                assert_dicts_close({key: found[key] for key in wanted}, wanted, 1e-9)
+
+
+def change(x: Tensor, factors: Tensor, example: int, how: str) -> None:
+    if how == "loss":
+        factors[example] = torch.nan
+    elif how == "input":
+        x[example] = torch.inf
+    elif how == "entry":
+        x[example, -1, 0] = torch.nan
+    else:
+        factors[example] = 5e-322
+
+
+def concatenated(m: Any, x: Tensor) -> Tensor:
+    places = m.place(torch.arange(x.shape[1]))
+    return m.head(torch.tanh(torch.cat([m.body(x), places.expand(len(x), -1, -1)], 1))).square().sum((1, 2))
+
+
+def added_to_inputs(m: Any, x: Tensor) -> Tensor:
+    return m.head(torch.tanh(x + m.place(torch.arange(x.shape[1])))).square().sum((1, 2))
+
+
+@pytest.mark.parametrize("spoilt", [None, 1])
+@pytest.mark.parametrize("wiring", [concatenated, added_to_inputs])
+def test_a_shape_that_another_size_had_too_is_no_batch(wiring: Any, spoilt: int | None) -> None:
+    for sizes in ((3, 4), (3, 2, 4), (5, 2)):
+        torch.manual_seed(1)
+        parts = {"body": nn.Linear(5, 5), "place": nn.Embedding(9, 5), "head": nn.Linear(5, 1)}
+        model = ghostclip.wrap(Wired(wiring, **parts).double())
+        clipper = GhostClipper(model, MAX_NORM)
+        for number, examples in enumerate(sizes):
+            x = torch.randn(examples, 4, 5, dtype=torch.float64)
+            if spoilt is not None and number:
+                x[spoilt] = torch.nan
+            model.zero_grad()
+            clipper.backward(model(x))
+            others = x[[i for i in range(examples) if i != spoilt or not number]]
+            wanted = oracle.clipped_sum(oracle.per_example_grads(model, lambda losses: losses, (others,)), MAX_NORM)
+            found = gradients(model)
+            assert_dicts_close({key: found[key] for key in wanted if key in found}, wanted, 1e-9)
+
+
+PAIRS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "expand": lambda h, count: h[:, None].expand(-1, count, -1),
+    "repeat": lambda h, count: h[:, None].repeat(1, count, 1),
+    "product": lambda h, count: h[:, None] * torch.ones(1, count, 1, dtype=h.dtype, requires_grad=True).tanh(),
+    "stack": lambda h, count: torch.stack([h] * count, 1),
+}
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("how", PAIRS)
+def test_pairs_of_examples_are_no_positions(how: str, pooled: bool) -> None:
+    """Each example's score against every other's token: the tokens' rows are added to something of [B, B, d]."""
+
+    def wiring(m: Any, x: Tensor, tokens: Tensor) -> Tensor:
+        h = m.body(x)
+        pairs = PAIRS[how](h.mean(1) if pooled else h, len(x)) + m.token(tokens)
+        return m.head(torch.tanh(pairs)).logsumexp(1)[:, 0]
+
+    if pooled and how == "stack":
+        return
+    for examples in (2, 4, 7):
+        torch.manual_seed(3)
+        model = Wired(wiring, body=nn.Linear(5, 5), token=nn.Embedding(9, 5), head=nn.Linear(5, 1))
+        clipper = GhostClipper(ghostclip.wrap(model), MAX_NORM)
+        x = torch.randn(examples, 3, 5) if pooled else torch.randn(examples, 5)
+        with pytest.raises(UnsupportedModelError, match="mix"):
+            clipper.backward(model(x, torch.arange(examples) % 9))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("folded", [False, True])
+def test_a_denormal_example_refuses_nothing(dtype: torch.dtype, folded: bool) -> None:
+    smallest = float(torch.finfo(dtype).tiny)
+    for seed, times in enumerate([3.0, 0.3, 0.03, 0.01, 300.0]):
+        torch.manual_seed(seed)
+        layer = ghostclip.wrap(nn.Linear(64, 16)).to(dtype)
+        x, t = torch.randn(3, 8, 64).to(dtype), torch.randn(3, 8, 16).to(dtype)
+        x[2], t[2] = (torch.full_like(each[2], times * smallest) * (1 + torch.rand_like(each[2])) for each in (x, t))
+        out = layer(x.flatten(0, 1)).unflatten(0, (3, 8)) if folded else layer(x)
+        result = GhostClipper(layer, 1.0).backward((out * t).sum((1, 2)))
+        assert result.norms.isfinite().all()
+        assert float(result.norms[2]) < 1e-30
