@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import private_runs as runs
 import pytest
 import torch
 from case_fallback import with_parameters
@@ -175,7 +176,17 @@ FIRST = "examples first"
 NO_BATCH = "without a batch dimension"
 DIMENSION = "wrap(model, batch_dim={...})"
 OWN_COPY = "Give each example its own copy first (parameter.expand(B, ...))"
+
+
+def hooked() -> None:
+    """The engine's step on a model with a hook on a parameter."""
+    engine = runs.engine_for(runs.network(), sampling="without_replacement")
+    engine.model[0].bias.register_hook(lambda grad: 2 * grad)
+    engine.step(next(iter(engine.batches())), runs.losses_of)
+
+
 ROWS: dict[str, Row] = {
+    "a hook of a parameter": (hooked, "'0.bias'", "may change its clipped sum", "remove it"),
     # check and wrap
     "batchnorm in a model": (lambda: wrap(one(nn.BatchNorm1d(6))), "layer: BatchNorm1d", "which mixes", GROUPNORM),
     "own batchnorm": (lambda: wrap(one(OwnBatchNorm(6))), "layer: OwnBatchNorm", "mixes the examples",
