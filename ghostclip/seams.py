@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ghostclip.errors import UnsupportedModelError
 from ghostclip.norms.term import is_traced, split_examples, wide
 
 __all__ = ["ELEMENTWISE", "EXPAND", "REPEAT", "Edge", "Seam", "broadcasts", "shape_of"]
@@ -203,6 +204,7 @@ class Seam:
         rows = self._examples_first(grad)
         found: list[list[Tensor]] = [[] for _ in places]
         with _finite_inside(self.node):
+            self._refuse_spoilt(grad, [place for place, _ in places])
             for example in range(rows.shape[0]):
                 alone = torch.zeros_like(grad, memory_format=torch.contiguous_format)
                 self._examples_first(alone)[example] = rows[example]
@@ -212,6 +214,23 @@ class Seam:
                     gathered.append(grad.new_zeros(shape) if part is None else part.sum_to_size(shape))
         for (_, edge), gathered in zip(places, found, strict=True):
             yield edge, torch.stack(gathered)
+
+    def _refuse_spoilt(self, grad: Tensor, places: list[int]) -> None:
+        """Raises UnsupportedModelError where a gradient of zero doesn't give zeros.
+
+        An operation in place on a part of a tensor keeps what it was given where nobody can replace it. Where one
+        example's numbers aren't finite there, 0 * NaN would leave out all examples.
+        """
+        if is_traced():
+            return
+        found = self._inputs_gradients(torch.zeros_like(grad))
+        if all(found[place] is None or bool(torch.isfinite(found[place]).all()) for place in places):  # type: ignore[arg-type]
+            return
+        raise UnsupportedModelError(
+            f"a parameter is used in an operation in place ({self.node.name()}) that kept numbers that are not finite, "
+            "which can't be left out for their example alone; write it out of place (torch.cat or torch.where instead "
+            "of h[:, 0] *= p)"
+        )
 
 
 @contextmanager

@@ -177,3 +177,28 @@ def test_numbers_that_overflow_in_float32(name: str) -> None:
     clipper = GhostClipper(ghostclip.wrap(model), MAX_NORM)
     clipper.backward(model(*inputs))
     assert_dicts_close(gradients(model), expected(model.double(), [part.double() for part in inputs], BAD), 1e-4)
+
+
+class RowsInPlace(nn.Module):
+    """Multiplies a part of a tensor with a bare parameter, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.p = nn.Linear(3, 4), nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).clone()
+        h[:, -1] *= self.p
+        return h.square().sum((1, 2))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+def test_an_operation_in_place_that_kept_what_is_not_finite_drops_nobody_else_unseen(value, second_pass):
+    model = RowsInPlace()
+    clipper = ghostclip.GhostClipper(model, 0.1, second_pass=second_pass)
+    x = torch.randn(5, 2, 3)
+    assert bool(clipper.norms(model(x)).isfinite().all())
+    x[1, -1, 0] = value
+    with pytest.raises(ghostclip.UnsupportedModelError, match="write it out of place"):
+        clipper.backward(model(x))

@@ -185,7 +185,26 @@ def hooked() -> None:
     engine.step(next(iter(engine.batches())), runs.losses_of)
 
 
+class InPlace(nn.Module):
+    """Multiplies a part of a tensor with a bare parameter, in place, and has met an input that isn't finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * torch.tensor([torch.nan, 1.0, 1.0, 1.0]).view(4, 1, 1)
+        h[:, 0] *= self.scale
+        return h
+
+
+def spoilt_in_place() -> None:
+    model = wrap(InPlace())
+    GhostClipper(model).norms(losses(model(X)))
+
+
 ROWS: dict[str, Row] = {
+    "in place": (spoilt_in_place, "", "in an operation in place", "write it out of place"),
     "a hook of a parameter": (hooked, "'0.bias'", "may change its clipped sum", "remove it"),
     # check and wrap
     "batchnorm in a model": (lambda: wrap(one(nn.BatchNorm1d(6))), "layer: BatchNorm1d", "which mixes", GROUPNORM),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ghostclip
-from ghostclip.errors import GhostClipError, UnsupportedModelError
+from ghostclip.errors import GhostClipError, LossShapeError, UnsupportedModelError
 
 from .judge import Judge, Mismatch
 from .outcome import Outcome, in_short
@@ -97,12 +97,13 @@ class Run:
                         ghostclip.wrap(model, **subject.wrap), policy.policy, **self.setting.options()
                     )
                 self._clip(clipper, model, policy, truth, inputs, mask_seed)
-            except UnsupportedModelError as error:
+            except (UnsupportedModelError, LossShapeError) as error:
                 self.outcome.refusals[in_short(error)] += 1
                 refused += 1
                 if self.show:
                     print(what, "refused:", error)
-                if not subject.refused:
+                # Of float16 rounded to zero nothing can be told, and the message says what to do.
+                if not (subject.refused or "give loss_scale" in str(error)):
                     self.outcome.findings.append(f"{what}: refused: {in_short(error)}")
                     return
                 if clipper is None:

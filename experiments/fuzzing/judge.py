@@ -197,7 +197,8 @@ class Judge:
             mine = weight[kept]
             expected = mine @ grads[kept]
             off = float((sums[place].flatten() - expected).norm())
-            allowed = float((mine * (SPREAD * truth.errors[kept, place] + UNITS * eps * sizes[kept, place])).sum())
+            rounding = UNITS[truth.norm_dtype] * eps * sizes[kept, place]
+            allowed = float((mine * (SPREAD * truth.errors[kept, place] + rounding)).sum())
             allowed += truth.floor + 4 * eps * float(expected.norm())
             allowed += eps * torch.finfo(truth.dtype).tiny * expected.numel() ** 0.5  # smaller numbers have no digits
             if (earlier := before[place]) is not None:

@@ -167,7 +167,7 @@ class Pairs:
             return 0.0
         eps = 1.2e-7 if truth.dtype != torch.float64 else 2.3e-16
         weights = policy.weights(norms)
-        parts = [weights[g] * (SPREAD * errors[g] + UNITS * eps * norms[g]) for g in norms]
+        parts = [weights[g] * (SPREAD * errors[g] + UNITS[truth.norm_dtype] * eps * norms[g]) for g in norms]
         rounding = float(torch.stack(parts).norm(dim=0).nan_to_num(0.0, 0.0, 0.0).sum())
         if truth.dtype == torch.bfloat16:
             rounding += (2 * others + 1) / 2 * torch.finfo(truth.dtype).eps * policy.bound

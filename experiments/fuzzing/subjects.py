@@ -23,8 +23,10 @@ __all__ = ["REFUSED", "Subject", "draw_subject"]
 
 # Pieces through which examples meet: refused, or exact where the batch is such that they don't.
 MIXING = ("centred", "rolled", "scaled by the batch", "others", "square")
-# Pieces that take examples one by one out of their batch, or are in need of `wrap(batch_dim=...)`: refused.
-UNTOLD = ("one by one", "layer by examples", "layer time first")
+# Pieces that take examples one by one out of their batch, or are in need of `wrap(batch_dim=...)`: refused. So is a
+# layer on a bare parameter in a first batch as long as that, and an operation in place on a part of a tensor beside
+# numbers that aren't finite (SECURITY.md).
+UNTOLD = ("one by one", "layer by examples", "layer time first", "layer on a parameter", "rows in place")
 REFUSED = MIXING + UNTOLD
 
 Losses = Callable[[nn.Module, Sequence[Tensor]], Tensor]

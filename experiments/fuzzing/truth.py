@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 __all__ = ["SPREAD", "UNITS", "NotRun", "Truth"]
 
-SPREAD, UNITS = 8.0, 64.0
+SPREAD, UNITS = 8.0, {torch.float64: 1024.0, torch.float32: 64.0}
 RELATIVE = {torch.float64: 1e-9, torch.float32: 1e-4}
 # Norms whose squares may pass the range of the type that norms are in: above, an example may be left out.
 MOST = {torch.float64: 1e140, torch.float32: 1e17}
@@ -93,6 +93,8 @@ class Truth:
         self.possible = fits & ~(sizes > MOST[self.norm_dtype]).any(1)
         self.extreme = self._largest() > EXTREME[self.dtype]
         self.errors = torch.zeros_like(sizes)
+        # Where a function is saturated, its derivative (1 - y^2) is zero by one kernel and an eps by another.
+        self.errors[self.extreme & self.finite] += self.eps
         self._note(own)
         self._note_perturbed(1, 0)
 
