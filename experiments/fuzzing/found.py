@@ -22,4 +22,65 @@ class Found:
     then: str
 
 
-FOUND: tuple[Found, ...] = ()
+FOUND: tuple[Found, ...] = (
+    Found(
+        "the self-check compared sums of groups that loss_scale had multiplied, and refused every model",
+        "7698785",
+        "fixed; test_self_check.py, a planted bug",
+    ),
+    Found(
+        "weights of a Custom policy were compared with those of norms without the rounding margin: an example "
+        "whose positions cancel stopped training",
+        "b167716, 300 cases from 100000",
+        "fixed; test_engine_guards.py, a planted bug",
+    ),
+    Found(
+        "a bfloat16 or float16 parameter that is a single number raised IndexError in the engine, and so did "
+        "a hook on it",
+        "2b0fb3f, 300 s",
+        "fixed; test_engine.py, two planted bugs",
+    ),
+    Found(
+        "NaN in one loss: a shared tensor with unused rows was taken for the examples' own rows, and norms "
+        "were too small (1.22 C)",
+        "46a664d, 200003",
+        "fixed; test_coinciding_sizes.py, planted bugs",
+    ),
+    Found(
+        "one denormal example in bfloat16 refused the whole batch",
+        "46a664d, 500372",
+        "fixed; test_coinciding_sizes.py, a planted bug",
+    ),
+    Found(
+        "a [T, T] table looked up as a bias was refused at batch sizes that divide T",
+        "46a664d, 500195",
+        "fixed; test_coinciding_sizes.py",
+    ),
+    Found(
+        "the self-check divided by zero where autograd's gradients are exactly zero",
+        "7698785",
+        "fixed; test_self_check.py",
+    ),
+    Found(
+        "a model that is one layer, clipped by layer in the loop over single examples: norms without their "
+        "group's name",
+        "cac0b00, 700604",
+        "fixed; test_one_by_one.py",
+    ),
+    Found(
+        "an operation in place on a part of a tensor with a bare parameter: one example that isn't finite "
+        "left out all others",
+        "cac0b00, 700407",
+        "such a batch is refused; test_nonfinite_shared.py, SECURITY.md",
+    ),
+    Found(
+        "a layer on a bare parameter is refused in a first batch as long as the parameter",
+        "cac0b00, 701516",
+        "left: trains once another size was seen (SECURITY.md)",
+    ),
+    Found(
+        "float16 gradients that round to zero look as if examples mixed",
+        "cac0b00, 700939",
+        "left: the message says to give loss_scale",
+    ),
+)
