@@ -4,8 +4,8 @@ A layer that reads position ids [T] gives [T, d]. Where T is a multiple of B it 
 and then like one that mixes examples. What tells them apart is how its output is used: it is added to something that
 has examples *and* those T entries, in a dimension each, and that came from elsewhere: from a layer that had several
 entries of each example. Were the T entries examples, that something would hold every pair of examples, and the layer
-would itself have failed its proof. What was only made so large by repeating it (`h[:, None].expand(B, B, -1)`) says
-nothing.
+would itself have failed its proof. What was only made so large, by repeating it (`h[:, None].expand(B, B, -1)`) or by a
+product of matrices, says nothing. Where this can't be told, a batch of another size tells (`ghostclip.regroup`).
 """
 
 from __future__ import annotations
@@ -80,16 +80,24 @@ def _has_both(edge: Edge, examples: int) -> bool:
             continue
         seen.add(node)
         call = getattr(node, "call", None)
-        if isinstance(call, Call) and (call.shape[call.batch_dim] > examples or len(call.shape) > 2):
-            return True
         if isinstance(call, Call):
-            stack += inputs_of(node)
-        elif node.name() in ELEMENTWISE | REPEATING:
-            whole = _long_dimensions(shape_of((node, number)))
-            stack += [below for below in inputs_of(node) if below[0] and _long_dimensions(shape_of(below)) == whole]
+            if call.shape[call.batch_dim] > examples or len(call.shape) > 2:
+                return True
+        elif node.name() in RELAYING:
+            stack += node.next_functions
         else:
-            stack += inputs_of(node)
+            whole = _long_dimensions(shape_of((node, number)))
+            stack += [below for below in node.next_functions if below[0] and _may_bring(below, whole, node.name())]
     return False
+
+
+def _may_bring(below: Edge, whole: list[int], name: str) -> bool:
+    """Whether what went into an operation can have had all entries of the result, which repeats none then.
+
+    Of operations that aren't known, only if it had three dimensions: examples, entries and features.
+    """
+    own = _long_dimensions(shape_of(below))
+    return own == whole if name in ELEMENTWISE | REPEATING else len(own) >= max(3, len(whole))
 
 
 def _met(start: Any, consumers: dict[Any, list[Any]], tainted: set[Any], examples: int) -> Iterator[Edge]:

@@ -106,10 +106,10 @@ def _verdict(base: _Sketch, ways: list[_Rows], lift: float) -> Verdict:
     if not (left := [rows for rows in ways if not rows.contradicted]):
         return Verdict(None)
     # Of what both ways say the same, the one that leaves more examples what they are.
-    best = min(left, key=lambda rows: rows.spoilt)
+    best = min(left, key=lambda rows: (rows.spoilt, rows.faint))
     shown = any(rows.shown for rows in left)
-    spoilt = bool(base.spoilt.any())
-    return Verdict(best.way, len(left) == 1 and shown and not spoilt, shown, dark=not shown and spoilt)
+    unclear = best.faint or bool(base.spoilt.any())
+    return Verdict(best.way, len(left) == 1 and shown and not unclear, shown, dark=not shown and unclear)
 
 
 def decide(
@@ -169,15 +169,15 @@ def _choice(
     shown = [(decision, rows) for decision, rows in left if rows.shown]
     shared = Decision(None, multiples=candidate.multiples, examples=examples)
     may_be_shared = OTHER not in candidate.inputs and (min(candidate.inputs) >= 0 or _constants_only(candidate, index))
-    spoilt = any(rows.spoilt for _, rows in ways)
-    if not shown and may_be_shared and (spoilt or not left):
+    unclear = any(rows.spoilt for _, rows in ways) or any(rows.faint for _, rows in shown or left)
+    if not shown and may_be_shared and (unclear or not left):
         # Finite rows of examples' own would follow their factors. What isn't sure counts as shared, which is safe: were
         # it examples' own, each would be given its own rows' gradients all the same, or nothing that follows takes it.
-        return shared, not (left or spoilt)
+        return shared, not (left or unclear)
     if left:
         # Of what all ways say the same, the one that leaves more examples what they are.
-        best, _ = min(shown or left, key=lambda way: (way[1].spoilt, way[0].count != 1))
-        return best, len(shown) == len(left) == 1 and not spoilt
+        best, _ = min(shown or left, key=lambda way: (way[1].spoilt, way[1].faint, way[0].count != 1))
+        return best, len(shown) == len(left) == 1 and not unclear
     if OTHER in candidate.inputs and candidate.shape[0] != 1 and 0 not in candidate.dims:
         raise refusal(candidate, PICKED)
     raise refusal(
@@ -277,20 +277,21 @@ class _Rows:
 
     Attributes:
         contradicted: a row that is more than noise follows no factor, or another example's.
+        faint: a row follows none, but may be rounding below the smallest normal number.
         spoilt: how many examples would have entries that aren't finite.
     """
 
     def __init__(self, base: _Sketch, examples: int, way: str, scale: Tensor) -> None:
         numbers = torch.arange(len(base.rows), device=base.rows.device)
-        self.way, self.contradicted = way, False
+        self.way, self.contradicted, self.faint = way, False, False
         self._owners = numbers // max(1, len(numbers) // examples) if way == "example" else numbers % examples
         self._sizes = _sizes(base.rows)
         self._unit = torch.where(self._sizes > 0, self._sizes, 1.0)[:, None]
         self._base = base.rows / self._unit
         self._follow = self._sizes > 0
         own = scale.scatter_reduce(0, self._owners, self._sizes, "amax")
-        floor = ABOVE_SUBNORMAL * torch.finfo(base.dtype).tiny
-        self._noise = (NOISE[base.dtype] * own[self._owners]).clamp(min=floor)
+        self._noise = NOISE[base.dtype] * own[self._owners]
+        self._floor = ABOVE_SUBNORMAL * torch.finfo(base.dtype).tiny
         self.spoilt = len(self._owners[base.spoilt].unique())
 
     @property
@@ -302,11 +303,14 @@ class _Rows:
         """Takes the same rows for losses given these factors; zeros must be exact."""
         own = factors[self._owners].double()
         rows = seen.rows / self._unit
-        off = _sizes(rows - own[:, None] * self._base)
-        fits = torch.where((own == 0) | (self._sizes == 0), _sizes(rows) == 0, off <= TOLERANCE * own)
+        apart = _sizes(rows - own[:, None] * self._base)
+        fits = torch.where((own == 0) | (self._sizes == 0), _sizes(rows) == 0, apart <= TOLERANCE * own)
         self._follow &= fits
-        strong = torch.maximum(self._sizes, _sizes(seen.rows)) > self._noise
-        self.contradicted = self.contradicted or bool((strong & ~fits).any())
+        sizes = torch.maximum(self._sizes, _sizes(seen.rows))
+        off = (sizes > self._noise) & ~fits
+        if bool(off.any()):
+            self.faint = True
+            self.contradicted = self.contradicted or bool((off & (sizes > self._floor)).any())
 
 
 def _sizes(rows: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from case_fallback import with_parameters
 from case_models import Wired
 from comparing import assert_dicts_close, gradients
 from test_random_models import Part
@@ -110,6 +111,11 @@ PAIRS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "repeat": lambda h, count: h[:, None].repeat(1, count, 1),
     "product": lambda h, count: h[:, None] * torch.ones(1, count, 1, dtype=h.dtype, requires_grad=True).tanh(),
     "stack": lambda h, count: torch.stack([h] * count, 1),
+    "cat": lambda h, count: torch.cat([h[:, None]] * count, 1),
+    "index": lambda h, count: h[torch.arange(len(h))[:, None].expand(-1, count)],
+    "ones": lambda h, count: torch.ones(len(h), count, 1, dtype=h.dtype) @ h[:, None],
+    "interpolate": lambda h, count: nn.functional.interpolate(h[:, :, None], size=count).transpose(1, 2),
+    "pad": lambda h, count: nn.functional.pad(h[:, :, None], (0, count - 1), mode="replicate").transpose(1, 2),
 }
 
 
@@ -123,8 +129,6 @@ def test_pairs_of_examples_are_no_positions(how: str, pooled: bool) -> None:
         pairs = PAIRS[how](h.mean(1) if pooled else h, len(x)) + m.token(tokens)
         return m.head(torch.tanh(pairs)).logsumexp(1)[:, 0]
 
-    if pooled and how == "stack":
-        return
     for examples in (2, 4, 7):
         torch.manual_seed(3)
         model = Wired(wiring, body=nn.Linear(5, 5), token=nn.Embedding(9, 5), head=nn.Linear(5, 1))
@@ -132,6 +136,46 @@ def test_pairs_of_examples_are_no_positions(how: str, pooled: bool) -> None:
         x = torch.randn(examples, 3, 5) if pooled else torch.randn(examples, 5)
         with pytest.raises(UnsupportedModelError, match="mix"):
             clipper.backward(model(x, torch.arange(examples) % 9))
+
+
+def scores(m: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    """Against the other examples' keys, which get no gradient, and with a number for each other example's token."""
+    keys = m.body(x).mean(1).detach()
+    return (m.body(x).mean(1) @ keys.T + m.token(tokens)[:, 0]).logsumexp(1)
+
+
+@pytest.mark.parametrize("width", [5, 8])
+def test_scores_of_pairs_are_no_positions(width: int) -> None:
+    for examples in (2, 4, 8):
+        model = ghostclip.wrap(Wired(scores, body=nn.Linear(5, width), token=nn.Embedding(9, 1)))
+        with pytest.raises(UnsupportedModelError, match="mix"):
+            GhostClipper(model, MAX_NORM).backward(model(torch.randn(examples, 3, 5), torch.arange(examples) % 9))
+
+
+def test_as_many_classes_as_examples_are_no_positions() -> None:
+    def wiring(m: Any, x: Tensor, tokens: Tensor) -> Tensor:
+        return (m.body(x) + m.token(tokens)[:, 0]).logsumexp(1)
+
+    model = ghostclip.wrap(Wired(wiring, body=nn.Linear(5, 4), token=nn.Embedding(9, 1)))
+    with pytest.raises(UnsupportedModelError, match="mix"):
+        GhostClipper(model, MAX_NORM).backward(model(torch.randn(4, 5), torch.arange(4)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("bare", [False, True])
+def test_what_mixes_is_refused_after_a_batch_too_small_to_tell(dtype: torch.dtype, bare: bool) -> None:
+    def wiring(m: Any, x: Tensor) -> Tensor:
+        h = m.body(x) * m.p if bare else m.body(x)
+        return (h + torch.tanh(h).cumsum(0)).sum(1)
+
+    for start in (2.0**-4, 1.0, 2.0**8):
+        torch.manual_seed(1)
+        model = ghostclip.wrap(with_parameters(wiring, {"p": (4,)} if bare else {}, body=nn.Linear(5, 4)).to(dtype))
+        clipper = GhostClipper(model, MAX_NORM)
+        x = torch.randn(4, 5).to(dtype)
+        clipper.backward(model(x) * (start * torch.finfo(dtype).tiny))
+        with pytest.raises(UnsupportedModelError, match="mix"):
+            clipper.backward(model(x) * 1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
