@@ -1102,13 +1102,6 @@ MIXED = [
         (*COMPARED, "-k", "dimension"),
     ),
     Mutant(
-        "rounding of autocast is refused",
-        "ghostclip/engine/trial_losses.py",
-        "ROUNDING_OF_HALVES = (5e-2, 1e-4)\n",
-        "ROUNDING_OF_HALVES = (1e-5, 1e-6)\n",
-        (*COMPARED, "-k", "autocast"),
-    ),
-    Mutant(
         "a user's rows may not depend on each other",
         STEPS,
         "rows if users is None else users.users, batch)\n",

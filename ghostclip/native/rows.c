@@ -35,10 +35,10 @@ INLINE double NAME(square)(const REAL *row, long width) {
 }
 
 /* squared [batch] for indices [batch, positions] and gradients [batch, positions, width], of which examples
- * [first, last). Strides are those of examples and positions. Returns 0, or 1 where there is no memory. */
+ * [first, last); and sizes [batch], the sum of all rows' own squared norms. Strides are those of examples and positions. Returns 0, or 1 where there is no memory. */
 int NAME(rows_squared)(const int64_t *indices, long index_example, long index_position, const REAL *gradients,
-                       long example_stride, long position_stride, REAL *squared, long positions, long width, long first,
-                       long last) {
+                       long example_stride, long position_stride, REAL *squared, REAL *sizes, long positions, long width,
+                       long first, long last) {
     long places = 16;
     while (places < 2 * positions) places *= 2;
     /* table: the first position of each chain; heads: those in order; ends and next: by position. */
@@ -54,7 +54,7 @@ int NAME(rows_squared)(const int64_t *indices, long index_example, long index_po
         const int64_t *index = indices + example * index_example;
         const REAL *rows = gradients + example * example_stride;
         long chains = 0;
-        double total = 0;
+        double total = 0, size = 0;
         for (long place = 0; place < places; place++) table[place] = NONE;
         for (long t = 0; t < positions; t++) {
             const long mine = index[t * index_position];
@@ -70,15 +70,22 @@ int NAME(rows_squared)(const int64_t *indices, long index_example, long index_po
         }
         for (long chain = 0; chain < chains; chain++) {
             const REAL *row = rows + heads[chain] * position_stride;
-            if (next[heads[chain]] != NONE) {
-                memcpy(sum, row, width * sizeof(REAL));
-                for (long t = next[heads[chain]]; t != NONE; t = next[t])
-                    for (long k = 0; k < width; k++) sum[k] += rows[t * position_stride + k];
-                row = sum;
+            const double own = NAME(square)(row, width);
+            size += own;
+            if (next[heads[chain]] == NONE) {
+                total += own;
+                continue;
             }
-            total += NAME(square)(row, width);
+            memcpy(sum, row, width * sizeof(REAL));
+            for (long t = next[heads[chain]]; t != NONE; t = next[t]) {
+                row = rows + t * position_stride;
+                size += NAME(square)(row, width);
+                for (long k = 0; k < width; k++) sum[k] += row[k];
+            }
+            total += NAME(square)(sum, width);
         }
         squared[example] = total;
+        sizes[example] = size;
     }
     free(table);
     free(sum);

@@ -59,7 +59,7 @@ class Bags(Term):
             factors = gradients.new_ones(()).expand(self.indices.shape)
         each = factors.unsqueeze(2)
         compiled = chains_are_there(self.indices, each) and not is_traced()
-        counts = (chained_squared_norms if compiled else runs_squared_norms)(self.indices, each)
+        counts = chained_squared_norms(self.indices, each)[0] if compiled else runs_squared_norms(self.indices, each)
         return Answer(counts * squared_norms(gradients))
 
     def head(self, count: int) -> Bags:

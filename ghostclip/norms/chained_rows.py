@@ -25,18 +25,22 @@ def chains_are_there(indices: Tensor, gradients: Tensor) -> bool:
     return known and gradients.device.type == "cpu" and library("rows") is not None
 
 
-def chained_squared_norms(indices: Tensor, gradients: Tensor) -> Tensor:
-    """As `ghostclip.norms.rows.runs_squared_norms`, for indices [B, T] and gradients [B, T, d] on the CPU."""
+def chained_squared_norms(indices: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+    """As `ghostclip.norms.rows.runs_squared_norms`, for indices [B, T] and gradients [B, T, d] on the CPU.
+
+    Returns:
+        The squared norms [B], and ``sum_t |gradients_t|^2`` [B], which the rounding margin follows from.
+    """
     if is_traced():
         from . import written
 
         return written.chained_squared_norms(indices, gradients)
     batch, positions, width = gradients.shape
     gradients = gradients if gradients.stride(2) == 1 else gradients.contiguous()
-    squared = gradients.new_empty(batch)
-    arguments = (indices, *indices.stride(), gradients, *gradients.stride()[:2], squared, positions, width)
+    squared, sizes = gradients.new_empty(batch), gradients.new_empty(batch)
+    arguments = (indices, *indices.stride(), gradients, *gradients.stride()[:2], squared, sizes, positions, width)
     run_examples("rows", "rows_squared", gradients.dtype, batch, gradients.numel(), arguments)
-    return squared
+    return squared, sizes
 
 
 def add_rows(table: Tensor, indices: Tensor, gradients: Tensor, weights: Tensor) -> None:

@@ -131,7 +131,8 @@ class Rows(Term):
         return Answer(runs_squared_norms(self.indices, wide(self.gradients)))
 
     def _by_chains(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
-        return Answer(chained_squared_norms(self.indices, wide(self.gradients)))
+        squared, sizes = chained_squared_norms(self.indices, wide(self.gradients))
+        return Answer(squared, absolute=sizes * self.indices.shape[1])
 
     def _by_repeats(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
         return Answer(repeats_squared_norms(self.indices, wide(self.gradients)))

@@ -72,11 +72,11 @@ def _(
 
 
 @torch.library.custom_op("ghostclip::chained_squared_norms", mutates_args=())
-def chained_squared_norms(indices: Tensor, gradients: Tensor) -> Tensor:
-    """Squared norms [B] of gradients that fall on rows of a table."""
+def chained_squared_norms(indices: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared norms [B] of gradients that fall on rows of a table, and the sums [B] of all rows' own."""
     return chained_rows.chained_squared_norms(indices, gradients)
 
 
 @chained_squared_norms.register_fake
-def _(indices: Tensor, gradients: Tensor) -> Tensor:
-    return gradients.new_empty(len(gradients))
+def _(indices: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+    return gradients.new_empty(len(gradients)), gradients.new_empty(len(gradients))
