@@ -786,13 +786,6 @@ AROUND = [
         NATIVE,
     ),
     Mutant(
-        "a compiler may compute for ever",
-        BUILD,
-        "f'ulimit -t {PROCESSOR_SECONDS} && exec \"$@\"'",
-        "'exec \"$@\"'",
-        NATIVE,
-    ),
-    Mutant(
         "Ctrl-C after the ledger's lock was taken leaves it taken",
         "ghostclip/ledger/turns.py",
         "            with _open.lock:\n                return function(*args, **kwargs)\n",
