@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.nn.base import CAPTURE, PROBE, Call, place_of
 from ghostclip.nn.fallback import Outside, bare, one_example, product, spread, spread_one_by_one
+from ghostclip.norms.term import is_traced
 from ghostclip.seams import Edge, Seam, shape_of
 
 __all__ = ["Region", "from_below", "inputs_of"]
@@ -110,9 +111,9 @@ class Region:
             for edge, share in seam.per_example(grad, places) if grad is not None else ():
                 shares[edge] = shares[edge] + share if edge in shares else share
         grads.clear()
-        self._answer(shares, sink)
+        self._answer(shares, sink, losses.detach())
 
-    def _answer(self, shares: dict[Edge, Tensor], sink: Sink) -> None:
+    def _answer(self, shares: dict[Edge, Tensor], sink: Sink, losses: Tensor) -> None:
         """Tells the sink of what the region starts from, given [B, *shape] gradients at tensors of it."""
         found = {node: shares.pop((node, 0)) for node in self._bare if (node, 0) in shares}
         found |= {
@@ -122,6 +123,7 @@ class Region:
         }
         for node, gathered in self._down(shares).items():
             found[node] = found[node] + gathered if node in found else gathered
+        _refuse_spread(losses, list(found.values()))
         for node, use in self._bare.items():
             grad = found.pop(node, None)
             sink(use, (), torch.zeros(use.shape, dtype=use.dtype, device=use.device) if grad is None else grad)
@@ -192,6 +194,23 @@ class Region:
                 if slots:
                     ends.append(operation.register_hook(partial(_note, slots, handed_down)).remove)
         return ends
+
+
+def _refuse_spread(losses: Tensor, found: list[Tensor]) -> None:
+    """Raises UnsupportedModelError where what isn't finite came from one example to another's gradients.
+
+    Those of examples with finite losses [B] would be left out for another's, which no bound covers.
+    """
+    if is_traced() or bool((finite := losses.isfinite()).all()):
+        return
+    for gradients in found:
+        own = gradients.isfinite().flatten(1).all(1)
+        if len(own) == len(finite) and bool((finite & ~own).any()):
+            raise UnsupportedModelError(
+                "an example whose loss is not finite spoils the gradients of others, through a parameter that is used "
+                "outside of every layer with a rule, so that it can't be left out alone; give the module a rule (see "
+                "CONTRIBUTING.md), or leave such examples out of the data"
+            )
 
 
 def _inside(node: Any, call: Call) -> list[Any]:

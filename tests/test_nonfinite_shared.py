@@ -202,3 +202,33 @@ def test_an_operation_in_place_that_kept_what_is_not_finite_drops_nobody_else_un
     x[1, -1, 0] = value
     with pytest.raises(ghostclip.UnsupportedModelError, match="write it out of place"):
         clipper.backward(model(x))
+
+
+class KeysThatShowNothing(nn.Module):
+    """Attention over one position whose keys are a bare parameter; a parameter below it has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.p, self.q = nn.Linear(3, 4), nn.Parameter(torch.randn(1, 4)), nn.Parameter(torch.randn(1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        places = torch.zeros(h.shape, dtype=torch.int64)
+        h = h + torch.gather(self.p.expand(h.shape), 1, places)
+        keys = self.q.expand(h.shape)
+        return F.scaled_dot_product_attention(h, keys, keys).abs().sum((1, 2))
+
+
+@pytest.mark.parametrize("clipping", [0.1, ghostclip.clipping.PerLayer(0.1)])
+@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+def test_an_example_that_spoils_the_gradients_of_others_is_refused(clipping, second_pass):
+    """Leaving out all others for it would move the sum by all their shares."""
+    model = KeysThatShowNothing()
+    clipper = GhostClipper(model, clipping, second_pass=second_pass)
+    x = torch.randn(7, 1, 3)
+    x[0] = float("nan")
+    with pytest.raises(ghostclip.UnsupportedModelError, match="spoils the gradients of others"):
+        clipper.backward(model(x))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    clipper.backward(model(x[1:]))
+    assert any(parameter.grad is not None for parameter in model.parameters())

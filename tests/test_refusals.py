@@ -203,7 +203,26 @@ def spoilt_in_place() -> None:
     GhostClipper(model).norms(losses(model(X)))
 
 
+class Spread(nn.Module):
+    """An example that isn't finite spoils others' gradients at the keys of an attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.keys = nn.Parameter(torch.ones(1, 3)), nn.Parameter(torch.ones(1, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x[:, :1] * torch.tensor([torch.nan, 1.0, 1.0, 1.0]).view(4, 1, 1)
+        h = h + torch.gather(self.low.expand(h.shape), 1, torch.zeros(h.shape, dtype=torch.int64))
+        return F.scaled_dot_product_attention(h, self.keys.expand(h.shape), self.keys.expand(h.shape))
+
+
+def spread() -> None:
+    model = wrap(Spread())
+    GhostClipper(model).norms(losses(model(X)))
+
+
 ROWS: dict[str, Row] = {
+    "spread": (spread, "", "spoils the gradients of others", "give the module a rule"),
     "in place": (spoilt_in_place, "", "in an operation in place", "write it out of place"),
     "a hook of a parameter": (hooked, "'0.bias'", "may change its clipped sum", "remove it"),
     # check and wrap

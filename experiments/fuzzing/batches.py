@@ -21,7 +21,10 @@ from .settings import Setting, draw_setting, forced
 from .subjects import Subject, draw_subject
 from .truth import NotRun, Truth
 
-__all__ = ["batch_case"]
+__all__ = ["EXPLAINED", "batch_case"]
+
+# What refusals say that depend on the numbers of a batch.
+EXPLAINED = ("give loss_scale", "spoils the gradients of others")
 
 
 def batch_case(seed: int, show: bool = False) -> Outcome:
@@ -103,7 +106,8 @@ class Run:
                 if self.show:
                     print(what, "refused:", error)
                 # Of float16 rounded to zero nothing can be told, and the message says what to do.
-                if not (subject.refused or "give loss_scale" in str(error)):
+                # Nor can an example be left out alone that spoils others' gradients (SECURITY.md).
+                if not (subject.refused or any(words in str(error) for words in EXPLAINED)):
                     self.outcome.findings.append(f"{what}: refused: {in_short(error)}")
                     return
                 if clipper is None:

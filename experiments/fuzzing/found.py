@@ -83,4 +83,9 @@ FOUND: tuple[Found, ...] = (
         "cac0b00, 700939",
         "left: the message says to give loss_scale",
     ),
+    Found(
+        "one example that isn't finite left out all others, at a parameter above which nothing has a gradient",
+        "9e51745, 10",
+        "such a batch is refused; test_nonfinite_shared.py, SECURITY.md",
+    ),
 )
