@@ -204,7 +204,7 @@ def _refuse_spread(losses: Tensor, found: list[Tensor]) -> None:
     if is_traced() or bool((finite := losses.isfinite()).all()):
         return
     for gradients in found:
-        own = gradients.isfinite().flatten(1).all(1)
+        own = gradients.isfinite().reshape(len(gradients), -1).all(1)
         if len(own) == len(finite) and bool((finite & ~own).any()):
             raise UnsupportedModelError(
                 "an example whose loss is not finite spoils the gradients of others, through a parameter that is used "

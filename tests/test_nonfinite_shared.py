@@ -232,3 +232,19 @@ def test_an_example_that_spoils_the_gradients_of_others_is_refused(clipping, sec
     assert all(parameter.grad is None for parameter in model.parameters())
     clipper.backward(model(x[1:]))
     assert any(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_parameter_that_is_a_single_number_beside_an_example_that_is_not_finite():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.scale = nn.Linear(3, 4), nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.first(x) * self.scale).square().sum(1)
+
+    x = torch.randn(5, 3)
+    x[2] = float("nan")
+    model = Scaled()
+    norms = GhostClipper(model).norms(model(x))
+    assert norms.isfinite().tolist() == [True, True, False, True, True]
