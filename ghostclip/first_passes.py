@@ -29,8 +29,8 @@ from ghostclip.outcome import FirstPass, norm_dtype
 from ghostclip.passes import Collector
 from ghostclip.planner import Choice, Planner
 from ghostclip.regroup import Grouping
-from ghostclip.second_pass import in_our_words
 from ghostclip.tail import Tail, tail_of
+from ghostclip.torch_errors import in_our_words
 
 __all__ = ["FirstPasses", "check_losses", "owners_of", "without_autocast"]
 

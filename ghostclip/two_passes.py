@@ -26,7 +26,7 @@ from ghostclip.norms.looks import looks_stall
 from ghostclip.norms.whole import all_finite
 from ghostclip.outcome import FirstPass, add_to_gradient, norm_dtype
 from ghostclip.reweighting import Reweighting
-from ghostclip.second_pass import in_our_words
+from ghostclip.torch_errors import in_our_words
 
 __all__ = ["TwoPasses"]
 

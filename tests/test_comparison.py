@@ -93,7 +93,8 @@ def test_honest_losses_are_not_refused(name: str) -> None:
     for seed in range(3):
         torch.manual_seed(seed)
         model, data, loss_fn = HONEST[name]()
-        steps(engine_of(model, data, batch_size=16), loss_fn, 10)
+        steps(engine := engine_of(model, data, batch_size=16), loss_fn, 10)
+        assert engine.steps_taken == 10
 
 
 @pytest.mark.usefixtures("every_batch")

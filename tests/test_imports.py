@@ -20,7 +20,7 @@ LEVELS: list[tuple[str, ...] | set[str]] = [
     ("planner", "separation", "sharding", "convert"),
     ("serial", "index", "seams", "narrowing", "tail", "shared", "graph", "search", "proof", "positions", "regroup"),
     ("clipping",),
-    ("gradients", "groupwise", "aside", "passes", "outcome", "reweighting", "by_parts", "second_pass", "at_once",
+    ("gradients", "groupwise", "aside", "passes", "outcome", "reweighting", "by_parts", "torch_errors", "at_once",
      "first_passes", "two_passes", "explain", "verify", "replay", "compiled", "halves", "one_by_one"),
     ("clipper",),
     ("events",),

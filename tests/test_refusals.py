@@ -28,7 +28,7 @@ ROOT = Path(ghostclip.__file__).parent
 FILES = sorted((ROOT / "nn").glob("*.py")) + [
     ROOT / f"{name}.py"
     for name in ("convert", "first_passes", "graph", "index", "positions", "proof", "regroup", "search", "seams",
-                 "second_pass", "separation", "shared", "two_passes")
+                 "separation", "shared", "torch_errors", "two_passes")
 ]  # fmt: skip
 # Words that are no messages: a rule's name, what torch says, to be told by, and a line of the log.
 OTHERS = {"BatchNorm in eval mode", "modified by an inplace operation", "backward through the graph a second time",
