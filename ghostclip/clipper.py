@@ -13,11 +13,13 @@ from ghostclip.aside import OF_HALF, OF_WHOLE, Aside
 from ghostclip.clipping import Adaptive, Groupwise, Policy, as_policy
 from ghostclip.compiled import CompiledClip
 from ghostclip.convert import wrap
+from ghostclip.errors import UnsupportedModelError
 from ghostclip.explain import Plan, plan_of
 from ghostclip.grad_mode import keeping_grad_mode
 from ghostclip.gradients import GradientGuard, NarrowSums, gradients_aside, is_distributed
 from ghostclip.halves import Halves
 from ghostclip.one_by_one import Alone, OneByOne
+from ghostclip.other_size import shows_at_another_size
 from ghostclip.outcome import add_sums
 from ghostclip.planner import Planner
 from ghostclip.sharding import refuse_sharded
@@ -225,6 +227,8 @@ class GhostClipper:
 
         Where a few examples are a lot of work each, the loop over single examples is tried, and used where it gives the
         same sums faster; ``loss_fn`` gets batches of one then. ``norm_strategy="gram"`` or ``"direct"`` leaves it out.
+        A batch whose number of examples is that of positions, too, may be refused for it; it is tried once more after a
+        forward of more examples, some of them repeated, which leaves no trace.
         Before the first large batch a few of its examples are rehearsed, without a trace; with "reweight", large
         batches of a convolutional network then come to ``loss_fn`` in halves, one of which is in memory at a time.
 
@@ -244,6 +248,11 @@ class GhostClipper:
         self.check_whole()
         self._passes.index.watch()
         if self.compiled is None:
+            try:
+                return self._clip_eagerly(loss_fn, batch, whole or loss_fn)
+            except UnsupportedModelError:
+                if not shows_at_another_size(self._passes, self.model, loss_fn, batch):
+                    raise
             return self._clip_eagerly(loss_fn, batch, whole or loss_fn)
         trained = self._passes.index.trained()
         self._guard.check(trained)

@@ -195,6 +195,11 @@ class FirstPasses:
             layout = self._grouping.prove(losses, captured_calls(losses, self.index), self.index, rehearsal=True)
         return layout.calls, self._grouping.is_open
 
+    @property
+    def constants(self) -> int:
+        """How many uses of layers are known to see no examples."""
+        return self._grouping.constants
+
     def group_pass(
         self,
         losses: Tensor,

@@ -103,10 +103,10 @@ def _majors(
 def _verdict(base: _Sketch, ways: list[_Rows], lift: float) -> Verdict:
     if lift != 1.0 and bool(base.spoilt.any()):
         return Verdict(None)  # what overflowed for the lift alone shows nothing
-    if not (left := [rows for rows in ways if not rows.contradicted]):
+    if not (left := _possible(ways)):
         return Verdict(None)
-    # Of what both ways say the same, the one that leaves more examples what they are.
-    best = min(left, key=lambda rows: (rows.spoilt, rows.faint))
+    # Of what both ways say the same, the one that shows more examples, and leaves more of them what they are.
+    best = min(left, key=lambda rows: (-rows.owners, rows.spoilt, rows.faint))
     shown = any(rows.shown for rows in left)
     unclear = best.faint or bool(base.spoilt.any())
     return Verdict(best.way, len(left) == 1 and shown and not unclear, shown, dark=not shown and unclear)
@@ -165,7 +165,8 @@ def _choice(
     Raises:
         UnsupportedModelError: it can be neither.
     """
-    left = [(decision, rows) for decision, rows in ways if not rows.contradicted]
+    possible = _possible([rows for _, rows in ways])
+    left = [(decision, rows) for decision, rows in ways if rows in possible]
     shown = [(decision, rows) for decision, rows in left if rows.shown]
     shared = Decision(None, multiples=candidate.multiples, examples=examples)
     may_be_shared = OTHER not in candidate.inputs and (min(candidate.inputs) >= 0 or _constants_only(candidate, index))
@@ -175,8 +176,8 @@ def _choice(
         # it examples' own, each would be given its own rows' gradients all the same, or nothing that follows takes it.
         return shared, not (left or unclear)
     if left:
-        # Of what all ways say the same, the one that leaves more examples what they are.
-        best, _ = min(shown or left, key=lambda way: (way[1].spoilt, way[1].faint, way[0].count != 1))
+        # Of what all ways say the same, the one that shows more examples, and leaves more of them what they are.
+        best, _ = min(shown or left, key=lambda way: (-way[1].owners, way[1].spoilt, way[1].faint, way[0].count != 1))
         return best, len(shown) == len(left) == 1 and not unclear
     if OTHER in candidate.inputs and candidate.shape[0] != 1 and 0 not in candidate.dims:
         raise refusal(candidate, PICKED)
@@ -289,6 +290,7 @@ class _Rows:
         self._unit = torch.where(self._sizes > 0, self._sizes, 1.0)[:, None]
         self._base = base.rows / self._unit
         self._follow = self._sizes > 0
+        self._stray = torch.zeros_like(self._follow)
         own = scale.scatter_reduce(0, self._owners, self._sizes, "amax")
         self._noise = NOISE[base.dtype] * own[self._owners]
         self._floor = ABOVE_SUBNORMAL * torch.finfo(base.dtype).tiny
@@ -299,6 +301,25 @@ class _Rows:
         """Whether a row followed its own example's factors."""
         return not self.contradicted and bool(self._follow.any())
 
+    @property
+    def owners(self) -> int:
+        """How many examples have rows that followed their factors.
+
+        Where several ways are possible, one that gives rows of small examples to a large one leaves those with none.
+        """
+        return len(self._owners[self._follow].unique())
+
+    def beats(self, other: _Rows) -> bool:
+        """Whether what looks like rounding in another way follows its own example's factors in this one.
+
+        Beside a large example small ones look like rounding, and may be all that shows whose the rows are.
+        """
+        follow, stray = self._follow & (self._sizes > self._floor), self._stray & (self._sizes > self._floor)
+        others = other._stray & (other._sizes > other._floor)
+        if len(follow) == len(others) and bool((follow & others).any()):
+            return True
+        return bool(follow.any() & others.any() & ~stray.any())
+
     def compare(self, seen: _Sketch, factors: Tensor) -> None:
         """Takes the same rows for losses given these factors; zeros must be exact."""
         own = factors[self._owners].double()
@@ -306,11 +327,17 @@ class _Rows:
         apart = _sizes(rows - own[:, None] * self._base)
         fits = torch.where((own == 0) | (self._sizes == 0), _sizes(rows) == 0, apart <= TOLERANCE * own)
         self._follow &= fits
+        self._stray |= ~fits
         sizes = torch.maximum(self._sizes, _sizes(seen.rows))
         off = (sizes > self._noise) & ~fits
         if bool(off.any()):
             self.faint = True
             self.contradicted = self.contradicted or bool((off & (sizes > self._floor)).any())
+
+
+def _possible(ways: Sequence[_Rows]) -> list[_Rows]:
+    """The ways that no row speaks against."""
+    return [rows for rows in ways if not rows.contradicted and not any(other.beats(rows) for other in ways)]
 
 
 def _sizes(rows: Tensor) -> Tensor:

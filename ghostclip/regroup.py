@@ -20,7 +20,7 @@ from ghostclip.nn.base import Call
 from ghostclip.positions import are_positions
 from ghostclip.proof import Verdict, decide, majors_of
 from ghostclip.seams import Edge
-from ghostclip.search import Candidate, Decision, NotShared, Places, Search, settle
+from ghostclip.search import NARROW, Candidate, Decision, NotShared, Places, Search, settle
 from ghostclip.serial import serial_number
 from ghostclip.shared import Region, from_below
 from ghostclip.tail import Tail
@@ -197,9 +197,9 @@ class Grouping:
         self, uses: Uses, calls: list[Call], keys: dict[int, tuple], rehearsal: bool, reached: bool
     ) -> list[Call]:
         """The calls to be proved now; all of them where a gradient came a new way, which may lead through others."""
-        if reached or uses.reorders:
+        if reached or rehearsal or uses.reorders:
             return calls
-        known = self._proved.keys() if rehearsal else self._proved.keys() | self._tried
+        known = self._proved.keys() | self._tried
         return [call for call in calls if keys[id(call)] not in known]
 
     def _tables(
@@ -213,12 +213,14 @@ class Grouping:
             return dark
         if not are_positions(losses, mixing):
             call = next((call for call in mixing if call.sources), mixing[0])
-            narrow = ", or its float16 gradients are too small, which looks alike (give loss_scale=1024.0)"
+            narrow = NARROW if call.dtype == torch.float16 else ""
+            rows = call.shape[call.batch_dim]
+            table = f", or, if it gives {rows} rows for all examples together, begin with a batch of another size"
             raise UnsupportedModelError(
                 f"{index.layer(call)}: one example's loss depends on rows of this output that belong to others "
                 f"({list(call.shape)}, examples in dimension {call.batch_dim}), so examples mix"
-                f"{narrow if call.dtype == torch.float16 else ''}; compute each loss from its own example, or correct "
-                "wrap(model, batch_dim={...})"
+                f"{narrow}; compute each loss from its own example, or correct wrap(model, batch_dim={{...}})"
+                f"{'' if call.sources else table}"
             )
         self._positions |= {keys[id(call)][1:] for call in mixing}
         return [*mixing, *dark]
@@ -257,6 +259,11 @@ class Grouping:
 
     def _key(self, call: Call, examples: int, index: ModelIndex) -> tuple:
         return _key(call, row_count(call, examples, index.layer(call)))
+
+    @property
+    def constants(self) -> int:
+        """How many uses of layers are known to see no examples."""
+        return len(self._constant)
 
     @property
     def is_open(self) -> bool:

@@ -21,7 +21,10 @@ from ghostclip.seams import ELEMENTWISE, EXPAND, REPEAT, Edge, Seam, broadcasts,
 from ghostclip.serial import serial_number
 from ghostclip.shared import Region, from_below, inputs_of
 
-__all__ = ["NOTHING", "OTHER", "PICKED", "Candidate", "Decision", "NotShared", "Places", "Search", "refusal", "settle"]
+__all__ = [
+    "NARROW", "NOTHING", "OTHER", "PICKED", "Candidate", "Decision", "NotShared", "Places", "Search", "refusal",
+    "settle",
+]  # fmt: skip
 
 # Operations on shared tensors alone whose result may have examples nevertheless: by its size, or by indices.
 CREATORS = {
@@ -33,6 +36,7 @@ PICKED = (
     "no dimension of the result holds the examples (rows picked by index, as a mixture of experts picks them, aren't "
     "followed: compute all rows, and weigh them by a mask)"
 )
+NARROW = ", or float16 gradients are too small, which looks alike (give loss_scale=1024.0)"
 # What a node's input is where it is no shared tensor: nothing autograd knows of, something that is no parameter's
 # alone, or something that waits for a proof.
 NOTHING, OTHER, OPEN = -1, -2, -3
@@ -267,7 +271,9 @@ class NotShared(Exception):
 
 def refusal(candidate: Candidate, why: str) -> UnsupportedModelError:
     """The error for an output that is neither a seam nor shared."""
-    operation = candidate.edge[0].name().removesuffix("Backward0")
+    node, number = candidate.edge
+    operation = node.name().removesuffix("Backward0")
+    why += NARROW if node._input_metadata[number].dtype == torch.float16 else ""
     return UnsupportedModelError(
         f"{candidate.names} is used outside of a layer with a gradient rule, in an operation ({operation}, result of "
         f"shape {list(candidate.shape)}) where {why}. Give each example its own copy first (parameter.expand(B, ...)), "

@@ -191,3 +191,55 @@ def test_a_denormal_example_refuses_nothing(dtype: torch.dtype, folded: bool) ->
         result = GhostClipper(layer, 1.0).backward((out * t).sum((1, 2)))
         assert result.norms.isfinite().all()
         assert float(result.norms[2]) < 1e-30
+
+
+@pytest.mark.parametrize("examples", [2, 4, 8])
+@pytest.mark.parametrize("wiring", [added_to_inputs, concatenated])
+def test_clip_meets_a_table_as_long_as_the_batch_with_another_number_of_rows(wiring: Any, examples: int) -> None:
+    torch.manual_seed(1)
+    parts = {"body": nn.Linear(5, 5), "place": nn.Embedding(9, 5), "head": nn.Linear(5, 1)}
+    model = ghostclip.wrap(Wired(wiring, **parts).double())
+    clipper, x = GhostClipper(model, MAX_NORM), torch.randn(examples, 8, 5, dtype=torch.float64)
+    calls: list[int] = []
+
+    def loss_fn(m: nn.Module, x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return m(x)
+
+    for _ in range(2):
+        model.zero_grad()
+        clipper.clip(loss_fn, x)
+        wanted = oracle.clipped_sum(oracle.per_example_grads(model, lambda losses: losses, (x,)), MAX_NORM)
+        found = gradients(model)
+        assert_dicts_close({key: found[key] for key in wanted if key in found}, wanted, 1e-9)
+    others = [count for count in calls if count != examples]
+    assert len(calls) - len(others) == 2 + len(others) <= 3
+    assert all(8 % count for count in others)
+
+
+def test_what_mixes_is_refused_by_clip_and_leaves_no_trace() -> None:
+    def wiring(m: Any, x: Tensor) -> Tensor:
+        m.steps += 1
+        h = m.body(x + torch.rand(1))
+        return (h - h.mean(0)).square().sum((1, 2))
+
+    model = Wired(wiring, body=nn.Linear(5, 5))
+    model.register_buffer("steps", torch.zeros((), dtype=torch.long))
+    clipper, x = GhostClipper(ghostclip.wrap(model), MAX_NORM), torch.randn(4, 8, 5)
+    torch.manual_seed(3)
+    model(x)
+    following = torch.rand(2)
+    torch.manual_seed(3)
+    for _ in range(2):
+        with pytest.raises(UnsupportedModelError, match="mix"):
+            clipper.clip(lambda m, x: m(x), x)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert torch.equal(torch.rand(2), following)
+        torch.manual_seed(3)
+    assert int(model.steps) == 3
+
+
+def test_backward_says_that_another_size_shows_a_table() -> None:
+    model = ghostclip.wrap(Wired(added_to_inputs, place=nn.Embedding(9, 5), head=nn.Linear(5, 1)))
+    with pytest.raises(UnsupportedModelError, match="gives 4 rows for all examples together, begin with a batch of"):
+        GhostClipper(model, MAX_NORM).backward(model(torch.randn(4, 4, 5)))

@@ -1,8 +1,11 @@
 """Examples that mix are found whatever the scale of the others' gradients; those that don't are not refused for it."""
 
+import copy
+
 import oracle
 import pytest
 import torch
+from case_fallback import with_parameters
 from case_models import Wired
 from comparing import assert_dicts_close, gradients
 from torch import nn
@@ -71,3 +74,50 @@ def test_layers_between_normalization_and_attention_are_proved_in_float32(exampl
     found = {name: value.double() for name, value in gradients(model).items()}
     each = oracle.per_example_grads(model.double(), lambda out: 1e-4 * out.square().mean((1, 2)), (x.double(),))
     assert_dicts_close(found, oracle.clipped_sum(each, 0.5), 1e-4)
+
+
+def rows_by_time(m, h):
+    """Positions folded into the rows before the examples, [T * B, d]."""
+    rows = m.body(h).transpose(0, 1).reshape(-1, 5)
+    return m.head(m.fold(rows).view(h.shape[1], len(h), -1).transpose(0, 1))
+
+
+def bare_rows_by_time(m, h):
+    rows = m.body(h).transpose(0, 1).reshape(-1, 5) @ m.p
+    return m.head(rows.view(h.shape[1], len(h), -1).transpose(0, 1))
+
+
+def matrix_by_position(m, h):
+    """A matrix for each of as many positions as there are examples, positions first."""
+    return m.head(torch.bmm(m.body(h).transpose(0, 1), m.q).transpose(0, 1))
+
+
+ORDERS = {rows_by_time: {}, bare_rows_by_time: {"p": (5, 5)}, matrix_by_position: {"q": (7, 5, 5)}}
+
+
+@pytest.mark.parametrize("positions", [2, 7, 11])
+@pytest.mark.parametrize("large", [1.0, 3e3, 1e6, 1e12])
+@pytest.mark.parametrize("wiring", ORDERS)
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_large_example_hides_no_order_of_rows(wiring, large, last, positions, dtype):
+    """All rows of one order may belong to the large example, beside which those of others look like rounding."""
+    torch.manual_seed(4)
+    if wiring is matrix_by_position and positions != 7:
+        return
+    parts = {"body": nn.Linear(3, 5), "head": nn.Linear(5, 2)} | ({} if ORDERS[wiring] else {"fold": nn.Linear(5, 5)})
+    model = ghostclip.wrap(with_parameters(wiring, ORDERS[wiring], **parts)).to(dtype)
+    x = torch.randn(EXAMPLES - 1, positions, 3, generator=torch.Generator().manual_seed(5)).to(dtype)
+    for which in (0, EXAMPLES - 2):
+        factors = torch.ones(EXAMPLES - 1, dtype=dtype)
+        factors[which] = min(large, 8e3 if dtype == torch.float16 else large)
+        model.zero_grad()
+        result = ghostclip.GhostClipper(model, 0.5).backward(sums(model(x), last) * factors)
+        each = oracle.per_example_grads(copy.deepcopy(model).double(), lambda out: sums(out, last), (x.double(),))
+        tolerance = {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 16 * torch.finfo(dtype).eps)
+        norms = oracle.norms(each) * factors.double()
+        torch.testing.assert_close(result.norms.double(), norms, rtol=tolerance, atol=0)
+
+
+def sums(out, last):
+    return (out[:, -1] if last else out).flatten(1).sum(1)

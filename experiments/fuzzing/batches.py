@@ -24,7 +24,12 @@ from .truth import NotRun, Truth
 __all__ = ["EXPLAINED", "batch_case"]
 
 # What refusals say that depend on the numbers of a batch.
-EXPLAINED = ("give loss_scale", "spoils the gradients of others")
+EXPLAINED = (
+    "give loss_scale",
+    "spoils the gradients of others",
+    "begin with a batch of another size",
+    "or give an input that all of them share",
+)
 
 
 def batch_case(seed: int, show: bool = False) -> Outcome:
@@ -105,8 +110,9 @@ class Run:
                 refused += 1
                 if self.show:
                     print(what, "refused:", error)
-                # Of float16 rounded to zero nothing can be told, and the message says what to do.
-                # Nor can an example be left out alone that spoils others' gradients (SECURITY.md).
+                # Of float16 rounded to zero nothing can be told, nor of a table as long as the batch without another
+                # forward, nor whether losses are the examples' where no layer met them; the messages say what to do.
+                # And an example can't be left out alone that spoils others' gradients (SECURITY.md).
                 if not (subject.refused or any(words in str(error) for words in EXPLAINED)):
                     self.outcome.findings.append(f"{what}: refused: {in_short(error)}")
                     return
@@ -144,7 +150,8 @@ class Run:
     def _runs(self, plain: nn.Module, inputs: list[Tensor]) -> bool:
         """Whether the plain model takes the batch at all; some of users' operations don't take an empty one."""
         try:
-            self.subject.losses_of(plain, [value.detach() for value in inputs])
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.setting.autocast):
+                self.subject.losses_of(plain, [value.detach() for value in inputs])
         except (RuntimeError, ValueError):
             return False
         return True
@@ -219,7 +226,7 @@ class Run:
             counts["batches, compiled and the graph in use"] += bool(used)
         counts["batches, with examples that aren't finite"] += bool((~judge.truth.finite).any())
         counts["batches, a comparison loosened by conditioning"] += judge.loose
-        counts["batches, a second look at rounding"] += judge.looked_again
+        counts["batches, a second look at rounding"] += judge.looks > 0
         counts["examples"] += judge.truth.examples
         counts["examples, loosened"] += judge.loose_examples
 

@@ -5,8 +5,9 @@ each parameter, as the largest distance from the float64 loop of
 
 - the same loop in the model's own type;
 - the float64 loop after a relative change of every input and parameter by the type's eps: the conditioning;
-- where these don't explain a difference, of six more such changes, of 1 and 4 eps, and of torch's autograd, without
-  GhostClip, on the whole batch in the own type: the rounding of the very kernels whose results are judged.
+- where these don't explain a difference, of up to 18 more such changes, of 1 and 4 eps, in float64 and in the own type,
+  and of torch's autograd, without GhostClip, on the whole batch in the own type: the rounding of the very kernels
+  whose results are judged.
 
 `SPREAD` of these distances are allowed, because a measured rounding error is one draw of a random number. Beyond that
 a norm may be off by `RELATIVE` of itself, what the project promises (an eps in narrow types), and a sum by `UNITS` eps
@@ -79,9 +80,10 @@ class Truth:
         self.examples = self.inputs[-1].shape[0]
         self.norm_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.attached = False
-        if self.seed is not None:
-            self._record_masks()
+        self._draws = 0
         try:
+            if self.seed is not None:
+                self._record_masks()
             self.losses, self.grads = self._loop(self.wide, self._wide_inputs(self.inputs))
             in_own = self._loop(self.model, self.inputs, self.scale)
         except (RuntimeError, NotImplementedError, ValueError) as error:
@@ -96,7 +98,7 @@ class Truth:
         # Where a function is saturated, its derivative (1 - y^2) is zero by one kernel and an eps by another.
         self.errors[self.extreme & self.finite] += self.eps
         self._note(own)
-        self._note_perturbed(1, 0)
+        self._note_perturbed(1, 0, self.wide)
 
     @property
     def eps(self) -> float:
@@ -132,15 +134,15 @@ class Truth:
         """More draws of the rounding error, for what the first ones don't explain."""
         if bool((self.finite & self.possible).all()):  # 0 * NaN of one example would be in all others' gradients
             self._note(self._together())
-        for number in range(3):
-            self._note_perturbed(1, 10 + number)
-            self._note_perturbed(4, 20 + number)
+        for model in (self.wide, self.model) * 3:
+            self._draws += 1
+            self._note_perturbed(1 if self._draws % 4 < 2 else 4, self._draws, model)
 
     def _note(self, grads: Tensor) -> None:
         found = self._by_parameter(grads.double() - self.grads)
         self.errors = torch.maximum(self.errors, found.nan_to_num(0.0, 0.0, 0.0))
 
-    def _note_perturbed(self, times: int, number: int) -> None:
+    def _note_perturbed(self, times: int, number: int, model: nn.Module) -> None:
         generator = torch.Generator().manual_seed(number)
         step = times * self.eps
 
@@ -148,15 +150,16 @@ class Truth:
             signs = torch.randint(0, 2, value.shape, generator=generator).to(torch.float64).mul_(2 * step).sub_(step)
             return value.detach().double() * (1 + signs)
 
-        model = copy.deepcopy(self.wide)
+        inputs = self._wide_inputs(self.inputs) if model is self.wide else list(self.inputs)
+        scale = 1.0 if model is self.wide else self.scale
+        model = copy.deepcopy(model)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(moved(parameter))
-        inputs = self._wide_inputs(self.inputs)
         for place, value in enumerate(inputs[:-2]):
             if value.is_floating_point():
-                inputs[place] = moved(value).requires_grad_(value.requires_grad)
-        self._note(self._loop(model, inputs)[1])
+                inputs[place] = moved(value).to(value.dtype).requires_grad_(value.requires_grad)
+        self._note(self._loop(model, inputs, scale)[1])
 
     def _record_masks(self) -> None:
         """Has every Dropout draw what it will draw for the batch, and keep it for single examples."""

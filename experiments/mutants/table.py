@@ -352,7 +352,7 @@ CLIPPING = [
     Mutant(
         "mixing not looked for",
         "ghostclip/proof.py",
-        "    if not (left := [rows for rows in ways if not rows.contradicted]):\n",
+        "    if not (left := _possible(ways)):\n",
         "    if not (left := ways):\n",
         ("tests/test_mixing.py", "tests/test_pitfalls.py"),
     ),
@@ -870,6 +870,34 @@ PROVED = [
         ("tests/test_mixing_scales.py",),
     ),
     Mutant(
+        "beside a large example rows in another order look like rounding",
+        "ghostclip/proof.py",
+        "not rows.contradicted and not any(other.beats(rows) for other in ways)]\n",
+        "not rows.contradicted]\n",
+        ("tests/test_mixing_scales.py", "-k", "order_of_rows and rows_by_time and dtype2"),
+    ),
+    Mutant(
+        "positions are taken for the examples of which one is large",
+        "ghostclip/proof.py",
+        "key=lambda way: (-way[1].owners, way[1].spoilt,",
+        "key=lambda way: (way[1].spoilt,",
+        ("tests/test_mixing_scales.py", "-k", "order_of_rows and matrix_by_position"),
+    ),
+    Mutant(
+        "a refused batch isn't met with another number of rows",
+        "ghostclip/other_size.py",
+        "    return passes.constants > known\n",
+        "    return False\n",
+        (*COINCIDING, "clip_meets"),
+    ),
+    Mutant(
+        "a forward that is tried proves a layer and not what it leads through",
+        "ghostclip/regroup.py",
+        "        if reached or rehearsal or uses.reorders:\n",
+        "        if reached or uses.reorders:\n",
+        (*LATE, "clip and centred and cached"),
+    ),
+    Mutant(
         "factors make finite gradients overflow",
         "ghostclip/proof.py",
         "        yield torch.exp2(-(numbers % BASE)",
@@ -914,8 +942,8 @@ PROVED = [
     Mutant(
         "a new way is not looked at in layers that are proved",
         "ghostclip/regroup.py",
-        "        if reached or uses.reorders:\n",
-        "        if uses.reorders:\n",
+        "        if reached or rehearsal or uses.reorders:\n",
+        "        if rehearsal or uses.reorders:\n",
         (*LATE, "switched_on_late"),
     ),
     Mutant(
