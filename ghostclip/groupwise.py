@@ -205,7 +205,8 @@ class GroupSums:
                 norms, weights = self._weigh(groups, taken)
             self.finite = torch.isfinite(norms).all(0) & torch.isfinite(self._losses)
         if self.finite is not None:
-            weights = torch.where(self.finite, weights, torch.zeros_like(weights))
+            # Where squares overflow, a norm may be finite by the kernel of the pass before, and not by this one's.
+            weights = torch.where(self.finite & torch.isfinite(norms), weights, torch.zeros_like(weights))
         self.norms.update(zip(groups, norms.unbind(), strict=True))
         self.weights.update(zip(groups, weights.unbind(), strict=True))
         self._add_up(groups, taken)

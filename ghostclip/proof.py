@@ -22,7 +22,7 @@ from ghostclip.graph import first_pass, gradients_at
 from ghostclip.index import ModelIndex
 from ghostclip.nn.base import Call
 from ghostclip.seams import Edge, shape_of
-from ghostclip.search import NOTHING, OTHER, PICKED, Candidate, Decision, Places, refusal
+from ghostclip.search import NARROW, NOTHING, OTHER, PICKED, Candidate, Decision, Places, refusal
 from ghostclip.tail import Tail
 
 __all__ = ["Verdict", "decide", "majors_of"]
@@ -103,7 +103,7 @@ def _majors(
 def _verdict(base: _Sketch, ways: list[_Rows], lift: float) -> Verdict:
     if lift != 1.0 and bool(base.spoilt.any()):
         return Verdict(None)  # what overflowed for the lift alone shows nothing
-    if not (left := _possible(ways)):
+    if not (left := [rows for rows in ways if not rows.contradicted]):
         return Verdict(None)
     # Of what both ways say the same, the one that shows more examples, and leaves more of them what they are.
     best = min(left, key=lambda rows: (-rows.owners, rows.spoilt, rows.faint))
@@ -165,8 +165,7 @@ def _choice(
     Raises:
         UnsupportedModelError: it can be neither.
     """
-    possible = _possible([rows for _, rows in ways])
-    left = [(decision, rows) for decision, rows in ways if rows in possible]
+    left = [(decision, rows) for decision, rows in ways if not rows.contradicted]
     shown = [(decision, rows) for decision, rows in left if rows.shown]
     shared = Decision(None, multiples=candidate.multiples, examples=examples)
     may_be_shared = OTHER not in candidate.inputs and (min(candidate.inputs) >= 0 or _constants_only(candidate, index))
@@ -181,8 +180,10 @@ def _choice(
         return best, len(shown) == len(left) == 1 and not unclear
     if OTHER in candidate.inputs and candidate.shape[0] != 1 and 0 not in candidate.dims:
         raise refusal(candidate, PICKED)
+    narrow = NARROW if any(parameter.dtype == torch.float16 for _, parameter in index.trained()) else ""
     raise refusal(
-        candidate, "the loss of one example depends on what belongs to others, so examples mix before or after it"
+        candidate,
+        f"the loss of one example depends on what belongs to others, so examples mix before or after it{narrow}",
     )
 
 
@@ -290,7 +291,6 @@ class _Rows:
         self._unit = torch.where(self._sizes > 0, self._sizes, 1.0)[:, None]
         self._base = base.rows / self._unit
         self._follow = self._sizes > 0
-        self._stray = torch.zeros_like(self._follow)
         own = scale.scatter_reduce(0, self._owners, self._sizes, "amax")
         self._noise = NOISE[base.dtype] * own[self._owners]
         self._floor = ABOVE_SUBNORMAL * torch.finfo(base.dtype).tiny
@@ -309,17 +309,6 @@ class _Rows:
         """
         return len(self._owners[self._follow].unique())
 
-    def beats(self, other: _Rows) -> bool:
-        """Whether what looks like rounding in another way follows its own example's factors in this one.
-
-        Beside a large example small ones look like rounding, and may be all that shows whose the rows are.
-        """
-        follow, stray = self._follow & (self._sizes > self._floor), self._stray & (self._sizes > self._floor)
-        others = other._stray & (other._sizes > other._floor)
-        if len(follow) == len(others) and bool((follow & others).any()):
-            return True
-        return bool(follow.any() & others.any() & ~stray.any())
-
     def compare(self, seen: _Sketch, factors: Tensor) -> None:
         """Takes the same rows for losses given these factors; zeros must be exact."""
         own = factors[self._owners].double()
@@ -327,17 +316,11 @@ class _Rows:
         apart = _sizes(rows - own[:, None] * self._base)
         fits = torch.where((own == 0) | (self._sizes == 0), _sizes(rows) == 0, apart <= TOLERANCE * own)
         self._follow &= fits
-        self._stray |= ~fits
         sizes = torch.maximum(self._sizes, _sizes(seen.rows))
         off = (sizes > self._noise) & ~fits
         if bool(off.any()):
             self.faint = True
             self.contradicted = self.contradicted or bool((off & (sizes > self._floor)).any())
-
-
-def _possible(ways: Sequence[_Rows]) -> list[_Rows]:
-    """The ways that no row speaks against."""
-    return [rows for rows in ways if not rows.contradicted and not any(other.beats(rows) for other in ways)]
 
 
 def _sizes(rows: Tensor) -> Tensor:

@@ -271,9 +271,7 @@ class NotShared(Exception):
 
 def refusal(candidate: Candidate, why: str) -> UnsupportedModelError:
     """The error for an output that is neither a seam nor shared."""
-    node, number = candidate.edge
-    operation = node.name().removesuffix("Backward0")
-    why += NARROW if node._input_metadata[number].dtype == torch.float16 else ""
+    operation = candidate.edge[0].name().removesuffix("Backward0")
     return UnsupportedModelError(
         f"{candidate.names} is used outside of a layer with a gradient rule, in an operation ({operation}, result of "
         f"shape {list(candidate.shape)}) where {why}. Give each example its own copy first (parameter.expand(B, ...)), "

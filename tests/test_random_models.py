@@ -128,6 +128,7 @@ class Part(nn.Module):
 
     def __init__(self, name: str, sizes: dict[Any, int]) -> None:
         super().__init__()
+        self.name = name
         self.wiring, shapes = PIECES[name]
         for key, shape in shapes.items():
             self.register_parameter(key, nn.Parameter(0.5 * torch.randn([sizes.get(size, size) for size in shape])))

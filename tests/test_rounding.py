@@ -85,6 +85,23 @@ def test_tied_embedding_and_head_that_cancel(positions):
     assert worst(ghostclip.wrap(TiedHead()), tied_losses, tied_batches(positions)) <= SHARE
 
 
+@pytest.mark.parametrize("positions", [2, 8, 70])
+@pytest.mark.parametrize("width", [4, 32])
+def test_tied_embedding_and_head_in_each_of_which_positions_cancel(positions, width):
+    """Then the cross term cancels by itself, too, where neither use is small beside the sum of both."""
+
+    def batches():
+        for seed in range(4):
+            for left_over in (1e-6, 1e-5, 1e-4, 1e-3):
+                torch.manual_seed(seed)
+                words = torch.randint(50, (3, 1)).expand(-1, positions).contiguous()
+                signs = torch.tensor([1.0, -1.0]).repeat(positions // 2)[:, None]
+                targets = signs * (F.one_hot(words, 50) + 0.3 * torch.randn(3, 1, 50))
+                yield words, 1e6 * (targets + left_over * torch.randn(3, positions, 50))
+
+    assert worst(ghostclip.wrap(TiedHead(width=width)), tied_losses, batches()) <= SHARE
+
+
 def test_norms_of_tied_uses_that_cancel_are_the_loops():
     model = ghostclip.wrap(TiedHead())
     words, targets = next(tied_batches(9))

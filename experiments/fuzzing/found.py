@@ -114,4 +114,31 @@ FOUND: tuple[Found, ...] = (
         "4d953b1, 950670, 951582, 1200146, 1200263, 1201231, 1201581, 1201711",
         "fixed in the fuzzer",
     ),
+    Found(
+        "the cross term of a tied embedding and head cancelled by itself, where positions cancel in both, and was "
+        "trusted (1.033 C)",
+        "f8cebf8, 3000588, 3001904",
+        "fixed; test_rounding.py, a planted bug",
+    ),
+    Found(
+        "squares of an input overflow below a gradient of zero, beside another example's NaN: the weights of its group "
+        "were NaN, and so was the sum",
+        "f8cebf8, 3004685",
+        "fixed; test_groupwise_weights.py, a planted bug",
+    ),
+    Found(
+        "float16: gradients below a mask of attention are too small to show whose they are",
+        "f8cebf8, 3001761",
+        "the message says to give loss_scale",
+    ),
+    Found(
+        "several frozen parameters stacked with a trained one to as many rows as the batch (or a multiple) has",
+        "f8cebf8, 3003141",
+        "left: refused, since constants aren't told from data there",
+    ),
+    Found(
+        "a normalization whose squares overflow gives zero by torch's kernel and a finite gradient by ours",
+        "f8cebf8, 3001474",
+        "left: such an example's part stays bounded",
+    ),
 )

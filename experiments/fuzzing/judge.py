@@ -57,9 +57,15 @@ class Judge:
 
     @property
     def _lost(self) -> Tensor:
-        """[B]: of whose gradients rounding leaves nothing; in wide types only numbers made to be extreme do so."""
+        """[B]: of whose gradients rounding or an overflow on the way leaves nothing.
+
+        In wide types only numbers made to be extreme do so. An overflowing square may be inf by one kernel, and a
+        finite number by another.
+        """
+        extreme = self.truth.extreme & self.changed
         nothing = SPREAD * self.truth.errors.norm(dim=1) > self.truth.grads.norm(dim=1)
-        return nothing & (self.truth.extreme & self.changed if self.truth.eps < NARROW else torch.tensor(True))
+        nothing &= extreme if self.truth.eps < NARROW else torch.tensor(True)
+        return nothing | (extreme & self.truth.overflows)
 
     @property
     def gone(self) -> Tensor:

@@ -224,9 +224,14 @@ def _head(choose: random.Random, entry: Any, width: int, tied: bool) -> Head:
 def _freeze(choose: random.Random, model: nn.Module) -> list[str]:
     """Freezes some parameters, seldom, and never all of those that take part."""
     named = list(model.named_parameters())
+    # Several constants among stacked tensors aren't told from data.
+    stacks = {
+        id(p) for part in model.modules() if isinstance(part, Part) and part.name == "stack" for p in part.parameters()
+    }
     if choose.random() < 0.8 or len(named) < 3:
         return []
     frozen = choose.sample(named, choose.randint(1, len(named) // 2))
+    frozen = [(name, parameter) for name, parameter in frozen if id(parameter) not in stacks]
     for _, parameter in frozen:
         parameter.requires_grad_(False)
     return [name for name, _ in frozen]

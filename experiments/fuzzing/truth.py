@@ -62,6 +62,7 @@ class Truth:
         possible: [B], whether they are in the own type, and no square overflows.
         attached: whether any loss depends on a trained parameter.
         extreme: [B], whether an example has numbers whose products may overflow on the way.
+        overflows: [B], whether it has some whose squares do.
     """
 
     model: nn.Module
@@ -93,7 +94,9 @@ class Truth:
         self.finite = self.losses.isfinite() & self.grads.isfinite().all(1)
         fits = own_losses.isfinite() & own.isfinite().all(1) & (own.double().norm(dim=1) < MOST[self.norm_dtype])
         self.possible = fits & ~(sizes > MOST[self.norm_dtype]).any(1)
-        self.extreme = self._largest() > EXTREME[self.dtype]
+        largest = self._largest()
+        self.extreme = largest > EXTREME[self.dtype]
+        self.overflows = largest > 0.1 * torch.finfo(self.norm_dtype).max ** 0.5
         self.errors = torch.zeros_like(sizes)
         # Where a function is saturated, its derivative (1 - y^2) is zero by one kernel and an eps by another.
         self.errors[self.extreme & self.finite] += self.eps

@@ -21,7 +21,8 @@ from .term import Answer, Candidate, Term, Way, wide
 __all__ = ["Tied", "combine", "cross"]
 
 # Two uses cancel where the squared norm of their sum is below this many times `outer.CANCELLATION` of their own squared
-# norms' sum: 0.1 in float32, which leaves 1e-6 of the norm to rounding.
+# norms' sum: 0.1 in float32, which leaves 1e-6 of the norm to rounding. Their inner product may have cancelled by
+# itself, where positions cancel in each of the uses: it is trusted where that much is left of what it is added up from.
 CANCELLING_USES = 10.0
 
 
@@ -76,19 +77,24 @@ def _concatenated_rows(terms: list[Rows]) -> Rows:
     return Rows(indices, torch.cat([term.gradients for term in terms], dim=1), terms[0].shape)
 
 
-def cross(outer: Outer, rows: Rows) -> Tensor:
-    """Inner products [B] of both gradients of a tied table: ``sum_{s,t} left[t, index[s]] right[t] . grad[s]``.
+def cross(outer: Outer, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Inner products [B] of both gradients of a tied table, ``sum_{s,t} left[t, index[s]] right[t] . grad[s]``.
 
     The table's rows are the outputs of the head, so only the columns of ``left`` that the indices name take part.
+
+    Returns:
+        The products, and at least the sum of the absolute values that they are added up from.
     """
     left, right, gradients = wide(outer.left), wide(outer.right), wide(rows.gradients)
-    out = left.new_empty(left.shape[0])
+    out, sizes = left.new_empty(left.shape[0]), left.new_empty(left.shape[0])
     positions, lookups = left.shape[1], rows.indices.shape[1]
     for part in chunks(left.shape[0], 3 * positions * lookups * left.element_size()):
         picked = left[part].gather(2, rows.indices[part].unsqueeze(1).expand(-1, positions, -1))
+        lengths = right[part].norm(dim=2).unsqueeze(1) @ picked.abs() @ gradients[part].norm(dim=2).unsqueeze(2)
+        sizes[part] = lengths.flatten()
         picked *= torch.bmm(right[part], gradients[part].mT)
         out[part] = picked.sum(dim=(1, 2))
-    return out
+    return out, sizes
 
 
 @dataclass(eq=False)
@@ -113,13 +119,14 @@ class Tied(Term):
     def _joined(self, outer: Answer) -> Answer:
         """Squared norms of the sums of both uses; where the two cancel, of the gradients themselves."""
         apart = outer.squared_norms + runs_squared_norms(self.rows.indices, wide(self.rows.gradients))
-        squared = apart + 2 * cross(self.outer, self.rows)
-        return Answer(reliable(squared, CANCELLING_USES * apart, partial(self._measured_again, squared, apart)))
+        products, sizes = cross(self.outer, self.rows)
+        squared, scale = apart + 2 * products, CANCELLING_USES * apart + sizes
+        return Answer(reliable(squared, scale, partial(self._measured_again, squared, scale)))
 
-    def _measured_again(self, squared: Tensor, apart: Tensor) -> Tensor:
+    def _measured_again(self, squared: Tensor, scale: Tensor) -> Tensor:
         """``squared`` [B] with what `_joined` can't rely on replaced; one gradient is materialised at a time."""
         squared = squared.clone()
-        for example in (~gram_is_reliable(squared, CANCELLING_USES * apart)).nonzero().flatten().tolist():
+        for example in (~gram_is_reliable(squared, scale)).nonzero().flatten().tolist():
             squared[example] = squared_norms(self._example(example).per_example())[0]
         return squared
 
