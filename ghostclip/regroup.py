@@ -220,7 +220,7 @@ class Grouping:
                 f"{index.layer(call)}: one example's loss depends on rows of this output that belong to others "
                 f"({list(call.shape)}, examples in dimension {call.batch_dim}), so examples mix"
                 f"{narrow}; compute each loss from its own example, or correct wrap(model, batch_dim={{...}})"
-                f"{'' if call.sources else table}"
+                f"{table if not call.sources and len(call.shape) == 2 else ''}"
             )
         self._positions |= {keys[id(call)][1:] for call in mixing}
         return [*mixing, *dark]

@@ -21,7 +21,7 @@ LEVELS: list[tuple[str, ...] | set[str]] = [
     ("serial", "index", "seams", "narrowing", "tail", "shared", "graph", "search", "proof", "positions", "regroup"),
     ("clipping",),
     ("gradients", "groupwise", "aside", "passes", "outcome", "reweighting", "by_parts", "torch_errors", "at_once",
-     "first_passes", "two_passes", "explain", "verify", "replay", "compiled", "halves", "one_by_one"),
+     "first_passes", "two_passes", "explain", "verify", "replay", "compiled", "halves", "other_size", "one_by_one"),
     ("clipper",),
     ("events",),
     {"noise", "sampling", "accounting", "ledger", "checkpoint"},

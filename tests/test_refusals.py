@@ -289,6 +289,10 @@ ROWS: dict[str, Row] = {
                      "losses must have shape exactly [B]; got [24]", "average them by .mean(1)"),
     "centred": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: losses(h - h.mean(0))), "layer",
                 "belong to others", DIMENSION),
+    "a table as long as the batch": (
+        lambda: clip(Wired(lambda m, x: x[:, :4] + m.place(torch.arange(4)), place=nn.Embedding(4, 3))),
+        "place", "so examples mix", "begin with a batch of another size",
+    ),
     "contrastive": (lambda: clip(one(nn.Linear(3, 3)), loss=contrast), "layer", "so examples mix",
                     "compute each loss from its own example"),
     "own rule": (lambda: clip(with_rule(lambda grad, x: (grad * x).sum(0))), "layer (Ruled)",

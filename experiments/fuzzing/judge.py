@@ -79,7 +79,12 @@ class Judge:
     def _allowed(self) -> dict[str, Tensor]:
         """{group: [B]}, what a measured norm may be off by."""
         slack, relative = self._slack(), self.truth.relative
-        return {g: slack[g] + relative * norm + self.truth.floor for g, norm in self.norms.items()}
+        floor = self.truth.floor + self._share_of_whole()
+        return {g: slack[g] + relative * norm + floor for g, norm in self.norms.items()}
+
+    def _share_of_whole(self) -> Tensor:
+        """[B]: rounding of what a part's gradient is left of, as a share of the example's whole one."""
+        return 1e-3 * self.truth.relative * self.truth.grads.norm(dim=1).nan_to_num(0.0, 0.0, 0.0)
 
     @property
     def loose_examples(self) -> int:
@@ -104,13 +109,12 @@ class Judge:
         def check() -> None:
             nonlocal errors
             errors = self.truth.by_group(self.truth.errors, own)
-            whole = self.truth.grads.norm(dim=1)
             for name, found in per.items():
                 off = (found.double() - expected[name]).abs()
                 allowed = SPREAD * errors[name] + self.truth.relative * expected[name] + self.truth.floor
                 # Rounding of a norm taken apart from a joint one is a share of the whole.
                 off = torch.where(found.isfinite() | ~(self.truth.extreme & self.changed), off, 0.0)
-                self._refuse(off, allowed + 1e-3 * self.truth.relative * whole, f"norm of {name}", expected[name])
+                self._refuse(off, allowed + self._share_of_whole(), f"norm of {name}", expected[name])
 
         self._repeatedly(check)
 
@@ -216,14 +220,14 @@ class Judge:
             off = float((sums[place].flatten() - expected).norm())
             # Near to where a function is saturated an ulp of its value is a share of its derivative.
             share = UNITS[truth.norm_dtype] * eps + truth.relative * self.changed[kept]
-            rounding = share * sizes[kept, place]
+            rounding = share * sizes[kept, place] + self._share_of_whole()[kept]
             allowed = float((mine * (SPREAD * truth.errors[kept, place] + rounding)).sum())
             allowed += truth.floor + 4 * eps * float(expected.norm())
             allowed += eps * torch.finfo(truth.dtype).tiny * expected.numel() ** 0.5  # smaller numbers have no digits
             if (earlier := before[place]) is not None:
                 allowed += 4 * eps * float(earlier.double().norm())
             if bool((doubtful & (weight != 0)).any()):
-                allowed += 1.001 * self.policy.bound * int((doubtful & (weight != 0)).sum())
+                allowed += (1.001 + eps) * self.policy.bound * int((doubtful & (weight != 0)).sum())
             if not off <= allowed:
                 raise Mismatch(
                     f"clipped sum of {name} is off by {off:.3g} from {float(expected.norm()):.6g} (bound "
