@@ -52,12 +52,14 @@ class Verdict:
         sure: whether that holds for other batches, too.
         shown: whether anything was shown; where it was, but isn't sure, the gradients there are fit all other ways.
         dark: nothing was, and some numbers weren't finite.
+        spreads: so were numbers of an example whose loss is.
     """
 
     major: str | None
     sure: bool = True
     shown: bool = True
     dark: bool = False
+    spreads: bool = False
 
 
 def majors_of(
@@ -97,10 +99,11 @@ def _majors(
         for call, possible in ways.items():
             for rows in possible:
                 rows.compare(seen[call], factors)
-    return {call: _verdict(base[call], possible, lift) for call, possible in ways.items()}
+    finite = torch.isfinite(losses.detach())
+    return {call: _verdict(base[call], possible, lift, finite) for call, possible in ways.items()}
 
 
-def _verdict(base: _Sketch, ways: list[_Rows], lift: float) -> Verdict:
+def _verdict(base: _Sketch, ways: list[_Rows], lift: float, finite: Tensor) -> Verdict:
     if lift != 1.0 and bool(base.spoilt.any()):
         return Verdict(None)  # what overflowed for the lift alone shows nothing
     if not (left := [rows for rows in ways if not rows.contradicted]):
@@ -109,7 +112,8 @@ def _verdict(base: _Sketch, ways: list[_Rows], lift: float) -> Verdict:
     best = min(left, key=lambda rows: (-rows.owners, rows.spoilt, rows.faint))
     shown = any(rows.shown for rows in left)
     unclear = best.faint or bool(base.spoilt.any())
-    return Verdict(best.way, len(left) == 1 and shown and not unclear, shown, dark=not shown and unclear)
+    spreads = all(rows.spoils(finite) for rows in left)
+    return Verdict(best.way, len(left) == 1 and shown and not unclear, shown, not shown and unclear, spreads)
 
 
 def decide(
@@ -294,12 +298,17 @@ class _Rows:
         own = scale.scatter_reduce(0, self._owners, self._sizes, "amax")
         self._noise = NOISE[base.dtype] * own[self._owners]
         self._floor = ABOVE_SUBNORMAL * torch.finfo(base.dtype).tiny
-        self.spoilt = len(self._owners[base.spoilt].unique())
+        self._spoilt = self._owners[base.spoilt].unique()
+        self.spoilt = len(self._spoilt)
 
     @property
     def shown(self) -> bool:
         """Whether a row followed its own example's factors."""
         return not self.contradicted and bool(self._follow.any())
+
+    def spoils(self, finite: Tensor) -> bool:
+        """Whether entries of an example of these, [B] bool, would not be finite."""
+        return bool(finite[self._spoilt].any())
 
     @property
     def owners(self) -> int:

@@ -206,8 +206,10 @@ class Grouping:
         self, losses: Tensor, found: dict[Call, Verdict], keys: dict[int, tuple], index: ModelIndex
     ) -> list[Call]:
         """The calls that are tables of positions as long as a batch; raises where examples mix in truth."""
-        # Of all examples, a table has a row that isn't finite where one example's is.
-        dark = [call for call, verdict in found.items() if verdict.dark and are_positions(losses, [call])]
+        # Of all examples, a table has a row that isn't finite where one example's is. As a tensor that all share,
+        # examples' own rows have the same norms.
+        dark = [call for call, verdict in found.items() if verdict.dark]
+        dark = [call for call in dark if (found[call].spreads and not call.sources) or are_positions(losses, [call])]
         mixing = [call for call, verdict in found.items() if verdict.major is None]
         if not mixing:
             return dark
@@ -220,7 +222,7 @@ class Grouping:
                 f"{index.layer(call)}: one example's loss depends on rows of this output that belong to others "
                 f"({list(call.shape)}, examples in dimension {call.batch_dim}), so examples mix"
                 f"{narrow}; compute each loss from its own example, or correct wrap(model, batch_dim={{...}})"
-                f"{table if not call.sources and len(call.shape) == 2 else ''}"
+                f"{table if not call.sources and (len(call.shape) == 2 or rows > losses.shape[0]) else ''}"
             )
         self._positions |= {keys[id(call)][1:] for call in mixing}
         return [*mixing, *dark]

@@ -243,3 +243,30 @@ def test_backward_says_that_another_size_shows_a_table() -> None:
     model = ghostclip.wrap(Wired(added_to_inputs, place=nn.Embedding(9, 5), head=nn.Linear(5, 1)))
     with pytest.raises(UnsupportedModelError, match="gives 4 rows for all examples together, begin with a batch of"):
         GhostClipper(model, MAX_NORM).backward(model(torch.randn(4, 4, 5)))
+
+
+@pytest.mark.parametrize("examples", [2, 4, 8])
+@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+def test_an_example_that_is_not_finite_spoils_no_table_that_is_not_known_for_one(
+    examples: int, second_pass: str
+) -> None:
+    """The graph doesn't tell it from examples' own rows, all of which have NaN: it counts as shared, which is exact."""
+
+    def wiring(m: Any, x: Tensor) -> Tensor:
+        h = m.body(x)
+        h[:, 0] = m.other(h[:, 0])
+        places = torch.arange(x.shape[1])
+        bias = m.place((places[:, None] - places).abs())[..., 0]
+        return ((h @ h.mT + bias).softmax(-1) @ h).square().sum((1, 2))
+
+    for bad in range(examples):
+        torch.manual_seed(1)
+        parts = {"body": nn.Linear(5, 5), "other": nn.Linear(5, 5), "place": nn.Embedding(9, 5)}
+        model = ghostclip.wrap(Wired(wiring, **parts).double())
+        x = torch.randn(examples, 8, 5, dtype=torch.float64)
+        x[bad, 3] = torch.nan
+        result = GhostClipper(model, MAX_NORM, second_pass=second_pass).backward(model(x))
+        others = x[[i for i in range(examples) if i != bad]]
+        wanted = oracle.clipped_sum(oracle.per_example_grads(model, lambda losses: losses, (others,)), MAX_NORM)
+        assert_dicts_close({key: value for key, value in gradients(model).items() if key in wanted}, wanted, 1e-9)
+        assert (result.weights == 0).tolist() == [i == bad for i in range(examples)]

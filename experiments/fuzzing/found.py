@@ -141,4 +141,10 @@ FOUND: tuple[Found, ...] = (
         "f8cebf8, 3001474",
         "left: such an example's part stays bounded",
     ),
+    Found(
+        "a table of distances, read behind an index assignment and as long as a multiple of the first batch: one "
+        "example that isn't finite left out all others",
+        "fd45c23, 5001666",
+        "fixed; test_coinciding_sizes.py, a planted bug",
+    ),
 )

@@ -913,6 +913,13 @@ PROVED = [
         ("tests/test_groupwise_weights.py",),
     ),
     Mutant(
+        "all rows of a table that isn't known for one are spoilt by one example",
+        "ghostclip/regroup.py",
+        "(found[call].spreads and not call.sources) or are_positions",
+        "are_positions",
+        (*COINCIDING, "not_known_for_one"),
+    ),
+    Mutant(
         "factors make finite gradients overflow",
         "ghostclip/proof.py",
         "        yield torch.exp2(-(numbers % BASE)",
