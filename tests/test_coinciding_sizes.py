@@ -254,7 +254,7 @@ def test_an_example_that_is_not_finite_spoils_no_table_that_is_not_known_for_one
 
     def wiring(m: Any, x: Tensor) -> Tensor:
         h = m.body(x)
-        h[:, 0] = m.other(h[:, 0])
+        h[:, 0] = m.other(h[:, 0].clone())
         places = torch.arange(x.shape[1])
         bias = m.place((places[:, None] - places).abs())[..., 0]
         return ((h @ h.mT + bias).softmax(-1) @ h).square().sum((1, 2))
