@@ -80,9 +80,10 @@ class ModelIndex:
         )
 
     def is_own(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is a buffer or parameter of the model itself, not a copy."""
+        """Whether ``tensor`` is a buffer or parameter of the model itself or a view of one, not a copy."""
         mine = (*self._model.parameters(), *self._model.buffers())
-        return any(own.data_ptr() == tensor.data_ptr() and own.shape == tensor.shape for own in mine)
+        where = tensor.untyped_storage().data_ptr()
+        return any(own.untyped_storage().data_ptr() == where for own in mine)
 
     def holds_shape(self, shape: torch.Size | None) -> bool:
         """Whether a buffer or frozen parameter of the model has that shape."""

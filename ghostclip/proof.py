@@ -52,7 +52,7 @@ class Verdict:
         sure: whether that holds for other batches, too.
         shown: whether anything was shown; where it was, but isn't sure, the gradients there are fit all other ways.
         dark: nothing was, and some numbers weren't finite.
-        spreads: so were numbers of an example whose loss is.
+        spreads: so were numbers of every example whose loss is.
     """
 
     major: str | None
@@ -307,8 +307,10 @@ class _Rows:
         return not self.contradicted and bool(self._follow.any())
 
     def spoils(self, finite: Tensor) -> bool:
-        """Whether entries of an example of these, [B] bool, would not be finite."""
-        return bool(finite[self._spoilt].any())
+        """Whether entries of each of these examples, [B] bool, would not be finite; False where there are none."""
+        rest = finite.clone()
+        rest[self._spoilt] = False
+        return bool(finite.any()) and not bool(rest.any())
 
     @property
     def owners(self) -> int:

@@ -270,3 +270,35 @@ def test_an_example_that_is_not_finite_spoils_no_table_that_is_not_known_for_one
         wanted = oracle.clipped_sum(oracle.per_example_grads(model, lambda losses: losses, (others,)), MAX_NORM)
         assert_dicts_close({key: value for key, value in gradients(model).items() if key in wanted}, wanted, 1e-9)
         assert (result.weights == 0).tolist() == [i == bad for i in range(examples)]
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+def test_a_layer_of_which_nothing_is_left_is_no_table(bad: int) -> None:
+    """One position, in whose place a prompt comes: no gradient reaches the layer but 0 * NaN of one example."""
+
+    def wiring(m: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(m.body(x))
+        return m.head(torch.cat([m.prompt.repeat(len(x), 1, 1), h[:, 1:]], 1)).square().sum((1, 2))
+
+    torch.manual_seed(1)
+    model = with_parameters(wiring, {"prompt": (1, 1, 5)}, body=nn.Linear(5, 5), head=nn.Linear(5, 2)).double()
+    clipper, x = GhostClipper(ghostclip.wrap(model), MAX_NORM), torch.randn(4, 1, 5, dtype=torch.float64)
+    x[bad] = torch.nan
+    result = clipper.backward(model(x))
+    assert (result.weights > 0).tolist() == [i != bad for i in range(4)]
+
+
+@pytest.mark.parametrize("frozen", ["p", "q"])
+def test_a_frozen_parameter_in_a_product_as_long_as_the_batch_is_no_data(frozen: str) -> None:
+    torch.manual_seed(1)
+    parts = {"body": nn.Linear(3, 4)}
+    wiring = lambda m, x: (m.body(x) + torch.outer(m.p, m.q)).square().sum((1, 2))  # noqa: E731
+    model = with_parameters(wiring, {"p": (4,), "q": (4,)}, **parts).double()
+    getattr(model, frozen).requires_grad_(False)
+    clipper = GhostClipper(ghostclip.wrap(model), MAX_NORM)
+    for examples in (4, 2, 5):
+        x = torch.randn(examples, 4, 3, dtype=torch.float64)
+        model.zero_grad()
+        clipper.backward(model(x))
+        wanted = oracle.clipped_sum(oracle.per_example_grads(model, lambda losses: losses, (x,)), MAX_NORM)
+        assert_dicts_close(gradients(model), wanted, 1e-9)

@@ -42,6 +42,8 @@ def batch_of(size, seed=0):
 # Why a row may run eagerly.
 REFUSED = ("time steps would be compiled", "may order examples differently")
 # Why one with bags of lengths that its tokens decide may, and one with parameters in operations without a rule.
+# What is computed again is not kept, and "cached" sums what was kept.
+CHECKPOINTED = "checkpointing forbids that"
 LOOKS = "the forward or the loss looks at values"
 LOOKING = ("offsets", "own recurrent layer", "own gate")
 

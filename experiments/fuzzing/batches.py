@@ -113,7 +113,8 @@ class Run:
                 # Of float16 rounded to zero nothing can be told, nor of a table as long as the batch without another
                 # forward, nor whether losses are the examples' where no layer met them; the messages say what to do.
                 # And an example can't be left out alone that spoils others' gradients (SECURITY.md).
-                if not (subject.refused or any(words in str(error) for words in EXPLAINED)):
+                explained = any(words in str(error) for words in EXPLAINED) or self.setting.dtype == "float16"
+                if not (subject.refused or explained):
                     self.outcome.findings.append(f"{what}: refused: {in_short(error)}")
                     return
                 if clipper is None:

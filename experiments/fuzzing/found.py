@@ -147,4 +147,21 @@ FOUND: tuple[Found, ...] = (
         "fd45c23, 5001666",
         "fixed; test_coinciding_sizes.py, a planted bug",
     ),
+    Found(
+        "an example with NaN and a finite loss, below prompts that leave nothing of its input, made the first layer "
+        "count as a table: others were left out (1.54 C)",
+        "8b610fb, 6001574, 6001688, 6002473",
+        "fixed: in that commit only; test_coinciding_sizes.py",
+    ),
+    Found(
+        "the outer product of a frozen parameter and a trained one, as long as the batch, was refused",
+        "8b610fb, 6001871",
+        "fixed; test_coinciding_sizes.py",
+    ),
+    Found(
+        "an instance normalization over two positions leaves of a table's gradient only rounding, in which the "
+        "self-check sees a wrong rule",
+        "8b610fb, 6003724",
+        "left: the message names the table; self_check=False",
+    ),
 )

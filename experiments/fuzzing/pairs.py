@@ -84,17 +84,17 @@ class Pairs:
 
     def run(self) -> None:
         """The data set without more, then with each of several examples more."""
-        choose, subject = self.choose, self.subject
+        choose, subject, counts = self.choose, self.subject, self.outcome.counts
         others, length = choose.choice([1, 2, 3, 3, 4, 5, 7]), choose.choice(subject.lengths)
         inputs = subject.draw(choose.randrange(1 << 30), others + 1, length, self.setting.torch_dtype)
         fewer = [value[:others] for value in inputs]
         try:
             truth = Truth(self.model, subject.losses_of, fewer, subject.batch_dims(), None)
         except NotRun:
-            self.outcome.counts["torch can't run it in that type"] += 1
+            counts["torch can't run it in that type"] += 1
             return
         if not truth.attached:
-            self.outcome.counts["no trained parameter takes part"] += 1
+            counts["no trained parameter takes part"] += 1
             return
         policy = self._policy(truth)
         rounding = self._rounding(truth, policy, others)
@@ -103,6 +103,10 @@ class Pairs:
         except UnsupportedModelError as error:
             if self._is_unexplained(error):
                 raise
+            return
+        except VerificationError as error:
+            counts["pairs, the self-check stopped both"] += 1
+            self.outcome.refusals[in_short(error)] += 1
             return
         except (GhostClipError, RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
             self.outcome.findings.append(f"without one more: raised {in_short(error)}")
