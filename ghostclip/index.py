@@ -80,10 +80,12 @@ class ModelIndex:
         )
 
     def is_own(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is a buffer or parameter of the model itself or a view of one, not a copy."""
+        """Whether ``tensor`` is a buffer or parameter of the model itself, in any shape; no copy, and no part of one.
+
+        A part may be a batch of a data set that the model holds as a buffer.
+        """
         mine = (*self._model.parameters(), *self._model.buffers())
-        where = tensor.untyped_storage().data_ptr()
-        return any(own.untyped_storage().data_ptr() == where for own in mine)
+        return any(own.data_ptr() == tensor.data_ptr() and own.numel() == tensor.numel() for own in mine)
 
     def holds_shape(self, shape: torch.Size | None) -> bool:
         """Whether a buffer or frozen parameter of the model has that shape."""

@@ -21,8 +21,8 @@ from torch import Tensor
 from ghostclip.graph import first_pass, gradients_at
 from ghostclip.index import ModelIndex
 from ghostclip.nn.base import Call
-from ghostclip.seams import Edge, shape_of
-from ghostclip.search import NARROW, NOTHING, OTHER, PICKED, Candidate, Decision, Places, refusal
+from ghostclip.seams import Edge
+from ghostclip.search import OTHER, PICKED, TOO_SMALL, Candidate, Decision, Places, constants_only, refusal
 from ghostclip.tail import Tail
 
 __all__ = ["Verdict", "decide", "majors_of"]
@@ -172,7 +172,7 @@ def _choice(
     left = [(decision, rows) for decision, rows in ways if not rows.contradicted]
     shown = [(decision, rows) for decision, rows in left if rows.shown]
     shared = Decision(None, multiples=candidate.multiples, examples=examples)
-    may_be_shared = OTHER not in candidate.inputs and (min(candidate.inputs) >= 0 or _constants_only(candidate, index))
+    may_be_shared = OTHER not in candidate.inputs and (min(candidate.inputs) >= 0 or constants_only(candidate, index))
     unclear = any(rows.spoilt for _, rows in ways) or any(rows.faint for _, rows in shown or left)
     if not shown and may_be_shared and (unclear or not left):
         # Finite rows of examples' own would follow their factors. What isn't sure counts as shared, which is safe: were
@@ -184,36 +184,11 @@ def _choice(
         return best, len(shown) == len(left) == 1 and not unclear
     if OTHER in candidate.inputs and candidate.shape[0] != 1 and 0 not in candidate.dims:
         raise refusal(candidate, PICKED)
-    narrow = NARROW if any(parameter.dtype == torch.float16 for _, parameter in index.trained()) else ""
+    too_small = TOO_SMALL if any(parameter.dtype == torch.float16 for _, parameter in index.trained()) else ""
     raise refusal(
         candidate,
-        f"the loss of one example depends on what belongs to others, so examples mix before or after it{narrow}",
+        f"the loss of one example depends on what belongs to others, so examples mix before or after it{too_small}",
     )
-
-
-def _constants_only(candidate: Candidate, index: ModelIndex) -> bool:
-    """Whether what the operation was given beside shared tensors, as large as a batch, is the model's own."""
-    node = candidate.edge[0]
-    if node.name() in ("CatBackward0", "StackBackward0"):
-        return index.holds_shape(_size_of_constant(candidate))
-    kept = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-    kept = [tensor for tensor in kept if isinstance(tensor, Tensor)]
-    if sum([index.is_own(tensor) for tensor in kept if not tensor.requires_grad]) >= candidate.inputs.count(NOTHING):
-        return True  # whatever else it keeps it made itself
-    return bool(kept) and all(index.holds(tensor) for tensor in kept)
-
-
-def _size_of_constant(candidate: Candidate) -> torch.Size | None:
-    """The shape of the one constant among concatenated (or stacked) tensors; None where there are several."""
-    node, whole = candidate.edge[0], candidate.shape
-    shapes = [shape_of(edge) for edge in node.next_functions if edge[0] is not None]
-    if len(node.next_functions) != len(shapes) + 1:
-        return None
-    if node.name() == "StackBackward0":
-        return shapes[0]
-    dim = next(d for d in range(len(whole)) if (node._saved_dim - d) % (1 << 64) in (0, (1 << 64) - len(whole)))
-    rest = whole[dim] - sum(shape[dim] for shape in shapes)
-    return torch.Size((*whole[:dim], rest, *whole[dim + 1 :]))
 
 
 @dataclass(frozen=True)

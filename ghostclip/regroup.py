@@ -20,7 +20,7 @@ from ghostclip.nn.base import Call
 from ghostclip.positions import are_positions
 from ghostclip.proof import Verdict, decide, majors_of
 from ghostclip.seams import Edge
-from ghostclip.search import NARROW, Candidate, Decision, NotShared, Places, Search, settle
+from ghostclip.search import TOO_SMALL, Candidate, Decision, NotShared, Places, Search, settle
 from ghostclip.serial import serial_number
 from ghostclip.shared import Region, from_below
 from ghostclip.tail import Tail
@@ -215,13 +215,13 @@ class Grouping:
             return dark
         if not are_positions(losses, mixing):
             call = next((call for call in mixing if call.sources), mixing[0])
-            narrow = NARROW if call.dtype == torch.float16 else ""
+            too_small = TOO_SMALL if call.dtype == torch.float16 else ""
             rows = call.shape[call.batch_dim]
             table = f", or, if it gives {rows} rows for all examples together, begin with a batch of another size"
             raise UnsupportedModelError(
                 f"{index.layer(call)}: one example's loss depends on rows of this output that belong to others "
                 f"({list(call.shape)}, examples in dimension {call.batch_dim}), so examples mix"
-                f"{narrow}; compute each loss from its own example, or correct wrap(model, batch_dim={{...}})"
+                f"{too_small}; compute each loss from its own example, or correct wrap(model, batch_dim={{...}})"
                 f"{table if not call.sources and (len(call.shape) == 2 or rows > losses.shape[0]) else ''}"
             )
         self._positions |= {keys[id(call)][1:] for call in mixing}

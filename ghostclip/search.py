@@ -22,8 +22,8 @@ from ghostclip.serial import serial_number
 from ghostclip.shared import Region, from_below, inputs_of
 
 __all__ = [
-    "NARROW", "NOTHING", "OTHER", "PICKED", "Candidate", "Decision", "NotShared", "Places", "Search", "refusal",
-    "settle",
+    "OTHER", "PICKED", "TOO_SMALL", "Candidate", "Decision", "NotShared", "Places", "Search", "constants_only",
+    "refusal", "settle",
 ]  # fmt: skip
 
 # Operations on shared tensors alone whose result may have examples nevertheless: by its size, or by indices.
@@ -36,7 +36,7 @@ PICKED = (
     "no dimension of the result holds the examples (rows picked by index, as a mixture of experts picks them, aren't "
     "followed: compute all rows, and weigh them by a mask)"
 )
-NARROW = ", or float16 gradients are too small, which looks alike (give loss_scale=1024.0)"
+TOO_SMALL = ", or float16 gradients are too small, which looks alike (give loss_scale=1024.0)"
 # What a node's input is where it is no shared tensor: nothing autograd knows of, something that is no parameter's
 # alone, or something that waits for a proof.
 NOTHING, OTHER, OPEN = -1, -2, -3
@@ -267,6 +267,31 @@ class NotShared(Exception):
     def __init__(self, call: Call) -> None:
         super().__init__()
         self.call = call
+
+
+def constants_only(candidate: Candidate, index: ModelIndex) -> bool:
+    """Whether what the operation was given beside shared tensors, as large as a batch, is the model's own."""
+    node = candidate.edge[0]
+    if node.name() in ("CatBackward0", "StackBackward0"):
+        return index.holds_shape(_size_of_constant(candidate))
+    kept = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+    kept = [tensor for tensor in kept if isinstance(tensor, Tensor)]
+    if sum([index.is_own(tensor) for tensor in kept if not tensor.requires_grad]) >= candidate.inputs.count(NOTHING):
+        return True  # whatever else it keeps it made itself
+    return bool(kept) and all(index.holds(tensor) for tensor in kept)
+
+
+def _size_of_constant(candidate: Candidate) -> torch.Size | None:
+    """The shape of the one constant among concatenated (or stacked) tensors; None where there are several."""
+    node, whole = candidate.edge[0], candidate.shape
+    shapes = [shape_of(edge) for edge in node.next_functions if edge[0] is not None]
+    if len(node.next_functions) != len(shapes) + 1:
+        return None
+    if node.name() == "StackBackward0":
+        return shapes[0]
+    dim = next(d for d in range(len(whole)) if (node._saved_dim - d) % (1 << 64) in (0, (1 << 64) - len(whole)))
+    rest = whole[dim] - sum(shape[dim] for shape in shapes)
+    return torch.Size((*whole[:dim], rest, *whole[dim + 1 :]))
 
 
 def refusal(candidate: Candidate, why: str) -> UnsupportedModelError:

@@ -302,3 +302,18 @@ def test_a_frozen_parameter_in_a_product_as_long_as_the_batch_is_no_data(frozen:
         clipper.backward(model(x))
         wanted = oracle.clipped_sum(oracle.per_example_grads(model, lambda losses: losses, (x,)), MAX_NORM)
         assert_dicts_close(gradients(model), wanted, 1e-9)
+
+
+def test_a_part_of_a_buffer_may_be_data() -> None:
+    """A data set held by the model: the first rows of it are a batch, whose examples mix through a bare parameter."""
+
+    def wiring(m: Any, x: Tensor) -> Tensor:
+        rows = m.p * m.data[: len(x)]
+        return (m.body(x) * (rows - rows.mean(0))).square().sum(1)
+
+    torch.manual_seed(1)
+    model = with_parameters(wiring, {"p": (5,)}, body=nn.Linear(3, 5))
+    model.register_buffer("data", torch.randn(12, 5))
+    clipper = GhostClipper(ghostclip.wrap(model), MAX_NORM)
+    with pytest.raises(UnsupportedModelError, match="mix"):
+        clipper.backward(model(torch.randn(4, 3)))

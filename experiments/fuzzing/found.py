@@ -151,7 +151,7 @@ FOUND: tuple[Found, ...] = (
         "an example with NaN and a finite loss, below prompts that leave nothing of its input, made the first layer "
         "count as a table: others were left out (1.54 C)",
         "8b610fb, 6001574, 6001688, 6002473",
-        "fixed: in that commit only; test_coinciding_sizes.py",
+        "fixed; one commit had it; test_coinciding_sizes.py",
     ),
     Found(
         "the outer product of a frozen parameter and a trained one, as long as the batch, was refused",

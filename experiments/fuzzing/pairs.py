@@ -31,6 +31,8 @@ from .truth import SPREAD, UNITS, NotRun, Truth
 __all__ = ["pair_case"]
 
 MOST = 1e-5
+# What the refusal of a table as long as the batch says; without another forward it isn't told from examples that mix.
+KNOWN = "begin with a batch of another size"
 ADVERSARIES = 3
 
 
@@ -98,20 +100,8 @@ class Pairs:
             return
         policy = self._policy(truth)
         rounding = self._rounding(truth, policy, others)
-        try:
-            before = self._sums(fewer, truth)
-        except UnsupportedModelError as error:
-            if self._is_unexplained(error):
-                raise
-            return
-        except VerificationError as error:
-            counts["pairs, the self-check stopped both"] += 1
-            self.outcome.refusals[in_short(error)] += 1
-            return
-        except (GhostClipError, RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
-            self.outcome.findings.append(f"without one more: raised {in_short(error)}")
-            if self.show:
-                raise
+        before = self._sums_or_none(fewer, truth, "without one more", "both")
+        if before is None:
             return
         for _ in range(ADVERSARIES):
             more, how = subject.spoil(choose, inputs, others)
@@ -122,20 +112,8 @@ class Pairs:
     ) -> None:
         what = f"{truth.examples} examples and one more ({how})"
         counts = self.outcome.counts
-        try:
-            after = self._sums(more, truth)
-        except UnsupportedModelError as error:
-            if self._is_unexplained(error):
-                raise
-            return
-        except VerificationError as error:
-            counts["pairs, the self-check stopped the larger one"] += 1
-            self.outcome.refusals[in_short(error)] += 1
-            return
-        except (GhostClipError, RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
-            self.outcome.findings.append(f"{what}: raised {in_short(error)}")
-            if self.show:
-                raise
+        after = self._sums_or_none(more, truth, what, "the larger one")
+        if after is None:
             return
         counts["pairs"] += 1
         for kind in (self.setting.dtype, self.setting.policy, self.setting.second_pass):
@@ -159,10 +137,21 @@ class Pairs:
             if rounding < 1e-6 * policy.bound:
                 self.outcome.worst_share = max(self.outcome.worst_share, moved)
 
-    def _is_unexplained(self, error: UnsupportedModelError) -> bool:
-        """Whether it isn't for a table as long as the batch; without another forward these can't be told apart."""
-        self.outcome.refusals[in_short(error)] += 1
-        return "begin with a batch of another size" not in str(error)
+    def _sums_or_none(self, inputs: Sequence[Tensor], truth: Truth, what: str, which: str) -> list[Tensor] | None:
+        """`_sums`; None where it raised, which is a finding unless the refusal is one that is known."""
+        try:
+            return self._sums(inputs, truth)
+        except VerificationError as error:
+            self.outcome.counts[f"pairs, the self-check stopped {which}"] += 1
+            self.outcome.refusals[in_short(error)] += 1
+        except (GhostClipError, RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+            if isinstance(error, UnsupportedModelError) and KNOWN in str(error):
+                self.outcome.refusals[in_short(error)] += 1
+                return None
+            self.outcome.findings.append(f"{what}: raised {in_short(error)}")
+            if self.show:
+                raise
+        return None
 
     def _policy(self, truth: Truth) -> Expected:
         norms = truth.grads[truth.finite & truth.possible].norm(dim=1)

@@ -949,7 +949,7 @@ PROVED = [
     ),
     Mutant(
         "a frozen gain counts as data",
-        "ghostclip/proof.py",
+        "ghostclip/search.py",
         ">= candidate.inputs.count(NOTHING):\n",
         "> len(kept):\n",
         (*SHARED_NONFINITE, "trains_at_one_size and gain"),

@@ -35,7 +35,8 @@ INLINE double NAME(square)(const REAL *row, long width) {
 }
 
 /* squared [batch] for indices [batch, positions] and gradients [batch, positions, width], of which examples
- * [first, last); and sizes [batch], the sum of all rows' own squared norms. Strides are those of examples and positions. Returns 0, or 1 where there is no memory. */
+ * [first, last); and sizes [batch], the sum of all rows' own squared norms. Strides are those of examples and
+ * positions. Returns 0, or 1 where there is no memory. */
 int NAME(rows_squared)(const int64_t *indices, long index_example, long index_position, const REAL *gradients,
                        long example_stride, long position_stride, REAL *squared, REAL *sizes, long positions, long width,
                        long first, long last) {
