@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-import ghostclip.at_once as at_once
 import ghostclip.clipping.policies as policies
 from ghostclip.audit import Audit, Training, audit_training
 from ghostclip.bench.machine import describe, in_words
@@ -50,14 +49,12 @@ def training(batch_size: int = 500, steps: int = 20, noise_multiplier: float = 1
 @contextmanager
 def clip_at_twice_the_bound() -> Iterator[None]:
     """A planted bug: flat clipping lets gradients of twice the bound through, and the noise knows nothing of it."""
-    weights, sums = policies.bounded_weights, at_once.clipped_sums_of
+    weights = policies.bounded_weights
     policies.bounded_weights = lambda norms, bounds: weights(norms, [2 * bound for bound in bounds])
-    # Small networks of linear layers are clipped by one call.
-    at_once.clipped_sums_of = lambda affines, groups, bounds, *rest: sums(affines, groups, [2 * bounds[0]], *rest)
     try:
         yield
     finally:
-        policies.bounded_weights, at_once.clipped_sums_of = weights, sums
+        policies.bounded_weights = weights
 
 
 def with_a_bug(draws: int) -> Audit:

@@ -5,7 +5,6 @@ from .interruption import ends_a_command
 with ends_a_command():
     from . import accounting, clipping, errors, nn
     from .clipper import ClippingResult, GhostClipper
-    from .convert import Finding, check, unwrap, wrap
     from .engine import PrivacyEngine
     from .errors import (
         BudgetExceededError,
@@ -18,6 +17,7 @@ with ends_a_command():
         UnsupportedModelError,
         VerificationError,
     )
+    from .wrap import Finding, check, unwrap, wrap
 
 __version__ = "0.1.0"
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ghostclip.norms.dense import Dense
-from ghostclip.norms.memory import Memory, Trials, first_touch
-from ghostclip.norms.term import SAMPLE, Answer, Candidate, Clipped, Term, Way, Weigh, is_traced
+from ghostclip.norms.memory import Memory, MemoryTrials, first_touch
+from ghostclip.norms.term import SAMPLE, NormResult, PerExampleGrads, Strategy, StrategyRun, is_traced
 
-__all__ = ["SOLE", "Choice", "Planner", "kept_bytes", "milliseconds"]
+__all__ = ["SOLE", "Planner", "StrategyChoice", "kept_bytes", "milliseconds"]
 
 # Candidates whose arithmetic is this many times the least one's are not worth a measurement. The second best is
 # measured nevertheless, to have something to compare with, unless that takes more flops than this.
@@ -38,7 +38,7 @@ log = logging.getLogger("ghostclip")
 
 
 @dataclass(frozen=True)
-class Choice:
+class StrategyChoice:
     """What was chosen for a term and why.
 
     Attributes:
@@ -57,13 +57,12 @@ class Choice:
     milliseconds: dict[str, float] = field(default_factory=dict)
     sums: dict[str, float] = field(default_factory=dict)
     raised: dict[str, str] = field(default_factory=dict)
-    run: Way | None = field(default=None, repr=False, compare=False)
+    run: StrategyRun | None = field(default=None, repr=False, compare=False)
 
 
-# What ways that clip while norms come are called.
-PASSING = "in passing"
-SOLE = Choice("exact", False, "the only way")
-EMPTY = Choice("any", False, "an empty batch")
+SOLE = StrategyChoice("exact", False, "the only way")
+EMPTY = StrategyChoice("any", False, "an empty batch")
+EXACT = StrategyChoice("exact", False, "a faster form may have lost its digits")
 
 
 def milliseconds(run: Callable[[], object], device: torch.device, best: float = math.inf) -> float:
@@ -111,20 +110,26 @@ class Planner:
         self, norm_strategy: str = "auto", measure: Measure = milliseconds, memory_bytes: int = MEMORY_BYTES
     ) -> None:
         self.norm_strategy = norm_strategy
-        self.choices: dict[tuple, Choice] = {}
+        self.choices: dict[tuple, StrategyChoice] = {}
         self.memory = Memory(memory_bytes)
         self._measure = measure
         self._sums: dict[tuple, dict[str, float]] = {}
+        self._direct = self if norm_strategy == "direct" else Planner("direct", measure, memory_bytes)
 
-    def answer(self, term: Term, keep: bool, room: int | None = None) -> tuple[Answer, Choice]:
+    def answer(
+        self, term: PerExampleGrads, keep: bool, room: int | None = None, exact: bool = False
+    ) -> tuple[NormResult, StrategyChoice]:
         """Squared norms of ``term`` the chosen way.
 
         Args:
             term: of any kind.
             keep: a clipped sum of the same term is to follow, so that per-example gradients may be worth keeping.
             room: bytes that kept gradients may take; None for no more than what they replace.
+            exact: in no form that may cancel, which on a GPU would become NaN.
         """
-        answer = term.sole_answer(keep)
+        if exact:
+            return self._exactly(term)
+        answer = term.closed_form(keep)
         if answer is not None:
             return answer, SOLE
         if term.examples == 0:
@@ -143,23 +148,16 @@ class Planner:
         self.memory.give_up()
         return answer, choice
 
-    def clip(self, term: Term, weigh: Weigh) -> tuple[Clipped, Choice] | None:
-        """Norms, weights and clipped sum of ``term`` in passing, or None where that isn't a way, or not the fastest."""
-        way = term.in_passing() if term.examples and self.norm_strategy != "gram" else None
-        if way is None or torch.are_deterministic_algorithms_enabled():
-            return None
-        key = (term.key, PASSING)
-        choice = self.choices.get(key)
-        if choice is None:
-            choice = self.choices[key] = self._choose_in_passing(term)
-        return (way(weigh), choice) if choice.name == PASSING else None
+    def _exactly(self, term: PerExampleGrads) -> tuple[NormResult, StrategyChoice]:
+        squared = term.exact_squared_norms()
+        return (NormResult(squared), EXACT) if squared is not None else self._direct.answer(term, False)
 
-    def weighted_sum(self, term: Term, weights: Tensor) -> Tensor:
-        """`Term.weighted_sum` [*shape] for weights [B], the fastest way where there are several."""
+    def weighted_sum(self, term: PerExampleGrads, weights: Tensor) -> Tensor:
+        """`PerExampleGrads.weighted_sum` [*shape] for weights [B], the fastest way where there are several."""
         ways = term.sums()
         return ways[self._way_to_sum(term, ways, weights)](weights) if ways else term.weighted_sum(weights)
 
-    def _way_to_sum(self, term: Term, ways: dict[str, Callable[[Tensor], Tensor]], weights: Tensor) -> str:
+    def _way_to_sum(self, term: PerExampleGrads, ways: dict[str, Callable[[Tensor], Tensor]], weights: Tensor) -> str:
         """The fastest of the ways, as measured once; the first where a clock must not decide or can't."""
         costs = self._sums.get(term.key, {})
         if torch.are_deterministic_algorithms_enabled() or (not costs and is_traced()):
@@ -174,13 +172,15 @@ class Planner:
             self._sums[term.key] = costs
         return min(costs, key=costs.__getitem__)
 
-    def _choose(self, term: Term, candidates: dict[str, Candidate], keep: bool, may_keep: bool, traced: bool) -> Choice:
+    def _choose(
+        self, term: PerExampleGrads, candidates: dict[str, Strategy], keep: bool, may_keep: bool, traced: bool
+    ) -> StrategyChoice:
         allowed, ordered = self._allowed(candidates, traced)
         raised: dict[str, Exception] = {}
         if torch.are_deterministic_algorithms_enabled():
             reason = "fewest flops (deterministic algorithms asked for)"
             name = ordered[0] if traced else self._first_to_run(term, [*ordered, *_others(candidates, ordered)], raised)
-            return Choice(name, may_keep and candidates[name].keeps, reason, raised=_texts(raised))
+            return StrategyChoice(name, may_keep and candidates[name].keeps, reason, raised=_texts(raised))
         if traced:
             return self._as_measured(term, allowed, ordered, keep, may_keep)
         sample = term.head(SAMPLE)
@@ -199,43 +199,24 @@ class Planner:
             reason = "all others raised"
         kept = may_keep and candidates[name].keeps
         sums = {} if kept or not keep else self._sums.get(term.key, {})
-        return Choice(name, kept, reason, costs, sums, _texts(raised))
+        return StrategyChoice(name, kept, reason, costs, sums, _texts(raised))
 
-    def _choose_in_passing(self, term: Term) -> Choice:
-        """Between that and ways to norms that are followed by one to the sum, with nothing kept."""
-        sample = term.head(SAMPLE)
-        candidates = sample.candidates()
-        _, ordered = self._allowed(candidates, False)
-        raised: dict[str, Exception] = {}
-        costs = self._costs(term, sample, worth_measuring(ordered, candidates), True, False, raised)
-        best = min(costs.values(), default=math.inf)
-        share = sample.examples / term.examples
-        clip = sample.in_passing()
-        assert clip is not None
-        with _inapplicable(PASSING, term, raised):
-            costs[PASSING] = self._measure(partial(clip, _alike), term.device, best / KEPT * share) / share
-        _raise_unless(costs, raised)
-        if costs.get(PASSING, math.inf) * KEPT > best:
-            name = min(costs, key=costs.__getitem__)
-            return Choice(name, False, "faster than in passing", costs, raised=_texts(raised))
-        return Choice(PASSING, False, "about the fastest, and nothing is kept", costs, raised=_texts(raised))
-
-    def _allowed(self, candidates: dict[str, Candidate], traced: bool) -> tuple[dict[str, Candidate], list[str]]:
+    def _allowed(self, candidates: dict[str, Strategy], traced: bool) -> tuple[dict[str, Strategy], list[str]]:
         """Those that may be chosen, and their names in the order of their flops."""
         fit = {name: way for name, way in candidates.items() if way.traces or not traced}
         allowed = {n: c for n, c in fit.items() if self.norm_strategy in ("auto", c.family)} or fit
         return allowed, sorted(allowed, key=lambda name: allowed[name].flops)
 
     def _as_measured(
-        self, term: Term, allowed: dict[str, Candidate], ordered: list[str], keep: bool, may_keep: bool
-    ) -> Choice:
+        self, term: PerExampleGrads, allowed: dict[str, Strategy], ordered: list[str], keep: bool, may_keep: bool
+    ) -> StrategyChoice:
         """The choice inside a graph, where nothing can be timed: by what was measured outside of it."""
         outside = self.choices.get((term.key, keep, may_keep, False, False))
         costs = {name: cost for name, cost in outside.milliseconds.items() if name in allowed} if outside else {}
         name = min(costs, key=costs.__getitem__) if costs else ordered[0]
-        return Choice(name, may_keep and allowed[name].keeps, "fastest measured outside of the graph", costs)
+        return StrategyChoice(name, may_keep and allowed[name].keeps, "fastest measured outside of the graph", costs)
 
-    def _first_to_run(self, term: Term, names: list[str], raised: dict[str, Exception]) -> str:
+    def _first_to_run(self, term: PerExampleGrads, names: list[str], raised: dict[str, Exception]) -> str:
         """The first of the candidates that does not raise."""
         sample = term.head(SAMPLE)
         candidates = sample.candidates()
@@ -246,7 +227,13 @@ class Planner:
         raise next(iter(raised.values()))
 
     def _costs(
-        self, term: Term, sample: Term, names: list[str], keep: bool, may_keep: bool, raised: dict[str, Exception]
+        self,
+        term: PerExampleGrads,
+        sample: PerExampleGrads,
+        names: list[str],
+        keep: bool,
+        may_keep: bool,
+        raised: dict[str, Exception],
     ) -> dict[str, float]:
         """Milliseconds of each candidate for the norms and, where one follows (``keep``), the clipped sum.
 
@@ -255,9 +242,9 @@ class Planner:
         share = sample.examples / term.examples
         candidates = sample.candidates()
         weights = torch.ones(term.examples, device=term.device)
-        trials = Trials(self.memory.cap)
+        trials = MemoryTrials(self.memory.cap)
 
-        def kept_and_summed(way: Candidate) -> Tensor:
+        def kept_and_summed(way: Strategy) -> Tensor:
             kept = way.run(sample, True, trials).kept
             assert kept is not None
             return Dense(kept).weighted_sum(weights[: sample.examples])
@@ -283,20 +270,20 @@ class Planner:
                 costs[name] = self._measure(run, term.device, least) / share + after
         return costs
 
-    def _cost_of_sum(self, term: Term, weights: Tensor) -> float:
+    def _cost_of_sum(self, term: PerExampleGrads, weights: Tensor) -> float:
         if ways := term.sums():
             name = self._way_to_sum(term, ways, weights)
             return self._sums[term.key][name]
         return self._measure(partial(term.weighted_sum, weights), term.device, math.inf)
 
 
-def _others(candidates: dict[str, Candidate], names: list[str]) -> list[str]:
+def _others(candidates: dict[str, Strategy], names: list[str]) -> list[str]:
     """The names of the other candidates, of any family, in the order of their flops."""
     return sorted(candidates.keys() - set(names), key=lambda name: candidates[name].flops)
 
 
 @contextmanager
-def _inapplicable(name: str, term: Term, raised: dict[str, Exception]) -> Iterator[None]:
+def _inapplicable(name: str, term: PerExampleGrads, raised: dict[str, Exception]) -> Iterator[None]:
     """Puts what a candidate raises into ``raised`` and goes on; Ctrl-C is no Exception and is left alone."""
     try:
         yield
@@ -326,7 +313,7 @@ def _alike(example: int, squared: float) -> float:
     return 1.0
 
 
-def worth_measuring(ordered: list[str], candidates: dict[str, Candidate]) -> list[str]:
+def worth_measuring(ordered: list[str], candidates: dict[str, Strategy]) -> list[str]:
     """Those of the names, given in the order of their flops, that may be the fastest."""
     least = candidates[ordered[0]].flops
     return [
@@ -336,6 +323,6 @@ def worth_measuring(ordered: list[str], candidates: dict[str, Candidate]) -> lis
     ]
 
 
-def kept_bytes(term: Term) -> int:
+def kept_bytes(term: PerExampleGrads) -> int:
     """Bytes of the term's per-example gradients, were they kept."""
     return 4 * term.examples * math.prod(term.shape)

@@ -282,9 +282,9 @@ def test_joint_releases_are_one_of_less_noise() -> None:
     inner = dp_accounting.ComposedDpEvent([dp_accounting.GaussianDpEvent(1.5), dp_accounting.GaussianDpEvent(4.0)])
     event = dp_accounting.PoissonSampledDpEvent(0.05, inner)
     expected = by_dp_accounting("rdp", "add_or_remove_one", event, 100, 1e-5)
-    joint = JointGaussian(parts, 100)
-    assert accounting.epsilon_of([joint], delta=1e-5, accountant="rdp") == pytest.approx(expected, rel=1e-12)
-    assert accounting.epsilon_of([joint, joint.together], delta=1e-5, accountant="rdp") > expected
+    linear_pair = JointGaussian(parts, 100)
+    assert accounting.epsilon_of([linear_pair], delta=1e-5, accountant="rdp") == pytest.approx(expected, rel=1e-12)
+    assert accounting.epsilon_of([linear_pair, linear_pair.together], delta=1e-5, accountant="rdp") > expected
 
 
 @pytest.mark.parametrize(
@@ -324,8 +324,8 @@ def test_guarantees_in_words_name_what_they_are_about() -> None:
     assert "drawn without replacement, at rate 0.05" in accounting.samples(fixed)
     assert accounting.neighbours(fixed).endswith("differ in what one example is (replace_one).")
     assert "cut down to 4" in accounting.samples(cut)
-    joint = JointGaussian((SampledGaussian(0.05, 3.0), SampledGaussian(0.05, 4.0)))
-    assert "noise multipliers 3, 4 in one release (2.4 together)" in accounting.samples(joint)
+    linear_pair = JointGaussian((SampledGaussian(0.05, 3.0), SampledGaussian(0.05, 4.0)))
+    assert "noise multipliers 3, 4 in one release (2.4 together)" in accounting.samples(linear_pair)
     assert accounting.guarantee([], delta=0.1).endswith("nothing was released")
 
 

@@ -17,7 +17,7 @@ from ghostclip.events import JointGaussian, SampledGaussian
 from ghostclip.sampling import LogicalBatches
 
 
-class Rows(nn.Module):
+class LookupGrads(nn.Module):
     """Example i's gradient is its own row of numbers, whatever the parameters are."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ def losses_of(model: nn.Module, examples: list[torch.Tensor]) -> torch.Tensor:
 
 
 def engine_for(norms: torch.Tensor, clipping: Adaptive, **options: Any) -> Any:
-    model = Rows()
+    model = LookupGrads()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     return runs.engine_for(
         model, optimizer, data(norms), clipping=clipping, self_check=False,
@@ -182,7 +182,7 @@ def test_without_private_noise_the_count_isnt_private_either(options: dict[str, 
 
 
 def test_a_clipper_alone_clips_and_never_moves_the_norm() -> None:
-    policy, model = Adaptive(0.5), Rows()
+    policy, model = Adaptive(0.5), LookupGrads()
     clipper = GhostClipper(model, policy)
     result = clipper.backward(losses_of(model, list(data(torch.tensor([0.1, 2.0])).tensors)))
     assert policy.max_norm == 0.5
@@ -222,7 +222,7 @@ def test_graphs_are_refused_since_the_norm_would_be_built_in() -> None:
     with pytest.raises(ValueError, match="compile and Adaptive clipping don't go together"):
         engine_for(torch.rand(400), Adaptive(1.0)).compile()
     with pytest.raises(ValueError, match="compile and Adaptive clipping"):
-        GhostClipper(Rows(), Adaptive(1.0), compile=True)
+        GhostClipper(LookupGrads(), Adaptive(1.0), compile=True)
 
 
 def test_a_checkpoint_keeps_the_norm_and_a_ledger_the_charge(tmp_path: Any) -> None:

@@ -9,7 +9,7 @@ from ghostclip.clipping import PerLayer
 from ghostclip.native import library
 from ghostclip.norms import affine as affines
 from ghostclip.norms import whole
-from ghostclip.norms.affine import Affine, squared_norms_of, weighted_sums_of
+from ghostclip.norms.affine import LinearPair, squared_norms_of, weighted_sums_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 SIZES = [(1, 1), (3, 17), (64, 65), (128, 63), (515, 16), (15, 100), (2, 8193)]
@@ -32,7 +32,7 @@ def layers(batch, dtype, names):
     generator = torch.Generator().manual_seed(batch)
     chosen = SIZES if batch < 100 else SIZES[:-1]  # the last is long, and of many examples too large for C
     made = [[torch.randn(batch, size, generator=generator, dtype=dtype) for size in sizes] for sizes in chosen]
-    return [Affine(left, right, names) for left, right in made]
+    return [LinearPair(left, right, names) for left, right in made]
 
 
 def per_example(layer):
@@ -60,8 +60,8 @@ def test_norms_and_sums_of_many_layers(batch, names, dtype, way):
 @pytest.mark.parametrize("names", NAMES)
 def test_c_and_tensor_operations_agree_on_strided_tensors(names, monkeypatch):
     wide = torch.randn(19, 64)
-    rows = Affine(wide[:, 3:40], torch.randn(38, 21)[::2], names)
-    columns = Affine(wide.clone().t()[:19], torch.randn(1, 21).expand(19, 21), names)
+    rows = LinearPair(wide[:, 3:40], torch.randn(38, 21)[::2], names)
+    columns = LinearPair(wide.clone().t()[:19], torch.randn(1, 21).expand(19, 21), names)
     weights = [torch.rand(38)[::2], torch.rand(19)]
     found = [squared_norms_of([rows, columns]), weighted_sums_of([rows, columns], weights)]
     found += [squared_norms_of([rows]), weighted_sums_of([rows], [torch.ones(19)])]
@@ -111,23 +111,13 @@ def test_groups_that_wait_for_each_other_do_what_the_others_do(spoil):
         x[4] = spoil
     found = []
     clipper = ghostclip.GhostClipper(classifier(), PerLayer(0.3))
-    for _ in range(2):  # that groups are small is known from the second time on
+    for _ in range(2):
         clipper.model.zero_grad()
         losses = torch.nn.functional.cross_entropy(clipper.model(x), y, reduction="none")
         found.append((clipper.backward(losses), gradients(clipper.model)))
         with pytest.raises(ghostclip.StaleInputError, match="freed"):
             clipper.backward(losses)
-    assert len(clipper._passes._small) == 1
     assert_dicts_close(found[0][1], found[1][1], 1e-12)
     for of in ("norms", "weights"):
         torch.testing.assert_close(*(getattr(result, of) for result, _ in found), equal_nan=True)
     assert spoil is None or not any(bool(weights[4]) for weights in found[1][0].weights.values())
-
-
-def test_groups_wait_only_where_all_of_them_are_small(monkeypatch):
-    clipper = ghostclip.GhostClipper(classifier(), PerLayer(0.3))
-    monkeypatch.setattr("ghostclip.first_passes.POSTPONED_BYTES", 8 * 9 * (6 + 8 + 8 + 3) - 1)
-    losses = torch.nn.functional.cross_entropy(clipper.model(torch.randn(9, 6).double()), torch.arange(9) % 3,
-                                               reduction="none")  # fmt: skip
-    clipper.backward(losses)
-    assert not clipper._passes._small

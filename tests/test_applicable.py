@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from ghostclip import GhostClipper
-from ghostclip.explain import plan_of
-from ghostclip.norms.convolution import Geometry, Patches
-from ghostclip.norms.outer import Outer
-from ghostclip.norms.term import Candidate
+from ghostclip.clipper.explain import plan_of
+from ghostclip.norms.convolution import ConvGrads, Geometry
+from ghostclip.norms.outer import OuterProduct
+from ghostclip.norms.term import Strategy
 from ghostclip.planner import Planner
 
 
@@ -22,7 +22,7 @@ def convolution_term(batch=3, channels=2, size=4, groups=1, channels_last=False,
         layout = torch.channels_last if dims == 2 else torch.channels_last_3d
         images, grads = images.to(memory_format=layout), grads.to(memory_format=layout)
     geometry = Geometry((1,) * dims, (1,) * dims, (1,) * dims, groups)
-    return Patches(images, grads, torch.Size((4, channels, *[kernel] * dims)), geometry)
+    return ConvGrads(images, grads, torch.Size((4, channels, *[kernel] * dims)), geometry)
 
 
 def with_broken(monkeypatch, term, errors):
@@ -39,7 +39,7 @@ def with_broken(monkeypatch, term, errors):
     def candidates(self):
         made = found(self)
         for name in errors:
-            made[name] = Candidate(made[name].family, broken(name), made[name].flops, made[name].keeps)
+            made[name] = Strategy(made[name].family, broken(name), made[name].flops, made[name].keeps)
         return made
 
     monkeypatch.setattr(type(term), "candidates", candidates)
@@ -98,7 +98,7 @@ def test_any_strategy_may_raise(error, deterministic, strategy, keep, monkeypatc
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_where_all_raise_the_first_error_goes_on_and_nothing_is_remembered(deterministic, monkeypatch):
     torch.manual_seed(0)
-    term = Outer(torch.randn(3, 6, 4), torch.randn(3, 6, 5), torch.Size((4, 5)))
+    term = OuterProduct(torch.randn(3, 6, 4), torch.randn(3, 6, 5), torch.Size((4, 5)))
     with_broken(monkeypatch, term, {name: MemoryError(name) for name in term.candidates()})
     planner = Planner()
     torch.use_deterministic_algorithms(deterministic)
@@ -127,9 +127,9 @@ def test_a_way_to_the_sum_may_raise(monkeypatch):
     def failing(weights):
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr(Patches, "sums", lambda self: {**ways, "rows": failing})
+    monkeypatch.setattr(ConvGrads, "sums", lambda self: {**ways, "rows": failing})
     torch.testing.assert_close(Planner().weighted_sum(term, weights), expected)
-    monkeypatch.setattr(Patches, "sums", lambda self: dict.fromkeys(ways, failing))
+    monkeypatch.setattr(ConvGrads, "sums", lambda self: dict.fromkeys(ways, failing))
     with pytest.raises(RuntimeError, match="no kernel"):
         Planner().weighted_sum(term, weights)
 
@@ -137,7 +137,7 @@ def test_a_way_to_the_sum_may_raise(monkeypatch):
 def test_explain_names_what_raised(monkeypatch, caplog):
     model = nn.Sequential(nn.Linear(4, 3))
     clipper = GhostClipper(model)
-    term = Outer(torch.randn(3, 6, 3), torch.randn(3, 6, 4), torch.Size((3, 4)))
+    term = OuterProduct(torch.randn(3, 6, 3), torch.randn(3, 6, 4), torch.Size((3, 4)))
     with_broken(monkeypatch, term, {"gram": RuntimeError("no kernel")})
     clipper.backward(clipper.model(torch.randn(5, 6, 4)).square().sum((1, 2)))
     assert "gram is not applicable (RuntimeError: no kernel)" in str(clipper.explain())

@@ -175,7 +175,7 @@ def test_what_is_shared_costs_no_proof_twice():
     model = ghostclip.wrap(row.model())
     clipper = ghostclip.GhostClipper(model)
     clipper.norms(row.losses(model(*row.inputs())))
-    (places,) = clipper._passes._grouping._places.values()
+    (places,) = clipper.passes._grouping._places.values()
     known = dict(places.decisions)
     clipper.norms(row.losses(model(*row.inputs(seed=12))))
     assert known

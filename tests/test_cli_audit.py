@@ -65,7 +65,10 @@ def test_either_attack_alone(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--method", "nxbp"], "the audit runs the engine, whose methods are reweight and cached; got --method nxbp"),
+        (
+            ["--method", "nxbp"],
+            "the audit runs the engine, whose methods are auto, cached, reweight; got --method nxbp",
+        ),
         (["--draws", "0", "--canaries", "0"], "leave nothing to audit"),
         (["--plot", "/nowhere/at/all.png"], "there is no folder /nowhere/at"),
         (["--noise-multiplier", "0"], "noise multiplier 0 claims nothing"),

@@ -1,5 +1,6 @@
 """Tables as long as a batch: what is decided of a model is the same at every batch size, whatever one example holds."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -317,3 +318,53 @@ def test_a_part_of_a_buffer_may_be_data() -> None:
     clipper = GhostClipper(ghostclip.wrap(model), MAX_NORM)
     with pytest.raises(UnsupportedModelError, match="mix"):
         clipper.backward(model(torch.randn(4, 3)))
+
+
+def last_of_table(m, x):
+    return m.head(torch.tanh(m.body(x) + m.place(torch.arange(x.shape[1])))[:, -1])
+
+
+def last_of_parameter(m, x):
+    return m.head(torch.tanh(m.body(x) + m.p.tanh())[:, -1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("large", [1e4, 1e6, 1e12])
+@pytest.mark.parametrize("examples", [2, 4, 8])
+@pytest.mark.parametrize("wiring", [last_of_table, last_of_parameter])
+def test_a_large_example_does_not_own_the_row_that_all_others_use(wiring, examples, large, dtype):
+    """Only the last position has gradients, and the last example's outweigh those of all others by far."""
+    torch.manual_seed(7)
+    parts = {"body": nn.Linear(3, 5), "head": nn.Linear(5, 2)}
+    if wiring is last_of_table:
+        model = with_parameters(wiring, {}, place=nn.Embedding(8, 5), **parts).to(dtype)
+    else:
+        model = with_parameters(wiring, {"p": (8, 5)}, **parts).to(dtype)
+    x, factors = torch.randn(examples, 8, 3, dtype=dtype), torch.ones(examples, dtype=dtype)
+    factors[-1] = large
+
+    def losses(m, x, factors):
+        return factors * m(x).square().sum(1)
+
+    plain = copy.deepcopy(model).double()
+    clipper = ghostclip.GhostClipper(model, 0.1)
+    result = clipper.backward(losses(model, x, factors))
+    norms = []
+    for example in range(examples):
+        plain.zero_grad()
+        part = slice(example, example + 1)
+        losses(plain, x[part].double(), factors[part].double()).sum().backward()
+        norms.append(sum(p.grad.square().sum() for p in plain.parameters() if p.grad is not None).sqrt())
+    torch.testing.assert_close(result.norms.double(), torch.stack(norms), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_saturated_example_makes_no_table_of_a_layer(dtype):
+    """Its gradient is exactly zero below tanh, and its input isn't finite; the other example alone shows rows."""
+    torch.manual_seed(8)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
+    x = torch.randn(2, 5).to(dtype)
+    x[0, 4] = -torch.inf
+    result = ghostclip.GhostClipper(model, 1.0).backward(model(x).square().sum(1))
+    assert bool(result.norms[1].isfinite())
+    assert float(result.weights[1]) > 0.0

@@ -12,10 +12,11 @@ from graphs import interpret
 from torch.utils._pytree import tree_leaves
 
 import ghostclip
+from ghostclip.clipper.batches import leaves_of
 from ghostclip.clipping import Automatic, Custom, Grouped, PerLayer
 from ghostclip.compiled import clip as compiling
 from ghostclip.compiled import trial
-from ghostclip.compiled.signature import capacity_for, function_key, function_kind, leaves_of, pad
+from ghostclip.compiled.signature import capacity_for, function_key, function_kind, pad
 
 
 @pytest.fixture

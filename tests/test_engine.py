@@ -239,12 +239,12 @@ def test_narrow_parameters_are_summed_and_made_noisy_in_float32(monkeypatch: pyt
     monkeypatch.setattr(engine._steps._noise, "draw", kept)
     reference = runs.network(torch.bfloat16)
     clipper = GhostClipper(reference, 1.0)
-    clipper._passes.wide_sums = {}
+    clipper.passes.reduce_apart()
     sums = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
     batch = next(runs.nonempty(engine))
     for examples in runs.gather(engine, batch):
         clipper.backward(runs.losses_of(reference, examples))
-        sums = [s + clipper._passes.wide_sums[id(p)] for s, p in zip(sums, reference.parameters(), strict=True)]
+        sums = [s + clipper.passes.wide_sums[id(p)] for s, p in zip(sums, reference.parameters(), strict=True)]
         reference.zero_grad()
     engine.optimizer.step()
     assert len(batch.sizes) > 5
@@ -440,9 +440,10 @@ def test_parameters_that_are_single_numbers(dtype: torch.dtype, second_pass: str
     assert not torch.equal(runs.weights(engine.model), before)
 
 
-def test_hooks_on_parameters_that_are_single_numbers() -> None:
+@pytest.mark.parametrize("second_pass", ["cached", "reweight"])
+def test_hooks_on_parameters_that_are_single_numbers(second_pass: str) -> None:
     model, seen = Numbers(torch.float32), []
     model.scale.register_hook(lambda grad: seen.append(grad.clone()))
-    GhostClipper(model, 1e6).backward(runs.losses_of(model, list(runs.data().tensors)))
+    GhostClipper(model, 1e6, second_pass=second_pass).backward(runs.losses_of(model, list(runs.data().tensors)))
     assert len(seen) == 1
     assert torch.equal(seen[0], model.scale.grad)

@@ -8,8 +8,8 @@ import torch
 from comparing import assert_dicts_close, gradients
 
 import ghostclip
-from ghostclip.index import ModelIndex
-from ghostclip.serial import serial_number
+from ghostclip.graph.parameter_names import ParameterNames
+from ghostclip.graph.serial import serial_number
 
 
 class By(torch.nn.Module):
@@ -77,8 +77,10 @@ def test_layers_that_come_and_go_are_proved_anew_and_summed_right():
 
 def test_what_was_proved_stands_while_no_module_is_exchanged_and_when_one_comes_back(monkeypatch):
     proofs = []
-    prove = ghostclip.regroup.majors_of
-    monkeypatch.setattr(ghostclip.regroup, "majors_of", lambda *a, **k: proofs.append(1) or prove(*a, **k))
+    lay_out = ghostclip.graph.row_layout.check_mixing
+    monkeypatch.setattr(
+        ghostclip.graph.row_layout, "check_mixing", lambda *a, **k: proofs.append(1) or lay_out(*a, **k)
+    )
     model, x = model_with(half), torch.randn(4, 6)
     clipper = ghostclip.GhostClipper(model, 1.0)
     heads = [model[2], ghostclip.nn.Linear(8, 3)]
@@ -101,21 +103,21 @@ def test_a_number_is_never_given_again():
 
 
 def test_numbers_keep_nothing_alive_and_are_forgotten_with_their_objects():
-    before = len(ghostclip.serial._known)
+    before = len(ghostclip.graph.serial._known)
     layer = torch.nn.Linear(2, 2)
     known = weakref.ref(layer)
     serial_number(layer)
     serial_number(layer.weight)
-    assert len(ghostclip.serial._known) == before + 2
+    assert len(ghostclip.graph.serial._known) == before + 2
     del layer
     gc.collect()
     assert known() is None
-    assert len(ghostclip.serial._known) <= before
+    assert len(ghostclip.graph.serial._known) <= before
 
 
 def test_versions_of_a_model_are_told_by_every_module_and_parameter():
     model = model_with(half)
-    index = ModelIndex(model)
+    index = ParameterNames(model)
     versions = [index.version]
     changes = [
         lambda: model.__setitem__(1, By(half)),

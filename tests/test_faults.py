@@ -16,18 +16,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import ghostclip
-from ghostclip import PrivacyError, one_by_one
+from ghostclip import PrivacyError
 from ghostclip.clipper import ClippingResult
 from ghostclip.clipping import Adaptive, Custom, PerLayer
 from ghostclip.engine import PrivacyEngine
 from ghostclip.engine.pieces import is_out_of_memory, rows_of
-
-
-@pytest.fixture(autouse=True)
-def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the machine is, no step is slow enough for the loop over single examples to be tried in it."""
-    monkeypatch.setattr(one_by_one, "LEAST_SECONDS", float("inf"))
-
 
 PACKAGE = str(Path(ghostclip.__file__).parent)
 NORM, RATE = 0.1, 2.0
@@ -429,16 +422,11 @@ PLACES: dict[str, Callable[[PrivacyEngine, pytest.MonkeyPatch], object]] = {
     "charge": lambda engine, patch: patch.setattr(engine._steps, "charge", broken),
     "noise": lambda engine, patch: patch.setattr(engine._steps._noise, "release", broken),
     "zero_grad": lambda engine, patch: patch.setattr(engine.optimizer, "zero_grad", broken),
-    "sums": lambda engine, patch: (
-        patch.setattr("ghostclip.outcome.weighted_sums_of", broken),
-        patch.setattr("ghostclip.at_once.clipped_sums_of", broken),
-    ),
+    "sums": lambda engine, patch: patch.setattr("ghostclip.clipper.outcome.weighted_sums_of", broken),
     # Small layers are kept, and go without it.
     "second backward": lambda engine, patch: (
-        patch.setattr(engine._steps._clipper._passes, "_memory_budget", 1),
-        patch.setattr(engine._steps._clipper._passes, "_set_aside", set()),
-        patch.setattr(engine._steps._clipper._passes, "_at_once", None),
-        patch.setattr(engine._steps._clipper._passes, "_second_backward", broken),
+        patch.setattr(engine._steps._clipper.passes, "_memory_budget", 1),
+        patch.setattr(engine._steps._clipper.passes, "_second_backward", broken),
     ),
 }
 

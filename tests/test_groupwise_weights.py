@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ghostclip.groupwise import GroupSums
+from ghostclip.clipper.groupwise import GroupSums
 from ghostclip.norms.dense import Dense
 from ghostclip.planner import Planner
 
@@ -12,8 +12,8 @@ from ghostclip.planner import Planner
 def test_a_norm_that_only_this_pass_finds_not_finite_has_weight_zero(wrong):
     """Numbers whose squares overflow below a gradient of zero: one kernel finds a norm of 0, another inf * 0."""
     parameter, gradients = torch.nn.Parameter(torch.zeros(2)), torch.tensor([[3.0, 4.0], [0.0, 0.0], [1.0, 0.0]])
-    finite, losses = torch.tensor([True, True, False]), torch.tensor([1.0, 2.0, torch.nan])
-    sums = GroupSums({id(parameter): "group"}, {"group": 0.5}, None, finite, torch.float32, losses, Planner())
+    finite = torch.tensor([True, True, False])
+    sums = GroupSums({id(parameter): "group"}, {"group": 0.5}, None, finite, torch.float32, Planner())
     part = (id(parameter), None)
     sums.expect([part])
     sums.take([part], torch.tensor([25.0, wrong, 1.0]), None, Dense(gradients))

@@ -14,15 +14,12 @@ ROOT = Path(ghostclip.__file__).parent
 
 # From the ground up. Modules on one level in a set do not import each other; those in a tuple may, from left to right.
 LEVELS: list[tuple[str, ...] | set[str]] = [
-    ("errors", "validate", "interruption", "grad_mode", "native"),
+    ("errors", "validate", "interruption", "native"),
     ("norms",),
     ("nn",),
-    ("planner", "separation", "sharding", "convert"),
-    ("serial", "index", "seams", "narrowing", "tail", "shared", "graph", "search", "proof", "positions", "regroup"),
+    ("graph", "planner", "sharding", "wrap"),
     ("clipping",),
-    ("gradients", "groupwise", "aside", "passes", "outcome", "reweighting", "by_parts", "torch_errors", "at_once",
-     "first_passes", "two_passes", "explain", "verify", "replay", "compiled", "halves", "other_size", "one_by_one"),
-    ("clipper",),
+    ("clipper", "compiled"),
     ("events",),
     {"noise", "sampling", "accounting", "ledger", "checkpoint"},
     ("engine",),

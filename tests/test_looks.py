@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ghostclip
 from ghostclip import models, native, nn
+from ghostclip.clipper.wanted import Wanted
 from ghostclip.clipping import Custom, PerLayer, as_policy
 from ghostclip.compiled import update
 from ghostclip.norms.outer import gram
@@ -29,7 +30,8 @@ class Looks(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def stalling(monkeypatch):
-    monkeypatch.setattr("ghostclip.two_passes.looks_stall", lambda device: True)
+    for module in ("clipper.first_pass", "clipper.second_pass", "norms.outer"):
+        monkeypatch.setattr(f"ghostclip.{module}.may_sync", lambda device: False)
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def counted(monkeypatch, run):
 
 SHAPES = {"mlp": (6,), "cnn": (1, 8, 8), "rnn": (1, 5, 4), "lstm": (1, 5, 4), "transformer": (7,)}
 MODES = {
-    "reweight": {},
+    "reweight": {"second_pass": "reweight"},
     "cached": {"second_pass": "cached"},
     "per layer": {"clipping": PerLayer(MAX_NORM)},
     "custom": {"clipping": Custom(lambda norms: norms, MAX_NORM, groups={"all": ["*"]})},
@@ -128,7 +130,7 @@ def test_norms_of_these_inputs_need_a_look():
     exact = expected["linear.weight"].flatten(1).norm(dim=1)
     assert float((squared.sqrt() / exact - 1).abs()[UNRELIABLE].min()) > 1e-8
     clipper = ghostclip.GhostClipper(model, norm_strategy="gram")
-    norms = clipper._passes.first_pass(model(x, factors), keep=False, retain_graph=False, postponed=True).norms()
+    norms = clipper.passes.first_pass(model(x, factors), Wanted(), retain_graph=False).norms()
     assert norms.isnan().nonzero().flatten().tolist() == UNRELIABLE
     assert_close(clipper.norms(model(x, factors)), oracle.norms(expected), 1e-8)
 
@@ -157,10 +159,8 @@ def by_the_loop(expected, way):
 @pytest.mark.parametrize("call", ["backward", "clip"])
 @pytest.mark.parametrize("way", WAYS)
 def test_norms_that_needed_a_look_are_the_direct_forms(way, call, large, spoilt, monkeypatch):
-    monkeypatch.setattr("ghostclip.two_passes.WATCHED", 0)
     if large:  # groups don't wait for each other
-        monkeypatch.setattr("ghostclip.first_passes.POSTPONED_BYTES", 0)
-        monkeypatch.setattr("ghostclip.groupwise.POSTPONED_BYTES", 0)
+        monkeypatch.setattr("ghostclip.clipper.groupwise.POSTPONED_BYTES", 0)
     model, inputs, expected = cancelling(spoilt)
     norms, sums = by_the_loop(expected, way)
     clipper = ghostclip.GhostClipper(model, norm_strategy="gram", **{"clipping": MAX_NORM, **WAYS[way]})
@@ -183,35 +183,21 @@ def test_norms_that_needed_a_look_are_the_direct_forms(way, call, large, spoilt,
         norms, _ = by_the_loop(expected, way)
 
 
-@pytest.mark.parametrize("way", ["reweight", "cached", "per layer"])
-def test_after_a_norm_that_needed_a_look_each_is_looked_at_for_a_while(way, monkeypatch, no_compiler):
-    monkeypatch.setattr("ghostclip.first_passes.POSTPONED_BYTES", 0)
-    monkeypatch.setattr("ghostclip.two_passes.WATCHED", 3)
-    model, (x, factors), _ = cancelling()
-    plain = torch.randn_like(x)
-    clipper = ghostclip.GhostClipper(model, norm_strategy="gram", **WAYS[way])
-    looks = []
-    for inputs in (plain, plain, x, plain, plain, plain, plain):
-        model.zero_grad()
-        looks.append(counted(monkeypatch, lambda inputs=inputs: clipper.clip(lambda m, b: m(*b), (inputs, factors))))
-    assert looks[2] > looks[3] == looks[4] > 1 == looks[1] == looks[5] == looks[6]
-
-
-def test_on_the_processor_each_norm_is_looked_at_as_it_is_formed(monkeypatch):
+def test_on_the_processor_no_norm_becomes_nan(monkeypatch):
     monkeypatch.undo()
     model, inputs, _ = cancelling()
     clipper = ghostclip.GhostClipper(model, norm_strategy="gram")
     seen = []
-    true = clipper._passes.first_pass
-    clipper._passes.first_pass = lambda *args, **options: seen.append(options["postponed"]) or true(*args, **options)
+    true = clipper.passes.first_pass
+    clipper.passes.first_pass = lambda losses, wanted, **options: seen.append(wanted) or true(losses, wanted, **options)
     clipper.backward(model(*inputs))
-    assert seen == [False]
+    assert [wanted.exact for wanted in seen] == [False]
 
 
 def test_the_counts_of_an_optimizer_are_read_by_one_look(monkeypatch):
     counts = [torch.tensor(3.0), torch.tensor(5.0), torch.tensor(5.0)]
     found = [update._read(counts)]
-    monkeypatch.setattr("ghostclip.compiled.update.looks_stall", lambda device: True)
+    monkeypatch.setattr("ghostclip.compiled.update.may_sync", lambda device: False)
     assert counted(monkeypatch, lambda: found.append(update._read(counts))) == 1
     assert found == [[3.0, 5.0, 5.0]] * 2
     assert update._read([]) == []

@@ -57,7 +57,7 @@ def test_no_scale_is_taken_for_mixing(faint, large):
     for _ in range(2):
         model.zero_grad()
         result = clipper.backward(factors * model(inputs()).abs().sum(1))
-    assert clipper._passes.is_open is False
+    assert clipper.passes.is_open is False
     each = oracle.per_example_grads(model.double(), lambda out: out.abs().sum(1), (inputs().double(),))
     others = [i for i in range(EXAMPLES) if i != 2]
     torch.testing.assert_close(result.norms[others].double(), oracle.norms(each)[others], rtol=1e-4, atol=0)
@@ -70,7 +70,7 @@ def test_layers_between_normalization_and_attention_are_proved_in_float32(exampl
     clipper = ghostclip.GhostClipper(model, 0.5)
     x = torch.randn(examples, 1, 3, generator=torch.Generator().manual_seed(5))
     clipper.backward(1e-4 * model(x).square().mean((1, 2)))
-    assert not clipper._passes.is_open
+    assert not clipper.passes.is_open
     found = {name: value.double() for name, value in gradients(model).items()}
     each = oracle.per_example_grads(model.double(), lambda out: 1e-4 * out.square().mean((1, 2)), (x.double(),))
     assert_dicts_close(found, oracle.clipped_sum(each, 0.5), 1e-4)
@@ -121,3 +121,31 @@ def test_a_large_example_hides_no_order_of_rows(wiring, large, last, positions, 
 
 def sums(out, last):
     return (out[:, -1] if last else out).flatten(1).sum(1)
+
+
+def folded_layer(m, x):
+    return m.head(m.body(x.transpose(0, 1).reshape(-1, 3)).view(2, len(x), 5).transpose(0, 1)[:, -1])
+
+
+def folded_product(m, x):
+    rows = m.body(x).transpose(0, 1).reshape(-1, 5)
+    return m.head((rows @ m.p).view(2, len(x), 5).transpose(0, 1)[:, -1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("spoilt", [0, 1])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("wiring", [folded_layer, folded_product])
+def test_rows_that_are_not_finite_go_to_the_example_whose_loss_is_not(wiring, bad, spoilt, dtype):
+    """Of two examples at two positions, only the last of which has gradients, two rows say the same of both orders."""
+    torch.manual_seed(6)
+    model = with_parameters(wiring, {"p": (5, 5)}, body=nn.Linear(3, 5), head=nn.Linear(5, 2)).to(dtype)
+    x, factors = torch.randn(2, 2, 3).to(dtype), torch.ones(2, dtype=dtype)
+    plain, clipper = copy.deepcopy(model), ghostclip.GhostClipper(model)
+    factors[spoilt] = bad
+    result = clipper.backward(factors * model(x).square().sum(1))
+    other = 1 - spoilt
+    plain(x[other : other + 1]).square().sum().backward()
+    size = sum(p.grad.double().square().sum() for p in plain.parameters() if p.grad is not None).sqrt()
+    assert float(result.norms[other]) == pytest.approx(float(size), rel=1e-2)
+    assert float(result.weights[spoilt]) == 0.0

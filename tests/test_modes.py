@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ghostclip
-from ghostclip.nn.base import Call
+from ghostclip.nn.base import LayerCall
 
 MAX_NORM = 0.5
 NARROW = [torch.bfloat16, torch.float16]
@@ -212,7 +212,7 @@ def test_checkpointed_models_are_exact(order, second_pass):
 def calls() -> int:
     """How many uses of layers are remembered anywhere."""
     gc.collect()
-    return sum(type(thing) is Call for thing in gc.get_objects())
+    return sum(type(thing) is LayerCall for thing in gc.get_objects())
 
 
 @pytest.fixture

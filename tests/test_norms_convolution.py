@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ghostclip.native import library
-from ghostclip.norms.convolution import Geometry, Patches, weight_gradient
+from ghostclip.norms.convolution import ConvGrads, Geometry, weight_gradient
 from ghostclip.norms.half_windows import half_windows
 from ghostclip.norms.outer import chunks
 from ghostclip.norms.shifts import shifted_products
@@ -78,8 +78,10 @@ def test_cancellation_between_positions_is_noticed(name):
     images = 1 + 1e-3 * torch.randn(2, 3, 8, 8)
     grads = torch.randn(2, 4, 6, 6)
     grads -= grads.mean((2, 3), keepdim=True)
-    term = Patches(images, grads, torch.Size((4, 3, 3, 3)), Geometry((1, 1), (0, 0), (1, 1), 1))
-    exact = Patches(images.double(), grads.double(), term.shape, term.geometry).per_example().flatten(1).square().sum(1)
+    term = ConvGrads(images, grads, torch.Size((4, 3, 3, 3)), Geometry((1, 1), (0, 0), (1, 1), 1))
+    exact = (
+        ConvGrads(images.double(), grads.double(), term.shape, term.geometry).per_example().flatten(1).square().sum(1)
+    )
     found = term.candidates()[name].run(term).squared_norms
     torch.testing.assert_close(found.double(), exact, rtol=1e-3, atol=0)
 
@@ -89,7 +91,7 @@ def test_windows_are_offered_for_stride_one_and_a_kernel_of_several():
     for stride, kernel, offered in (((1, 1), 3, True), ((2, 1), 3, False), ((1, 1), 1, False)):
         outputs = [(8 - kernel) // step + 1 for step in stride]
         shape = torch.Size((4, 3, kernel, kernel))
-        term = Patches(images, torch.randn(2, 4, *outputs), shape, Geometry(stride, (0, 0), (1, 1), 1))
+        term = ConvGrads(images, torch.randn(2, 4, *outputs), shape, Geometry(stride, (0, 0), (1, 1), 1))
         assert ("windows" in term.candidates()) == offered
         assert ("half windows" in term.candidates()) == (offered and library("windows") is not None)
 
@@ -142,7 +144,7 @@ def test_every_candidate_gives_the_same(dimensions, groups, stride):
     images = torch.randn(3, 6, *[7] * dimensions, dtype=torch.float64)
     grads = torch.randn(3, 4, *[(7 + 2 - 3) // stride + 1] * dimensions, dtype=torch.float64)
     geometry = Geometry((stride,) * dimensions, (1,) * dimensions, (1,) * dimensions, groups)
-    term = Patches(images, grads, torch.Size((4, 6 // groups, *[3] * dimensions)), geometry)
+    term = ConvGrads(images, grads, torch.Size((4, 6 // groups, *[3] * dimensions)), geometry)
     expected = term.per_example()
     for candidate in term.candidates().values():
         found = candidate.run(term, True)
@@ -155,7 +157,7 @@ def test_every_candidate_gives_the_same(dimensions, groups, stride):
 def test_shifts_are_offered_in_one_and_two_dimensions():
     for dimensions, offered in ((1, True), (2, True), (3, False)):
         ones = (1,) * dimensions
-        term = Patches(
+        term = ConvGrads(
             torch.randn(2, 3, *[5] * dimensions),
             torch.randn(2, 4, *[4] * dimensions),
             torch.Size((4, 3, *[2] * dimensions)),
@@ -189,7 +191,7 @@ def test_every_way_to_the_sum_equals_gradients_formed_one_by_one(name, way, whol
         images = torch.randn(5, inputs + extra, *sizes, dtype=torch.float64)
         grads = torch.randn(5, outputs, *places, dtype=torch.float64)
         weights = torch.rand(5, dtype=torch.float64)
-        term = Patches(images, grads, torch.Size((outputs, inputs + extra, *kernel)), geometry)
+        term = ConvGrads(images, grads, torch.Size((outputs, inputs + extra, *kernel)), geometry)
         expected = sum(
             weight * weight_gradient(images[one], grads[one], term.shape, geometry)
             for weight, one in zip(weights, (slice(i, i + 1) for i in range(5)), strict=True)
@@ -207,7 +209,7 @@ def test_products_are_offered_for_the_sum_where_positions_are_few_and_channels_w
     def ways(size, groups=1, kernel=3, batch=2):
         images = torch.randn(batch, 4, size + kernel - 1, size + kernel - 1)
         shape = torch.Size((8, 4 // groups, kernel, kernel))
-        term = Patches(images, torch.randn(batch, 8, size, size), shape, Geometry((1, 1), (0, 0), (1, 1), groups))
+        term = ConvGrads(images, torch.randn(batch, 8, size, size), shape, Geometry((1, 1), (0, 0), (1, 1), groups))
         return list(term.sums())
 
     assert ways(12) == ["native", "rows", "turned rows"]
@@ -217,7 +219,7 @@ def test_products_are_offered_for_the_sum_where_positions_are_few_and_channels_w
 
 def test_narrow_gradients_are_summed_in_single_precision():
     torch.manual_seed(0)
-    term = Patches(torch.randn(3, 4, 3, 3).bfloat16(), torch.randn(3, 5, 3, 3).bfloat16(), torch.Size((5, 4, 3, 3)),
+    term = ConvGrads(torch.randn(3, 4, 3, 3).bfloat16(), torch.randn(3, 5, 3, 3).bfloat16(), torch.Size((5, 4, 3, 3)),
                    Geometry((1, 1), (1, 1), (1, 1), 1))  # fmt: skip
     weights = torch.rand(3)
     for way in term.sums().values():

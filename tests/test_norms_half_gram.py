@@ -6,7 +6,7 @@ import torch
 from ghostclip.native import library
 from ghostclip.norms import outer
 from ghostclip.norms.half_gram import half_gram
-from ghostclip.norms.outer import Outer, gram
+from ghostclip.norms.outer import OuterProduct, gram
 from ghostclip.planner import Planner
 
 
@@ -64,7 +64,7 @@ def test_cancellation_falls_back_to_the_direct_form():
     right = torch.ones(2, 6, 5) + 1e-3 * torch.randn(2, 6, 5)
     left = torch.randn(2, 6, 20)
     left -= left.mean(1, keepdim=True)
-    term = Outer(left, right, torch.Size((20, 5)))
+    term = OuterProduct(left, right, torch.Size((20, 5)))
     exact = torch.bmm(left.double().mT, right.double()).flatten(1).square().sum(1)
     found = term.candidates()["half gram"].run(term).squared_norms
     assert torch.allclose(found.double(), exact, rtol=1e-3)
@@ -74,7 +74,7 @@ def test_the_planner_may_choose_it_and_uses_it_then():
     left, right = sides(4, 6, 20, 9)
     times = iter((3.0, 2.0, 1.0))
     planner = Planner(measure=lambda run, device, best: next(times))
-    answer, choice = planner.answer(Outer(left, right, torch.Size((20, 9))), keep=False)
+    answer, choice = planner.answer(OuterProduct(left, right, torch.Size((20, 9))), keep=False)
     assert len(choice.milliseconds) == 3
     assert torch.allclose(answer.squared_norms, gram(left, right)[0])
 
@@ -82,5 +82,5 @@ def test_the_planner_may_choose_it_and_uses_it_then():
 def test_without_a_compiler_it_is_no_candidate(monkeypatch):
     monkeypatch.setattr(outer, "half_gram_is_there", lambda like: False)
     left, right = sides(4, 6, 20, 9)
-    term = Outer(left, right, torch.Size((20, 9)))
+    term = OuterProduct(left, right, torch.Size((20, 9)))
     assert sorted(term.candidates()) == ["direct", "gram"]

@@ -9,8 +9,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ghostclip
-from ghostclip.norms.memory import FRESH, SMALL_BYTES, Memory, Trials, first_touch
-from ghostclip.norms.outer import Outer
+from ghostclip.norms.memory import FRESH, SMALL_BYTES, Memory, MemoryTrials, first_touch
+from ghostclip.norms.outer import OuterProduct
 from ghostclip.planner import Planner
 
 LIKE = torch.empty(0)
@@ -99,7 +99,7 @@ def test_what_is_given_up_is_gone_while_something_else_is_lent():
 def test_a_planner_gives_up_its_memory_with_every_answer():
     planner = Planner()
     for keep in (False, True):
-        planner.answer(Outer(torch.randn(8, 70, 64), torch.randn(8, 70, 64), torch.Size((64, 64))), keep=keep)
+        planner.answer(OuterProduct(torch.randn(8, 70, 64), torch.randn(8, 70, 64), torch.Size((64, 64))), keep=keep)
         assert planner.memory.nbytes == 0
 
 
@@ -110,7 +110,7 @@ def test_nothing_is_kept_without_a_cap_or_for_little():
 
 
 def test_what_is_kept_is_lent_in_trials_only():
-    for kind, lent in ((Memory, 0), (Trials, 4 * NUMBERS)):
+    for kind, lent in ((Memory, 0), (MemoryTrials, 4 * NUMBERS)):
         memory = kind(1 << 20)
         where = address(memory.to_keep(LIKE, NUMBERS))
         assert memory.nbytes == lent
@@ -169,8 +169,8 @@ def test_kept_gradients_take_no_more_than_their_share(monkeypatch):
         clipper = ghostclip.GhostClipper(net, 0.5, second_pass="cached")
         clipper.backward(net(torch.randn(8, positions, 64)).square().sum((1, 2)))
         found[positions] = [row.kept for row in clipper.explain() if row.parameter == "weight"]
-    # Beyond what it replaces, a layer may take half of both pre-activations: 0.25 KiB a position and example.
-    assert found == {2: [False, False], 22: [False, True], 33: [True, True]}
+    # No more than the pre-activation's gradient and the input, which it lets go of: half a KiB a position and example.
+    assert found == {2: [False, False], 22: [False, False], 33: [True, True]}
 
 
 def test_a_graph_gone_through_twice(monkeypatch):
@@ -188,7 +188,7 @@ def test_a_graph_gone_through_twice(monkeypatch):
 def test_answers_of_two_batches_in_flight(monkeypatch):
     kept_everywhere(monkeypatch)
     planner = Planner()
-    terms = [Outer(torch.randn(8, 5, 64), torch.randn(8, 5, 64), torch.Size((64, 64))) for _ in range(3)]
+    terms = [OuterProduct(torch.randn(8, 5, 64), torch.randn(8, 5, 64), torch.Size((64, 64))) for _ in range(3)]
     answers = [planner.answer(term, keep=True, room=1 << 20)[0] for term in terms]
     for term, answer in zip(terms, answers, strict=True):
         torch.testing.assert_close(answer.kept, term.per_example())

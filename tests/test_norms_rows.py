@@ -5,8 +5,8 @@ import torch
 
 from ghostclip.native import library
 from ghostclip.norms.chained_rows import add_rows, chained_squared_norms
-from ghostclip.norms.outer import Outer, gram
-from ghostclip.norms.rows import Rows, pairs_squared_norms, repeats_squared_norms, runs_squared_norms
+from ghostclip.norms.outer import OuterProduct, gram
+from ghostclip.norms.rows import LookupGrads, pairs_squared_norms, repeats_squared_norms, runs_squared_norms
 
 
 def chains(indices: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,7 @@ def test_norms_equal_those_of_the_table(name, way):
     torch.manual_seed(0)
     indices = INDICES[name]()
     gradients = torch.randn(*indices.shape, 5, dtype=torch.float64)
-    table = Rows(indices, gradients, torch.Size((9, 5))).per_example()
+    table = LookupGrads(indices, gradients, torch.Size((9, 5))).per_example()
     torch.testing.assert_close(way(indices, gradients), table.flatten(1).square().sum(1), rtol=1e-12, atol=0)
 
 
@@ -70,7 +70,7 @@ def test_compiled_rows_of_any_layout(layout, width, dtype):
     tolerance = {"rtol": 1e-4 if dtype == torch.float32 else 1e-12, "atol": 1e-6 if dtype == torch.float32 else 1e-12}
     table = torch.zeros(40, width, dtype=dtype)
     add_rows(table, indices, gradients, weights)
-    exact = Rows(indices, gradients, torch.Size((40, width))).per_example()
+    exact = LookupGrads(indices, gradients, torch.Size((40, width))).per_example()
     torch.testing.assert_close(table, torch.einsum("b,brd->rd", weights, exact), **tolerance)
     squared = chains(indices, gradients)
     torch.testing.assert_close(squared, exact.flatten(1).square().sum(1), **tolerance)
@@ -107,7 +107,7 @@ def test_gram_matrices_of_long_sequences_are_worked_off_in_blocks(positions):
     torch.manual_seed(0)
     left, right = (torch.randn(2, positions, size, dtype=torch.float64) for size in (3, 4))
     squared, scale = gram(left, right)
-    exact = Outer(left, right, torch.Size((3, 4))).per_example().flatten(1).square().sum(1)
+    exact = OuterProduct(left, right, torch.Size((3, 4))).per_example().flatten(1).square().sum(1)
     torch.testing.assert_close(squared, exact, rtol=1e-10, atol=0)
     expected = (left.square().sum(2) * right.square().sum(2)).sum(1)
     torch.testing.assert_close(scale, expected, rtol=1e-12, atol=0)

@@ -6,10 +6,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ghostclip.native import library
 from ghostclip.norms import written
-from ghostclip.norms.convolution import Patches
+from ghostclip.norms.convolution import ConvGrads
 from ghostclip.norms.im2col import Geometry
-from ghostclip.norms.outer import Outer
-from ghostclip.norms.rows import Rows
+from ghostclip.norms.outer import OuterProduct
+from ghostclip.norms.rows import LookupGrads
 
 
 @pytest.fixture(autouse=True)
@@ -26,17 +26,17 @@ def convolution(dtype, stride=1, groups=1):
     places = torch.nn.functional.conv2d(
         images, weight, None, geometry.stride, geometry.padding, geometry.dilation, groups
     )
-    return [torch.randn_like(places), images], lambda grads, images: Patches(images, grads, shape, geometry)
+    return [torch.randn_like(places), images], lambda grads, images: ConvGrads(images, grads, shape, geometry)
 
 
 def product(dtype):
-    return [torch.randn(3, 9, 5, dtype=dtype), torch.randn(3, 9, 4, dtype=dtype)], lambda left, right: Outer(
+    return [torch.randn(3, 9, 5, dtype=dtype), torch.randn(3, 9, 4, dtype=dtype)], lambda left, right: OuterProduct(
         left, right, torch.Size((5, 4))
     )
 
 
 def rows(dtype):
-    return [torch.randn(3, 8, 5, dtype=dtype), torch.randint(0, 4, (3, 8))], lambda gradients, indices: Rows(
+    return [torch.randn(3, 8, 5, dtype=dtype), torch.randint(0, 4, (3, 8))], lambda gradients, indices: LookupGrads(
         indices, gradients, torch.Size((4, 5))
     )
 

@@ -8,9 +8,9 @@ from comparing import assert_close, assert_dicts_close, gradients
 from torch import nn
 
 import ghostclip
-from ghostclip.nn import Call, GhostLayer
+from ghostclip.nn import GhostLayer, LayerCall
 from ghostclip.nn.base import LAYERS
-from ghostclip.norms.outer import Outer
+from ghostclip.norms.outer import OuterProduct
 
 
 class LowRank(nn.Module):
@@ -38,9 +38,11 @@ class RuledLowRank(GhostLayer, LowRank):
     def parameter_names(cls, module: nn.Module) -> tuple[str, ...]:
         return ("down", "up")
 
-    def per_example(self, name: str, call: Call, inputs: tuple[torch.Tensor, ...], grad: torch.Tensor) -> Outer:
+    def per_example(
+        self, name: str, call: LayerCall, inputs: tuple[torch.Tensor, ...], grad: torch.Tensor
+    ) -> OuterProduct:
         left, right = (x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2) for x in (inputs[0], grad))
-        return Outer(left, right, getattr(self, name).shape)
+        return OuterProduct(left, right, getattr(self, name).shape)
 
 
 @pytest.fixture

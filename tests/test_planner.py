@@ -7,12 +7,12 @@ import torch
 from cases import case as find
 from comparing import ready
 
-from ghostclip.explain import Row
+from ghostclip.clipper.explain import Row
 from ghostclip.norms.combine import Tied
-from ghostclip.norms.convolution import Geometry, Patches
+from ghostclip.norms.convolution import ConvGrads, Geometry
 from ghostclip.norms.dense import Dense
-from ghostclip.norms.outer import Outer
-from ghostclip.norms.rows import Rows
+from ghostclip.norms.outer import OuterProduct
+from ghostclip.norms.rows import LookupGrads
 from ghostclip.planner import Planner, milliseconds
 
 
@@ -29,7 +29,7 @@ def without_compiled_ways(monkeypatch):
 def linear_term(positions=6):
     torch.manual_seed(0)
     left, right = torch.randn(3, positions, 4, dtype=torch.float64), torch.randn(3, positions, 5, dtype=torch.float64)
-    return Outer(left, right, torch.Size((4, 5)))
+    return OuterProduct(left, right, torch.Size((4, 5)))
 
 
 def narrow_term(positions_last=False):
@@ -38,18 +38,18 @@ def narrow_term(positions_last=False):
     left, right = torch.randn(3, 6, 40, dtype=torch.float64), torch.randn(3, 6, 5, dtype=torch.float64)
     if positions_last:
         left, right = (side.mT.contiguous().mT for side in (left, right))
-    return Outer(left, right, torch.Size((40, 5)))
+    return OuterProduct(left, right, torch.Size((40, 5)))
 
 
 def convolution_term():
     torch.manual_seed(0)
     images, grads = torch.randn(3, 2, 6, 6, dtype=torch.float64), torch.randn(3, 4, 4, 4, dtype=torch.float64)
-    return Patches(images, grads, torch.Size((4, 2, 3, 3)), Geometry((1, 1), (0, 0), (1, 1), 1))
+    return ConvGrads(images, grads, torch.Size((4, 2, 3, 3)), Geometry((1, 1), (0, 0), (1, 1), 1))
 
 
 def rows_term():
     torch.manual_seed(0)
-    return Rows(torch.randint(4, (3, 7)), torch.randn(3, 7, 5, dtype=torch.float64), torch.Size((4, 5)))
+    return LookupGrads(torch.randint(4, (3, 7)), torch.randn(3, 7, 5, dtype=torch.float64), torch.Size((4, 5)))
 
 
 def planner_that_measures(costs):
@@ -131,7 +131,7 @@ def test_gradients_of_a_narrow_layer_are_kept_as_they_are_formed_fastest(positio
 def test_a_choice_is_for_one_type_of_indices():
     """The compiled function reads one type only."""
     term, planner = rows_term(), Planner()
-    narrow = Rows(term.indices.int(), term.gradients, term.shape)
+    narrow = LookupGrads(term.indices.int(), term.gradients, term.shape)
     assert narrow.key != term.key
     expected = planner.answer(term, keep=False)[0].squared_norms
     torch.testing.assert_close(planner.answer(narrow, keep=False)[0].squared_norms, expected, rtol=1e-12, atol=0)
@@ -151,7 +151,7 @@ def test_a_planner_is_pickled_with_its_choices():
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_layer_without_outputs(keep):
     """It has no gradient, and still is one of several examples."""
-    term = Outer(torch.randn(3, 6, 0), torch.randn(3, 6, 5), torch.Size((0, 5)))
+    term = OuterProduct(torch.randn(3, 6, 0), torch.randn(3, 6, 5), torch.Size((0, 5)))
     answer = term.by_direct(keep)
     assert answer.squared_norms.tolist() == [0.0, 0.0, 0.0]
     assert (None if answer.kept is None else answer.kept.shape) == ((3, 0, 5) if keep else None)
@@ -205,7 +205,7 @@ def test_larger_batches_share_a_measurement_and_it_is_made_on_a_sample():
     planner = Planner(measure=measure)
     for batch in (500, 40, 33):
         left, right = torch.randn(batch, 6, 4), torch.randn(batch, 6, 5)
-        _, choice = planner.answer(Outer(left, right, torch.Size((4, 5))), keep=False)
+        _, choice = planner.answer(OuterProduct(left, right, torch.Size((4, 5))), keep=False)
     assert seen == [32, 32]
     assert choice.milliseconds == {"direct": 500 / 32, "gram": 500 / 32}
 

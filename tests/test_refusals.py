@@ -25,11 +25,11 @@ import ghostclip
 from ghostclip import GhostClipError, GhostClipper, check, wrap
 
 ROOT = Path(ghostclip.__file__).parent
-FILES = sorted((ROOT / "nn").glob("*.py")) + [
-    ROOT / f"{name}.py"
-    for name in ("convert", "first_passes", "graph", "index", "positions", "proof", "regroup", "search", "seams",
-                 "separation", "shared", "torch_errors", "two_passes")
-]  # fmt: skip
+FILES = [
+    ROOT / "wrap.py",
+    *(ROOT / "clipper" / f"{name}.py" for name in ("first_pass", "second_pass", "torch_errors")),
+    *(path for folder in ("nn", "graph") for path in sorted((ROOT / folder).rglob("*.py"))),
+]
 # Words that are no messages: a rule's name, what torch says, to be told by, and a line of the log.
 OTHERS = {"BatchNorm in eval mode", "modified by an inplace operation", "backward through the graph a second time",
           "a hook, given None while the graph was let go of, raised %s: %s",
@@ -55,6 +55,13 @@ def clip(model: nn.Module, inputs: Any = X, loss: Callable[[Any], Tensor] = loss
 def used(wiring: Callable[[Any, Tensor], Tensor], **shapes: tuple[int, ...]) -> nn.Module:
     """A model with a Linear of 3 and Parameters of the given shapes."""
     return with_parameters(wiring, shapes, layer=nn.Linear(3, 3))
+
+
+def pairs_of_positions(m: Any, x: Tensor) -> Tensor:
+    """Attention over four positions with a trained bias for each distance, above a bare matrix."""
+    h = m.layer(x[:, :4]) @ m.p
+    distances = (torch.arange(4)[:, None] - torch.arange(4)).abs()
+    return h + (h @ h.mT + m.place(distances)[..., 0]).softmax(-1) @ h
 
 
 def contrast(output: Tensor) -> Tensor:
@@ -291,6 +298,11 @@ ROWS: dict[str, Row] = {
                 "belong to others", DIMENSION),
     "a table as long as the batch": (
         lambda: clip(Wired(lambda m, x: x[:, :4] + m.place(torch.arange(4)), place=nn.Embedding(4, 3))),
+        "place", "so examples mix", "begin with a batch of another size",
+    ),
+    "a table of pairs as long as the batch": (
+        lambda: clip(with_parameters(pairs_of_positions, {"p": (3, 3)}, layer=nn.Linear(3, 3),
+                                     place=nn.Embedding(4, 5))),
         "place", "so examples mix", "begin with a batch of another size",
     ),
     "contrastive": (lambda: clip(one(nn.Linear(3, 3)), loss=contrast), "layer", "so examples mix",

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ghostclip
+from ghostclip.clipper.wanted import Wanted
 
 MAX_NORM = 0.05
 
@@ -96,13 +97,14 @@ def test_the_second_backward_ends_at_the_lowest_layer_that_has_to_be_summed(seed
     clipper = ghostclip.GhostClipper(ghostclip.wrap(model), MAX_NORM)
     kept = torch.rand(100, generator=torch.Generator().manual_seed(seed)) < (seed % 4 + 1) / 5
     parameters = {id(p): bool(kept[number]) for number, p in enumerate(model.parameters())}
-    passes = clipper._passes
+    passes = clipper.passes
     original = passes.first_pass
 
-    def keeps_some(losses: Tensor, **options: object) -> object:
+    def keeps_some(losses: Tensor, wanted: Wanted, **options: object) -> object:
         """A first pass that kept those parameters, and no others."""
-        run = original(losses, **{**options, "keep": False, "aside": None})
-        other = original(losses, keep=True, retain_graph=True, materialise=True)
+        run = original(losses, Wanted(), retain_graph=True)
+        run.holds_graph = True
+        other = original(losses, Wanted(materialise=True), retain_graph=True)
         run._found.terms = {part: term for part, term in other._found.terms.items() if parameters[part[0]]}
         return run
 
@@ -111,4 +113,4 @@ def test_the_second_backward_ends_at_the_lowest_layer_that_has_to_be_summed(seed
     clipper.backward(losses)
     assert_dicts_close(gradients(model), oracle.clipped_sum(grads, MAX_NORM), 1e-10)
     with pytest.raises(ghostclip.StaleInputError, match="freed"):
-        original(losses, keep=False, retain_graph=False)
+        original(losses, Wanted(), retain_graph=False)

@@ -16,12 +16,12 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import PrivacyEngine, VerificationError
+from ghostclip.clipper.outcome import FirstPass
+from ghostclip.clipper.replay import Replay
 from ghostclip.clipping import Custom, PerLayer
 from ghostclip.engine import agreement
 from ghostclip.nn import GhostLayer
-from ghostclip.norms.outer import Outer
-from ghostclip.outcome import FirstPass
-from ghostclip.replay import Replay
+from ghostclip.norms.outer import OuterProduct
 
 WAYS: dict[str, dict[str, Any]] = {
     "reweight": {},
@@ -342,8 +342,8 @@ def test_scaled_losses_of_a_sound_model_pass(options, scale, physical):
 @every_way
 def test_a_rule_that_sums_otherwise_than_it_measures_is_refused(options: dict[str, Any], monkeypatch) -> None:
     """Whether the sum is formed of what was kept, in a second backward, or group by group."""
-    original = Outer.weighted_sum
-    monkeypatch.setattr(Outer, "weighted_sum", lambda term, weights: 1.1 * original(term, weights))
+    original = OuterProduct.weighted_sum
+    monkeypatch.setattr(OuterProduct, "weighted_sum", lambda term, weights: 1.1 * original(term, weights))
     model = nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 30))
     data = TensorDataset(torch.randn(6, 2, 5), torch.randn(6))
     engine = whole_batches(model, data, **options)

@@ -15,21 +15,13 @@ import ghostclip
 from ghostclip.errors import GhostClipError, LossShapeError, UnsupportedModelError
 
 from .judge import Judge, Mismatch
-from .outcome import Outcome, in_short
+from .outcome import EXPLAINED, Outcome, in_short
 from .policies import Expected, draw_policy
 from .settings import Setting, draw_setting, forced
 from .subjects import Subject, draw_subject
 from .truth import NotRun, Truth
 
-__all__ = ["EXPLAINED", "batch_case"]
-
-# What refusals say that depend on the numbers of a batch.
-EXPLAINED = (
-    "give loss_scale",
-    "spoils the gradients of others",
-    "begin with a batch of another size",
-    "or give an input that all of them share",
-)
+__all__ = ["batch_case"]
 
 
 def batch_case(seed: int, show: bool = False) -> Outcome:
@@ -74,7 +66,7 @@ class Run:
         plain = copy.deepcopy(model)
         most = 64 if choose.random() < 0.03 else choose.choice([4, 8, 8, 12])
         shapes = [(choose.choice([0, 1, 2, 3, 4, 5, 6, 7, 8, most]), choose.choice(subject.lengths)) for _ in range(3)]
-        if self.setting.compile or "halves" in self.setting.knobs:
+        if self.setting.compile:
             shapes = [(max(examples, 7), length) for examples, length in shapes[: 1 + (not self.setting.compile)]]
         order = [choose.choice(shapes) for _ in range(8 if self.setting.compile else choose.choice([3, 4, 5, 6]))]
         clipper: Any = None
@@ -153,7 +145,7 @@ class Run:
         try:
             with torch.autocast("cpu", torch.bfloat16, enabled=self.setting.autocast):
                 self.subject.losses_of(plain, [value.detach() for value in inputs])
-        except (RuntimeError, ValueError):
+        except (RuntimeError, ValueError, IndexError):
             return False
         return True
 
@@ -197,7 +189,7 @@ class Run:
         if not self.setting.accumulate:
             model.zero_grad()
         before = [None if p.grad is None else p.grad.clone() for p in trained]
-        judge = Judge(truth, policy, self.setting, self.outcome, self.changed)
+        judge = Judge(truth, policy, self.setting, self.outcome, self.changed, self.subject.refused)
         if self.setting.call == "clip":
             result = clipper.clip(self.loss_fn, tuple(inputs))
         else:

@@ -164,4 +164,43 @@ FOUND: tuple[Found, ...] = (
         "8b610fb, 6003724",
         "left: the message names the table; self_check=False",
     ),
+    Found(
+        "a model that centres the batch was clipped where what mixes is less than a thousandth of each gradient",
+        "c5bf40f, 3301217",
+        "left: SECURITY.md says so; sums of such models are held to that thousandth",
+    ),
+    Found(
+        "a table of positions for all pairs of positions, as long as the first batch, behind a folded product: the "
+        "refusal didn't say to begin with another size",
+        "c5bf40f, 3300246",
+        "fixed; test_refusals.py",
+    ),
+    Found(
+        "clipping in passing gave an example the weight NaN whose squares overflow on the way to a margin alone: all "
+        "sums of a group-wise policy were NaN",
+        "11ecd7b, 5501777",
+        "fixed: that way of clipping is removed; test_groupwise_weights.py has the other ways",
+    ),
+    Found(
+        "of as many positions as examples, only one of which has gradients, rows that aren't finite went to the wrong "
+        "example: everybody was left out",
+        "547a0d1, 6601709",
+        "fixed; test_mixing_scales.py, a planted bug",
+    ),
+    Found(
+        "a table of positions, only one row of which has gradients, in a batch that divides its length: where the "
+        "row's place was that of a very large example, it counted as that one's own (1.12 C)",
+        "a947f66, 7715060",
+        "fixed; test_coinciding_sizes.py, a planted bug",
+    ),
+    Found(
+        "the first mending of that took a layer on data for a table beside a saturated example of inf",
+        "f33e797, 9906614",
+        "fixed; only lookups are taken for tables; test_coinciding_sizes.py",
+    ),
+    Found(
+        "a layer of several rows an example that only rounding errors reach is refused",
+        "c5bf40f, 3307562",
+        "left: the batch shows nothing of whose its rows are; the message says what to do",
+    ),
 )

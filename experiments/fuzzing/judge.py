@@ -16,6 +16,8 @@ __all__ = ["Judge", "Mismatch"]
 
 # How often more draws of the rounding error are made for what those so far don't explain.
 LOOKS = 3
+# Mixing below this share of an example's gradient isn't told from rounding (SECURITY.md).
+FAINT = {torch.float64: 1e-10, torch.float32: 1e-3}
 # Types of a larger eps are narrow.
 NARROW = 1e-6
 
@@ -32,12 +34,14 @@ class Judge:
 
     Attributes:
         loose: whether an example could only be compared to within a hundredth of itself.
+        mixes: whether the model mixes examples, and was not refused for this batch.
     """
 
-    def __init__(self, truth: Truth, policy: Expected, setting: Setting, outcome: Outcome, changed: Tensor) -> None:
+    def __init__(self, truth: Truth, policy: Expected, setting: Setting, outcome: Outcome, changed: Tensor,
+                 mixes: bool = False) -> None:  # fmt: skip
         self.truth, self.policy, self.setting, self.outcome = truth, policy, setting, outcome
         self.changed, self.excused = changed, torch.zeros_like(changed)
-        self.looks = 0
+        self.looks, self.mixes = 0, mixes
         self.norms = truth.by_group(truth.norms(), policy.group_of)
 
     def _repeatedly(self, check: Any, *arguments: Any) -> None:
@@ -84,7 +88,8 @@ class Judge:
 
     def _share_of_whole(self) -> Tensor:
         """[B]: rounding of what a part's gradient is left of, as a share of the example's whole one."""
-        return 1e-3 * self.truth.relative * self.truth.grads.norm(dim=1).nan_to_num(0.0, 0.0, 0.0)
+        share = FAINT[self.truth.norm_dtype] if self.mixes else 1e-3 * self.truth.relative
+        return share * self.truth.grads.norm(dim=1).nan_to_num(0.0, 0.0, 0.0)
 
     @property
     def loose_examples(self) -> int:
@@ -145,7 +150,9 @@ class Judge:
         """Examples of huge numbers may be left out though their gradients are finite: products on the way were not."""
         left_out = torch.stack([w == 0 for w in weights.values()]).all(0) if weights else self.excused
         not_finite = ~torch.stack([n.isfinite() for n in norms.values()]).all(0) if norms else self.excused
-        self.excused = left_out & not_finite & self.truth.extreme & self.changed
+        # So may those of which rounding on the way leaves nothing, as of a saturated product of large numbers.
+        nothing = self.truth.errors.norm(dim=1) > self.truth.grads.norm(dim=1)
+        self.excused = left_out & not_finite & (self.truth.extreme | nothing) & self.changed
 
     def _norms(self, norms: dict[str, Tensor]) -> None:
         allowed = self._allowed()

@@ -6,7 +6,16 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
-__all__ = ["Outcome", "in_short"]
+__all__ = ["EXPLAINED", "Outcome", "in_short"]
+
+# What refusals say that depend on the numbers of a batch.
+EXPLAINED = (
+    "give loss_scale",
+    "spoils the gradients of others",
+    "begin with a batch of another size",
+    "this batch doesn't show how",
+    "or give an input that all of them share",
+)
 
 
 @dataclass

@@ -8,7 +8,6 @@ for them under which the small models here get where else only large ones would.
 from __future__ import annotations
 
 import importlib
-import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -36,22 +35,17 @@ SETTLE = (0, 256)
 KNOBS: dict[str, dict[str, Values]] = {
     "all strategies": {"planner:HOPELESS": (float("inf"),)},
     "groups wait": {
-        f"{module}:POSTPONED_BYTES": SETTLE
-        for module in ("groupwise", "first_passes", "at_once", "outcome", "passes", "reweighting")
+        f"clipper.{module}:POSTPONED_BYTES": SETTLE
+        for module in ("groupwise", "outcome", "collector", "reweighting")
     },
-    "set aside": {"passes:ASIDE_LEAST": (0, 64), "passes:SPARE": (0.0, 10.0), "passes:SPARE_OF_GROUP": (0.0, 10.0)},
-    "looks stall": {"two_passes:looks_stall": (lambda device: True,)},
-    "halves": {
-        "halves:LEAST": (7, 8), "halves:LEAST_DATA": (0, 0), "halves:IMAGE_BYTES": (0, 64), "halves:ROW_BYTES": (0, 64),
-        "halves:OVER_PARAMETERS": (0, 0),
+    "small": {"clipper.wanted:SMALL_SHARE": (0.0, 10.0)},
+    "no host sync": {
+        f"{module}:may_sync": (lambda device: False,)
+        for module in ("norms.outer", "clipper.first_pass", "clipper.second_pass")
     },
-    "tails": {"tail:LEAST_BYTES": (1, 64), "tail:PARTS": (2, 3)},
-    "one by one": {"one_by_one:LEAST_SECONDS": (0.0,), "one_by_one:MOST_EXAMPLES": (64,)},
-    "narrowing": {"narrowing:NARROW": (0, 1)},
     "at once": {"norms.affine:MOST_WORK": (0, 64), "norms.affine:MOST_NUMBERS": (0, 64)},
     "chunks": {"norms.outer:CHUNK_BYTES": (1, 200), "norms.outer:KEPT_CHUNK_BYTES": (1, 200)},
     "blocks": {"norms.outer:BLOCK_ROWS": (1, 2), "norms.outer:SCALED_ROWS": (1, 3)},
-    "alone": {"norms.outer:ALONE_LEAST": (0, 16)},
     "narrow": {"norms.outer:NARROW": (2, 4), "norms.outer:WIDER": (1, 2)},
     "long rows": {"norms.dense:LONG": (4, 16)},
     "inner products": {"norms.dense:INNER_LEAST": (1, 8), "norms.dense:INNER_MOST": (8, 16)},
@@ -77,7 +71,7 @@ class Setting:
 
     dtype: str = "float32"
     policy: str = "flat"
-    second_pass: str = "reweight"
+    second_pass: str = "auto"
     norm_strategy: str = "auto"
     memory_budget: int | None = None
     loss_scale: float = 1.0
@@ -113,7 +107,7 @@ def draw_setting(choose: random.Random, compilable: bool) -> Setting:
     found = Setting(
         dtype=dtype,
         policy=choose.choice(KINDS),
-        second_pass=choose.choice(["reweight", "cached"]),
+        second_pass=choose.choice(["reweight", "cached", "auto"]),
         norm_strategy=choose.choice(["auto", "auto", "gram", "direct"]),
         memory_budget=choose.choice([None, None, None, 1, 1000, 1 << 30]),
         call=choose.choice(["backward", "backward", "retained", "clip"]) if compilable else "backward",
@@ -141,10 +135,7 @@ def forced(setting: Setting) -> Iterator[None]:
                 if (found := _found(name)) is not None:
                     stack.enter_context(mock.patch.object(*found, values[place % len(values)]))
         planner = partial(Planner, measure=_random_costs(rng))
-        stack.enter_context(mock.patch("ghostclip.clipper.Planner", planner))
-        if (found := _found("one_by_one:clock")) is not None:
-            ticks = itertools.accumulate(iter(lambda: rng.random(), None))
-            stack.enter_context(mock.patch.object(*found, lambda: next(ticks)))
+        stack.enter_context(mock.patch("ghostclip.clipper.clipper.Planner", planner))
         if not setting.native:
             stack.enter_context(_tensor_operations())
         if setting.compile:

@@ -32,6 +32,8 @@ RELATIVE = {torch.float64: 1e-9, torch.float32: 1e-4}
 # Norms whose squares may pass the range of the type that norms are in: above, an example may be left out.
 MOST = {torch.float64: 1e140, torch.float32: 1e17}
 EXTREME = {torch.float64: 1e60, torch.float32: 1e6, torch.bfloat16: 1e6, torch.float16: 50.0}
+# Inputs above it may saturate a function.
+LARGE = 10.0
 LEAST = {torch.float64: 1e-140, torch.float32: 1e-17}
 
 Losses = Callable[[nn.Module, Sequence[Tensor]], Tensor]
@@ -92,17 +94,23 @@ class Truth:
         own_losses, own = in_own
         sizes = self._by_parameter(self.grads)
         self.finite = self.losses.isfinite() & self.grads.isfinite().all(1)
-        fits = own_losses.isfinite() & own.isfinite().all(1) & (own.double().norm(dim=1) < MOST[self.norm_dtype])
-        self.possible = fits & ~(sizes > MOST[self.norm_dtype]).any(1)
+        most = MOST[self.norm_dtype] / max(1.0, self.scale)
+        fits = own_losses.isfinite() & own.isfinite().all(1) & (own.double().norm(dim=1) < most)
+        self.possible = fits & ~(sizes > most).any(1)
         largest = self._largest()
         self.extreme = largest > EXTREME[self.dtype]
         self.overflows = largest > 0.1 * torch.finfo(self.norm_dtype).max ** 0.5
         self.errors = torch.zeros_like(sizes)
         # Where a function is saturated, its derivative (1 - y^2) is zero by one kernel and an eps by another.
         self.errors[self.extreme & self.finite] += self.eps
+        # Near there an ulp of its value is a share of its derivative, and is multiplied with large inputs.
+        self.errors += torch.where(largest > LARGE, self.eps * largest.clamp(max=1e6), 0.0)[:, None]
         # Parts that cancel to exactly zero in one order of sums leave an eps of themselves in another.
         if bool(self.finite.any()):
-            self.errors += torch.where(sizes == 0, 0.25 * self.eps * sizes[self.finite].median(0).values, 0.0)
+            self.errors += torch.where(sizes == 0, 0.25 * self.eps * sizes[self.finite].amax(0), 0.0)
+        # Where they do so for all examples, nothing else tells how large the parts are.
+        held = torch.stack([p.detach().double().norm() for _, p in named]) if named else sizes.new_zeros(0)
+        self.errors += torch.where((sizes == 0).all(0), self.eps * held, 0.0)
         self._note(own)
         self._note_perturbed(1, 0, self.wide)
 

@@ -20,7 +20,7 @@ from ghostclip.audit.rate import sampled_share
 from ghostclip.audit.result import Audit, Bound, CurvePoint, WhiteBox
 from ghostclip.audit.training import LossFunction, Training
 from ghostclip.audit.trials import ErrorRates, Trials
-from ghostclip.audit.white_box import Setting, white_box_trials
+from ghostclip.audit.white_box import TrialSetting, white_box_trials
 from ghostclip.validate import open_fraction, positive_int, whole
 
 __all__ = ["Phase", "audit", "audit_training"]
@@ -49,7 +49,7 @@ def audit(
     steps: int,
     target_delta: float = 1e-5,
     clipping: Any = 1.0,
-    second_pass: str = "reweight",
+    second_pass: str = "auto",
     max_physical_batch_size: int | None = None,
     noise: str = "standard",
     optimizer: Callable[[Iterator[nn.Parameter]], Optimizer] | None = None,
@@ -131,7 +131,7 @@ def audit_training(
 ) -> Audit:
     """The same of a `Training`; see `audit`."""
     failure = (1.0 - open_fraction(confidence=confidence)) / SHARES
-    setting = Setting.of(training, sampled, positive_int(steps_per_trial=steps_per_trial))
+    setting = TrialSetting.of(training, sampled, positive_int(steps_per_trial=steps_per_trial))
     canaries = most_canaries(training) if canaries is None else whole(canaries=canaries)
     least = max(LEAST_RELEASES, LEAST_TRIALS * setting.steps)
     if 0 < whole(draws=draws) < least:
@@ -158,7 +158,7 @@ def _one_run(training: Training, canaries: int, confidence: float, phase: Phase)
         return one_run(training, canaries, confidence, watch)
 
 
-def _white_box(training: Training, setting: Setting, draws: int, failure: float, phase: Phase) -> WhiteBox:
+def _white_box(training: Training, setting: TrialSetting, draws: int, failure: float, phase: Phase) -> WhiteBox:
     """Trials, coins, and the bounds over the number of releases; each bound may fail with ``failure``."""
     count = draws // setting.steps
     with phase("white box", count) as watch:
@@ -187,7 +187,7 @@ def _white_box(training: Training, setting: Setting, draws: int, failure: float,
     )
 
 
-def _white_box_bounds(training: Training, setting: Setting, found: WhiteBox) -> list[Bound]:
+def _white_box_bounds(training: Training, setting: TrialSetting, found: WhiteBox) -> list[Bound]:
     """The last point of the curve, beside the claims."""
     trial = _trial_claim(training, setting).epsilon
     point = found.curve[-1]
@@ -198,7 +198,7 @@ def _white_box_bounds(training: Training, setting: Setting, found: WhiteBox) -> 
     ]
 
 
-def _point(training: Training, setting: Setting, trials: Trials, failure: float, rate: float) -> CurvePoint:
+def _point(training: Training, setting: TrialSetting, trials: Trials, failure: float, rate: float) -> CurvePoint:
     """The bounds from these trials."""
     direct, gaussian = _rates(training, setting, trials, failure)
     noise = _noise(gaussian, setting)
@@ -213,7 +213,7 @@ def _point(training: Training, setting: Setting, trials: Trials, failure: float,
     )
 
 
-def _rates(training: Training, setting: Setting, trials: Trials, failure: float) -> tuple[ErrorRates, ErrorRates]:
+def _rates(training: Training, setting: TrialSetting, trials: Trials, failure: float) -> tuple[ErrorRates, ErrorRates]:
     """Error rates at the best threshold for the direct bound, and for the Gaussian one."""
     rate = setting.sample_rate if setting.steps == 1 else 1.0
     return (
@@ -222,11 +222,11 @@ def _rates(training: Training, setting: Setting, trials: Trials, failure: float)
     )
 
 
-def _noise(rates: ErrorRates, setting: Setting) -> float:
+def _noise(rates: ErrorRates, setting: TrialSetting) -> float:
     return noise_from_rates(rates.false_positive_bound, rates.false_negative_bound, setting.sample_rate, setting.steps)
 
 
-def _trial_claim(training: Training, setting: Setting) -> Claim:
+def _trial_claim(training: Training, setting: TrialSetting) -> Claim:
     """What a trial's releases claim to spend."""
     return Claim(training.noise_multiplier, setting.sample_rate, setting.steps, training.target_delta)
 

@@ -37,11 +37,11 @@ def one_run_p_value(*, canaries: int, guesses: int, correct: int, epsilon: float
     if not 0 <= delta <= 1:
         raise ValueError(f"delta must be a number in [0, 1]; got {delta!r}")
     accuracy = expit(nonnegative(epsilon=epsilon))
-    tail = float(binom.sf(v - 1, r, accuracy))
+    survival = float(binom.sf(v - 1, r, accuracy))
     if v == 0:
         return 1.0
     below = np.cumsum(binom.pmf(np.arange(v - 1, -1, -1), r, accuracy))
-    return min(1.0, tail + 2 * m * delta * float((below / np.arange(1, v + 1)).max()))
+    return min(1.0, survival + 2 * m * delta * float((below / np.arange(1, v + 1)).max()))
 
 
 def one_run_epsilon(*, canaries: int, guesses: int, correct: int, delta: float, confidence: float) -> float:

@@ -51,7 +51,7 @@ class Training:
     steps: int
     target_delta: float = 1e-5
     clipping: Any = 1.0
-    second_pass: str = "reweight"
+    second_pass: str = "auto"
     max_physical_batch_size: int | None = None
     noise: str = "standard"
     optimizer: Callable[[Iterator[nn.Parameter]], Optimizer] = _plain_sgd

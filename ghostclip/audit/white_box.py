@@ -26,7 +26,7 @@ from ghostclip.audit.trials import Trials
 from ghostclip.clipper import GhostClipper
 from ghostclip.engine import PrivacyEngine
 
-__all__ = ["Setting", "white_box_trials"]
+__all__ = ["TrialSetting", "white_box_trials"]
 
 BYSTANDERS = 3  # examples beside the canary in a full batch
 LARGEST_BATCH = 8  # expected, where batches are sampled
@@ -35,7 +35,7 @@ PULL = 100.0  # how many times the clipping bound the canary's gradient is
 
 
 @dataclass(frozen=True)
-class Setting:
+class TrialSetting:
     """The data set of a white-box audit.
 
     Attributes:
@@ -53,7 +53,7 @@ class Setting:
         return self.batch_size / self.size
 
     @classmethod
-    def of(cls, training: Training, sampled: bool, steps: int) -> Setting:
+    def of(cls, training: Training, sampled: bool, steps: int) -> TrialSetting:
         """Full batches, or small sampled ones at (nearly) the training's rate."""
         rate = training.claim.sample_rate
         if not sampled or rate == 1:
@@ -66,7 +66,7 @@ class Setting:
 
 
 def white_box_trials(
-    training: Training, setting: Setting, count: int, watch: Callable[[], None] = lambda: None
+    training: Training, setting: TrialSetting, count: int, watch: Callable[[], None] = lambda: None
 ) -> Trials:
     """``count`` trials; the scores are log-likelihood ratios under the training's own claim.
 
@@ -94,7 +94,7 @@ def white_box_trials(
 class _Canary:
     """The engine under audit, with a slot in its data that holds the canary or an example without a gradient."""
 
-    def __init__(self, training: Training, setting: Setting) -> None:
+    def __init__(self, training: Training, setting: TrialSetting) -> None:
         chosen, self._pull = _strongest(training)
         others = [index for index in range(training.size) if index != chosen] or [chosen]
         indices = [others[place % len(others)] for place in range(setting.size - 1)] + [chosen]

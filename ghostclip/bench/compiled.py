@@ -1,4 +1,4 @@
-"""The engine's compiled step as a contender: all between a batch and the new parameters, as `PrivateSteps` does it.
+"""The engine's compiled step as a contender: all between a batch and the new parameters, as `LogicalStep` does it.
 
 The batch comes in one piece and isn't padded: what a step of so many rows costs. Poisson sampling pads batches by about
 three roots of their size, so that they share one graph.
@@ -17,7 +17,7 @@ from ghostclip.bench.contenders import NOISE_MULTIPLIER, Prepared, adam
 from ghostclip.bench.losses import Losses
 from ghostclip.clipper import GhostClipper
 from ghostclip.compiled.trial import TRIALS
-from ghostclip.engine.steps import PrivateSteps
+from ghostclip.engine.steps import LogicalStep
 from ghostclip.noise import noise_source
 from ghostclip.sampling.logical import LogicalBatch, Unowned
 
@@ -43,12 +43,12 @@ def compiled_steps(model: nn.Module, losses: Losses, max_norm: float) -> Prepare
         return losses(model(inputs), targets)
 
     clipper = GhostClipper(model, max_norm, second_pass="cached")
-    made: dict[str, PrivateSteps] = {}
+    made: dict[str, LogicalStep] = {}
 
     def take(name: str, optimizer: Optimizer, noise_multiplier: float, batch: tuple[Tensor, Tensor]) -> None:
         size, untried = len(batch[1]), name not in made
         if untried:
-            made[name] = PrivateSteps(
+            made[name] = LogicalStep(
                 clipper, optimizer, noise_source(), noise_multiplier, size, charge=lambda: None, self_check=False
             )
             made[name].compile(largest=size)

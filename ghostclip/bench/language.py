@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["GPT", "Block", "EmbeddingNetwork", "LowRank", "TextLSTM", "with_adapters"]
+__all__ = ["GPT", "DecoderBlock", "EmbeddingNetwork", "LowRank", "TextLSTM", "with_adapters"]
 
 INITIAL_STD = 0.02  # of GPT-2's embeddings (Radford et al. 2019)
 
@@ -42,7 +42,7 @@ class TextLSTM(nn.Module):
         return self.output(states.mean(1))
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """A transformer block with the norms first: attention, then two linear layers with GELU.
 
     Args:
@@ -55,7 +55,7 @@ class Block(nn.Module):
         super().__init__()
         self.heads, self.causal = heads, causal
         self.attention_norm = nn.LayerNorm(width)
-        self.joint: nn.Module = nn.Linear(width, 3 * width)
+        self.linear_pair: nn.Module = nn.Linear(width, 3 * width)
         self.mixed: nn.Module = nn.Linear(width, width)
         self.dense_norm = nn.LayerNorm(width)
         self.expand = nn.Linear(width, 4 * width)
@@ -68,7 +68,7 @@ class Block(nn.Module):
 
     def _attention(self, hidden: Tensor) -> Tensor:
         query, key, value = (
-            part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.joint(hidden).chunk(3, dim=2)
+            part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.linear_pair(hidden).chunk(3, dim=2)
         )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         return self.mixed(mixed.transpose(1, 2).flatten(2))
@@ -90,7 +90,7 @@ class GPT(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(positions, width)
-        self.blocks = nn.Sequential(*(Block(width, heads, causal=True) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(DecoderBlock(width, heads, causal=True) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         nn.init.normal_(self.tokens.weight, std=INITIAL_STD)
@@ -128,6 +128,6 @@ def with_adapters(model: GPT, rank: int = 8) -> GPT:
     """The model with everything frozen, and adapters of a rank at each block's two attention layers; in place."""
     model.requires_grad_(False)
     for block in model.blocks:
-        assert isinstance(block, Block)
-        block.joint, block.mixed = LowRank(block.joint, rank), LowRank(block.mixed, rank)
+        assert isinstance(block, DecoderBlock)
+        block.linear_pair, block.mixed = LowRank(block.linear_pair, rank), LowRank(block.mixed, rank)
     return model

@@ -55,13 +55,13 @@ def _own_layers(model: nn.Module) -> nn.Module:
 
 def _as_torch_names(found: dict[str, Tensor]) -> dict[str, Tensor]:
     """Three separate projections of its attention as torch's joint one."""
-    joint = dict(found)
+    linear_pair = dict(found)
     for name in found:
         place, mark, kind = name.rpartition("qlinear.")
         if mark:
-            parts = [joint.pop(f"{place}{letter}linear.{kind}") for letter in "qkv"]
-            joint[f"{place}in_proj_{kind}"] = torch.cat(parts)
-    return joint
+            parts = [linear_pair.pop(f"{place}{letter}linear.{kind}") for letter in "qkv"]
+            linear_pair[f"{place}in_proj_{kind}"] = torch.cat(parts)
+    return linear_pair
 
 
 def _by_opacus(attach: Callable[[nn.Module, Losses, float], tuple[nn.Module, Batch]]) -> Prepare:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ghostclip import clipping, one_by_one
+from ghostclip import clipping
 from ghostclip.bench import naive
 from ghostclip.bench.compiled import compiled_steps
 from ghostclip.bench.contenders import Batch, Contender, Fill, Prepared, adam, by_filling_gradients
@@ -62,22 +62,17 @@ def _ghost_backward(policy: Callable[[float], Any], options: dict[str, Any]) -> 
     return fill
 
 
-def _ghost(policy: Callable[[float], Any], options: dict[str, Any], trials: int) -> Fill:
-    """GhostClipper's `clip` with a policy and options; each size's first call goes on until the way is chosen."""
+def _ghost(policy: Callable[[float], Any], options: dict[str, Any]) -> Fill:
+    """GhostClipper's `clip` with a policy and options."""
 
     def fill(model: nn.Module, losses: Losses, max_norm: float) -> Batch:
         clipper = GhostClipper(model, policy(max_norm), **options)
-        tried: set[int] = set()
 
         def of_batch(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
             inputs, targets = batch
             return losses(model(inputs), targets)
 
         def add_clipped_sum(inputs: Tensor, targets: Tensor) -> None:
-            for _ in range(0 if len(inputs) in tried else trials + 1):
-                clipper.clip(of_batch, (inputs, targets))
-                model.zero_grad()
-            tried.add(len(inputs))
             clipper.clip(of_batch, (inputs, targets))
 
         return add_clipped_sum
@@ -115,11 +110,11 @@ NONPRIVATE = (
 )
 OURS = (
     Contender("reweight", "GhostClipper, a second backward",
-              by_filling_gradients(_ghost(_flat, {"second_pass": "reweight"}, one_by_one.TRIALS))),
+              by_filling_gradients(_ghost(_flat, {"second_pass": "reweight"}))),
     Contender("cached", "GhostClipper, no second backward",
-              by_filling_gradients(_ghost(_flat, {"second_pass": "cached"}, one_by_one.TRIALS))),
+              by_filling_gradients(_ghost(_flat, {"second_pass": "cached"}))),
     Contender("per-layer", "GhostClipper, each layer clipped by itself",
-              by_filling_gradients(_ghost(_per_layer, {}, one_by_one.TRIALS)), clips="layer"),
+              by_filling_gradients(_ghost(_per_layer, {})), clips="layer"),
     Contender("reweight-backward", "a second backward, of losses that the caller computed",
               by_filling_gradients(_ghost_backward(_flat, {"second_pass": "reweight"})), usual=False),
     Contender("cached-backward", "no second backward, of losses that the caller computed",

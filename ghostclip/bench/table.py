@@ -11,7 +11,7 @@ from ghostclip.bench.roster import PEERS
 
 __all__ = ["full_markdown", "markdown"]
 
-Rows = dict[str, dict[str, Any]]
+LookupGrads = dict[str, dict[str, Any]]
 NOTE = (
     "Step time over the non-private step of the same round: median (quartiles). Adam, noise and division included. "
     "Inputs are random tensors."
@@ -37,7 +37,7 @@ def markdown(results: dict[str, Any]) -> str:
     """
     shown = [name for name in _with_figures(results) if name == "nxbp" or name not in PEERS]
     others = [name for name in _with_figures(results) if name not in shown]
-    columns: dict[str, Callable[[Rows], str]] = {name: _column(name) for name in shown}
+    columns: dict[str, Callable[[LookupGrads], str]] = {name: _column(name) for name in shown}
     if others:
         columns["fastest other"] = lambda rows: _fastest(rows, others)
     if any("nxbp_over" in work["contenders"].get("cached", {}) for work in results["workloads"].values()):
@@ -62,7 +62,7 @@ def _with_figures(results: dict[str, Any]) -> list[str]:
     return [name for name in names if any("missing" not in work["contenders"].get(name, {}) for work in works)]
 
 
-def _times(results: dict[str, Any], columns: dict[str, Callable[[Rows], str]]) -> list[str]:
+def _times(results: dict[str, Any], columns: dict[str, Callable[[LookupGrads], str]]) -> list[str]:
     """A row of step times for each workload."""
     header = ["workload", "batch", f"{BASELINE}, ms", *columns]
     rows = []
@@ -102,7 +102,7 @@ def _reasons(results: dict[str, Any]) -> list[str]:
     return found
 
 
-def _column(name: str) -> Callable[[Rows], str]:
+def _column(name: str) -> Callable[[LookupGrads], str]:
     return lambda rows: _cell(rows.get(name, {"missing": ""}))
 
 
@@ -116,7 +116,7 @@ def _cell(row: dict[str, Any]) -> str:
     return _spread(row["over_nonprivate"]) + wrong
 
 
-def _fastest(rows: Rows, names: Sequence[str]) -> str:
+def _fastest(rows: LookupGrads, names: Sequence[str]) -> str:
     """The fastest of the contenders that are right, with its name."""
     right = {
         name: rows[name]["over_nonprivate"]
@@ -129,7 +129,7 @@ def _fastest(rows: Rows, names: Sequence[str]) -> str:
     return f"{best} {_spread(right[best])}"
 
 
-def _loop_over_cached(rows: Rows) -> str:
+def _loop_over_cached(rows: LookupGrads) -> str:
     over = rows.get("cached", {}).get("nxbp_over")
     return "-" if over is None else _spread(over)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ghostclip.bench.language import Block
+from ghostclip.bench.language import DecoderBlock
 
 __all__ = ["ResNet", "VisionTransformer", "cifar_cnn", "resnet18", "resnet50", "vgg11"]
 
@@ -42,7 +42,7 @@ def vgg11() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(512, 10))
 
 
-class _Block(nn.Module):
+class _EncoderBlock(nn.Module):
     """A residual block: convolutions with GroupNorm, beside them a shortcut, a 1 x 1 one where shapes change."""
 
     def __init__(self, channels: int, kernels: list[tuple[int, int]], stride: int) -> None:
@@ -94,7 +94,7 @@ class ResNet(nn.Module):
             width = 64 << stage
             kernels = [(1, width), (3, width), (1, 4 * width)] if bottleneck else [(3, width), (3, width)]
             for number in range(depth):
-                blocks.append(_Block(channels, kernels, 2 if stage and not number else 1))
+                blocks.append(_EncoderBlock(channels, kernels, 2 if stage and not number else 1))
                 channels = kernels[-1][1]
         self.blocks = nn.Sequential(*blocks)
         self.pool = nn.AdaptiveAvgPool2d(1)
@@ -132,7 +132,7 @@ class VisionTransformer(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(3, width, patch, stride=patch)
         self.positions = nn.Embedding((side // patch) ** 2, width)
-        self.blocks = nn.Sequential(*(Block(width, heads, causal=False) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(DecoderBlock(width, heads, causal=False) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.output = nn.Linear(width, classes)
 

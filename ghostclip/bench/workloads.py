@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ghostclip import models
 from ghostclip.bench import language, vision
 from ghostclip.bench.losses import Losses, class_losses, token_losses
-from ghostclip.convert import unwrap
+from ghostclip.wrap import unwrap
 
 __all__ = ["SETS", "WORKLOADS", "Workload", "gpt"]
 

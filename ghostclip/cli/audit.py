@@ -24,7 +24,7 @@ from ghostclip.report.audit_plot import AuditPanel, audit_plot
 
 __all__ = ["add_arguments", "panels_of", "plot_of", "run"]
 
-AUDITED = ("reweight", "cached")
+AUDITED = ("auto", "cached", "reweight")
 
 DESCRIPTION = """\
 Attacks a training, described as for `ghostclip train`, and says what it must spend at least. White box: real releases
@@ -125,7 +125,7 @@ def _check(arguments: argparse.Namespace) -> None:
     """Everything that can be told before the data are loaded."""
     if arguments.method not in AUDITED:
         raise UsageError(
-            f"the audit runs the engine, whose methods are {' and '.join(AUDITED)}; got --method {arguments.method}"
+            f"the audit runs the engine, whose methods are {', '.join(AUDITED)}; got --method {arguments.method}"
         )
     if arguments.draws == 0 and arguments.canaries == 0:
         raise UsageError("--draws 0 and --canaries 0 leave nothing to audit; give one of them")

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_subject(parser)
     parser.add_argument("--batch-size", type=int, default=32, help="of the batch that is timed (default: 32)")
-    parser.add_argument("--second-pass", choices=("reweight", "cached"), default="reweight", help="default: reweight")
+    parser.add_argument("--second-pass", choices=("auto", "cached", "reweight"), default="auto", help="default: auto")
     add_json(parser)
 
 

@@ -122,7 +122,7 @@ def keeping_of(arguments: argparse.Namespace) -> Keeping | None:
             if getattr(arguments, option):
                 raise UsageError(f"--{option} needs --checkpoint DIR, the folder that the run is kept in")
         return None
-    if arguments.method not in ("reweight", "cached"):
+    if arguments.method not in ("auto", "cached", "reweight"):
         raise UsageError(f"--method {arguments.method} is there for comparison and keeps no --checkpoint; leave it out")
     if arguments.compare:
         raise UsageError("the runs beside yours are not kept; give --checkpoint or --compare, not both")

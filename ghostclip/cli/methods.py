@@ -206,6 +206,7 @@ METHODS: dict[str, Callable[[Settings, nn.Module, TensorDataset], Steps]] = {
     "nonprivate": Nonprivate,
     "nxbp": Naive,
     "multiloss": Naive,
-    "reweight": Ghost,
+    "auto": Ghost,
     "cached": Ghost,
+    "reweight": Ghost,
 }

@@ -71,8 +71,8 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--method",
         choices=tuple(METHODS),
-        default="cached",
-        help="how per-example gradients are clipped (default: cached)",
+        default="auto",
+        help="how per-example gradients are clipped (default: auto)",
     )
     what.add_argument("--seed", type=int, default=0, help="of the initial weights, never of the noise (default: 0)")
     privacy = parser.add_argument_group("privacy")

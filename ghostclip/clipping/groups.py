@@ -56,23 +56,31 @@ class PerLayer(Thresholds):
     """Every layer (the module that owns a parameter by its first name) is a group.
 
     Args:
-        max_norm: the whole sensitivity; each of m trained layers has the threshold max_norm / sqrt(m).
+        max_norm: the whole sensitivity; each of m trained layers has the threshold max_norm / sqrt(m). A dict stands
+            for ``thresholds``.
         thresholds: {layer: norm} instead, for exactly the trained layers; the model itself is "".
 
     Raises:
         ValueError: both are given, or a number is out of range; in `partition` also: layers and thresholds differ.
     """
 
-    max_norm: float | None = None
+    max_norm: float | Mapping[str, float] | None = None
     thresholds: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.max_norm, Mapping) and self.thresholds is None:
+            object.__setattr__(self, "thresholds", self.max_norm)
+            object.__setattr__(self, "max_norm", None)
         _one_of_both(self)
+
+    @property
+    def _bound(self) -> float | None:
+        return None if isinstance(self.max_norm, Mapping) else self.max_norm
 
     @property
     def sensitivity(self) -> float:
         """``max_norm``, or the root of the sum of the squared thresholds."""
-        return _sensitivity(self.max_norm, self.thresholds)
+        return _sensitivity(self._bound, self.thresholds)
 
     def partition(self, names: Sequence[str]) -> dict[str, str]:
         """{parameter name: name of its layer}."""
@@ -83,7 +91,7 @@ class PerLayer(Thresholds):
 
     def thresholds_of(self, groups: Iterable[str]) -> dict[str, float]:
         """{layer: threshold}."""
-        return _shares(self.max_norm, self.thresholds, list(groups))
+        return _shares(self._bound, self.thresholds, list(groups))
 
 
 @dataclass(frozen=True)
@@ -211,6 +219,8 @@ def _one_of_both(policy: PerLayer | Grouped) -> None:
     """Checks max_norm and thresholds, of which one may be given; 1.0 is the max_norm without both."""
     if policy.thresholds is None:
         given = 1.0 if policy.max_norm is None else policy.max_norm
+        if isinstance(given, Mapping):
+            raise TypeError("max_norm must be a number; give {name: norm} as thresholds")
         object.__setattr__(policy, "max_norm", positive(max_norm=given))
         return
     if policy.max_norm is not None:

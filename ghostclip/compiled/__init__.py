@@ -1,5 +1,6 @@
 """Compiled steps: forward, passes and clipped sums of a physical batch, noise and update, as inductor graphs."""
 
+from ghostclip.clipper.clipper import register_compiler
 from ghostclip.compiled.clip import CompiledClip
 from ghostclip.compiled.release import CompiledRelease, Release
 from ghostclip.compiled.update import NOT_YET, Update, UpdateReader
@@ -15,3 +16,5 @@ __all__ = [
     "UpdateReader",
     "WholeStep",
 ]
+
+register_compiler(CompiledClip)

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
+from ghostclip.clipper.batches import leaves_of
+from ghostclip.clipper.gradient_guard import have_hooks
+from ghostclip.clipper.replay import Replay
+from ghostclip.clipper.second_pass import TwoPasses
 from ghostclip.compiled.region import Region, trace
-from ghostclip.compiled.signature import Asked, ModelState, capacity_for, function_key, leaves_of, pad, settings_of
+from ghostclip.compiled.signature import CompileRequest, ModelState, capacity_for, function_key, pad, settings_of
 from ghostclip.compiled.straight import Clipped, Groups, eager, learn, put_together, straight, taken_apart
 from ghostclip.compiled.trial import TRIALS, Trial, difference, timed
-from ghostclip.gradients import have_hooks
-from ghostclip.replay import Replay
-from ghostclip.two_passes import TwoPasses
 
 __all__ = [
     "TRIALS",
@@ -121,7 +122,7 @@ class CompiledClip:
         """The same without compiling."""
         return eager(self.passes, loss_fn(self.model, batch))
 
-    def ask(self, loss_fn: LossFunction, batch: Any) -> Asked | None:
+    def ask(self, loss_fn: LossFunction, batch: Any) -> CompileRequest | None:
         """The batch, padded, and the key of its graph; None for a batch that no graph takes."""
         found = leaves_of(batch)
         if found is None or found[2] == 0:
@@ -133,23 +134,23 @@ class CompiledClip:
         # A policy's numbers are built into the graph; noise follows what they are now.
         policy = (self.passes.clipping.sensitivity, *settings_of(self.passes.clipping, kept))
         key = (size, shapes, structure, function, policy, self._state.key())
-        return Asked(key, [pad(leaf.detach(), size) for leaf in leaves], structure, examples, kept)
+        return CompileRequest(key, [pad(leaf.detach(), size) for leaf in leaves], structure, examples, kept)
 
-    def ask_anew(self, asked: Asked) -> Asked:
+    def ask_anew(self, asked: CompileRequest) -> CompileRequest:
         """The same after a forward, which may have made something that the model keeps."""
         key = (*asked.key[:-1], self._state.key())
-        return Asked(key, asked.leaves, asked.structure, asked.examples, asked.kept)
+        return CompileRequest(key, asked.leaves, asked.structure, asked.examples, asked.kept)
 
     @property
     def held(self) -> list[Tensor]:
         """The model's parameters and buffers."""
         return self._state.held
 
-    def leave(self, asked: Asked) -> None:
+    def leave(self, asked: CompileRequest) -> None:
         """From now on such batches are clipped eagerly: a graph of more than their passes was of no use."""
         self._plans[asked.key] = _Plan(None, [], [])
 
-    def kept(self, asked: Asked) -> list[Any]:
+    def kept(self, asked: CompileRequest) -> list[Any]:
         """What the key was made of."""
         return [*asked.kept, *self._state.objects]
 
@@ -167,7 +168,7 @@ class CompiledClip:
             )
         return count < MOST_GRAPHS
 
-    def keep_rows(self, asked: Asked) -> Tensor:
+    def keep_rows(self, asked: CompileRequest) -> Tensor:
         """1 for rows that are examples, 0 for padding."""
         first = asked.leaves[0]
         known = (first.shape[0], asked.examples, first.device)
@@ -177,7 +178,7 @@ class CompiledClip:
             self._kept_rows[known] = keep
         return self._kept_rows[known]
 
-    def obstacle(self, loss_fn: LossFunction, asked: Asked) -> str | None:
+    def obstacle(self, loss_fn: LossFunction, asked: CompileRequest) -> str | None:
         """Why there can be no graph of this batch; where there can, its strategies are measured after this."""
         if (reason := _step_by_step(self.model)) is not None:
             return reason
@@ -210,7 +211,7 @@ class CompiledClip:
         if reason is not None:
             self.refuse(reason + ("; no other is tried" if self.gave_up else ""))
 
-    def _compile(self, loss_fn: LossFunction, asked: Asked) -> _Plan:
+    def _compile(self, loss_fn: LossFunction, asked: CompileRequest) -> _Plan:
         """A plan with a graph, or without one where that isn't possible; leaves no trace on the model."""
         plan = _Plan(None, [], [])
         try:
@@ -222,7 +223,7 @@ class CompiledClip:
         self.tried(reason)
         return plan
 
-    def _graph(self, loss_fn: LossFunction, asked: Asked) -> _Plan:
+    def _graph(self, loss_fn: LossFunction, asked: CompileRequest) -> _Plan:
         held, keep, plan = self.held, self.keep_rows(asked), _Plan(None, self.kept(asked), self.held)
 
         def step(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -238,7 +239,7 @@ class CompiledClip:
         self.compiled(plan.region, f"a step for {len(keep)} rows")
         return plan
 
-    def _run(self, plan: _Plan, asked: Asked) -> Clipped | None:
+    def _run(self, plan: _Plan, asked: CompileRequest) -> Clipped | None:
         """The graph's result; None when an example isn't finite or a short cut of the graph didn't hold."""
         assert plan.region is not None
         fine, *rest = plan.region(*plan.held, *asked.leaves, self.keep_rows(asked))
@@ -249,7 +250,7 @@ class CompiledClip:
         sums = [next(values) if there else None for there in plan.present]
         return put_together(rest[:count], plan.groups, asked.examples, sums)
 
-    def _try(self, plan: _Plan, loss_fn: LossFunction, batch: Any, asked: Asked) -> Clipped:
+    def _try(self, plan: _Plan, loss_fn: LossFunction, batch: Any, asked: CompileRequest) -> Clipped:
         """Both ways on one batch from the same random numbers: compares their results, and their times."""
         before, reason = random_state(asked), None
         try:
@@ -268,7 +269,7 @@ class CompiledClip:
         return expected
 
 
-def rolled(asked: Asked) -> list[Tensor]:
+def rolled(asked: CompileRequest) -> list[Tensor]:
     """Another batch of the same shape."""
     return [_rolled(leaf) for leaf in asked.leaves]
 
@@ -278,14 +279,14 @@ def in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
-def same_random_numbers(asked: Asked) -> AbstractContextManager[None]:
+def same_random_numbers(asked: CompileRequest) -> AbstractContextManager[None]:
     """What comes after draws the same random numbers as what is inside."""
     device = asked.leaves[0].device
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 @contextmanager
-def random_numbers(asked: Asked, state: Tensor) -> Iterator[None]:
+def random_numbers(asked: CompileRequest, state: Tensor) -> Iterator[None]:
     """What is inside draws random numbers from a state that `random_state` gave; what comes after, as if it hadn't."""
     with same_random_numbers(asked):
         device = asked.leaves[0].device
@@ -296,7 +297,7 @@ def random_numbers(asked: Asked, state: Tensor) -> Iterator[None]:
         yield
 
 
-def random_state(asked: Asked) -> Tensor:
+def random_state(asked: CompileRequest) -> Tensor:
     """The state of torch's generator where the batch is."""
     device = asked.leaves[0].device
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.random.get_rng_state()

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
-from torch.utils._pytree import tree_flatten
 
-__all__ = ["Asked", "ModelState", "capacity_for", "function_key", "function_kind", "leaves_of", "pad", "settings_of"]
+__all__ = ["CompileRequest", "ModelState", "capacity_for", "function_key", "function_kind", "pad", "settings_of"]
 
 # Values that are told by their types and what they print as.
 PLAIN = {bool, int, float, complex, str, bytes, type(None)}
@@ -29,7 +28,7 @@ GROWTH = 1.25
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompileRequest:
     """One batch and what is to be done with it.
 
     Attributes:
@@ -45,24 +44,6 @@ class Asked:
     structure: Any
     examples: int
     kept: list[Any]
-
-
-def leaves_of(batch: Any) -> tuple[list[Tensor], Any, int] | None:
-    """(tensors, structure, number of examples) of a batch; None unless all leaves are tensors with B in dimension 0."""
-    if type(batch) in (tuple, list) and all(isinstance(part, Tensor) for part in batch):
-        leaves, structure = list(batch), _flat_structure(isinstance(batch, tuple), len(batch))
-    else:
-        leaves, structure = tree_flatten(batch)
-    if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
-        return None
-    examples = {leaf.shape[0] for leaf in leaves}
-    return (leaves, structure, examples.pop()) if len(examples) == 1 else None
-
-
-@functools.cache
-def _flat_structure(is_tuple: bool, count: int) -> Any:
-    """What `tree_flatten` says of so many tensors in a tuple or a list; as a rule that is what a batch is."""
-    return tree_flatten((tuple if is_tuple else list)(range(count)))[1]
 
 
 def capacity_for(examples: int, expected: int | None, largest: int | None = None) -> int:

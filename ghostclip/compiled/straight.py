@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ghostclip.clipper.outcome import norm_dtype
+from ghostclip.clipper.second_pass import TwoPasses
+from ghostclip.clipper.wanted import Keep, Wanted
 from ghostclip.clipping import Automatic, Flat, Groupwise, Thresholds
-from ghostclip.graph import WIDE, captured_calls
-from ghostclip.outcome import norm_dtype
-from ghostclip.two_passes import TwoPasses
+from ghostclip.graph.reader import WIDE, read_graph
 
 __all__ = ["Clipped", "Groups", "eager", "learn", "put_together", "straight", "taken_apart"]
 
@@ -58,14 +59,14 @@ def put_together(vectors: list[Tensor], groups: Groups, examples: int, sums: lis
 def eager(passes: TwoPasses, losses: Tensor) -> Clipped:
     """Both passes, the sums apart from p.grad: what a compiled graph is held against."""
     parameters = [parameter for _, parameter in passes.index.trained()]
-    aside = [parameter.grad for parameter in parameters]
+    stashed = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     try:
         norms, weights = passes.clip(losses, retain_graph=False)
         return Clipped(losses.detach(), norms, weights, [parameter.grad for parameter in parameters])
     finally:
-        for parameter, grad in zip(parameters, aside, strict=True):
+        for parameter, grad in zip(parameters, stashed, strict=True):
             parameter.grad = grad
 
 
@@ -75,13 +76,13 @@ def learn(passes: TwoPasses, losses: Tensor, padded: bool) -> str | None:
         return f"{type(passes.clipping).__name__} may look at all norms at once, and batches are padded"
     if isinstance(passes.clipping, Groupwise) and not isinstance(passes.clipping, Thresholds):
         return f"{type(passes.clipping).__name__} waits for the norms of all groups, whose gradients a graph can't keep"
-    uses = captured_calls(losses, passes.index)
+    uses = read_graph(losses, passes.index)
     if uses.reorders:
         return "its forward may order examples differently from batch to batch, which is proved anew for each"
     if any(parameter.dtype not in WIDE for _, parameter in passes.index.trained()):
         return "sums of parameters narrower than float32 are gathered in float32, which a graph doesn't do"
-    run = passes.first_pass(losses, keep=True, retain_graph=False)
-    if not run.holds_terms:
+    run = passes.first_pass(losses, Wanted(Keep.ALL), retain_graph=False)
+    if not run.keeps_all:
         return "its graph keeps all gradients that it measures, and the memory budget or checkpointing forbids that"
     return "no gradient has reached some layer so far" if passes.is_open else None
 
@@ -111,7 +112,7 @@ def straight(passes: TwoPasses, losses: Tensor, keep: Tensor) -> tuple[Tensor, C
     else:
         assert not isinstance(policy, Groupwise)
         # Whatever the second pass is, sums are formed of the gradients that were measured.
-        run = passes.first_pass(losses, keep=True, retain_graph=False)
+        run = passes.first_pass(losses, Wanted(Keep.ALL), retain_graph=False)
         norms, bounds = run.norms_and_bounds()
         weights, whole = policy.weights(bounds) * keep, norms
         parts = run.weighted_sums(weights, None)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from ghostclip.compiled.rules import Rule, rule_of
-from ghostclip.norms.looks import looks_stall
+from ghostclip.norms.host_sync import may_sync
 
 __all__ = ["NOT_YET", "Update", "UpdateReader"]
 
@@ -129,7 +129,7 @@ class Update:
         """Leaves on the optimizer what its own step would have left besides what was written."""
         if self._counts:
             torch._foreach_add_(self._counts, 1)
-            if looks_stall(self._counts[0].device):
+            if not may_sync(self._counts[0].device):
                 self._known = self._versions(), [count + 1.0 for count in self._taken]
         # By this mark torch's schedulers know that they don't come before the first step.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -201,7 +201,7 @@ def _lie_alike(one: Tensor, other: Tensor) -> bool:
 
 def _read(counts: Sequence[Tensor]) -> list[float]:
     """The numbers in tensors of one number each; one look at a device, where a fused optimizer keeps them."""
-    if counts and looks_stall(counts[0].device) and len({count.device for count in counts}) == 1:
+    if counts and not may_sync(counts[0].device) and len({count.device for count in counts}) == 1:
         return torch.stack(list(counts)).tolist()
     return [count.item() for count in counts]
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
+from ghostclip.clipper.replay import Replay
 from ghostclip.compiled.clip import CompiledClip, LossFunction, in_a_line, rolled
 from ghostclip.compiled.region import Region, trace, write_back
-from ghostclip.compiled.signature import Asked
+from ghostclip.compiled.signature import CompileRequest
 from ghostclip.compiled.straight import Clipped, Groups, put_together, straight, taken_apart
 from ghostclip.compiled.trial import Trial
 from ghostclip.compiled.update import Update
-from ghostclip.replay import Replay
 
 __all__ = ["CompiledStep", "WholeStep"]
 
@@ -43,7 +43,9 @@ class WholeStep:
     groups: Groups = (None, None)
     trial: Trial = field(default_factory=Trial)
 
-    def run(self, asked: Asked, keep: Tensor, written: list[Tensor], noise: Tensor, numbers: Tensor) -> Clipped | None:
+    def run(
+        self, asked: CompileRequest, keep: Tensor, written: list[Tensor], noise: Tensor, numbers: Tensor
+    ) -> Clipped | None:
         """Takes the step, on ``written``; None, and nothing was written, when a norm or a loss isn't finite.
 
         Args:
@@ -72,7 +74,9 @@ class CompiledStep:
         self._clip = clip
         self._plans: dict[tuple, WholeStep] = {}
 
-    def find(self, loss_fn: LossFunction, batch: Any, update: Update, noise: Tensor) -> tuple[WholeStep, Asked] | None:
+    def find(
+        self, loss_fn: LossFunction, batch: Any, update: Update, noise: Tensor
+    ) -> tuple[WholeStep, CompileRequest] | None:
         """The graph for this batch and update, compiled if it is the first of its kind; None to go another way.
 
         Args:
@@ -93,13 +97,13 @@ class CompiledStep:
         plan = self._plans.get(key)
         return None if plan is None or plan.region is None else (plan, asked)
 
-    def refuse(self, plan: WholeStep, asked: Asked, reason: str) -> None:
+    def refuse(self, plan: WholeStep, asked: CompileRequest, reason: str) -> None:
         """The graph is not used any more, nor one of the passes alone tried."""
         plan.region, plan.kept = None, []
         self._clip.leave(asked)
         self._clip.refuse(reason)
 
-    def _compile(self, loss_fn: LossFunction, asked: Asked, update: Update, noise: Tensor) -> WholeStep:
+    def _compile(self, loss_fn: LossFunction, asked: CompileRequest, update: Update, noise: Tensor) -> WholeStep:
         plan = WholeStep(None, [*self._clip.kept(asked), *update.parameters], [])
         try:
             with Replay(self._clip.model).again(gradients=True):
@@ -115,7 +119,9 @@ class CompiledStep:
         self._clip.tried(reason)
         return plan
 
-    def _graph(self, plan: WholeStep, loss_fn: LossFunction, asked: Asked, update: Update, noise: Tensor) -> None:
+    def _graph(
+        self, plan: WholeStep, loss_fn: LossFunction, asked: CompileRequest, update: Update, noise: Tensor
+    ) -> None:
         clip, written = self._clip, update.written
         ids = set(map(id, written))
         plan.others = [tensor for tensor in clip.held if id(tensor) not in ids]

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ghostclip.aside import OF_HALF
+from ghostclip.clipper.groupwise import Part
+from ghostclip.clipper.outcome import FirstPass
+from ghostclip.clipper.second_pass import TwoPasses
+from ghostclip.clipper.wanted import Keep, Wanted
 from ghostclip.clipping import Groupwise
 from ghostclip.errors import VerificationError
-from ghostclip.groupwise import Part
 from ghostclip.norms.whole import all_finite
-from ghostclip.outcome import FirstPass
-from ghostclip.two_passes import TwoPasses
 
 __all__ = ["gradients_agree"]
 
@@ -45,26 +45,28 @@ def gradients_agree(passes: TwoPasses, losses: Tensor) -> list[str] | None:
         VerificationError: something differs; the layers are named.
     """
     whole = not isinstance(passes.clipping, Groupwise)
-    keep = passes.cached and whole
-    run = passes.first_pass(losses, keep=keep, aside=OF_HALF if whole and not keep else None, retain_graph=True)
-    norms = run.norms()
+    run = passes.measure(losses, Wanted(Keep.CHOSEN if whole else Keep.NOTHING), retain_graph=True)
+    norms, bounds = run.norms_and_bounds()
     if not len(losses) or not all_finite(norms, losses.detach().to(norms.dtype)):
         return None
     trained = passes.index.trained()
     order = norms.argsort(descending=True).tolist()
     chosen = sorted({order[0], order[len(order) // 2]})
+    # What rounding may leave of positions, or uses of a parameter, that cancel.
+    margins = (bounds - norms).tolist()
     totals: dict[str, Tensor] = {}
     errors: dict[str, float] = {}
     for example in chosen:
         own = _gradients(losses[example], trained, passes.scale)
         if not all(bool(grad.isfinite().all()) for grad in own.values()):
             return None
-        _note_errors(errors, run.norms_by_parameter(), example, own)
+        _note_errors(errors, run.norms_by_parameter(), example, own, margins[example])
         for name, grad in own.items():
             totals[name] = grad if name not in totals else totals[name] + grad
     picked = torch.zeros_like(norms)
     picked[chosen] = 1.0
-    for name, error in _errors_of_sums(passes, losses, run, picked, totals).items():
+    margin = sum(margins[example] for example in chosen)
+    for name, error in _errors_of_sums(passes, losses, run, picked, totals, margin).items():
         errors[name] = max(errors[name], error)
     _refuse(errors, _tolerance(losses, run, trained))
     return [name for name, _ in trained if name not in totals]
@@ -77,18 +79,18 @@ def _gradients(loss: Tensor, trained: Trained, scale: float) -> dict[str, Tensor
 
 
 def _note_errors(
-    errors: dict[str, float], norms: Mapping[str, Tensor], example: int, own: Mapping[str, Tensor]
+    errors: dict[str, float], norms: Mapping[str, Tensor], example: int, own: Mapping[str, Tensor], margin: float
 ) -> None:
     """The worst relative error of each parameter's norms, with this example's among them."""
     sizes = {name: _size(own[name]) if name in own else 0.0 for name in norms}
     floor = _floor(sizes.values())
     for name, size in sizes.items():
-        error = _relative(abs(float(norms[name][example]) - size), size, floor)
+        error = _relative(abs(float(norms[name][example]) - size) - margin, size, floor)
         errors[name] = max(errors.get(name, 0.0), error)
 
 
 def _errors_of_sums(
-    passes: TwoPasses, losses: Tensor, run: FirstPass, picked: Tensor, totals: Mapping[str, Tensor]
+    passes: TwoPasses, losses: Tensor, run: FirstPass, picked: Tensor, totals: Mapping[str, Tensor], margin: float
 ) -> dict[str, float]:
     """{name: relative error} of the sums over the picked examples."""
     parts: Iterable[tuple[Part, Tensor]]
@@ -108,7 +110,7 @@ def _errors_of_sums(
         (left[name] if rows is None else left[name][slice(*rows)]).sub_(amount)
     sizes = {name: _size(total) for name, total in totals.items()}
     floor = _floor(sizes.values())
-    return {name: _relative(_size(rest), sizes.get(name, 0.0), floor) for name, rest in left.items()}
+    return {name: _relative(_size(rest) - margin, sizes.get(name, 0.0), floor) for name, rest in left.items()}
 
 
 def _size(tensor: Tensor) -> float:
@@ -122,7 +124,9 @@ def _floor(sizes: Iterable[float]) -> float:
 
 def _relative(deviation: float, size: float, floor: float) -> float:
     # Where autograd's gradients are all exactly zero, there is nothing to compare rounding errors with.
-    return deviation / max(size, floor) if deviation and max(size, floor) else 0.0
+    if deviation <= 0 or not max(size, floor):
+        return 0.0
+    return deviation / max(size, floor)
 
 
 def _tolerance(losses: Tensor, run: FirstPass, trained: Trained) -> float:

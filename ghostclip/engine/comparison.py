@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ghostclip.clipper.replay import Replay
 from ghostclip.engine.batch_rows import BatchRows, ExampleDims
 from ghostclip.engine.trial_losses import TrialLosses
 from ghostclip.errors import VerificationError
-from ghostclip.replay import Replay
-from ghostclip.separation import mixed_examples
+from ghostclip.graph.data_swap import mixed_examples
 
 __all__ = ["LossComparison"]
 
@@ -80,10 +80,10 @@ class LossComparison:
             if self._left == 0:  # another batch may have shown where examples are
                 self._say("the batch holds no tensor with a row for each example")
             return
-        halves = self._halves(units, rows // units)[:parts]
-        problem = self._tried(loss_fn, found, halves, gradients=False)
+        groups = self._two_groups(units, rows // units)[:parts]
+        problem = self._tried(loss_fn, found, groups, gradients=False)
         if problem:  # the loss function may need a graph of its own
-            problem = self._tried(loss_fn, found, halves, gradients=True)
+            problem = self._tried(loss_fn, found, groups, gradients=True)
         if problem:
             self._say(problem)
 
@@ -99,7 +99,7 @@ class LossComparison:
         return ""
 
     def _parts_to_compare(self, logical: object) -> int:
-        """Both halves of a batch in the first steps, and at random later one; 0: it is not its turn."""
+        """Both groups of a batch in the first steps, and at random later one; 0: it is not its turn."""
         if self._left == 0:
             return int(self._dice.random() < 1.0 / SELDOM)
         if logical is self._seen:
@@ -137,11 +137,11 @@ class LossComparison:
         if batch.divisible and self._depends_on_number(trial.quieter, batch, parts):
             raise VerificationError(_message(OF_THE_NUMBER))
 
-    def _halves(self, units: int, each: int) -> list[Tensor]:
+    def _two_groups(self, units: int, each: int) -> list[Tensor]:
         """The rows of a random half of the units, and those of the others."""
         order = self._dice.sample(range(units), units)
-        halves = [sorted(order[: units // 2]), sorted(order[units // 2 :])]
-        return [torch.tensor([unit * each + row for unit in half for row in range(each)]) for half in halves]
+        groups = [sorted(order[: units // 2]), sorted(order[units // 2 :])]
+        return [torch.tensor([unit * each + row for unit in group for row in range(each)]) for group in groups]
 
     def _swapped(self, part: Tensor, losses: Tensor) -> Tensor | None:
         """An index by which the rows of ``part`` stay, and one of them stands in all other places; None: none can."""

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ghostclip.clipper import ClippingResult, GhostClipper
+from ghostclip.clipper.gradient_guard import is_distributed
 from ghostclip.compiled import NOT_YET, CompiledRelease, CompiledStep, Release, Update, UpdateReader, WholeStep
 from ghostclip.compiled.clip import in_a_line, random_numbers, random_state
-from ghostclip.compiled.signature import Asked
+from ghostclip.compiled.signature import CompileRequest
 from ghostclip.compiled.trial import drift, movement, timed
-from ghostclip.gradients import is_distributed
 from ghostclip.sampling import LogicalBatch
 
 if TYPE_CHECKING:
-    from ghostclip.engine.steps import PrivateSteps
+    from ghostclip.engine.steps import LogicalStep
 
 __all__ = ["CompiledSteps", "DrawsAhead"]
 
@@ -40,15 +40,15 @@ class DrawsAhead(Protocol):
 
 
 class CompiledSteps:
-    """`PrivateSteps.step` with graphs.
+    """`LogicalStep.step` with graphs.
 
     Args:
         steps: whose logical batches, checks and charges these are.
         clipper: compiling.
-        optimizer: as `PrivateSteps` has it.
+        optimizer: as `LogicalStep` has it.
     """
 
-    def __init__(self, steps: PrivateSteps, clipper: GhostClipper, optimizer: Optimizer) -> None:
+    def __init__(self, steps: LogicalStep, clipper: GhostClipper, optimizer: Optimizer) -> None:
         assert clipper.compiled is not None
         self._steps, self._clipper, self._optimizer = steps, clipper, optimizer
         self._clip = clipper.compiled
@@ -94,7 +94,7 @@ class CompiledSteps:
         return update
 
     def _take_whole(
-        self, plan: WholeStep, asked: Asked, update: Update, loss_fn: LossFunction, examples: Any
+        self, plan: WholeStep, asked: CompileRequest, update: Update, loss_fn: LossFunction, examples: Any
     ) -> list[ClippingResult]:
         """One graph from the forward to the update, or a trial of it."""
         if plan.trial.left:
@@ -117,7 +117,7 @@ class CompiledSteps:
         return [ClippingResult(found.norms, found.weights, sensitivity, found.losses)]
 
     def _try_whole(
-        self, plan: WholeStep, asked: Asked, update: Update, loss_fn: LossFunction, examples: Any
+        self, plan: WholeStep, asked: CompileRequest, update: Update, loss_fn: LossFunction, examples: Any
     ) -> list[ClippingResult]:
         """The eager step, and beside it the graph's on copies, with the same noise and random numbers."""
         clip, before = self._clip, random_state(asked)

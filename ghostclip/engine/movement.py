@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ghostclip.index import ModelIndex
+from ghostclip.graph.parameter_names import ParameterNames
 
 __all__ = ["Movement"]
 
@@ -44,7 +44,7 @@ class Movement:
         noted: whether an update was seen coming; one in which every learning rate is zero is none.
     """
 
-    def __init__(self, index: ModelIndex, optimizer: Optimizer) -> None:
+    def __init__(self, index: ParameterNames, optimizer: Optimizer) -> None:
         self._index, self._optimizer = index, optimizer
         self.saw_examples = self.noted = False
         self._entries: list[_Entry] = []

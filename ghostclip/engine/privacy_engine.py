@@ -26,11 +26,11 @@ from ghostclip.engine.record import StepRecord
 from ghostclip.engine.scaling import LossScaling
 from ghostclip.engine.shared import shared_noise, spending_of
 from ghostclip.engine.snapshots import Restored, Snapshots, Stateful
-from ghostclip.engine.steps import PrivateSteps, refuse_second_engine
+from ghostclip.engine.steps import LogicalStep, refuse_second_engine
 from ghostclip.errors import PrivacyError
 from ghostclip.events import Event
-from ghostclip.grad_mode import keeping_grad_mode
 from ghostclip.ledger import Ledger
+from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.noise import noise_source
 from ghostclip.sampling import LogicalBatch, LogicalBatches
 from ghostclip.validate import open_fraction, whole
@@ -64,7 +64,7 @@ class PrivacyEngine:
             refused; None: no limit, or ``target_epsilon`` where the ledger holds other steps than the planned ones.
         epochs, steps: the length of training, with ``target_epsilon`` only.
         clipping: a max norm or a policy of `ghostclip.clipping`.
-        second_pass: "reweight" or "cached", as for `GhostClipper`; it changes time and memory only.
+        second_pass: "auto", "cached" or "reweight", as for `GhostClipper`; it changes time and memory only.
         noise: "standard": from an unpredictable generator, added in floating point; "hardened": from a cipher, every
             released number on a lattice, so that no digit of it gives data away (needs `cryptography`); "test" with
             ``seed``: repeatable, and reported as epsilon = inf.
@@ -125,7 +125,7 @@ class PrivacyEngine:
         epochs: int | None = None,
         steps: int | None = None,
         clipping: Any = 1.0,
-        second_pass: str = "reweight",
+        second_pass: str = "auto",
         noise: str = "standard",
         seed: int | None = None,
         ledger: str | os.PathLike[str] | Ledger | None = None,
@@ -179,7 +179,7 @@ class PrivacyEngine:
         self._spending = spending_of(ranks, self._event, plan, max_epsilon=max_epsilon, ledger=ledger, noise=noise)
         self.max_epsilon, self.ledger = self._spending.max_epsilon, self._spending.ledger
         charge = self._spending.charge
-        self._steps = PrivateSteps(
+        self._steps = LogicalStep(
             clipper, optimizer, source, plan.noise_multiplier, loader.batch_size, charge, self_check, scaling, ranks
         )
         loader.owner = self._steps

@@ -1,8 +1,8 @@
 """The first steps' self-check: are gradients what autograd says, do examples stay apart, do the parameters move.
 
 Losses are compared in the first six steps, for 1.2 to 2.6 steps' time each (measured), and at random later, for under
-1% of the time; the rest is looked at once. What the proof by factors shows anyway (`ghostclip.proof`: rows of each
-layer follow their own example's loss) is not repeated here.
+1% of the time; the rest is looked at once. What the proof by factors shows anyway (`ghostclip.graph.mixing_test`: rows
+of each layer follow their own example's loss) is not repeated here.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ghostclip.clipper import GhostClipper
+from ghostclip.clipper.replay import Replay
 from ghostclip.engine.agreement import gradients_agree
 from ghostclip.engine.comparison import LossComparison
+from ghostclip.engine.head import head_of_large
 from ghostclip.engine.movement import Movement
 from ghostclip.errors import VerificationError
-from ghostclip.halves import head_of_large
-from ghostclip.replay import Replay
 
 __all__ = ["SelfCheck"]
 
@@ -45,7 +45,7 @@ class SelfCheck:
     """
 
     def __init__(self, clipper: GhostClipper, optimizer: Optimizer, wanted: bool = True) -> None:
-        self._model, self._passes = clipper.model, clipper._passes
+        self._model, self._passes = clipper.model, clipper.passes
         self._to_compare = wanted
         self._comparison = LossComparison(self._model) if wanted else None
         self._movement = Movement(self._passes.index, optimizer) if wanted else None
@@ -97,17 +97,17 @@ class SelfCheck:
         except Exception as error:  # what is wrong shows on the whole batch
             log.info("gradients are not compared on %d examples: %s: %s", HEAD, type(error).__name__, error)
 
-    def rehearse(self, forward: LossFunction, examples: Any, *, in_parts: bool) -> None:
+    def rehearse(self, forward: LossFunction, examples: Any, *, compiled: bool) -> None:
         """Has a batch checked before its own forward: where that can't be watched, or its graph would be in the way.
 
         Args:
             forward: a function that calls `forward`.
             examples: the physical batch.
-            in_parts: it will be part of a compiled step, or come in halves.
+            compiled: it may be part of a compiled step.
         """
         if self._to_compare:
             large = head_of_large(examples, HEAD) is not None
-            if large or in_parts:
+            if large or compiled:
                 with Replay(self._model).again(gradients=not large):
                     forward(self._model, examples)
 

@@ -25,7 +25,7 @@ from ghostclip.engine.processes import start_alike
 from ghostclip.engine.randomness import random_states, set_random_states
 from ghostclip.engine.ranks import Alone, refuse_differences
 from ghostclip.engine.spending import Spending
-from ghostclip.engine.steps import PrivateSteps
+from ghostclip.engine.steps import LogicalStep
 from ghostclip.errors import LedgerError, PrivacyError
 from ghostclip.ledger import Head
 from ghostclip.ledger.records import decoded, encoded
@@ -83,7 +83,7 @@ class Snapshots:
     loader: LogicalBatches
     noise: Noise
     spending: Spending
-    steps: PrivateSteps
+    steps: LogicalStep
     agreed: dict[str, Any]
     ranks: Alone
 

@@ -23,11 +23,11 @@ from ghostclip.engine.turns import Turns
 from ghostclip.engine.update_check import UpdateCheck
 from ghostclip.engine.weighing import refuse_joint_weights
 from ghostclip.errors import LossShapeError, PrivacyError, UnsupportedModelError
-from ghostclip.grad_mode import keeping_grad_mode
+from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.noise import Noise
 from ghostclip.sampling import LogicalBatch, UserRows
 
-__all__ = ["PrivateSteps", "refuse_second_engine"]
+__all__ = ["LogicalStep", "refuse_second_engine"]
 
 OF_USERS = (
     "with unit_ids, a user's rows lie side by side in the batch, and a layer over [positions x rows, features] parts "
@@ -35,7 +35,7 @@ OF_USERS = (
 )
 
 
-class PrivateSteps:
+class LogicalStep:
     """Follows the logical batches, gathers their clipped sums, and comes between the optimizer and its gradients.
 
     Args:
@@ -69,9 +69,7 @@ class PrivateSteps:
         self._clipper, self._optimizer, self._noise = clipper, optimizer, noise
         self._noise_multiplier, self.batch_size, self.charge = noise_multiplier, batch_size, charge
         self.owned = set(clipper.model.parameters())
-        clipper._passes.wide_sums = {}
-        clipper._passes.reduced_apart = True
-        self._sums = ClippedSums(clipper.model, clipper._passes.wide_sums)
+        self._sums = ClippedSums(clipper.model, clipper.passes.reduce_apart())
         policy = clipper.clipping
         self._adaptation = Adaptation(policy, batch_size) if isinstance(policy, Adaptive) else None
         self._self_check = SelfCheck(clipper, optimizer, self_check)
@@ -168,9 +166,8 @@ class PrivateSteps:
         def checked(model: nn.Module, examples: Any) -> Tensor:
             return self._self_check.forward(loss_fn, examples, self._check_count)
 
-        # A compiled graph is made for the user's own function, and its batches are padded; halves have other counts.
-        in_parts = not self._clipper.comes_whole(loss_fn, examples)
-        self._self_check.rehearse(checked, examples, in_parts=in_parts)
+        # A compiled graph is made for the user's own function, and its batches are padded.
+        self._self_check.rehearse(checked, examples, compiled=self._clipper.compiled is not None)
         return self._gather(lambda: self._clipper.clip(loss_fn, examples, whole=checked))
 
     def step(self, batch: LogicalBatch, loss_fn: Callable[[nn.Module, Any], Tensor]) -> list[ClippingResult]:
@@ -412,7 +409,7 @@ class PrivateSteps:
 def refuse_second_engine(optimizer: Optimizer) -> None:
     """Raises PrivacyError when an engine's hooks are on the optimizer already."""
     hooks = optimizer._optimizer_step_pre_hooks.values()
-    if any(isinstance(getattr(hook, "__self__", None), PrivateSteps) for hook in hooks):
+    if any(isinstance(getattr(hook, "__self__", None), LogicalStep) for hook in hooks):
         raise PrivacyError(
             "another PrivacyEngine is attached to this optimizer, and two would add noise and charge twice; call its "
             "detach(), or build a new optimizer"

@@ -49,7 +49,7 @@ class ClippedSums:
 
         Args:
             backward: its result is returned.
-            apart: what was gathered before is set aside meanwhile, which takes memory of its own.
+            apart: what was gathered before is stashed meanwhile, which takes memory of its own.
             more: what comes next belongs to the same physical batch.
 
         Raises:
@@ -57,7 +57,7 @@ class ClippedSums:
             PrivacyError: zero_grad was forgotten after the last step.
         """
         self.check()
-        aside = self._set_aside(apart)
+        stashed = self._stash(apart)
         before = self._snapshot()
         # Not every way to the sums leaves them there, and what another backward left is not this one's.
         self._exact.clear()
@@ -66,7 +66,7 @@ class ClippedSums:
             result = backward()
             first = self._first_of_narrow()
             kept = False
-            self._join(aside, first)
+            self._join(stashed, first)
             self._known = self._snapshot()
             self.count += not more
         except BaseException:
@@ -75,17 +75,17 @@ class ClippedSums:
             elif not kept or self._changed_since(before) is not None:
                 self._discard_all()
                 raise
-            for parameter, grad in aside.items():
+            for parameter, grad in stashed.items():
                 parameter.grad = grad
             raise
         return result
 
-    def _set_aside(self, apart: bool) -> dict[nn.Parameter, Tensor]:
+    def _stash(self, apart: bool) -> dict[nn.Parameter, Tensor]:
         """Takes p.grads off their parameters: all, or those of which the sum is beside them."""
         taken = [p for _, p in self._named] if apart else self._narrow if self._known else []
-        aside = {parameter: parameter.grad for parameter in taken if parameter.grad is not None}
-        _drop(aside)
-        return aside
+        stashed = {parameter: parameter.grad for parameter in taken if parameter.grad is not None}
+        _drop(stashed)
+        return stashed
 
     def _first_of_narrow(self) -> dict[nn.Parameter, Tensor]:
         """Float32 copies of narrow p.grads of which there is no sum yet; all that `_join` needs memory for."""
@@ -96,13 +96,13 @@ class ClippedSums:
         }
 
     @torch.no_grad()
-    def _join(self, aside: dict[nn.Parameter, Tensor], first: dict[nn.Parameter, Tensor]) -> None:
-        """Adds what came now to what was set aside or stands beside the p.grads."""
+    def _join(self, stashed: dict[nn.Parameter, Tensor], first: dict[nn.Parameter, Tensor]) -> None:
+        """Adds what came now to what was stashed or stands beside the p.grads."""
         for parameter in self._narrow:
             if parameter.grad is not None and parameter not in first:
                 self._wide[parameter] += self._exact.get(id(parameter), parameter.grad)
         self._wide.update(first)
-        back = {p: grad for p, grad in aside.items() if p.dtype in WIDE}
+        back = {p: grad for p, grad in stashed.items() if p.dtype in WIDE}
         pairs = [(grad, p.grad) for p, grad in back.items() if p.grad is not None]
         if pairs:
             torch._foreach_add_([old for old, _ in pairs], [new for _, new in pairs])

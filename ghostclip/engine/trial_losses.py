@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ghostclip.replay import Replay
+from ghostclip.clipper.replay import Replay
 
 __all__ = ["TrialLosses"]
 

@@ -34,8 +34,8 @@ def refuse_joint_weights(policy: Any, norms: Any) -> None:
         return
     found: Any = policy.weights(norms)
     whole = found if isinstance(found, dict) else {"": found}
-    halves = len(next(iter(whole.values()))) // 2
-    for part in (slice(0, halves), slice(halves, None)) if halves else ():
+    middle = len(next(iter(whole.values()))) // 2
+    for part in (slice(0, middle), slice(middle, None)) if middle else ():
         given: Any = {g: n[part] for g, n in norms.items()} if isinstance(norms, dict) else norms[part]
         alone = policy.weights(given)
         for group, found in (alone if isinstance(alone, dict) else {"": alone}).items():

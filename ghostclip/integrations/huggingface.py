@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import pytorch_utils
 
-from ghostclip.nn.base import LAYERS, Call, GhostLayer
+from ghostclip.nn.base import LAYERS, GhostLayer, LayerCall
 from ghostclip.nn.linear import Linear, examples_first, summed_positions
-from ghostclip.norms.outer import Outer
-from ghostclip.norms.term import Term
+from ghostclip.norms.outer import OuterProduct
+from ghostclip.norms.term import PerExampleGrads
 
 __all__ = ["Conv1D", "register"]
 
@@ -28,11 +28,11 @@ class Conv1D(GhostLayer, pytorch_utils.Conv1D, wraps=pytorch_utils.Conv1D):
     def forward(self, x: Tensor) -> Tensor:
         return self.capture(super().forward(x), x)
 
-    def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+    def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         grad = examples_first(grad, call.batch_dim)
         if name == "bias":
             return summed_positions(grad)
-        return Outer(examples_first(inputs[0], call.batch_dim), grad, self.weight.shape)
+        return OuterProduct(examples_first(inputs[0], call.batch_dim), grad, self.weight.shape)
 
 
 def register(found: type) -> None:

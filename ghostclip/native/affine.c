@@ -257,33 +257,4 @@ void NAME(weights)(const REAL *norms, const double *bounds, long groups, long ba
     }
 }
 
-/* All of it: norms and weights [groups, batch] by a bound for each group and, where norms and losses are finite, what
- * `sums` gives. Returns whether they are. */
-long NAME(clip)(const int64_t *layers, long count, long batch, const REAL *losses, const double *bounds, long groups,
-                REAL *norms, REAL *weights) {
-    for (long group = 0; group < groups; group++) {
-        const int64_t own = (int64_t)(intptr_t)(weights + group * batch);
-        for (long first = 0; first < batch; first += SUMS) {
-            const long some = LESSER(SUMS, batch - first);
-            double lefts[SUMS], rights[SUMS], total[SUMS] = {0};
-            for (const int64_t *layer = layers; layer < layers + count * LAYER; layer += LAYER) {
-                if (layer[7] != own) continue;
-                NAME(factors)(layer, first, some, lefts, rights);
-                for (long row = 0; row < some; row++) {
-                    /* Rounded by itself, and not in one operation with the sum: a first batch, whose norms are added up
-                     * by `norms`, must come to the same. */
-                    volatile REAL of_weight = lefts[row] * rights[row], of_bias = lefts[row];
-                    if (layer[6] & WEIGHT) total[row] += of_weight;
-                    if (layer[6] & BIAS) total[row] += of_bias;
-                }
-            }
-            for (long row = 0; row < some; row++) norms[group * batch + first + row] = sqrt(total[row]);
-        }
-    }
-    NAME(weights)(norms, bounds, groups, batch, weights);
-    if (!NAME(finite)(norms, groups * batch) || !NAME(finite)(losses, batch)) return 0;
-    NAME(sums)(layers, count, batch);
-    return 1;
-}
-
 #endif

@@ -3,7 +3,7 @@
 import torch.nn as _torch_nn
 from torch.nn import *
 
-from .base import Call, GhostLayer
+from .base import GhostLayer, LayerCall
 from .bilinear import Bilinear
 from .cells import GRUCell, LSTMCell, RNNCell
 from .conv import Conv1d, Conv2d, Conv3d

@@ -18,11 +18,22 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.norms.affine import Affine
+from ghostclip.norms.affine import LinearPair
 from ghostclip.norms.dense import Dense
-from ghostclip.norms.term import Term
+from ghostclip.norms.term import PerExampleGrads
 
-__all__ = ["CAPTURE", "LAYERS", "NOTHING", "PROBE", "Call", "GhostLayer", "Repeat", "Sink", "is_capturing", "place_of"]
+__all__ = [
+    "CAPTURE",
+    "LAYERS",
+    "NOTHING",
+    "PROBE",
+    "GhostLayer",
+    "LayerCall",
+    "Repeat",
+    "Sink",
+    "is_capturing",
+    "place_of",
+]
 
 # What packs saved tensors now, or None.
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -37,10 +48,10 @@ CAPTURE = "_CaptureBackward"
 # The exact torch class -> its wrapper. Filled once, by the class statements of this package and of users' own layers.
 LAYERS: dict[type, type[GhostLayer]] = {}
 
-Sink = Callable[["Call", tuple[Tensor, ...], Tensor], None]
+Sink = Callable[["LayerCall", tuple[Tensor, ...], Tensor], None]
 
 
-def NOTHING(call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
+def NOTHING(call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
     """The sink of a pass that only lets go of the graph: no gradient goes on from a layer."""
 
 
@@ -57,7 +68,7 @@ class Repeat:
         self.begun = False
 
 
-class Call:
+class LayerCall:
     """One use of one layer: who, which of its parameters, where the examples are, and what came before.
 
     Attributes:
@@ -104,7 +115,7 @@ class Call:
         """Of the pre-activation."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def term(self, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+    def term(self, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         """The per-example gradients of ``name`` by the layer's rule; a plain tensor [B, *shape] is taken as is."""
         found = self.layer.per_example(name, self, inputs, grad)
         # Asked the other way round an abstract class would be, which takes longer.
@@ -130,7 +141,7 @@ class _Capture(torch.autograd.Function):
     """Identity on a pre-activation, in place; its backward tells the sink, while there is one."""
 
     @staticmethod
-    def forward(ctx: Any, preactivation: Tensor, probe: Tensor, call: Call, inputs: tuple[Tensor, ...]) -> Tensor:
+    def forward(ctx: Any, preactivation: Tensor, probe: Tensor, call: LayerCall, inputs: tuple[Tensor, ...]) -> Tensor:
         ctx.mark_dirty(preactivation)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
@@ -166,6 +177,8 @@ class GhostLayer(torch.nn.Module):
     rule: ClassVar[str] = ""
     # Whether `obstacles` are in the way of a frozen layer too, as statistics of private data are.
     checked_when_frozen: ClassVar[bool] = False
+    # Whether it looks up rows by indices, which may be those of positions, the same for all examples.
+    reads_indices: ClassVar[bool] = False
     wrapped: ClassVar[type[torch.nn.Module]]
     # The dimension of inputs and outputs that holds examples; `wrap(model, batch_dim=...)` sets it on the instance.
     ghost_batch_dim: int = 0
@@ -180,7 +193,9 @@ class GhostLayer(torch.nn.Module):
             LAYERS[wraps] = cls
 
     @abc.abstractmethod
-    def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term | Tensor:
+    def per_example(
+        self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor
+    ) -> PerExampleGrads | Tensor:
         """The per-example gradients of the layer's parameter ``name`` for one call.
 
         Args:
@@ -193,7 +208,7 @@ class GhostLayer(torch.nn.Module):
             A term, or the gradients themselves as a tensor [B, *parameter shape].
         """
 
-    def joint(self, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Affine | None:
+    def linear_pair(self, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> LinearPair | None:
         """All the call's parameters at once, for a linear layer on one position; None to have them one by one.
 
         Which of both must follow from the call alone.
@@ -250,8 +265,8 @@ class GhostLayer(torch.nn.Module):
         rows: Mapping[str, tuple[int, int]] | None = None,
         batch_dim: int | None = None,
         extra: Any = None,
-    ) -> Call | None:
-        """The `Call` of this use; None when none of the parameters is trained, or one is computed from others."""
+    ) -> LayerCall | None:
+        """The `LayerCall` of this use; None when none of the parameters is trained, or one is computed from others."""
         own = self._parameters
         trained = tuple([name for name in parameters if (p := own.get(name)) is not None and p.requires_grad])
         # A weight made from other parameters is no leaf: what made it is in the graph, and dealt with there.
@@ -270,7 +285,7 @@ class GhostLayer(torch.nn.Module):
                 f"{place_of(self)}: examples are said to be in dimension {dim}, but the output has shape "
                 f"{list(preactivation.shape)}; set wrap(model, batch_dim=...) to where they are"
             )
-        return Call(self, trained, rows or {}, dim, preactivation, inputs, extra)
+        return LayerCall(self, trained, rows or {}, dim, preactivation, inputs, extra)
 
 
 def place_of(layer: torch.nn.Module) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ghostclip.norms.outer import Outer
-from ghostclip.norms.term import Term, wide
+from ghostclip.norms.outer import OuterProduct
+from ghostclip.norms.term import PerExampleGrads, wide
 
-from .base import Call, GhostLayer
+from .base import GhostLayer, LayerCall
 from .linear import examples_first, summed_positions
 
 __all__ = ["Bilinear"]
@@ -20,7 +20,7 @@ class Bilinear(GhostLayer, torch.nn.Bilinear, wraps=torch.nn.Bilinear):
     def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
         return self.capture(super().forward(input1, input2), input1, input2)
 
-    def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+    def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         grad = examples_first(grad, call.batch_dim)
         if name == "bias":
             return summed_positions(grad)
@@ -28,8 +28,8 @@ class Bilinear(GhostLayer, torch.nn.Bilinear, wraps=torch.nn.Bilinear):
         outputs, width1, width2 = self.weight.shape
         # An outer product of two sides, one of which is itself an outer product: the smaller one is multiplied out.
         if outputs * width1 + width2 <= outputs + width1 * width2:
-            return Outer(_products(wide(grad), first), second, self.weight.shape)
-        return Outer(grad, _products(first, second), self.weight.shape)
+            return OuterProduct(_products(wide(grad), first), second, self.weight.shape)
+        return OuterProduct(grad, _products(first, second), self.weight.shape)
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:

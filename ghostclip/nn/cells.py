@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.norms.dense import Dense
-from ghostclip.norms.outer import Outer
-from ghostclip.norms.term import Term
+from ghostclip.norms.outer import OuterProduct
+from ghostclip.norms.term import PerExampleGrads
 
-from .base import Call, GhostLayer, is_capturing, place_of
+from .base import GhostLayer, LayerCall, is_capturing, place_of
 
 __all__ = ["GRUCell", "LSTMCell", "RNNCell"]
 
@@ -58,11 +58,11 @@ class _Cell(GhostLayer):
         from_input, from_hidden = self._sides(input, hidden)
         return self.capture(from_hidden.add_(from_input), input, hidden, parameters=(*INPUT, *HIDDEN), batch_dim=0)
 
-    def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+    def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         if name.startswith("bias"):
             return Dense(grad)
         seen = inputs[-1] if name == "weight_hh" else inputs[0]
-        return Outer(grad.unsqueeze(1), seen.unsqueeze(1), getattr(self, name).shape)
+        return OuterProduct(grad.unsqueeze(1), seen.unsqueeze(1), getattr(self, name).shape)
 
     @classmethod
     def parameter_names(cls, module: torch.nn.Module) -> tuple[str, ...]:

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.norms.convolution import Geometry, Patches
+from ghostclip.norms.convolution import ConvGrads, Geometry
 from ghostclip.norms.dense import Dense
-from ghostclip.norms.term import Term, wide
+from ghostclip.norms.term import PerExampleGrads, wide
 
-from .base import Call, GhostLayer, is_capturing, place_of
+from .base import GhostLayer, LayerCall, is_capturing, place_of
 
 __all__ = ["Conv1d", "Conv2d", "Conv3d"]
 
@@ -38,7 +38,7 @@ class _ConvNd(GhostLayer):
             )
         return self.capture(super().forward(input), input)
 
-    def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+    def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         grad = grad.movedim(call.batch_dim, 0)
         if name == "bias":
             return Dense(wide(grad).flatten(2).sum(2))
@@ -47,7 +47,7 @@ class _ConvNd(GhostLayer):
             amounts = self._reversed_padding_repeated_twice
             mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
             images, padding = F.pad(images, amounts, mode=mode), (0,) * len(self.stride)
-        return Patches(images, grad, self.weight.shape, Geometry(self.stride, padding, self.dilation, self.groups))
+        return ConvGrads(images, grad, self.weight.shape, Geometry(self.stride, padding, self.dilation, self.groups))
 
 
 class Conv1d(_ConvNd, torch.nn.Conv1d, wraps=torch.nn.Conv1d):

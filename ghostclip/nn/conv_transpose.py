@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.norms.convolution import Geometry, Patches
+from ghostclip.norms.convolution import ConvGrads, Geometry
 from ghostclip.norms.dense import Dense
-from ghostclip.norms.term import Term, wide
+from ghostclip.norms.term import PerExampleGrads, wide
 
-from .base import Call, GhostLayer, is_capturing, place_of
+from .base import GhostLayer, LayerCall, is_capturing, place_of
 
 __all__ = ["ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"]
 
@@ -40,11 +40,13 @@ class _ConvTransposeNd(GhostLayer):
             )
         return self.capture(super().forward(input, output_size), input, batch_dim=0)
 
-    def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+    def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         if name == "bias":
             return Dense(wide(grad).flatten(2).sum(2))
         images, padding = self._as_images(grad, inputs[0].shape[2:])
-        return Patches(images, inputs[0], self.weight.shape, Geometry(self.stride, padding, self.dilation, self.groups))
+        return ConvGrads(
+            images, inputs[0], self.weight.shape, Geometry(self.stride, padding, self.dilation, self.groups)
+        )
 
     def _as_images(self, grad: Tensor, positions: torch.Size) -> tuple[Tensor, tuple[int, ...]]:
         """Gradients as images from which a convolution makes just ``positions``, and the padding that is left to do."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ghostclip.norms.rows import Rows
-from ghostclip.norms.term import Term
+from ghostclip.norms.rows import LookupGrads
+from ghostclip.norms.term import PerExampleGrads
 
-from .base import Call, GhostLayer
+from .base import GhostLayer, LayerCall
 
 __all__ = ["Embedding", "Table"]
 
@@ -17,6 +17,7 @@ class Table(GhostLayer):
     """What layers that look up rows of one weight have in common."""
 
     checked_when_frozen = True
+    reads_indices = True
 
     @classmethod
     def parameter_names(cls, module: torch.nn.Module) -> tuple[str, ...]:
@@ -49,10 +50,10 @@ class Embedding(Table, torch.nn.Embedding, wraps=torch.nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         return self.capture(super().forward(input), input, parameters=("weight",))
 
-    def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+    def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         indices = inputs[0].movedim(call.batch_dim, 0).long()
         grad = grad.movedim(call.batch_dim, 0)
         if self.padding_idx is not None:
             grad = torch.where((indices == self.padding_idx).unsqueeze(-1), grad.new_zeros(()), grad)
         positions = indices.unsqueeze(1) if indices.dim() == 1 else indices.flatten(1)
-        return Rows(positions, grad.reshape(*positions.shape, grad.shape[-1]), self.weight.shape)
+        return LookupGrads(positions, grad.reshape(*positions.shape, grad.shape[-1]), self.weight.shape)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.norms.bags import Bags
-from ghostclip.norms.rows import Rows
-from ghostclip.norms.term import Term, wide
+from ghostclip.norms.bags import BagGrads
+from ghostclip.norms.rows import LookupGrads
+from ghostclip.norms.term import PerExampleGrads, wide
 
-from .base import Call, is_capturing, place_of
+from .base import LayerCall, is_capturing, place_of
 from .embedding import Table
 
 __all__ = ["EmbeddingBag"]
@@ -52,7 +52,7 @@ class EmbeddingBag(Table, torch.nn.EmbeddingBag, wraps=torch.nn.EmbeddingBag):
         )
         return self.capture(output, rows, sizes, parameters=("weight",), batch_dim=0)
 
-    def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+    def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         if self.mode == "max":
             return _rows_of_maxima(inputs[0], inputs[1], grad, self.weight.shape)
         indices, *rest = inputs
@@ -72,7 +72,7 @@ class EmbeddingBag(Table, torch.nn.EmbeddingBag, wraps=torch.nn.EmbeddingBag):
         factors = None if weights is None else wide(weights)
         if present is not None:
             factors = present.to(grad.dtype) if factors is None else torch.where(present, factors, 0.0)
-        return Bags(grad, indices.long(), factors, self.weight.shape)
+        return BagGrads(grad, indices.long(), factors, self.weight.shape)
 
 
 def _positions(offsets: Tensor, total: int, include_last: bool) -> tuple[Tensor, Tensor]:
@@ -87,8 +87,8 @@ def _positions(offsets: Tensor, total: int, include_last: bool) -> tuple[Tensor,
     return torch.where(present, starts.unsqueeze(1) + steps, 0), present
 
 
-def _rows_of_maxima(rows: Tensor, sizes: Tensor, grad: Tensor, shape: torch.Size) -> Rows:
+def _rows_of_maxima(rows: Tensor, sizes: Tensor, grad: Tensor, shape: torch.Size) -> LookupGrads:
     """The term of maxima: entry (rows[i, j], j) of the table gets grad[i, j], unless the bag was empty."""
     entries = rows.long().clamp(min=0) * shape[1] + torch.arange(shape[1], device=rows.device)
     values = torch.where((sizes > 0).unsqueeze(1), grad, grad.new_zeros(()))
-    return Rows(entries, values.unsqueeze(2), shape)
+    return LookupGrads(entries, values.unsqueeze(2), shape)

@@ -2,8 +2,8 @@
 
 A bare Parameter (class token, position embedding, layer scale), a weight made by a parametrization, a module nobody
 wrote a rule for, position ids of shape [1, T]: each is a tensor all examples share until an operation brings it
-together with them. `ghostclip.search` finds these operations in the graph; here such uses become calls like any
-layer's, which the rest of a pass need not tell from those.
+together with them. `ghostclip.graph.shared.search` finds these operations in the graph; here such uses become calls
+like any layer's, which the rest of a pass need not tell from those.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip.norms.dense import Dense
-from ghostclip.norms.outer import Outer
-from ghostclip.norms.term import Term, split_examples
+from ghostclip.norms.outer import OuterProduct
+from ghostclip.norms.term import PerExampleGrads, split_examples
 
-from .base import Call
+from .base import LayerCall
 
-__all__ = ["Outside", "bare", "one_example", "product", "spread", "spread_one_by_one"]
+__all__ = ["FallbackCall", "bare", "one_example", "product", "spread", "spread_one_by_one"]
 
 # Layers whose rule takes inputs and gradients row by row along the batch dimension, whatever a row is.
 ROW_BY_ROW = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
 
-Answer = Callable[[str, tuple[Tensor, ...], Tensor], Term]
+NormResult = Callable[[str, tuple[Tensor, ...], Tensor], PerExampleGrads]
 
 
 class _Owner:
@@ -35,15 +35,15 @@ class _Owner:
     def __init__(self, parameters: dict[str, Any]) -> None:
         self._parameters = parameters
 
-    def joint(self, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
+    def linear_pair(self, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
         """Nothing is answered jointly."""
 
 
-class Outside(Call):
+class FallbackCall(LayerCall):
     """A use of parameters that no layer captured with its examples.
 
     Attributes:
-        region: the `ghostclip.shared.Region` that gives it its gradients during a first pass.
+        region: the `ghostclip.graph.shared.subgraph.Region` that gives it its gradients during a first pass.
         answer: (parameter name, inputs, gradient) -> term.
         gathered: {parameter name: gradients [1, *shape] of one example after the other}, for a layer that has to be
             asked once for every example.
@@ -52,7 +52,12 @@ class Outside(Call):
     __slots__ = ("answer", "gathered", "region")
 
     def __init__(
-        self, parameters: dict[str, Any], trained: tuple[str, ...], shape: tuple[int, ...], like: Tensor, answer: Answer
+        self,
+        parameters: dict[str, Any],
+        trained: tuple[str, ...],
+        shape: tuple[int, ...],
+        like: Tensor,
+        answer: NormResult,
     ) -> None:
         self.layer: Any = _Owner(parameters)
         self.parameters, self.rows, self.batch_dim, self.shape = trained, {}, 0, torch.Size(shape)
@@ -61,39 +66,39 @@ class Outside(Call):
         self.region: Any = None
         self.gathered: dict[str, list[Tensor]] = {name: [] for name in trained}
 
-    def term(self, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+    def term(self, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         return self.answer(name, inputs, grad)
 
 
-def bare(parameter: Tensor, examples: int) -> Outside:
+def bare(parameter: Tensor, examples: int) -> FallbackCall:
     """The use of a parameter whose gradient comes as [B, *shape]."""
     shape = (examples, *parameter.shape)
-    return Outside({"": parameter}, ("",), shape, parameter, lambda name, inputs, grad: Dense(grad))
+    return FallbackCall({"": parameter}, ("",), shape, parameter, lambda name, inputs, grad: Dense(grad))
 
 
-def product(parameter: Tensor, examples: int, count: int, major: str, transposed: bool) -> Outside:
+def product(parameter: Tensor, examples: int, count: int, row_order: str, transposed: bool) -> FallbackCall:
     """The use of a parameter as the right side of a product ``x @ P`` (or ``x @ P.T``).
 
     Args:
         parameter: [d, p], or [p, d] if ``transposed``.
         examples: B.
         count: rows of x for each example.
-        major: whether rows of one example lie together.
+        row_order: whether rows of one example lie together.
         transposed: what was multiplied with is the parameter's transpose.
 
     Returns:
         A use whose input is x [B * count, d] and whose gradient is the product's [B * count, p].
     """
 
-    def answer(name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
-        left, right = split_examples(inputs[0], count, major), split_examples(grad, count, major)
-        return Outer(right, left, parameter.shape) if transposed else Outer(left, right, parameter.shape)
+    def answer(name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
+        left, right = split_examples(inputs[0], count, row_order), split_examples(grad, count, row_order)
+        return OuterProduct(right, left, parameter.shape) if transposed else OuterProduct(left, right, parameter.shape)
 
     width = parameter.shape[0 if transposed else 1]
-    return Outside({"": parameter}, ("",), (examples, count, width), parameter, answer)
+    return FallbackCall({"": parameter}, ("",), (examples, count, width), parameter, answer)
 
 
-def spread(call: Call, examples: int) -> Outside:
+def spread(call: LayerCall, examples: int) -> FallbackCall:
     """The use of a layer that saw no examples, as if every example had had its own copy of what the layer saw.
 
     Its inputs are the call's own, its gradient is [B, *shape of the pre-activation].
@@ -102,19 +107,19 @@ def spread(call: Call, examples: int) -> Outside:
     parameters = {name: own[name] for name in call.parameters}
     like = torch.empty(0, dtype=call.dtype, device=call.device)
 
-    def answer(name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+    def answer(name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         return (_repeated if _is_row_by_row(call, inputs) else _one_by_one)(call, name, inputs, grad)
 
-    use = Outside(parameters, call.parameters, (examples, *call.shape), like, answer)
+    use = FallbackCall(parameters, call.parameters, (examples, *call.shape), like, answer)
     use.rows = call.rows
     return use
 
 
-def spread_one_by_one(call: Call, examples: int) -> Outside:
+def spread_one_by_one(call: LayerCall, examples: int) -> FallbackCall:
     """The same for a layer whose rule needs more than the gradient: its answers are in ``gathered`` by then."""
     use = spread(call, examples)
 
-    def answer(name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+    def answer(name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         parameter = use.layer._parameters[name]
         part = parameter[slice(*call.rows.get(name, (None, None)))]
         parts, use.gathered[name] = use.gathered[name], []
@@ -124,11 +129,11 @@ def spread_one_by_one(call: Call, examples: int) -> Outside:
     return use
 
 
-def _is_row_by_row(call: Call, inputs: tuple[Tensor, ...]) -> bool:
+def _is_row_by_row(call: LayerCall, inputs: tuple[Tensor, ...]) -> bool:
     return isinstance(call.layer, ROW_BY_ROW) and not call.rows and len(inputs) == 1
 
 
-def _repeated(call: Call, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+def _repeated(call: LayerCall, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
     """The layer's rule on inputs repeated for every example."""
     examples, dim, rows = grad.shape[0], call.batch_dim, call.shape[call.batch_dim]
     many = copy.copy(call)
@@ -142,13 +147,13 @@ def _repeated(call: Call, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -
     return term if rows == 1 else term.regroup(rows, "example")
 
 
-def one_example(call: Call, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+def one_example(call: LayerCall, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Tensor:
     """The layer's rule for one example's gradient, all rows being that example's; [1, *shape of the parameter]."""
     term, rows = call.term(name, inputs, grad), call.shape[call.batch_dim]
     return (term if rows == 1 else term.regroup(rows, "example")).per_example()
 
 
-def _one_by_one(call: Call, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+def _one_by_one(call: LayerCall, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
     """The layer's rule once for every example; it knows best which dimension of its inputs is which."""
     found = [one_example(call, name, inputs, each) for each in grad]
     parameter: Any = call.layer._parameters[name]

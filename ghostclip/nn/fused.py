@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import _VF, Tensor
 
-from ghostclip.grad_mode import keeping_grad_mode
+from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.norms.term import is_traced
 
 __all__ = ["KERNELS", "fused_forward", "in_one_chunk", "native", "native_packed", "on_cudnn"]

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.norms.dense import Dense
 from ghostclip.norms.normalized import by_channel
-from ghostclip.norms.term import Term, wide
+from ghostclip.norms.term import PerExampleGrads, wide
 
-from .base import Call, GhostLayer, is_capturing, place_of
+from .base import GhostLayer, LayerCall, is_capturing, place_of
 from .normalization import over_channels
 
 __all__ = ["InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"]
@@ -53,7 +53,7 @@ class _InstanceNorm(GhostLayer):
     def _updates_statistics(module: Any) -> bool:
         return module.running_mean is not None and (module.training or not module.track_running_stats)
 
-    def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+    def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         if name == "bias":
             return over_channels(wide(grad))
         images = wide(inputs[0])

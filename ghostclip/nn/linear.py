@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ghostclip.norms.affine import Affine
+from ghostclip.norms.affine import LinearPair
 from ghostclip.norms.dense import Dense
-from ghostclip.norms.outer import Outer
-from ghostclip.norms.term import Term, wide
+from ghostclip.norms.outer import OuterProduct
+from ghostclip.norms.term import PerExampleGrads, wide
 
-from .base import Call, GhostLayer
+from .base import GhostLayer, LayerCall
 
 __all__ = ["Linear", "examples_first", "summed_positions"]
 
@@ -35,11 +35,11 @@ class Linear(GhostLayer, torch.nn.Linear, wraps=torch.nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return self.capture(super().forward(input), input)
 
-    def joint(self, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Affine | None:
-        return Affine(grad, inputs[0], call.parameters) if grad.dim() == 2 else None
+    def linear_pair(self, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> LinearPair | None:
+        return LinearPair(grad, inputs[0], call.parameters) if grad.dim() == 2 else None
 
-    def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+    def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         grad = examples_first(grad, call.batch_dim)
         if name == "bias":
             return summed_positions(grad)
-        return Outer(grad, examples_first(inputs[0], call.batch_dim), self.weight.shape)
+        return OuterProduct(grad, examples_first(inputs[0], call.batch_dim), self.weight.shape)

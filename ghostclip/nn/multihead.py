@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from torch.nn.modules import linear as torch_linear
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.norms.outer import Outer
-from ghostclip.norms.term import Term
+from ghostclip.norms.outer import OuterProduct
+from ghostclip.norms.term import PerExampleGrads
 
-from .base import Call, GhostLayer, is_capturing, place_of
+from .base import GhostLayer, LayerCall, is_capturing, place_of
 from .linear import Linear, examples_first, summed_positions
 from .parts import built_of_wrappers
 
@@ -195,14 +195,16 @@ class MultiheadAttention(GhostLayer, torch.nn.MultiheadAttention, wraps=torch.nn
         packed = ("in_proj_weight", "in_proj_bias", "bias_k", "bias_v")
         return (*packed, "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
-    def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term | Tensor:
+    def per_example(
+        self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor
+    ) -> PerExampleGrads | Tensor:
         if name in ("bias_k", "bias_v"):
             return grad.movedim(1, 0).unsqueeze(1)
         grad = examples_first(grad, call.batch_dim)
         if name == "in_proj_bias":
             return summed_positions(grad)
         left, right = grad, examples_first(inputs[0], call.batch_dim)
-        return Outer(left, right, torch.Size((left.shape[2], right.shape[2])))
+        return OuterProduct(left, right, torch.Size((left.shape[2], right.shape[2])))
 
 
 def _masks(

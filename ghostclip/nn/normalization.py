@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.norms.dense import Dense
 from ghostclip.norms.normalized import by_channel, by_feature
-from ghostclip.norms.term import Term, wide
+from ghostclip.norms.term import PerExampleGrads, wide
 
-from .base import Call, GhostLayer, is_capturing, place_of
+from .base import GhostLayer, LayerCall, is_capturing, place_of
 
 __all__ = [
     "BatchNorm1d",
@@ -45,7 +45,7 @@ class LayerNorm(GhostLayer, torch.nn.LayerNorm, wraps=torch.nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         return self.capture(super().forward(input), input)
 
-    def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+    def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         grads, dims = wide(grad), len(self.normalized_shape)
         if name == "bias":
             return _over_positions(grads, call.batch_dim, dims)
@@ -62,7 +62,7 @@ class RMSNorm(GhostLayer, torch.nn.RMSNorm, wraps=torch.nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         return self.capture(super().forward(x), x, parameters=("weight",))
 
-    def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+    def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         first, second = (side.movedim(call.batch_dim, 0) for side in (wide(inputs[0]), wide(grad)))
         # Without an eps torch takes that of the type it computes in.
         eps = torch.finfo(first.dtype).eps if self.eps is None else self.eps
@@ -89,7 +89,7 @@ class GroupNorm(GhostLayer, torch.nn.GroupNorm, wraps=torch.nn.GroupNorm):
     def forward(self, input: Tensor) -> Tensor:
         return self.capture(super().forward(input), input, batch_dim=0)
 
-    def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+    def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         if name == "bias":
             return over_channels(wide(grad))
         return Dense(by_channel(wide(inputs[0]), wide(grad), self.num_groups, self.eps, self._normalized))
@@ -130,7 +130,7 @@ class _BatchNorm(GhostLayer):
     def _uses_batch_statistics(module: Any) -> bool:
         return module.training or module.running_mean is None
 
-    def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+    def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         products = wide(grad)
         if name == "weight":
             images = wide(inputs[0])

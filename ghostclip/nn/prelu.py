@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ghostclip.norms.dense import Dense
-from ghostclip.norms.term import Term, wide
+from ghostclip.norms.term import PerExampleGrads, wide
 
-from .base import Call, GhostLayer
+from .base import GhostLayer, LayerCall
 
 __all__ = ["PReLU"]
 
@@ -21,7 +21,7 @@ class PReLU(GhostLayer, torch.nn.PReLU, wraps=torch.nn.PReLU):
         batch_dim = 0 if self.num_parameters > 1 else None
         return self.capture(super().forward(input), input, parameters=("weight",), batch_dim=batch_dim)
 
-    def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+    def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         products = wide(grad) * wide(inputs[0]).clamp(max=0)
         products = products.movedim(call.batch_dim, 0)
         if self.num_parameters == 1:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ghostclip.norms.term import is_traced, wide
 
-from .base import NOTHING, PROBE, Call, _top_hooks
+from .base import NOTHING, PROBE, LayerCall, _top_hooks
 from .fused import fused_forward
 from .gates import Trace
 from .identity_input import IDENTITY, serves
@@ -63,7 +63,7 @@ class Left:
 
     __slots__ = ("call", "content")
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: LayerCall) -> None:
         self.call = call
         self.content: tuple[Seen, GateGradients] | None = None
 
@@ -176,7 +176,7 @@ class Recurrence(torch.autograd.Function):
 
 
 def attached(
-    call: Call | None,
+    call: LayerCall | None,
     mode: str,
     results: tuple[Tensor, ...],
     order: Order | None,
@@ -291,7 +291,7 @@ def _product(grad: Tensor, factor: Tensor) -> Tensor:
     return (factor.flatten(0, 1).mT @ grad.flatten(0, 1)).mT.contiguous()
 
 
-def _for_rule(call: Call, seen: Seen, found: GateGradients) -> tuple[Tensor, ...]:
+def _for_rule(call: LayerCall, seen: Seen, found: GateGradients) -> tuple[Tensor, ...]:
     """What the rule needs beside dG: x, h_{t-1}, dG for W_hh; both dG summed over time; and both sides of W_hr."""
     into_hidden = seen.laid_out(found.into_hidden)
     parts = [seen.laid_out(seen.x), seen.laid_out(seen.before), into_hidden]

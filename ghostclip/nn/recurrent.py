@@ -17,10 +17,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.norms.dense import Dense
-from ghostclip.norms.outer import Outer
-from ghostclip.norms.term import Term
+from ghostclip.norms.outer import OuterProduct
+from ghostclip.norms.term import PerExampleGrads
 
-from .base import Call, GhostLayer, is_capturing, place_of
+from .base import GhostLayer, LayerCall, is_capturing, place_of
 from .fused import native, native_packed
 from .packed import Order
 from .recurrence import attached
@@ -153,7 +153,7 @@ class _Recurrent(GhostLayer):
         call = self.new_call(told, (x, *initial), tuple([name for name in names if name]), batch_dim=1)
         return attached(call, self.mode, results, order, x, initial, weights)
 
-    def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+    def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         x, before, into_hidden, *others = inputs
         recurrent = "_hh_" in name
         if name.startswith("bias"):
@@ -161,7 +161,7 @@ class _Recurrent(GhostLayer):
         left, right = (into_hidden, before) if recurrent else (grad, x)
         if "_hr_" in name:
             left, right = others[-2:]
-        return Outer(left.transpose(0, 1), right.transpose(0, 1), getattr(self, name).shape)
+        return OuterProduct(left.transpose(0, 1), right.transpose(0, 1), getattr(self, name).shape)
 
     @classmethod
     def parameter_names(cls, module: torch.nn.Module) -> tuple[str, ...]:

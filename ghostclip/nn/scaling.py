@@ -8,8 +8,8 @@ that precision; image models bring LayerNorms over channels. What they have in c
 along one dimension (Lee & Kifer 2020, section 5.5). Whether a class is of this form is tried out on numbers before the
 rule is taken, and n(x) is what its own forward gives for a weight of one, less what it gives for a weight of zero.
 
-Without this file such modules are followed through the graph (`ghostclip.shared`), which is as exact; the rule
-spares the search, which takes a multiple of a small model's own time.
+Without this file such modules are followed through the graph (`ghostclip.graph.shared.subgraph`), which is as exact;
+the rule spares the search, which takes a multiple of a small model's own time.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from ghostclip.norms.dense import Dense
-from ghostclip.norms.term import Term, wide
+from ghostclip.norms.term import PerExampleGrads, wide
 
-from .base import Call, GhostLayer
+from .base import GhostLayer, LayerCall
 
 __all__ = ["Scaling", "scaling_of"]
 
@@ -58,7 +58,7 @@ class Scaling(GhostLayer):
         (input,) = (*args, *kwargs.values())
         return self.capture(super().forward(*args, **kwargs), input)
 
-    def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Term:
+    def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         products = wide(grad)
         if name == "weight":
             products = products * self._slope(wide(inputs[0]))

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ghostclip.grad_mode import keeping_grad_mode
+from ghostclip.nn.grad_mode import keeping_grad_mode
 
 from .fused import fused_forward
 from .gates import Trace

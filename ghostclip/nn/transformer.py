@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Call, GhostLayer
+from .base import GhostLayer, LayerCall
 from .parts import built_of_wrappers
 
 __all__ = [
@@ -35,7 +35,7 @@ class _BuiltOfWrappers(GhostLayer):
                 if isinstance(part, GhostLayer):
                     part.__dict__.setdefault("ghost_batch_dim", 1)
 
-    def per_example(self, name: str, call: Call, inputs: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+    def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> Tensor:
         """Never asked for."""
         raise AttributeError(f"{type(self).__name__} has no parameter {name!r} of its own")
 

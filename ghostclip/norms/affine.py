@@ -18,9 +18,8 @@ from ghostclip.native.calls import function
 
 from .dense import squared_norms
 from .term import is_traced, wide, zero_examples
-from .whole import all_finite, bounded_weights, group_norms, margin
 
-__all__ = ["Affine", "clipped_sums_of", "squared_norms_of", "weighted_sums_of"]
+__all__ = ["LinearPair", "squared_norms_of", "weighted_sums_of"]
 
 # Beyond so many bytes torch's operations, which share the work among threads, are as good.
 MOST_BYTES = 8 << 20
@@ -33,7 +32,7 @@ NAMES = {("weight",): 1, ("bias",): 2, ("weight", "bias"): 3}
 
 
 @dataclass(eq=False, slots=True)
-class Affine:
+class LinearPair:
     """The per-example gradients of a linear layer's parameters, not multiplied out.
 
     Attributes:
@@ -63,9 +62,9 @@ class Affine:
             torch.sum(scaled, 0) if name == "bias" else torch.mm(scaled.t(), wide(self.right)) for name in self.names
         ]
 
-    def keep_only(self, keep: Tensor) -> Affine:
+    def keep_only(self, keep: Tensor) -> LinearPair:
         """The same with zeros for examples where ``keep`` [B] is False."""
-        return Affine(zero_examples(self.left, keep), zero_examples(self.right, keep), self.names)
+        return LinearPair(zero_examples(self.left, keep), zero_examples(self.right, keep), self.names)
 
     def fits(self, dtype: torch.dtype) -> bool:
         """Whether C can read it: plain tensors on the CPU, each row's numbers side by side."""
@@ -80,7 +79,7 @@ class Affine:
         return numbers <= MOST_NUMBERS and numbers * self.left.shape[0] <= MOST_WORK
 
 
-def squared_norms_of(affines: Sequence[Affine]) -> Tensor:
+def squared_norms_of(affines: Sequence[LinearPair]) -> Tensor:
     """Squared norms for each name of each layer in turn, of which there is at least one: [names, B], for the same B."""
     squares = _in_c("squared_norms", 4, affines)
     if squares is None:
@@ -96,7 +95,7 @@ def squared_norms_of(affines: Sequence[Affine]) -> Tensor:
     return found
 
 
-def weighted_sums_of(affines: Sequence[Affine], weights: Sequence[Tensor]) -> list[list[Tensor]]:
+def weighted_sums_of(affines: Sequence[LinearPair], weights: Sequence[Tensor]) -> list[list[Tensor]]:
     """``sum_i weights[i] * gradient[i]`` for each name of each, for as many weights [B]."""
     sums = _in_c("sums", 3, affines)
     if sums is None or any(w.dtype != affines[0].left.dtype or not w.is_contiguous() for w in weights):
@@ -106,50 +105,7 @@ def weighted_sums_of(affines: Sequence[Affine], weights: Sequence[Tensor]) -> li
     return _formed(affines, places)
 
 
-def clipped_sums_of(
-    affines: Sequence[Affine], groups: Sequence[int], bounds: Sequence[float], losses: Tensor
-) -> tuple[Sequence[Tensor], Sequence[Tensor], list[list[Tensor]]]:
-    """All of it: norms, weights ``min(1, bound / norm)`` and clipped sums, by one call where C can.
-
-    Args:
-        affines: at least one.
-        groups: the number of each one's group.
-        bounds: one for each group; each has an affine.
-        losses: [B]; an example whose loss or norm is not finite has weight 0.
-
-    Returns:
-        Norms [B] of each group, weights [B] of each group, and the clipped sums for each name of each affine.
-    """
-    left, count = affines[0].left, len(bounds)
-    clip = _in_c("clip", 8, affines)
-    if clip is None or losses.dtype != left.dtype or not (losses.is_contiguous() and losses.is_cpu):
-        squares = [affine.squared_norms() for affine in affines]
-        of_groups = [[s for s, own in zip(squares, groups, strict=True) if own == g] for g in range(count)]
-        norms = group_norms(of_groups, left.dtype)
-        weights, fine = bounded_weights(norms, bounds), all_finite(norms, losses)
-    else:
-        batch = left.shape[0]
-        found = left.new_empty(2 * count, batch)
-        place, stride = found.data_ptr(), batch * left.element_size()
-        layers, places = _to_sum(affines, [place + (count + group) * stride for group in groups])
-        limits = array("d", [bound * margin(left.dtype) for bound in bounds])
-        fine = bool(clip(
-            layers.buffer_info()[0], len(affines), batch, losses.data_ptr(), limits.buffer_info()[0], count,
-            place, place + count * stride,
-        ))  # fmt: skip
-        if fine:
-            rows = found.unbind()
-            return rows[:count], rows[count:], _formed(affines, places)
-        norms, weights = found.split(count)
-    if not fine:
-        finite = torch.isfinite(norms).all(0) & torch.isfinite(losses)
-        weights = torch.where(finite, weights, torch.zeros_like(weights))
-        affines = [affine.keep_only(finite) for affine in affines]
-    each = weights.unbind()
-    return norms.unbind(), each, weighted_sums_of(affines, [each[group] for group in groups])
-
-
-def _to_sum(affines: Sequence[Affine], weights: Sequence[int]) -> tuple[array[int], list[dict[str, Tensor]]]:
+def _to_sum(affines: Sequence[LinearPair], weights: Sequence[int]) -> tuple[array[int], list[dict[str, Tensor]]]:
     """What C needs to form weighted sums, for weights at these addresses.
 
     Returns:
@@ -170,7 +126,7 @@ def _to_sum(affines: Sequence[Affine], weights: Sequence[int]) -> tuple[array[in
     return layers, places
 
 
-def _formed(affines: Sequence[Affine], places: Sequence[dict[str, Tensor]]) -> list[list[Tensor]]:
+def _formed(affines: Sequence[LinearPair], places: Sequence[dict[str, Tensor]]) -> list[list[Tensor]]:
     """The weighted sums, for each name of each affine, from what C wrote."""
     return [
         [place[name] if name in place else torch.mm(place["scaled"], affine.right) for name in affine.names]
@@ -178,7 +134,7 @@ def _formed(affines: Sequence[Affine], places: Sequence[dict[str, Tensor]]) -> l
     ]
 
 
-def _layer(affine: Affine) -> tuple[int, ...]:
+def _layer(affine: LinearPair) -> tuple[int, ...]:
     """What native/affine.c wants to know of a layer."""
     left, right = affine.left, affine.right
     return (
@@ -187,7 +143,7 @@ def _layer(affine: Affine) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def _in_c(name: str, arguments: int, affines: Sequence[Affine]) -> Callable[..., int] | None:
+def _in_c(name: str, arguments: int, affines: Sequence[LinearPair]) -> Callable[..., int] | None:
     """The C function of that name, where it can and should be used for all of ``affines``."""
     dtype = affines[0].left.dtype
     found = function("affine", name, dtype, arguments)

@@ -15,14 +15,14 @@ from .chained_rows import chained_squared_norms, chains_are_there
 from .dense import squared_norms
 from .outer import chunks
 from .rounding import product_of_sizes
-from .rows import Rows, runs_squared_norms
-from .term import Answer, Term, is_traced, size_class, wide, zero_examples
+from .rows import LookupGrads, runs_squared_norms
+from .term import NormResult, PerExampleGrads, is_traced, size_class, wide, zero_examples
 
-__all__ = ["Bags"]
+__all__ = ["BagGrads"]
 
 
 @dataclass(eq=False)
-class Bags(Term):
+class BagGrads(PerExampleGrads):
     """Bags of rows of a table.
 
     Attributes:
@@ -46,25 +46,25 @@ class Bags(Term):
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.gradients, self.indices, *([] if self.factors is None else [self.factors]))
 
-    def rows(self, part: slice = slice(None)) -> Rows:
+    def rows(self, part: slice = slice(None)) -> LookupGrads:
         """Those of some examples with a gradient for every position."""
         indices, gradients = self.indices[part], wide(self.gradients[part]).unsqueeze(1)
         if self.factors is None:
-            return Rows(indices, gradients.expand(-1, indices.shape[1], -1), self.shape)
-        return Rows(indices, self.factors[part].unsqueeze(2) * gradients, self.shape)
+            return LookupGrads(indices, gradients.expand(-1, indices.shape[1], -1), self.shape)
+        return LookupGrads(indices, self.factors[part].unsqueeze(2) * gradients, self.shape)
 
-    def sole_answer(self, keep: bool) -> Answer:
+    def closed_form(self, keep: bool) -> NormResult:
         gradients, factors = wide(self.gradients), self.factors
         if factors is None:
             factors = gradients.new_ones(()).expand(self.indices.shape)
         each = factors.unsqueeze(2)
         compiled = chains_are_there(self.indices, each) and not is_traced()
         counts = chained_squared_norms(self.indices, each)[0] if compiled else runs_squared_norms(self.indices, each)
-        return Answer(counts * squared_norms(gradients))
+        return NormResult(counts * squared_norms(gradients))
 
-    def head(self, count: int) -> Bags:
+    def head(self, count: int) -> BagGrads:
         factors = None if self.factors is None else self.factors[:count]
-        return Bags(self.gradients[:count], self.indices[:count], factors, self.shape)
+        return BagGrads(self.gradients[:count], self.indices[:count], factors, self.shape)
 
     def absolute(self) -> Tensor | None:
         if self.factors is None:
@@ -80,9 +80,9 @@ class Bags(Term):
             self.rows(part).add_weighted(total, weights[part])
         return total
 
-    def keep_only(self, keep: Tensor) -> Bags:
+    def keep_only(self, keep: Tensor) -> BagGrads:
         factors = None if self.factors is None else zero_examples(self.factors, keep)
-        return Bags(zero_examples(self.gradients, keep), self.indices, factors, self.shape)
+        return BagGrads(zero_examples(self.gradients, keep), self.indices, factors, self.shape)
 
-    def regroup(self, count: int, major: str) -> Rows:
-        return self.rows().regroup(count, major)
+    def regroup(self, count: int, row_order: str) -> LookupGrads:
+        return self.rows().regroup(count, row_order)

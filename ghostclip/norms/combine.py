@@ -9,14 +9,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .bags import Bags
-from .convolution import Patches
+from .bags import BagGrads
+from .convolution import ConvGrads
 from .dense import Dense, squared_norms
 from .memory import FRESH, Memory
-from .outer import Outer, chunks, gram_is_reliable, reliable
+from .outer import OuterProduct, chunks, gram_is_reliable, reliable
 from .rounding import product_of_sizes
-from .rows import Rows, runs_squared_norms
-from .term import Answer, Candidate, Term, Way, wide
+from .rows import LookupGrads, runs_squared_norms
+from .term import NormResult, PerExampleGrads, Strategy, StrategyRun, wide
 
 __all__ = ["Tied", "combine", "cross"]
 
@@ -26,13 +26,13 @@ __all__ = ["Tied", "combine", "cross"]
 CANCELLING_USES = 10.0
 
 
-def combine(terms: Sequence[Term]) -> Term:
+def combine(terms: Sequence[PerExampleGrads]) -> PerExampleGrads:
     """The term of a parameter used several times: concatenation along positions wherever the uses are of one kind."""
     if len(terms) == 1:
         return terms[0]
     terms = [_as_positions(term) for term in terms]
-    outers = [term for term in terms if isinstance(term, Outer) and term.groups == 1]
-    rows = [term for term in terms if isinstance(term, Rows)]
+    outers = [term for term in terms if isinstance(term, OuterProduct) and term.groups == 1]
+    rows = [term for term in terms if isinstance(term, LookupGrads)]
     widths = {term.left.shape[2] for term in outers}, {term.width for term in rows}
     alike = all(len(each) <= 1 for each in widths) and (not outers or widths[1] <= {terms[0].shape[-1]})
     if len(outers) + len(rows) == len(terms) and alike:
@@ -47,37 +47,37 @@ def combine(terms: Sequence[Term]) -> Term:
     return Dense(total, absolute * len(terms))
 
 
-def _absolute(term: Term) -> Tensor:
-    """`Term.absolute`, or what it is where there is one part only."""
+def _absolute(term: PerExampleGrads) -> Tensor:
+    """`PerExampleGrads.absolute`, or what it is where there is one part only."""
     found = term.absolute()
     if found is not None:
         return found
-    answer = term.sole_answer(False)
+    answer = term.closed_form(False)
     return squared_norms(term.per_example()) if answer is None else answer.squared_norms
 
 
-def _as_positions(term: Term) -> Term:
+def _as_positions(term: PerExampleGrads) -> PerExampleGrads:
     """The term as one gradient a position, where it can be seen so."""
-    if isinstance(term, Patches) and term.geometry.groups == 1:
+    if isinstance(term, ConvGrads) and term.geometry.groups == 1:
         return term.outer()
-    return term.rows() if isinstance(term, Bags) else term
+    return term.rows() if isinstance(term, BagGrads) else term
 
 
-def _concatenated_outer(terms: list[Outer]) -> Outer:
+def _concatenated_outer(terms: list[OuterProduct]) -> OuterProduct:
     if len(terms) == 1:
         return terms[0]
     left, right = (torch.cat([getattr(term, side) for term in terms], dim=1) for side in ("left", "right"))
-    return Outer(left, right, terms[0].shape)
+    return OuterProduct(left, right, terms[0].shape)
 
 
-def _concatenated_rows(terms: list[Rows]) -> Rows:
+def _concatenated_rows(terms: list[LookupGrads]) -> LookupGrads:
     if len(terms) == 1:
         return terms[0]
     indices = torch.cat([term.indices for term in terms], dim=1)
-    return Rows(indices, torch.cat([term.gradients for term in terms], dim=1), terms[0].shape)
+    return LookupGrads(indices, torch.cat([term.gradients for term in terms], dim=1), terms[0].shape)
 
 
-def cross(outer: Outer, rows: Rows) -> tuple[Tensor, Tensor]:
+def cross(outer: OuterProduct, rows: LookupGrads) -> tuple[Tensor, Tensor]:
     """Inner products [B] of both gradients of a tied table, ``sum_{s,t} left[t, index[s]] right[t] . grad[s]``.
 
     The table's rows are the outputs of the head, so only the columns of ``left`` that the indices name take part.
@@ -98,11 +98,11 @@ def cross(outer: Outer, rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(eq=False)
-class Tied(Term):
+class Tied(PerExampleGrads):
     """A table that is both an embedding (``rows``) and the weight of a linear head (``outer``)."""
 
-    outer: Outer
-    rows: Rows
+    outer: OuterProduct
+    rows: LookupGrads
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -116,12 +116,16 @@ class Tied(Term):
     def tensors(self) -> tuple[Tensor, ...]:
         return (*self.outer.tensors, *self.rows.tensors)
 
-    def _joined(self, outer: Answer) -> Answer:
+    def _joined(self, outer: NormResult) -> NormResult:
         """Squared norms of the sums of both uses; where the two cancel, of the gradients themselves."""
         apart = outer.squared_norms + runs_squared_norms(self.rows.indices, wide(self.rows.gradients))
         products, sizes = cross(self.outer, self.rows)
         squared, scale = apart + 2 * products, CANCELLING_USES * apart + sizes
-        return Answer(reliable(squared, scale, partial(self._measured_again, squared, scale)))
+        return NormResult(reliable(squared, scale, partial(self._measured_again, squared, scale)))
+
+    def exact_squared_norms(self) -> Tensor:
+        rows = [squared_norms(self._example(example).per_example()) for example in range(self.examples)]
+        return torch.cat(rows) if rows else wide(self.outer.left).new_zeros(0)
 
     def _measured_again(self, squared: Tensor, scale: Tensor) -> Tensor:
         """``squared`` [B] with what `_joined` can't rely on replaced; one gradient is materialised at a time."""
@@ -132,19 +136,19 @@ class Tied(Term):
 
     def _example(self, example: int) -> Tied:
         part = slice(example, example + 1)
-        outer = Outer(self.outer.left[part], self.outer.right[part], self.outer.shape)
-        return Tied(outer, Rows(self.rows.indices[part], self.rows.gradients[part], self.rows.shape))
+        outer = OuterProduct(self.outer.left[part], self.outer.right[part], self.outer.shape)
+        return Tied(outer, LookupGrads(self.rows.indices[part], self.rows.gradients[part], self.rows.shape))
 
-    def sole_answer(self, keep: bool) -> Answer | None:
-        outer = self.outer.sole_answer(False)
+    def closed_form(self, keep: bool) -> NormResult | None:
+        outer = self.outer.closed_form(False)
         return None if outer is None else self._joined(outer)
 
-    def candidates(self) -> dict[str, Candidate]:
-        return {name: Candidate(way.family, partial(Tied._by, way.run), way.flops)
+    def candidates(self) -> dict[str, Strategy]:
+        return {name: Strategy(way.family, partial(Tied._by, way.run), way.flops)
                 for name, way in self.outer.candidates().items()}  # fmt: skip
 
     @staticmethod
-    def _by(run: Way, term: Tied, /, keep: bool = False, memory: Memory = FRESH) -> Answer:
+    def _by(run: StrategyRun, term: Tied, /, keep: bool = False, memory: Memory = FRESH) -> NormResult:
         return term._joined(run(term.outer, False, memory))
 
     def head(self, count: int) -> Tied:
@@ -163,7 +167,7 @@ class Tied(Term):
     def keep_only(self, keep: Tensor) -> Tied:
         return Tied(self.outer.keep_only(keep), self.rows.keep_only(keep))
 
-    def regroup(self, count: int, major: str) -> Tied:
-        outer = self.outer.regroup(count, major)
-        assert isinstance(outer, Outer)
-        return Tied(outer, self.rows.regroup(count, major))
+    def regroup(self, count: int, row_order: str) -> Tied:
+        outer = self.outer.regroup(count, row_order)
+        assert isinstance(outer, OuterProduct)
+        return Tied(outer, self.rows.regroup(count, row_order))

@@ -26,13 +26,13 @@ from .half_gram import half_gram_is_there
 from .half_windows import half_windows, half_windows_are_there
 from .im2col import Geometry, patches, rows_of_patches
 from .memory import FRESH, Memory
-from .outer import Outer, chunks, reliable
+from .outer import OuterProduct, chunks, reliable
 from .rounding import product_of_sizes
 from .shifts import shifted_products, shifts_are_there
-from .term import Answer, Candidate, Term, Way, size_class, wide, zero_examples
+from .term import NormResult, PerExampleGrads, Strategy, StrategyRun, size_class, wide, zero_examples
 from .windows import windowed_gram
 
-__all__ = ["Geometry", "Patches", "weight_gradient"]
+__all__ = ["ConvGrads", "Geometry", "weight_gradient"]
 
 # Positions of an example up to which the weighted sum may be a product with patches. Where there are few, torch's
 # kernel is slower (measured: 3.5 times at 2 x 2, the same at 8 x 8); where there are many, patches cost more than it.
@@ -59,7 +59,7 @@ def _side_by_side(maps: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class Patches(Term):
+class ConvGrads(PerExampleGrads):
     """The weight of a convolution.
 
     Attributes:
@@ -84,19 +84,19 @@ class Patches(Term):
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.grads, self.images)
 
-    def outer(self, part: slice = slice(None), memory: Memory = FRESH) -> Outer:
+    def outer(self, part: slice = slice(None), memory: Memory = FRESH) -> OuterProduct:
         """The examples of ``part`` as outer products over positions; groups folded into the batch."""
         images, grads = wide(self.images[part]), wide(self.grads[part])
         columns = patches(images, self.shape[2:], self.grads.shape[2:], self.geometry, memory)
         left, right = self._folded(grads.flatten(2)), self._folded(columns)
-        return Outer(left.mT, right.mT, self.shape, self.geometry.groups)
+        return OuterProduct(left.mT, right.mT, self.shape, self.geometry.groups)
 
     def _folded(self, maps: Tensor) -> Tensor:
         """[B, channels, ...] as [B * groups, channels / groups, ...]."""
         groups = self.geometry.groups
         return maps if groups == 1 else maps.unflatten(1, (groups, -1)).flatten(0, 1)
 
-    def candidates(self) -> dict[str, Candidate]:
+    def candidates(self) -> dict[str, Strategy]:
         batch, positions = self.grads.shape[0], math.prod(self.grads.shape[2:])
         outputs, inputs = self.shape[0], math.prod(self.shape[1:])
         product = 2.0 * batch * positions * outputs * inputs
@@ -104,26 +104,26 @@ class Patches(Term):
         pairs = squares * (outputs + inputs * self.geometry.groups)
         found = {}
         if shifts_are_there(self.images):
-            found["shifts"] = Candidate("direct", Patches._shifts, product, keeps=True)
+            found["shifts"] = Strategy("direct", ConvGrads._shifts, product, keeps=True)
         found |= {
-            "patches": Candidate("direct", Patches._by_patches, product, keeps=True),
-            "gram": Candidate("gram", Patches._by_gram, pairs),
-            "grouped": Candidate("direct", Patches._grouped, 1.5 * product, keeps=True),
-            "native": Candidate("direct", Patches._native, 2.0 * product, keeps=True),
+            "patches": Strategy("direct", ConvGrads._by_patches, product, keeps=True),
+            "gram": Strategy("gram", ConvGrads._by_gram, pairs),
+            "grouped": Strategy("direct", ConvGrads._grouped, 1.5 * product, keeps=True),
+            "native": Strategy("direct", ConvGrads._native, 2.0 * product, keeps=True),
         }
         if half_gram_is_there(self.images):
-            found["half gram"] = Candidate("gram", Patches._by_half_gram, pairs / 2)
+            found["half gram"] = Strategy("gram", ConvGrads._by_half_gram, pairs / 2)
         if all(step == 1 for step in self.geometry.stride) and math.prod(self.shape[2:]) > 1:
             # An addition to a window was measured to cost as much as some hundred operations of a product.
             pixels = 2.0 * batch * math.prod(self.images.shape[2:]) ** 2
             sums = pixels * (self.images.shape[1] + 50 * sum(self.shape[2:]) * self.geometry.groups)
-            found["windows"] = Candidate("gram", Patches._windows, squares * outputs + sums)
+            found["windows"] = Strategy("gram", ConvGrads._windows, squares * outputs + sums)
             if half_windows_are_there(self.images):
                 half = (squares * outputs + pixels * self.images.shape[1]) / 2 + sums / 10
-                found["half windows"] = Candidate("gram", Patches._half_windows, half)
+                found["half windows"] = Strategy("gram", ConvGrads._half_windows, half)
         return found
 
-    def head(self, count: int) -> Patches:
+    def head(self, count: int) -> ConvGrads:
         return replace(self, images=self.images[:count], grads=self.grads[:count])
 
     def _empty(self, memory: Memory, keep: bool) -> tuple[Tensor, Tensor | None]:
@@ -136,62 +136,62 @@ class Patches(Term):
         """Of one example's patches."""
         return 4 * math.prod(self.shape[1:]) * self.geometry.groups * math.prod(self.grads.shape[2:])
 
-    def _by_patches(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
+    def _by_patches(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
         squared, kept = self._empty(memory, keep)
         for part in chunks(self.grads.shape[0], self._column_bytes()):
             into = None if kept is None else kept[part]
             squared[part] = self.outer(part, memory).by_direct(memory=memory, kept=into).squared_norms
-        return Answer(squared, kept)
+        return NormResult(squared, kept)
 
-    def _shifts(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
+    def _shifts(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
         images, grads = self._folded(wide(self.images)), self._folded(wide(self.grads))
         geometry = self.geometry
         axes = self.shape[2:], geometry.stride, geometry.padding, geometry.dilation
         squared, kept = shifted_products(images, grads, *axes, keep, memory)
         squared = squared.view(-1, geometry.groups).sum(1)
-        return Answer(squared, None if kept is None else kept.view(-1, *self.shape))
+        return NormResult(squared, None if kept is None else kept.view(-1, *self.shape))
 
-    def _by_gram(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
-        return self._by_pairs(Outer.by_gram, memory)
+    def _by_gram(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
+        return self._by_pairs(OuterProduct.by_gram, memory)
 
-    def _by_half_gram(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
-        return self._by_pairs(Outer.by_half_gram, memory)
+    def _by_half_gram(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
+        return self._by_pairs(OuterProduct.by_half_gram, memory)
 
-    def _by_pairs(self, way: Way, memory: Memory) -> Answer:
+    def _by_pairs(self, way: StrategyRun, memory: Memory) -> NormResult:
         squared, _ = self._empty(memory, False)
         absolute = torch.empty_like(squared)
         for part in chunks(self.grads.shape[0], self._column_bytes()):
             answer = way(self._by_positions(part, memory), memory=memory)
             assert answer.absolute is not None
             squared[part], absolute[part] = answer.squared_norms, answer.absolute
-        return Answer(squared, absolute=absolute)
+        return NormResult(squared, absolute=absolute)
 
-    def _by_positions(self, part: slice, memory: Memory) -> Outer:
+    def _by_positions(self, part: slice, memory: Memory) -> OuterProduct:
         """As `outer`, with positions first and channels last, which copies whole runs where outputs are small."""
         images, grads = self._folded(wide(self.images[part])), self._folded(wide(self.grads[part]))
         rows = rows_of_patches(images, self.shape[2:], self.grads.shape[2:], self.geometry, memory)
-        return Outer(grads.flatten(2).mT, rows, self.shape, self.geometry.groups)
+        return OuterProduct(grads.flatten(2).mT, rows, self.shape, self.geometry.groups)
 
-    def _windows(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
+    def _windows(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
         images, grads = self._folded(wide(self.images)), self._folded(wide(self.grads))
         geometry = self.geometry
         return self._by_windows(
             windowed_gram(images, grads, self.shape[2:], geometry.padding, geometry.dilation, memory), memory
         )
 
-    def _half_windows(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
+    def _half_windows(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
         images, grads = self._folded(wide(self.images)), self._folded(wide(self.grads))
         geometry = self.geometry
         found = half_windows(images, grads, self.shape[2:], geometry.padding, geometry.dilation)
         return self._by_windows(found, memory)
 
-    def _by_windows(self, found: tuple[Tensor, Tensor], memory: Memory) -> Answer:
+    def _by_windows(self, found: tuple[Tensor, Tensor], memory: Memory) -> NormResult:
         squared, scale = (each.view(-1, self.geometry.groups).sum(1) for each in found)
         positions = math.prod(self.grads.shape[2:])
         squared = reliable(squared, scale, lambda: self._by_patches(memory=memory).squared_norms)
-        return Answer(squared, absolute=scale * positions)
+        return NormResult(squared, absolute=scale * positions)
 
-    def _grouped(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
+    def _grouped(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
         images, grads = wide(self.images), wide(self.grads)
         squared, kept = self._empty(memory, keep)
         # The kernel copies images and gradients into a layout of its own.
@@ -207,9 +207,9 @@ class Patches(Term):
             squared[part] = squared_norms(gradients)
             if kept is not None:
                 kept[part] = gradients
-        return Answer(squared, kept)
+        return NormResult(squared, kept)
 
-    def _native(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
+    def _native(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
         images, grads = wide(self.images), wide(self.grads)
         squared, kept = self._empty(memory, keep)
         for example in range(grads.shape[0]):
@@ -218,7 +218,7 @@ class Patches(Term):
             squared[part] = squared_norms(gradient.unsqueeze(0))
             if kept is not None:
                 kept[example] = gradient
-        return Answer(squared, kept)
+        return NormResult(squared, kept)
 
     def absolute(self) -> Tensor | None:
         if math.prod(self.grads.shape[2:]) == 1:
@@ -271,10 +271,10 @@ class Patches(Term):
         scale = weights.to(grads.dtype).view(-1, *[1] * (grads.dim() - 1))
         return (images * scale, grads) if images.numel() < grads.numel() else (images, grads * scale)
 
-    def keep_only(self, keep: Tensor) -> Patches:
+    def keep_only(self, keep: Tensor) -> ConvGrads:
         return replace(self, images=zero_examples(self.images, keep), grads=zero_examples(self.grads, keep))
 
-    def regroup(self, count: int, major: str) -> Term:
+    def regroup(self, count: int, row_order: str) -> PerExampleGrads:
         if self.geometry.groups > 1:
-            return Dense(self.per_example()).regroup(count, major)
-        return self.outer().regroup(count, major)
+            return Dense(self.per_example()).regroup(count, row_order)
+        return self.outer().regroup(count, row_order)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .term import Answer, Term, is_traced, split_examples, wide, zero_examples
+from .term import NormResult, PerExampleGrads, is_traced, split_examples, wide, zero_examples
 
-__all__ = ["Dense", "squared_norm_of", "squared_norms"]
+__all__ = ["Dense", "squared_norms"]
 
 # A norm in float32 loses 1e-6 of itself for about so many numbers, and more in proportion (2.5 million: 4e-4).
 LONG = 8192
@@ -32,15 +31,6 @@ def squared_norms(gradients: Tensor) -> Tensor:
         return _inner_products(flat)
     norms = _row_norms(flat)
     return norms.mul_(norms)
-
-
-def squared_norm_of(gradient: Tensor) -> Callable[[], float]:
-    """What gives the squared L2 norm of one gradient, a contiguous tensor of any shape, as it is when it is asked."""
-    row = gradient.view(1, -1)
-    if row.shape[1] < INNER_LEAST or not _inner_products_are_best(row):
-        return lambda: squared_norms(row).item()
-    parts = row[0].split(INNER_MOST)
-    return lambda: sum([torch.dot(part, part).item() for part in parts])
 
 
 def _inner_products_are_best(flat: Tensor) -> bool:
@@ -70,7 +60,7 @@ def _row_norms(flat: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class Dense(Term):
+class Dense(PerExampleGrads):
     """The gradients, materialised.
 
     Attributes:
@@ -93,8 +83,8 @@ class Dense(Term):
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.gradients,)
 
-    def sole_answer(self, keep: bool) -> Answer:
-        return Answer(squared_norms(self.gradients))
+    def closed_form(self, keep: bool) -> NormResult:
+        return NormResult(squared_norms(self.gradients))
 
     def absolute(self) -> Tensor | None:
         return self.added_up
@@ -116,5 +106,5 @@ class Dense(Term):
     def keep_only(self, keep: Tensor) -> Dense:
         return Dense(zero_examples(self.gradients, keep))
 
-    def regroup(self, count: int, major: str) -> Dense:
-        return Dense(split_examples(wide(self.gradients), count, major).sum(1))
+    def regroup(self, count: int, row_order: str) -> Dense:
+        return Dense(split_examples(wide(self.gradients), count, row_order).sum(1))

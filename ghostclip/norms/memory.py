@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .term import is_traced
 
-__all__ = ["FRESH", "Memory", "Trials", "first_touch"]
+__all__ = ["FRESH", "Memory", "MemoryTrials", "first_touch"]
 
 # Below this the allocator itself keeps pages at hand.
 SMALL_BYTES = 1 << 16
@@ -109,7 +109,7 @@ class Memory:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
 
 
-class Trials(Memory):
+class MemoryTrials(Memory):
     """Lends what is to be kept, too: where a way is tried several times, in memory that is there from the first on."""
 
     def to_keep(self, like: Tensor, *shape: int) -> Tensor:

@@ -18,23 +18,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .dense import Dense, squared_norm_of, squared_norms
+from .dense import Dense, squared_norms
 from .half_gram import half_gram, half_gram_is_there
-from .looks import may_look
+from .host_sync import may_sync
 from .memory import FRESH, Memory
 from .rounding import product_of_sizes
-from .term import Answer, Candidate, Clipped, Term, Weigh, is_traced, size_class, split_examples, wide, zero_examples
+from .term import NormResult, PerExampleGrads, Strategy, size_class, split_examples, wide, zero_examples
 
-__all__ = ["Outer", "chunks", "direct", "gram", "gram_is_reliable", "reliable", "scaled_product"]
+__all__ = ["OuterProduct", "chunks", "direct", "gram", "gram_is_reliable", "reliable", "scaled_product"]
 
 # Chunks of about this many bytes stay in the processor's cache between the product and its reduction.
 CHUNK_BYTES = 1 << 21
 # Where all gradients are kept, larger ones: products of many examples are faster by more than their reductions are
 # slower (measured: 0.93 of a layer's norms).
 KEPT_CHUNK_BYTES = 1 << 24
-# Bytes of an example's gradient that is formed by itself, to be measured while the cache has it: of a smaller one calls
-# cost more than what they do, and a larger one doesn't stay there.
-ALONE_LEAST, ALONE_MOST = 1 << 17, 1 << 21
 # Rows of a Gram matrix formed at a time. Smaller blocks leave out more of the upper half and are slower (measured).
 BLOCK_ROWS = 256
 # Rows that are scaled at a time for a weighted sum: fewer make its product slower (measured: at 512, not yet at 1024).
@@ -57,7 +54,7 @@ def gram(left: Tensor, right: Tensor, memory: Memory = FRESH) -> tuple[Tensor, T
     """Squared norms by Gram matrices, for left [B, T, p] and right [B, T, d].
 
     T x T is formed a chunk of examples and a block of rows at a time; of longer sequences the lower triangle of blocks
-    only, since its mirror image sums to the same. (Within a block both halves are formed: one larger product is faster
+    only, since its mirror image sums to the same. (Within a block all pairs are formed: one larger product is faster
     than several smaller ones that leave a half out.)
 
     Returns:
@@ -99,11 +96,11 @@ def gram_is_reliable(squared: Tensor, scale: Tensor) -> Tensor:
 def reliable(squared: Tensor, scale: Tensor, otherwise: Callable[[], Tensor]) -> Tensor:
     """``squared`` [B] of a Gram form, or ``otherwise()`` where one of them is not `gram_is_reliable`.
 
-    Where values can't be looked at, or not yet, an unreliable norm becomes NaN: whoever looks at all norms finds it and
-    has it measured again.
+    On a GPU, and in a compiled graph, an unreliable norm becomes NaN: whoever reads all norms of the batch at once
+    finds it, and has them measured exactly.
     """
     trusted = gram_is_reliable(squared, scale)
-    if not may_look():
+    if not may_sync(squared.device):
         return torch.where(trusted, squared, torch.nan)
     return squared if trusted.all() else otherwise()
 
@@ -129,37 +126,6 @@ def is_narrow(left: Tensor, right: Tensor) -> bool:
     return right.shape[2] <= NARROW and left.shape[2] >= WIDER * right.shape[2]
 
 
-def stand_alone(left: Tensor, right: Tensor) -> bool:
-    """Whether each example is worth a product of its own. Several threads are faster on all examples' at once."""
-    if left.device.type != "cpu" or torch.get_num_threads() > 1 or is_traced():
-        return False
-    return ALONE_LEAST <= left.shape[2] * right.shape[2] * left.element_size() <= ALONE_MOST
-
-
-def clipped_in_passing(left: Tensor, right: Tensor, weigh: Weigh) -> Clipped:
-    """The direct form, an example at a time: its gradient is weighed and added up while the cache has it.
-
-    Gradients kept for the sum would be written to memory and read twice, for norms and sum (measured: 11 of 410
-    milliseconds of the GPT-like model, clipped by layer).
-
-    Args:
-        left, right: [B, T, p], [B, T, d].
-        weigh: gives the weights; an example of weight 0 adds nothing, finite or not.
-    """
-    gradient = left.new_empty(left.shape[2], right.shape[2])
-    total, squared_norm = torch.zeros_like(gradient), squared_norm_of(gradient)
-    squared, weights = [], []
-    for number, (a, b) in enumerate(zip(left.mT.unbind(), right.unbind(), strict=True)):
-        torch.mm(a, b, out=gradient)
-        found = squared_norm()
-        weight = weigh(number, found)
-        if weight:
-            total.add_(gradient, alpha=weight)
-        squared.append(found)
-        weights.append(weight)
-    return Clipped(squared, weights, total)
-
-
 def scaled_product(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
     """``sum scale * left (x) right`` over the first two axes, for left [m, n, p], right [m, n, d] and scale [m, n, 1].
 
@@ -181,7 +147,7 @@ def scaled_product(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class Outer(Term):
+class OuterProduct(PerExampleGrads):
     """Sums of outer products over T positions; ``groups`` blocks of a grouped weight are folded into the batch.
 
     Attributes:
@@ -209,71 +175,60 @@ class Outer(Term):
     def examples(self) -> int:
         return self.left.shape[0] // self.groups
 
-    def sole_answer(self, keep: bool) -> Answer | None:
+    def closed_form(self, keep: bool) -> NormResult | None:
         """One position: the norm of an outer product is the product of the norms (Goodfellow 2015)."""
         if self.left.shape[1] != 1:
             return None
-        return Answer(self._by_example(squared_norms(self.left) * squared_norms(self.right)))
+        return NormResult(self._by_example(squared_norms(self.left) * squared_norms(self.right)))
 
-    def candidates(self) -> dict[str, Candidate]:
+    def candidates(self) -> dict[str, Strategy]:
         batch, positions, outputs = self.left.shape
         inputs = self.right.shape[2]
         pairs, products = (
             2.0 * batch * positions * each for each in (positions * (outputs + inputs), outputs * inputs)
         )
         found = {
-            "gram": Candidate("gram", Outer.by_gram, pairs),
-            "direct": Candidate("direct", Outer.by_direct, products, keeps=True),
+            "gram": Strategy("gram", OuterProduct.by_gram, pairs),
+            "direct": Strategy("direct", OuterProduct.by_direct, products, keeps=True),
         }
         if half_gram_is_there(self.left):
-            found["half gram"] = Candidate("gram", Outer.by_half_gram, pairs / 2)
+            found["half gram"] = Strategy("gram", OuterProduct.by_half_gram, pairs / 2)
         return found
 
-    def in_passing(self) -> Callable[[Weigh], Clipped] | None:
-        left, right = wide(self.left), wide(self.right)
-        if self.groups > 1 or left.shape[1] == 1 or not stand_alone(left, right):
-            return None
-
-        def clip(weigh: Weigh) -> Clipped:
-            found = clipped_in_passing(left, right, weigh)
-            return Clipped(found.squared_norms, found.weights, found.total.view(self.shape))
-
-        return clip
-
-    def head(self, count: int) -> Outer:
+    def head(self, count: int) -> OuterProduct:
         rows = count * self.groups
-        return Outer(self.left[:rows], self.right[:rows], self.shape, self.groups)
+        return OuterProduct(self.left[:rows], self.right[:rows], self.shape, self.groups)
 
     def _by_example(self, squared: Tensor) -> Tensor:
         return squared if self.groups == 1 else squared.view(-1, self.groups).sum(1)
 
-    def by_gram(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
+    def by_gram(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
         """The Gram form; the direct one where it can't be relied on."""
         return self._reliable(*gram(wide(self.left), wide(self.right), memory), memory)
 
-    def by_half_gram(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
+    def by_half_gram(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
         """The same by compiled C."""
         return self._reliable(*half_gram(wide(self.left), wide(self.right)), memory)
 
-    def _reliable(self, squared: Tensor, scale: Tensor, memory: Memory) -> Answer:
+    def _reliable(self, squared: Tensor, scale: Tensor, memory: Memory) -> NormResult:
         """The answer of a Gram form, as `gram` returns it; the direct one where it can't be relied on."""
         left, right = wide(self.left), wide(self.right)
         squared = reliable(squared, scale, lambda: direct(left, right, memory))
-        return Answer(self._by_example(squared), absolute=self._by_example(scale) * left.shape[1])
+        return NormResult(self._by_example(squared), absolute=self._by_example(scale) * left.shape[1])
 
-    def by_direct(self, keep: bool = False, memory: Memory = FRESH, kept: Tensor | None = None) -> Answer:
+    def by_direct(self, keep: bool = False, memory: Memory = FRESH, kept: Tensor | None = None) -> NormResult:
         """The direct form; ``keep`` keeps the gradients, in ``kept`` [B, *shape] where that is given."""
         left, right = wide(self.left), wide(self.right)
         if kept is not None:
             squared = direct(left, right, memory, kept.view(left.shape[0], left.shape[2], right.shape[2]))
-            return Answer(self._by_example(squared), kept)
+            return NormResult(self._by_example(squared), kept)
         turned = len(self.shape) == 2 and is_narrow(left, right) and left.stride(2) == right.stride(2) == 1
         first, second = (right, left) if turned else (left, right)
         formed = memory.to_keep(first, first.shape[0], first.shape[2], second.shape[2]) if keep else None
         squared = self._by_example(direct(first, second, memory, formed))
         if formed is None:
-            return Answer(squared)
-        return Answer(squared, formed.mT if turned else formed.view(self.examples, *self.shape))
+            return NormResult(squared)
+        return NormResult(squared, formed.mT if turned else formed.view(self.examples, *self.shape))
 
     def absolute(self) -> Tensor | None:
         return None if self.left.shape[1] == 1 else self._by_example(product_of_sizes(self.left, self.right))
@@ -301,12 +256,12 @@ class Outer(Term):
         right = right.unflatten(0, (-1, self.groups))
         return torch.einsum("bgtp,bgtd->gpd", left, right).reshape(self.shape)
 
-    def keep_only(self, keep: Tensor) -> Outer:
+    def keep_only(self, keep: Tensor) -> OuterProduct:
         rows = keep.repeat_interleave(self.groups)
-        return Outer(zero_examples(self.left, rows), zero_examples(self.right, rows), self.shape, self.groups)
+        return OuterProduct(zero_examples(self.left, rows), zero_examples(self.right, rows), self.shape, self.groups)
 
-    def regroup(self, count: int, major: str) -> Term:
+    def regroup(self, count: int, row_order: str) -> PerExampleGrads:
         if self.groups > 1:
-            return Dense(self.per_example()).regroup(count, major)
-        left, right = (split_examples(side, count, major).flatten(1, 2) for side in (self.left, self.right))
-        return Outer(left, right, self.shape)
+            return Dense(self.per_example()).regroup(count, row_order)
+        left, right = (split_examples(side, count, row_order).flatten(1, 2) for side in (self.left, self.right))
+        return OuterProduct(left, right, self.shape)

@@ -48,7 +48,7 @@ def rounding_margin(absolute: Sequence[Tensor]) -> Tensor:
     """What a norm [B] is made larger by before a weight is computed from it.
 
     Args:
-        absolute: `Term.absolute` [B] of every term of the norm that has one; at least one.
+        absolute: `PerExampleGrads.absolute` [B] of every term of the norm that has one; at least one.
     """
     eps = max(torch.finfo(each.dtype).eps for each in absolute)
     total = absolute[0] if len(absolute) == 1 else torch.stack(list(absolute)).sum(0)

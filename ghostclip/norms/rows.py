@@ -23,9 +23,9 @@ from .dense import squared_norms
 from .memory import FRESH, Memory
 from .outer import chunks, reliable
 from .rounding import squared_sizes
-from .term import Answer, Candidate, Term, is_traced, size_class, split_examples, wide, zero_examples
+from .term import NormResult, PerExampleGrads, Strategy, is_traced, size_class, split_examples, wide, zero_examples
 
-__all__ = ["Rows", "pairs_squared_norms", "repeats_squared_norms", "runs_squared_norms"]
+__all__ = ["LookupGrads", "pairs_squared_norms", "repeats_squared_norms", "runs_squared_norms"]
 
 # With more positions than this, all pairs of them are never the fewest steps.
 PAIRED_POSITIONS = 128
@@ -85,7 +85,7 @@ def pairs_squared_norms(indices: Tensor, gradients: Tensor, memory: Memory = FRE
 
 
 @dataclass(eq=False)
-class Rows(Term):
+class LookupGrads(PerExampleGrads):
     """Rows of gradients and where they fall.
 
     Attributes:
@@ -112,36 +112,36 @@ class Rows(Term):
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.gradients, self.indices)
 
-    def sole_answer(self, keep: bool) -> Answer | None:
-        return Answer(squared_norms(self.gradients)) if self.indices.shape[1] == 1 else None
+    def closed_form(self, keep: bool) -> NormResult | None:
+        return NormResult(squared_norms(self.gradients)) if self.indices.shape[1] == 1 else None
 
-    def candidates(self) -> dict[str, Candidate]:
+    def candidates(self) -> dict[str, Strategy]:
         numbers, positions = float(self.gradients.numel()), self.indices.shape[1]
         # Sorting and adding by index are not counted in flops; these factors are what they were measured to cost.
-        found = {"runs": Candidate("direct", Rows._by_runs, 60 * numbers)}
+        found = {"runs": Strategy("direct", LookupGrads._by_runs, 60 * numbers)}
         if chains_are_there(self.indices, wide(self.gradients)):
-            found["chains"] = Candidate("direct", Rows._by_chains, 10 * numbers)
+            found["chains"] = Strategy("direct", LookupGrads._by_chains, 10 * numbers)
         if self.gradients.device.type == "cpu":
-            found["repeats"] = Candidate("direct", Rows._by_repeats, 50 * numbers, traces=False)
+            found["repeats"] = Strategy("direct", LookupGrads._by_repeats, 50 * numbers, traces=False)
         if positions <= PAIRED_POSITIONS:
-            found["gram"] = Candidate("gram", Rows._by_pairs, 2 * numbers * positions)
+            found["gram"] = Strategy("gram", LookupGrads._by_pairs, 2 * numbers * positions)
         return found
 
-    def _by_runs(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
-        return Answer(runs_squared_norms(self.indices, wide(self.gradients)))
+    def _by_runs(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
+        return NormResult(runs_squared_norms(self.indices, wide(self.gradients)))
 
-    def _by_chains(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
+    def _by_chains(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
         squared, sizes = chained_squared_norms(self.indices, wide(self.gradients))
-        return Answer(squared, absolute=sizes * self.indices.shape[1])
+        return NormResult(squared, absolute=sizes * self.indices.shape[1])
 
-    def _by_repeats(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
-        return Answer(repeats_squared_norms(self.indices, wide(self.gradients)))
+    def _by_repeats(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
+        return NormResult(repeats_squared_norms(self.indices, wide(self.gradients)))
 
-    def _by_pairs(self, keep: bool = False, memory: Memory = FRESH) -> Answer:
-        return Answer(pairs_squared_norms(self.indices, wide(self.gradients), memory))
+    def _by_pairs(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
+        return NormResult(pairs_squared_norms(self.indices, wide(self.gradients), memory))
 
-    def head(self, count: int) -> Rows:
-        return Rows(self.indices[:count], self.gradients[:count], self.shape)
+    def head(self, count: int) -> LookupGrads:
+        return LookupGrads(self.indices[:count], self.gradients[:count], self.shape)
 
     def absolute(self) -> Tensor | None:
         positions = self.indices.shape[1]
@@ -169,9 +169,9 @@ class Rows(Term):
         gradients = gradients * weights.view(-1, 1, 1)
         table.view(-1, self.width).index_add_(0, self.indices.flatten(), gradients.flatten(0, 1))
 
-    def keep_only(self, keep: Tensor) -> Rows:
-        return Rows(self.indices, zero_examples(self.gradients, keep), self.shape)
+    def keep_only(self, keep: Tensor) -> LookupGrads:
+        return LookupGrads(self.indices, zero_examples(self.gradients, keep), self.shape)
 
-    def regroup(self, count: int, major: str) -> Rows:
-        indices, gradients = (split_examples(t, count, major).flatten(1, 2) for t in (self.indices, self.gradients))
-        return Rows(indices, gradients, self.shape)
+    def regroup(self, count: int, row_order: str) -> LookupGrads:
+        indices, gradients = (split_examples(t, count, row_order).flatten(1, 2) for t in (self.indices, self.gradients))
+        return LookupGrads(indices, gradients, self.shape)

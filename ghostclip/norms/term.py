@@ -17,7 +17,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .memory import Memory
 
-__all__ = ["SAMPLE", "Answer", "Candidate", "Clipped", "Term", "Weigh", "is_traced", "size_class", "wide"]
+__all__ = ["SAMPLE", "NormResult", "PerExampleGrads", "Strategy", "is_traced", "size_class", "wide"]
 
 # (number of an example, its squared norm) -> its weight, a finite number.
 Weigh = Callable[[int, float], float]
@@ -29,25 +29,16 @@ SAMPLE = 32
 
 
 @dataclass(slots=True)
-class Answer:
+class NormResult:
     """Squared norms [B], and what was formed on the way: per-example gradients [B, *shape] that may be kept, and
-    `Term.absolute`."""
+    `PerExampleGrads.absolute`."""
 
     squared_norms: Tensor
     kept: Tensor | None = None
     absolute: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Clipped:
-    """Squared norms [B], the weights [B] that followed from them, and the clipped sum [*shape]."""
-
-    squared_norms: list[float]
-    weights: list[float]
-    total: Tensor
-
-
-class Way(Protocol):
+class StrategyRun(Protocol):
     """Computes the answer of any term of one kind.
 
     Args:
@@ -56,11 +47,11 @@ class Way(Protocol):
         memory: lends what is needed.
     """
 
-    def __call__(self, term: Any, /, keep: bool = ..., memory: Memory = ...) -> Answer: ...
+    def __call__(self, term: Any, /, keep: bool = ..., memory: Memory = ...) -> NormResult: ...
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Strategy:
     """One way to the squared norms of a term.
 
     Attributes:
@@ -72,13 +63,13 @@ class Candidate:
     """
 
     family: str
-    run: Way
+    run: StrategyRun
     flops: float
     keeps: bool = False
     traces: bool = True
 
 
-class Term(ABC):
+class PerExampleGrads(ABC):
     """Per-example gradients of one parameter: B of them, each of ``shape``."""
 
     shape: torch.Size
@@ -108,22 +99,19 @@ class Term(ABC):
         """Where the tensors are."""
         return self.tensors[0].device
 
-    def sole_answer(self, keep: bool) -> Answer | None:
+    def closed_form(self, keep: bool) -> NormResult | None:
         """The squared norms where there is only one way to them; None where `candidates` has to be chosen from."""
         return None
 
-    def candidates(self) -> dict[str, Candidate]:
+    def candidates(self) -> dict[str, Strategy]:
         """The ways to the squared norms, by name; a term without a sole answer has at least one."""
         return {}
 
-    def in_passing(self) -> Callable[[Weigh], Clipped] | None:
-        """Norms, weights and clipped sum at once, where each example's norm is all that its weight waits for.
-
-        None where there is no such way, or none that could be the fastest.
-        """
+    def exact_squared_norms(self) -> Tensor | None:
+        """Squared norms [B] where candidates of the "direct" family may lose digits to cancellation, too; else None."""
         return None
 
-    def head(self, count: int) -> Term:
+    def head(self, count: int) -> PerExampleGrads:
         """The term of the first ``count`` examples, to measure on; all of them where a kind can't be divided."""
         return self
 
@@ -147,12 +135,12 @@ class Term(ABC):
         return {}
 
     @abstractmethod
-    def keep_only(self, keep: Tensor) -> Term:
+    def keep_only(self, keep: Tensor) -> PerExampleGrads:
         """The same term with what belongs to examples where ``keep`` [B] is False replaced by zeros."""
 
     @abstractmethod
-    def regroup(self, count: int, major: str) -> Term:
-        """The term of B/count examples when each had ``count`` rows: "example" major (b k) or "row" major (k b)."""
+    def regroup(self, count: int, row_order: str) -> PerExampleGrads:
+        """The term of B/count examples when each had ``count`` rows: in "example" order (b k) or "row" order (k b)."""
 
 
 def is_traced() -> bool:
@@ -177,8 +165,8 @@ def zero_examples(tensor: Tensor, keep: Tensor) -> Tensor:
     return torch.where(keep.view(-1, *[1] * (tensor.dim() - 1)), tensor, tensor.new_zeros(()))
 
 
-def split_examples(tensor: Tensor, count: int, major: str) -> Tensor:
+def split_examples(tensor: Tensor, count: int, row_order: str) -> Tensor:
     """``[B * count, ...]`` rows as [B, count, ...], whichever of the two is the slower axis."""
-    if major == "example":
+    if row_order == "example":
         return tensor.unflatten(0, (-1, count))
     return tensor.unflatten(0, (count, -1)).transpose(0, 1)

@@ -14,7 +14,7 @@ from ghostclip.native.calls import function
 
 from .term import is_traced
 
-__all__ = ["all_finite", "bounded_weight", "bounded_weights", "group_norms", "margin", "norms"]
+__all__ = ["all_finite", "bounded_weights", "group_norms", "margin", "norms"]
 
 
 def norms(squared: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -80,14 +80,6 @@ def bounded_weights(norms: Tensor, bounds: Sequence[float]) -> Tensor:
     if norms.dim() == 1:
         return (limits[0] / norms).clamp_(max=1.0)
     return torch.stack([(limit / row).clamp_(max=1.0) for limit, row in zip(limits, norms.unbind(), strict=True)])
-
-
-def bounded_weight(squared: float, bound: float, dtype: torch.dtype, rounding: float = 0.0) -> float:
-    """The same for the squared norm of one example and its rounding margin; 0 where that isn't finite."""
-    if not math.isfinite(squared):
-        return 0.0
-    limit, norm = bound * margin(dtype), math.sqrt(squared) + rounding
-    return 1.0 if norm <= limit else limit / norm
 
 
 def _is_plain(vector: Tensor, dtype: torch.dtype) -> bool:

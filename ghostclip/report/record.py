@@ -16,7 +16,7 @@ class TrainingRun:
 
     Attributes:
         name: as tables and legends call it.
-        method: "nonprivate", "nxbp", "multiloss", "reweight" or "cached".
+        method: "nonprivate", "nxbp", "multiloss", "auto", "cached" or "reweight".
         accuracy: share of the test examples it classifies correctly.
         epochs: passes over the training data (expected ones, where batches are sampled).
         steps: optimizer steps taken.

@@ -100,11 +100,11 @@ def loader_of(dataset: Any, given: DataLoader[Any] | None, chunks: Iterable[list
     kept = {} if given is None else {name: getattr(given, name) for name in KEPT}
     plain = given is None or (given.collate_fn is default_collate and given.num_workers == 0)
     if type(dataset) is TensorDataset and plain:
-        return DataLoader(_Rows(dataset), batch_sampler=chunks, **{**kept, "collate_fn": _as_they_are})
+        return DataLoader(_LoadedRows(dataset), batch_sampler=chunks, **{**kept, "collate_fn": _as_they_are})
     return DataLoader(dataset, batch_sampler=chunks, **kept)
 
 
-class _Rows(Dataset[Any]):
+class _LoadedRows(Dataset[Any]):
     """A TensorDataset that gives a physical batch by indexing, which is far faster than collating single examples."""
 
     def __init__(self, dataset: TensorDataset) -> None:

@@ -1,0 +1,296 @@
+"""GhostClipper: what users call; the passes are in first_pass.py and second_pass.py, compiled ones in compiled/."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ghostclip.clipper.explain import StrategyTable, plan_of
+from ghostclip.clipper.gradient_guard import GradientGuard, NarrowSums, is_distributed
+from ghostclip.clipper.other_size import shows_at_another_size
+from ghostclip.clipper.outcome import add_sums
+from ghostclip.clipper.second_pass import TwoPasses
+from ghostclip.clipper.verify import compare_with_loop
+from ghostclip.clipper.wanted import Wanted
+from ghostclip.clipping import Adaptive, Groupwise, Policy, as_policy
+from ghostclip.errors import UnsupportedModelError
+from ghostclip.nn.grad_mode import keeping_grad_mode
+from ghostclip.planner import Planner
+from ghostclip.sharding import refuse_sharded
+from ghostclip.validate import one_of, positive, power_of_two
+from ghostclip.wrap import wrap
+
+__all__ = ["ClippingResult", "GhostClipper", "register_compiler"]
+
+# Makes what `GhostClipper.clip` calls when it compiles: (model, passes, expected, largest) -> compiled passes. The
+# package `ghostclip.compiled` registers it when it is imported; nothing here depends on it otherwise.
+_compilers: list[Callable[[nn.Module, TwoPasses, int | None, int | None], Any]] = []
+
+
+def register_compiler(compiler: Callable[[nn.Module, TwoPasses, int | None, int | None], Any]) -> None:
+    """From now on ``compile=True`` is served by ``compiler``."""
+    _compilers[:] = [compiler]
+
+
+@dataclass(frozen=True)
+class ClippingResult:
+    """What `GhostClipper.backward` did. Norms and weights are private data: they must not leave the training process.
+
+    Attributes:
+        norms: [B], ||g_i|| before clipping; inf or nan for an example that was left out. {group: [B]} under a
+            group-wise policy.
+        weights: [B], the factor each gradient was multiplied with; {group: [B]} likewise.
+        sensitivity: the L2 bound on one example's contribution to the sum.
+        losses: [B], from `GhostClipper.clip`; None from `GhostClipper.backward`, whose caller has them.
+    """
+
+    norms: Any
+    weights: Any
+    sensitivity: float
+    losses: Tensor | None = None
+
+
+class GhostClipper:
+    """Per-example gradient norms and exactly clipped sums, without materialised gradients.
+
+    Args:
+        model: built of any torch layers; wrapped in place if it isn't yet.
+        clipping: a max norm (flat clipping) or a policy of `ghostclip.clipping`. Group-wise policies with thresholds
+            need no second pass: each group is clipped while the first one goes by.
+        second_pass: "cached": the clipped sum is formed from what the first pass kept: of each layer its input and its
+            pre-activation gradient, or materialised per-example gradients that take no more bytes than both
+            (book-keeping, Bu et al. 2023);
+            "reweight": a second backward in which each layer weights its rows (Lee & Kifer 2020), leanest in memory;
+            "auto": "cached" where what it keeps fits in ``memory_budget``, else "reweight". Nothing is kept of layers
+            under activation checkpointing, whose saving stays: they get a second backward.
+        norm_strategy: "auto" by measured cost, or "gram" or "direct". Neither option changes a result beyond rounding.
+            Under ``torch.use_deterministic_algorithms(True)`` no clock is asked: what takes the fewest flops is chosen,
+            so that a repeated run gives the same digits.
+        memory_budget: bytes that may be kept beside the layers' inputs, estimated from shapes; where "cached" takes
+            more, the batch goes by "reweight". None: the bytes of the pre-activations, which it never exceeds.
+        compile: let `clip` run as one compiled graph where the model allows it and where that is measured to be
+            faster; `backward` is as it was.
+        loss_scale: a power of two that losses are multiplied with before the passes, and norms and sums divided by
+            after them, so that small float16 gradients don't vanish (1024 is a good start); an example whose gradients
+            grow past float16 for it is left out as one that is not finite. It changes no result beyond rounding.
+
+    Raises:
+        UnsupportedModelError: the model can't be clipped exactly; every obstacle is listed.
+        ValueError, TypeError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        clipping: float | Policy | Groupwise | Callable[[Tensor], Tensor] = 1.0,
+        *,
+        second_pass: str = "auto",
+        norm_strategy: str = "auto",
+        memory_budget: int | None = None,
+        compile: bool = False,
+        loss_scale: float = 1.0,
+    ) -> None:
+        policy = as_policy(clipping)
+        self.second_pass = one_of(("auto", "cached", "reweight"), second_pass=second_pass)
+        self.memory_budget = None if memory_budget is None else int(positive(memory_budget=memory_budget))
+        self._planner = Planner(one_of(("auto", "gram", "direct"), norm_strategy=norm_strategy))
+        self.model = wrap(model)
+        self.loss_scale = power_of_two(loss_scale=loss_scale)
+        self.passes = TwoPasses(
+            self.model, policy, self.second_pass, self._planner, self.memory_budget, self.loss_scale
+        )
+        self._guard, self._narrow = GradientGuard(), NarrowSums()
+        self.compiled: Any = None
+        if compile:
+            self.compile()
+
+    @property
+    def clipping(self) -> Policy | Groupwise:
+        """The policy, for good: what was learnt of the model, and the sensitivity reported, are by it."""
+        return self.passes.clipping
+
+    def compile(self, expected: int | None = None, largest: int | None = None) -> None:
+        """From now on `clip` compiles: see the ``compile`` argument.
+
+        Args:
+            expected: about how many examples come in a batch, when batches vary in size; they are padded to few sizes
+                then, with rows of weight zero.
+            largest: the most that ever come.
+
+        Raises:
+            ValueError: the clipping policy changes while training goes on, and a graph has its norm built in; or there
+                is a ``loss_scale``.
+        """
+        if isinstance(self.clipping, Adaptive):
+            raise ValueError(
+                "compile and Adaptive clipping don't go together: a graph is made for one clipping norm; leave one of "
+                "them out"
+            )
+        if self.loss_scale != 1.0:
+            raise ValueError(
+                f"compile and loss_scale don't go together (got loss_scale={self.loss_scale:g}): compiled passes don't "
+                "scale; leave one of them out"
+            )
+        self.compiled = _compilers[0](self.model, self.passes, expected, largest)
+
+    @property
+    def sensitivity(self) -> float:
+        """The L2 bound on one example's contribution to the clipped sum in the p.grads, as `backward` reports it.
+
+        The policy's own for parameters of float32 and wider, whatever the batch. Sums of narrower ones are formed in
+        float32 and rounded to p.grad with each backward, so that the bound grows with the examples that are summed:
+        by k n eps of the policy's after k backwards over n examples (`ghostclip.clipper.gradient_guard.NarrowSums`).
+        The engine gathers float32 sums beside the p.grads, and needs the policy's bound only.
+        """
+        return self.clipping.sensitivity * (1.0 + self._narrow.excess)
+
+    def check_whole(self) -> None:
+        """Raises UnsupportedModelError where the model was sharded among processes since it was wrapped."""
+        if is_distributed():
+            refuse_sharded(self.model, self.passes.index.names)
+
+    @keeping_grad_mode
+    def norms(self, losses: Tensor, *, per: str | None = None, retain_graph: bool = False) -> Any:
+        """Per-example gradient norms by the first pass alone.
+
+        Args:
+            losses: shape exactly [B], from a forward of the model.
+            per: None for the whole gradient, "layer" or "parameter".
+            retain_graph: keep the graph for another call.
+
+        Returns:
+            [B], or {module name: [B]}, or {parameter name: [B]}: every trained parameter under its first name, zeros
+            where it took no part. float32, or float64 for float64 models. They are as they were measured, without the
+            room for rounding that weights are computed with (``backward(losses).norms``).
+
+        Raises:
+            LossShapeError, StaleInputError, UnsupportedModelError.
+        """
+        if per is not None:
+            one_of(("layer", "parameter"), per=per)
+        self.check_whole()
+        run = self.passes.measure(losses, Wanted(margin=False), retain_graph=retain_graph)
+        if per is None:
+            return run.norms()
+        return run.norms_by_layer() if per == "layer" else run.norms_by_parameter()
+
+    @keeping_grad_mode
+    def per_example_grads(self, losses: Tensor, *, retain_graph: bool = False) -> dict[str, Tensor]:
+        """Materialised gradients {parameter name: [B, *shape]}, for research: B times the model in memory.
+
+        Raises as `norms` does.
+        """
+        self.check_whole()
+        run = self.passes.first_pass(losses, Wanted(materialise=True, margin=False), retain_graph=retain_graph)
+        return run.per_example_grads()
+
+    @keeping_grad_mode
+    def backward(self, losses: Tensor, *, retain_graph: bool = False) -> ClippingResult:
+        """Both passes: adds ``sum_i v_i g_i`` to each ``p.grad`` (a sum: not averaged, without noise).
+
+        An example whose loss or gradient is not finite contributes exactly zero. Several calls add up. Hooks on tensors
+        of the graph run in each pass over it, and may be given None at the end, as it is let go of. What
+        ``retain_grad`` leaves there is not to be relied on: not every pass comes to every tensor.
+
+        Args:
+            losses: shape exactly [B], from a forward of the model.
+            retain_graph: keep the graph for another call.
+
+        Raises:
+            LossShapeError: losses of any other shape.
+            GradientLeakError: a ``p.grad`` holds something that no clipper put there.
+            StaleInputError: a remembered input was modified in place, or the graph is gone.
+            UnsupportedModelError: examples mix, a parameter is used outside of its layer, or the model is sharded.
+        """
+        self.check_whole()
+        self.passes.index.watch()
+        trained = self.passes.index.trained()
+        self._guard.check(trained)
+        self._note_rounding(trained, losses)
+        norms, weights = self.passes.clip(losses, retain_graph=retain_graph)
+        self._guard.remember(trained)
+        return ClippingResult(norms, weights, self.sensitivity)
+
+    def _note_rounding(self, trained: list[tuple[str, nn.Parameter]], losses: Any) -> None:
+        """Before a backward: how much rounding to narrow p.grads may add to an example's share."""
+        if self.passes.wide_sums is None and isinstance(losses, Tensor) and losses.dim() == 1:
+            self._narrow.add(trained, self._guard, len(losses))
+
+    @keeping_grad_mode
+    def clip(
+        self,
+        loss_fn: Callable[[nn.Module, Any], Tensor],
+        batch: Any,
+        *,
+        whole: Callable[[nn.Module, Any], Tensor] | None = None,
+    ) -> ClippingResult:
+        """Forward and `backward` in one: adds the clipped sum of ``loss_fn(model, batch)`` to each ``p.grad``.
+
+        ``loss_fn`` is called once, with the whole batch. A batch whose number of examples is that of positions, too,
+        may be refused for it; it is tried once more after a forward of more examples, some of them repeated, which
+        leaves no trace.
+
+        With ``compile=True`` all of it becomes one graph, traced at the first batch of a shape, tried beside the eager
+        way on the next four, and used from then on if it gives the same sums faster (``compiled.refusals`` says why
+        not). What the loss function and the forward do must then depend on the batch, the parameters, the modules'
+        modes and torch's random numbers alone.
+
+        Args:
+            loss_fn: (model, batch) -> losses [B].
+            batch: what ``loss_fn`` takes; to be compiled, tensors with examples in dimension 0, nested as you like.
+            whole: ``loss_fn`` with checks of its own, called instead where the batch isn't compiled.
+
+        Raises:
+            What `backward` raises.
+        """
+        self.check_whole()
+        self.passes.index.watch()
+        if self.compiled is None:
+            try:
+                return self._clip_eagerly(whole or loss_fn, batch)
+            except UnsupportedModelError:
+                if not shows_at_another_size(self.passes, self.model, loss_fn, batch):
+                    raise
+            return self._clip_eagerly(whole or loss_fn, batch)
+        trained = self.passes.index.trained()
+        self._guard.check(trained)
+        found = self.compiled(loss_fn, batch)
+        add_sums(trained, found.sums)
+        self._guard.remember(trained)
+        return ClippingResult(found.norms, found.weights, self.sensitivity, found.losses)
+
+    def _clip_eagerly(self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> ClippingResult:
+        """By the two passes over the batch's graph."""
+        trained = self.passes.index.trained()
+        self._guard.check(trained)
+        losses = loss_fn(self.model, batch)
+        self._note_rounding(trained, losses)
+        norms, weights = self.passes.clip(losses, retain_graph=False)
+        self._guard.remember(trained)
+        return ClippingResult(norms, weights, self.sensitivity, losses.detach())
+
+    def explain(self) -> StrategyTable:
+        """The plan as a table: each parameter's layer, rule, strategy, why, measured cost; ``str()`` of it prints well.
+
+        Strategies are chosen on the first batch; before it they read "at the first batch".
+        """
+        return plan_of(self.model, self.passes.choices)
+
+    @keeping_grad_mode
+    def verify(
+        self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any, *, tolerance: float | None = None
+    ) -> float:
+        """Compares norms and clipped sums with the slow obvious loop on this model; returns the worst relative error.
+
+        Args:
+            loss_fn: (model, batch) -> losses [B].
+            batch: tensors (or nested tuples, lists, dicts of them) with examples in dimension 0.
+            tolerance: relative; None for 1e-9 in float64 and 1e-3 in narrower types.
+
+        Raises:
+            VerificationError: something differs by more than ``tolerance``; the layers are named.
+        """
+        return compare_with_loop(self, loss_fn, batch, tolerance)

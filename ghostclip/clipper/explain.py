@@ -1,0 +1,101 @@
+"""The plan of a clipper as a table: layer, rule, which way to its norms, and what that was measured to cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ghostclip.nn.base import GhostLayer
+from ghostclip.planner import StrategyChoice
+
+__all__ = ["Row", "StrategyTable", "plan_of"]
+
+HEADER = ("layer", "parameter", "rule", "shape", "strategy", "kept", "why", "ms")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One trained parameter's line of the plan.
+
+    Attributes:
+        layer: name of the module that owns the parameter.
+        parameter: its own name there.
+        rule: whose gradient rule is used.
+        shape: of the parameter.
+        strategy: the way to its squared norms, "at the first batch" while nothing was chosen.
+        kept: whether its per-example gradients are kept for the clipped sum.
+        why: the reason for the strategy.
+        milliseconds: measured cost by candidate; empty when nothing had to be measured.
+        sums: the same by way to the clipped sum, where there are several.
+        raised: the candidates that raised while they were measured, and what; they are not applicable.
+    """
+
+    layer: str
+    parameter: str
+    rule: str
+    shape: tuple[int, ...]
+    strategy: str
+    kept: bool
+    why: str
+    milliseconds: dict[str, float]
+    sums: dict[str, float] = field(default_factory=dict)
+    raised: dict[str, str] = field(default_factory=dict)
+
+    def cells(self) -> tuple[str, ...]:
+        """The line as texts, in the order of the table's columns."""
+        costs = _cheapest_first(self.milliseconds)
+        if self.sums:
+            costs += f"; sum: {_cheapest_first(self.sums)}"
+        for name, error in self.raised.items():
+            costs += f"; {name} is not applicable ({error})"
+        shape = " x ".join(map(str, self.shape))
+        return (self.layer or "(model)", self.parameter, self.rule, shape, self.strategy, "yes" if self.kept else "no",
+                self.why, costs)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StrategyTable:
+    """The rows of a plan, and what holds for the batch as a whole; ``str()`` prints them as a table."""
+
+    rows: tuple[Row, ...]
+    note: str = ""
+
+    def __str__(self) -> str:
+        table = [HEADER, *(row.cells() for row in self.rows)]
+        widths = [max(len(line[column]) for line in table) for column in range(len(HEADER))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table
+        ]
+        below = ["", f"the last batch: {self.note}"] if self.note else []
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *below])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+
+def _cheapest_first(costs: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {cost:.3g}" for name, cost in sorted(costs.items(), key=lambda each: each[1]))
+
+
+def plan_of(model: nn.Module, choices: Mapping[int, StrategyChoice] | None) -> StrategyTable:
+    """The plan as the last batch left it (choices by id of Parameter); None before one: what the layers alone tell."""
+    rows = []
+    chosen = choices or {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        layer, _, own = name.rpartition(".")
+        module = model.get_submodule(layer)
+        ruled = isinstance(module, GhostLayer) and own in module.parameter_names(module)
+        rule = str(module.rule) if ruled else f"fallback ({type(module).__name__})"
+        choice = chosen.get(id(parameter))
+        if choice is None:
+            choice = StrategyChoice("at the first batch" if choices is None else "unused", False, "")
+        of_choice = choice.name, choice.keep, choice.reason, choice.milliseconds, choice.sums, choice.raised
+        rows.append(Row(layer, own, rule, tuple(parameter.shape), *of_choice))
+    return StrategyTable(tuple(rows))

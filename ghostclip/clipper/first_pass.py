@@ -1,0 +1,248 @@
+"""First passes over the graphs behind losses, which give norms, and what is remembered of graphs from one to the next.
+
+Clipping stands on these in second_pass.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip.clipper.collector import NormCollector
+from ghostclip.clipper.gradient_guard import have_hooks, is_distributed
+from ghostclip.clipper.groupwise import GroupSums
+from ghostclip.clipper.outcome import FirstPass, norm_dtype
+from ghostclip.clipper.torch_errors import in_our_words
+from ghostclip.clipper.wanted import Keep, Wanted, bytes_to_keep, room_for_small
+from ghostclip.clipping import Groupwise, Policy, Thresholds
+from ghostclip.errors import LossShapeError, StaleInputError, UnsupportedModelError
+from ghostclip.graph.parameter_names import ParameterNames
+from ghostclip.graph.reader import first_pass, free_graph, read_graph
+from ghostclip.graph.row_layout import RowLayouts
+from ghostclip.nn.base import LayerCall, Repeat
+from ghostclip.nn.fallback import FallbackCall
+from ghostclip.norms.host_sync import may_sync
+from ghostclip.norms.term import is_traced
+from ghostclip.norms.whole import all_finite
+from ghostclip.planner import Planner, StrategyChoice
+
+__all__ = ["FirstPasses", "check_losses", "without_autocast"]
+
+
+class FirstPasses:
+    """Finds the norms behind losses of one model and, where asked, what their clipped sums are formed of.
+
+    Args:
+        model: wrapped.
+        clipping: the policy; groups and their thresholds come from it.
+        second_pass: "auto", "cached" or "reweight".
+        planner: chooses the way to each squared norm.
+        memory_budget: bytes "cached" may keep, or None.
+        loss_scale: a power of two; the passes see losses this many times as large.
+
+    Attributes:
+        index: the model's names.
+        scale: what losses are multiplied with before the passes, and results divided by.
+        choices: what the planner chose for the last batch it was asked for, by id of parameter; None before one.
+        is_open: whether one of the last batch's layers isn't proved, which no gradient has reached so far.
+        reduced_apart: whether sums of several processes are added up apart from any backward: nobody waits for one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        clipping: Policy | Groupwise,
+        second_pass: str,
+        planner: Planner,
+        memory_budget: int | None,
+        loss_scale: float = 1.0,
+    ) -> None:
+        self.clipping, self._second_pass, self._planner = clipping, second_pass, planner
+        self._memory_budget, self.scale = memory_budget, loss_scale
+        self.index = ParameterNames(model)
+        self.choices: Mapping[int, StrategyChoice] | None = None
+        self.is_open = False
+        self.reduced_apart = False
+        self._parameters: dict[int, nn.Parameter] = {}
+        self._grouping = RowLayouts()
+        self._names: list[str] | None = None
+        self._groups: dict[str, str] = {}
+        self.partition()
+
+    def first_pass(self, losses: Tensor, wanted: Wanted, **options: Any) -> FirstPass:
+        """A backward from ``losses`` [B] to the pre-activations; raises what `GhostClipper.norms` raises.
+
+        Where it brings the first gradient to a layer that isn't proved, the proof is made on this batch, and the pass
+        again: nothing is clipped by rows of which it isn't known whose they are.
+
+        Args:
+            losses: [B].
+            wanted: what it is for.
+            options: as `_pass` has them.
+        """
+        check_losses(losses, self.scale)
+        found = self._pass(losses, wanted, **options) or self._pass(losses, wanted, reached=True, **options)
+        assert found is not None
+        return found
+
+    def _pass(
+        self,
+        losses: Tensor,
+        wanted: Wanted,
+        *,
+        retain_graph: bool,
+        groups: GroupSums | None = None,
+        reached: bool = False,
+    ) -> FirstPass | None:
+        """One such backward; None, and the graph is still there, where it reached a layer that isn't proved.
+
+        Args:
+            losses: [B].
+            wanted: what it is for.
+            retain_graph: as torch's. The graph also stays where a second backward may follow (`FirstPass.holds_graph`).
+            groups: takes the terms, to clip them group by group.
+            reached: an earlier pass over the graph was given up, for a gradient that reached what wasn't proved.
+        """
+        losses = losses if self.scale == 1.0 else losses * self.scale
+        with in_our_words(), without_autocast(losses):
+            uses = read_graph(losses, self.index)
+            trained = self.index.trained()
+            self._parameters = {id(parameter): parameter for _, parameter in trained}
+            layout = self._grouping.lay_out(losses, uses, self.index, reached=reached)
+            calls, row_orders, watched = layout.calls, layout.row_orders, layout.watched
+            self.is_open = not layout.proved
+            if watched and is_traced():
+                raise UnsupportedModelError(f"no gradient has reached {self.index.layer(watched[0])} yet")
+            chosen = wanted.keep is Keep.CHOSEN
+            wanted = replace(wanted, keep=self._keep_of(wanted.keep, calls))
+            repeat = Repeat() if chosen and wanted.keep is Keep.SMALL and not retain_graph else None
+            holds_graph = retain_graph or (chosen and (wanted.keep is Keep.SMALL or any(c.packed for c in calls)))
+            parameter_bytes = sum([parameter.nbytes for _, parameter in trained])
+            room = room_for_small(calls, parameter_bytes, self._memory_budget)
+            collector = NormCollector(
+                losses, calls, row_orders, self._planner, self.index, wanted=wanted, groups=groups, room=room,
+                watched=watched,
+            )  # fmt: skip
+            _expect_again(losses, calls, repeat)
+            first_pass(losses, calls, collector.receive, retain_graph=holds_graph or bool(watched))
+            collector.finish()
+            if watched:
+                if collector.reached():
+                    return None
+                if not holds_graph:
+                    free_graph(losses, calls)
+            if groups is not None:
+                groups.calls = calls
+                groups.close()
+        run = FirstPass(collector, trained, calls, row_orders, self.scale, holds_graph, repeat)
+        self.choices = run.choices
+        return run
+
+    def _keep_of(self, keep: Keep, calls: Sequence[LayerCall]) -> Keep:
+        """What is kept of these uses of layers, by the second pass that was asked for and the memory budget."""
+        if keep is Keep.CHOSEN:
+            keep = Keep.SMALL if self._second_pass == "reweight" else Keep.ALL
+        if keep is Keep.ALL and self._memory_budget is not None and bytes_to_keep(calls) > self._memory_budget:
+            return Keep.SMALL
+        return keep
+
+    def measure(self, losses: Tensor, wanted: Wanted, *, retain_graph: bool) -> FirstPass:
+        """A first pass for norms alone; on a GPU once more, exactly, where a norm is not finite."""
+        once = may_sync(losses.device) if isinstance(losses, Tensor) else True
+        run = self.first_pass(losses, wanted, retain_graph=retain_graph or not once)
+        if not once:
+            if not all_finite(run.norms()):
+                run = self.first_pass(losses, replace(wanted, exact=True), retain_graph=True)
+            if not retain_graph:
+                self.free(losses, run.calls)
+        return run
+
+    def free(self, losses: Tensor, calls: Sequence[LayerCall]) -> None:
+        """Frees the graph behind ``losses``, that a first pass kept for another one."""
+        with in_our_words():
+            free_graph(losses, calls)
+
+    def rehearse(self, losses: Tensor) -> None:
+        """Proves of the graph behind ``losses`` what a first pass would first."""
+        check_losses(losses, self.scale)
+        losses = losses if self.scale == 1.0 else losses * self.scale
+        with in_our_words(), without_autocast(losses):
+            self._grouping.lay_out(losses, read_graph(losses, self.index), self.index, rehearsal=True)
+
+    @property
+    def constants(self) -> int:
+        """How many uses of layers are known to see no examples."""
+        return self._grouping.constants
+
+    def group_pass(
+        self,
+        losses: Tensor,
+        policy: Groupwise,
+        given: dict[str, Tensor] | None,
+        finite: Tensor | None,
+        *,
+        exact: bool = False,
+    ) -> GroupSums:
+        """A first pass that clips on the way, by ``given`` weights or the policy's as norms come; keeps the graph."""
+        trained, partition = self.index.trained(), self.partition()
+        thresholds = policy.thresholds_of(dict.fromkeys(partition.values())) if isinstance(policy, Thresholds) else {}
+        bounds = {group: self.scale * threshold for group, threshold in thresholds.items()}
+        group_of = {id(parameter): partition[name] for name, parameter in trained}
+        sums = GroupSums(group_of, bounds, given, finite, norm_dtype(trained), self._planner)
+        self.first_pass(losses, Wanted(exact=exact), retain_graph=True, groups=sums)
+        return sums
+
+    def partition(self) -> dict[str, str]:
+        """{name of a trained parameter: group} under a group-wise policy; {} under another."""
+        if not isinstance(self.clipping, Groupwise):
+            return {}
+        names = [name for name, _ in self.index.trained()]
+        if names != self._names:
+            self._groups, self._names = self.clipping.partition(names), names
+        return self._groups
+
+    def _is_hooked(self) -> bool:
+        """Whether there are hooks on parameters, or processes that wait for each other's gradients."""
+        waited_for = is_distributed() and not self.reduced_apart
+        return waited_for or have_hooks(parameter for _, parameter in self.index.trained())
+
+
+def check_losses(losses: Tensor, scale: float) -> None:
+    """Raises LossShapeError or StaleInputError unless ``losses`` are one number per example, attached to a graph."""
+    if not isinstance(losses, Tensor):
+        raise LossShapeError(f"losses must be a tensor of shape [B], one per example; got {type(losses).__name__}")
+    if losses.dim() != 1:
+        raise LossShapeError(
+            f'losses must have shape exactly [B], one per example; got {list(losses.shape)}. Use reduction="none", and '
+            "average what belongs to one example yourself: token losses [B, T] by .mean(1), a head of [B, 1] by [:, 0]"
+        )
+    if not losses.dtype.is_floating_point:
+        raise LossShapeError(f"losses must be floating point numbers; got {losses.dtype}")
+    if scale > torch.finfo(losses.dtype).max:
+        raise LossShapeError(
+            f"losses of {losses.dtype} can't be multiplied with loss_scale={scale:g}; compute them in float32 (from "
+            "output.float()), or take a smaller loss_scale"
+        )
+    if not losses.requires_grad:
+        raise StaleInputError(
+            "the losses are not attached to a graph: they were detached or computed under no_grad, or nothing in the "
+            "model is trained; compute them from the model's output with gradients on"
+        )
+
+
+def without_autocast(losses: Tensor) -> AbstractContextManager[Any]:
+    """Norms and sums are not computed in narrow types where only the forward was meant to be."""
+    kind = losses.device.type if isinstance(losses, Tensor) else "cpu"
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def _expect_again(losses: Tensor, calls: list[LayerCall], repeat: Repeat | None) -> None:
+    """Tells layers with a row for each example that another pass may follow, or that this one stands for itself."""
+    repeat = None if any(isinstance(call, FallbackCall) for call in calls) else repeat
+    for call in calls:
+        call.repeat = None if call.packed or call.shape[call.batch_dim] != len(losses) else repeat

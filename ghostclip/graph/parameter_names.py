@@ -1,0 +1,93 @@
+"""The model's names, looked up once: which Parameter and which module is called what."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip.graph.serial import serial_number
+from ghostclip.nn.base import LayerCall
+
+__all__ = ["ParameterNames"]
+
+
+class ParameterNames:
+    """Names of parameters and modules by identity; walking a module tree costs more than a small model's layers.
+
+    Attributes:
+        layers: {id of module: name}, the class name for the model itself.
+        names: {id of Parameter: its first name}, trained and frozen.
+        version: a number for the modules and parameters that were read; others never have it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._versions: dict[tuple[int, ...], int] = {}
+        self.refresh()
+
+    def layer(self, call: LayerCall) -> str:
+        """The name of the call's layer, or its class where a layer outside the model shares a parameter of it."""
+        return self.layers.get(id(call.layer), type(call.layer).__name__)
+
+    def refresh(self) -> None:
+        """Reads the model again: modules or parameters were exchanged."""
+        self._named = list(self._model.named_parameters())
+        modules = list(self._model.named_modules())
+        # Held as the parameters are, so that nothing else gets their ids.
+        self._modules = [module for _, module in modules]
+        self._children = self._children_now()
+        self.layers = {id(module): name or type(module).__name__ for name, module in modules}
+        self.names = {id(parameter): name for name, parameter in self._named}
+        parts = (*self._modules, *(parameter for _, parameter in self._named))
+        self.version = self._versions.setdefault(tuple(map(serial_number, parts)), len(self._versions))
+
+    def _children_now(self) -> list[nn.Module | None]:
+        return [child for module in self._modules for child in module._modules.values()]
+
+    def watch(self) -> None:
+        """Reads the model again if a module was exchanged, with or without parameters."""
+        now = self._children_now()
+        if len(now) != len(self._children) or not all(map(operator.is_, now, self._children)):
+            self.refresh()
+
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        """(name, Parameter) of every parameter that requires a gradient now."""
+        return [item for item in self._named if item[1].requires_grad]
+
+    def knows(self, call: LayerCall) -> bool:
+        """Whether the layer and the parameters of ``call`` are the ones that were read."""
+        own = call.layer._parameters
+        return id(call.layer) in self.layers and {id(own[name]) for name in call.parameters} <= self.names.keys()
+
+    def own_parameters(self, call: LayerCall) -> list[str]:
+        """Those of the call's parameters that are this model's; none for a layer of another model in the graph."""
+        own = call.layer._parameters
+        return [name for name in call.parameters if id(own[name]) in self.names]
+
+    def name_of(self, leaf: Tensor) -> str | None:
+        """The name of a leaf that is a parameter of the model; reads the model again for an unknown Parameter."""
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in self.names:
+            self.refresh()
+        return self.names.get(id(leaf))
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a buffer or parameter of the model is equal to ``tensor``; compares values."""
+        mine = (*self._model.parameters(), *self._model.buffers())
+        return any(
+            own.shape == tensor.shape and own.device == tensor.device and torch.equal(own, tensor) for own in mine
+        )
+
+    def is_own(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is a buffer or parameter of the model itself, in any shape; no copy, and no part of one.
+
+        A part may be a batch of a data set that the model holds as a buffer.
+        """
+        mine = (*self._model.parameters(), *self._model.buffers())
+        return any(own.data_ptr() == tensor.data_ptr() and own.numel() == tensor.numel() for own in mine)
+
+    def holds_shape(self, shape: torch.Size | None) -> bool:
+        """Whether a buffer or frozen parameter of the model has that shape."""
+        frozen = [parameter for _, parameter in self._named if not parameter.requires_grad]
+        return any(own.shape == shape for own in (*frozen, *self._model.buffers()))

@@ -1,0 +1,300 @@
+"""Whose row is whose: what was proved of a model's layers on meeting them, and where a layer sees the examples.
+
+By the proof of `ghostclip.graph.mixing_test` a layer's batch dimension is where it is said to be and in the order of
+the losses; rows folded into the batch (positions, windows, heads) are grouped by example or by row. Layers that saw no
+examples, and parameters used outside of layers, are followed to where they meet the examples
+(`ghostclip.graph.shared.search`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ghostclip.errors import LossShapeError, UnsupportedModelError
+from ghostclip.graph.mixing_test import Verdict, check_mixing, decide
+from ghostclip.graph.parameter_names import ParameterNames
+from ghostclip.graph.reader import Uses
+from ghostclip.graph.serial import serial_number
+from ghostclip.graph.shared.boundary import Edge
+from ghostclip.graph.shared.positions import are_positions
+from ghostclip.graph.shared.search import (
+    TOO_SMALL,
+    BoundaryCandidate,
+    Decision,
+    DecisionCache,
+    NotShared,
+    Search,
+    settle,
+)
+from ghostclip.graph.shared.subgraph import SharedSubgraph, from_below
+from ghostclip.nn.base import LayerCall
+
+__all__ = ["RowLayout", "RowLayouts", "row_count"]
+
+# So many graphs are remembered as a whole.
+MOST_GRAPHS = 1000
+
+
+def row_count(call: LayerCall, examples: int, name: str) -> int:
+    """Rows of each of ``examples`` examples in the batch dimension of ``call``; raises where that isn't whole."""
+    rows = call.shape[call.batch_dim]
+    if examples == 0:
+        return 1
+    if rows % examples or rows == 0:
+        raise not_a_batch(call, examples, name)
+    return rows // examples
+
+
+def not_a_batch(call: LayerCall, examples: int, name: str) -> Exception:
+    """The error for a layer whose batch dimension can't be the batch's."""
+    rows = call.shape[call.batch_dim]
+    if 1 < rows < examples and examples % rows == 0:
+        return LossShapeError(
+            f"losses must have shape exactly [B]; got [{examples}], but {name} saw {rows} (its output has shape "
+            f"{list(call.shape)}). Reshape losses of several tokens or positions to [B, T] and average them by .mean(1)"
+        )
+    return UnsupportedModelError(
+        f"{name}: its output has shape {list(call.shape)} with {rows} rows in dimension {call.batch_dim}, for "
+        f"{examples} losses; say where the examples are by wrap(model, batch_dim={{...}}), "
+        "or give an input that all of them share (position ids of shape [1, T]) a row for each"
+    )
+
+
+def _is_odd(call: LayerCall, examples: int) -> bool:
+    rows = call.shape[call.batch_dim]
+    return bool(rows % examples if examples else rows)
+
+
+def _use(call: LayerCall, uses: Uses) -> tuple:
+    """What a layer's use that sees no examples has in common in all batches."""
+    return (uses.size, serial_number(call.layer), call.parameters, call.batch_dim, call.shape)
+
+
+def _alike(calls: list[LayerCall], uses: Uses) -> dict[tuple, int]:
+    """How many of the calls that read nothing autograd knows of are alike."""
+    return Counter(_use(call, uses) for call in calls if not call.sources)
+
+
+def _key(call: LayerCall, count: int) -> tuple:
+    """What a layer's use with so many rows an example has in common in all batches."""
+    return (serial_number(call.layer), call.parameters, call.batch_dim, len(call.shape), count)
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Whose the rows behind a vector of losses are.
+
+    Attributes:
+        calls: every use of a parameter.
+        row_orders: how each call's rows are grouped ("example" or "row"), by id(call).
+        watched: calls that no gradient had reached so far: once one does, they are to be proved, and nothing clipped
+            before.
+        proved: whether all calls are proved.
+    """
+
+    calls: list[LayerCall]
+    row_orders: dict[int, str]
+    watched: list[LayerCall]
+    proved: bool
+
+
+class RowLayouts:
+    """Remembers which uses of which layers have been proved to keep examples apart, and how their rows are grouped."""
+
+    def __init__(self) -> None:
+        self._proved: dict[tuple, str] = {}
+        # What was tried; if it isn't proved, no gradient reached it, or none that shows anything.
+        self._tried: set[tuple] = set()
+        self._positions: set[tuple] = set()
+        # Uses, and how many alike, of a shape that a batch of another size had too: as no multiple of it, so that they
+        # saw no examples.
+        self._constant: set[tuple] = set()
+        # How the calls' rows are grouped for a batch size and a graph in which all is proved.
+        self._settled: dict[tuple, list[str]] = {}
+        self._places: dict[tuple[int, int], DecisionCache] = {}
+
+    def is_settled(self, graph: tuple, uses: Uses) -> bool:
+        """Whether all was proved of graphs with that key, and needn't be proved again for these ``uses``."""
+        return graph in self._settled and not (uses.reorders or uses.leaves or self._positions)
+
+    def lay_out(
+        self,
+        losses: Tensor,
+        uses: Uses,
+        index: ParameterNames,
+        rehearsal: bool = False,
+        reached: bool = False,
+    ) -> RowLayout:
+        """Every use of a parameter, and how each call's rows are grouped.
+
+        Runs extra backwards on first meeting a layer with so many rows an example in a graph of so many nodes, and when
+        a gradient reaches one that isn't proved; and none otherwise, but for a graph that may order its examples
+        differently every time.
+
+        Args:
+            losses: [B].
+            uses: what is behind them.
+            index: of the model.
+            rehearsal: the graph is that of other examples, met to see which layers see none.
+            reached: this batch's gradient reached something that is open.
+
+        Raises:
+            UnsupportedModelError: rows of other examples move with one example's loss, or the grouping can't be told.
+        """
+        examples = losses.shape[0]
+        graph = uses.key(examples)
+        if self.is_settled(graph, uses):
+            row_orders = {id(call): row_order for call, row_order in zip(uses.calls, self._settled[graph], strict=True)}
+            return RowLayout(uses.calls, row_orders, [], True)
+        tables = self._constant.intersection(_alike(uses.calls, uses).items()) if self._constant else ()
+        known = {key for key, _ in tables}
+        odd = [
+            call
+            for call in uses.calls
+            if _is_odd(call, examples) or self._is_table(call, examples) or (known and _use(call, uses) in known)
+        ]
+        return self._lay_out(losses, uses, index, odd, rehearsal, reached)
+
+    def _lay_out(
+        self,
+        losses: Tensor,
+        uses: Uses,
+        index: ParameterNames,
+        odd: list[LayerCall],
+        rehearsal: bool,
+        reached: bool,
+        unsure: bool = False,
+    ) -> RowLayout:
+        """The same, given the calls that saw no examples, as far as is known; ``unsure``: one of them may have."""
+        examples, region = losses.shape[0], None
+        calls = uses.calls
+        if odd or uses.leaves:
+            region = self._region(losses, uses, odd, index, unsure)
+            if examples > 1:
+                self._constant |= _alike([call for call in odd if _is_odd(call, examples)], uses).items()
+            shared = {id(call) for call in region.calls.values()}
+            calls = [call for call in calls if id(call) not in shared]
+        keys = {id(call): (uses.size, *self._key(call, examples, index)) for call in calls}
+        found: dict[LayerCall, Verdict] = {}
+        pending = self._pending(uses, calls, keys, rehearsal, reached) if examples > 1 else []
+        if pending:
+            found = check_mixing(losses, calls, pending)
+            # Of layers that saw data, a row of zeros is nothing unusual, and its input may not be finite.
+            lone = [call for call, v in found.items() if v.lone and not call.sources and call.layer.reads_indices]
+            if tables := {*self._tables(losses, found, keys, index), *lone}:
+                odd = [*odd, *(call for call in calls if call in tables)]
+                return self._lay_out(losses, uses, index, odd, rehearsal, reached, unsure=bool(lone))
+            self._proved |= {keys[id(call)]: str(verdict.row_order) for call, verdict in found.items() if verdict.sure}
+            if not rehearsal:
+                self._tried |= {keys[id(call)] for call in pending}
+        row_orders = {
+            id(call): self._row_order(call, keys[id(call)], found.get(call), examples, index) for call in calls
+        }
+        left = [call for call in calls if keys[id(call)] not in self._proved] if examples > 1 else []
+        if region is None and all(key in self._proved for key in keys.values()) and len(self._settled) < MOST_GRAPHS:
+            self._settled[uses.key(examples)] = list(row_orders.values())
+        calls = calls if region is None else [*calls, *region.uses]
+        return RowLayout(calls, row_orders, [call for call in left if call not in pending], not left)
+
+    def _pending(
+        self, uses: Uses, calls: list[LayerCall], keys: dict[int, tuple], rehearsal: bool, reached: bool
+    ) -> list[LayerCall]:
+        """The calls to be proved now; all of them where a gradient came a new way, which may lead through others."""
+        if reached or rehearsal or uses.reorders:
+            return calls
+        known = self._proved.keys() | self._tried
+        return [call for call in calls if keys[id(call)] not in known]
+
+    def _tables(
+        self, losses: Tensor, found: dict[LayerCall, Verdict], keys: dict[int, tuple], index: ParameterNames
+    ) -> list[LayerCall]:
+        """The calls that are tables of positions as long as a batch; raises where examples mix in truth."""
+        # Of all examples, a table has a row that isn't finite where one example's is. As a tensor that all share,
+        # examples' own rows have the same norms.
+        dark = [call for call, verdict in found.items() if verdict.dark]
+        dark = [call for call in dark if (found[call].spreads and not call.sources) or are_positions(losses, [call])]
+        mixing = [call for call, verdict in found.items() if verdict.row_order is None]
+        if not mixing:
+            return dark
+        if not are_positions(losses, mixing):
+            call = next((call for call in mixing if call.sources), mixing[0])
+            too_small = TOO_SMALL if call.dtype == torch.float16 else ""
+            rows = call.shape[call.batch_dim]
+            table = f", or, if it gives {rows} rows for all examples together, begin with a batch of another size"
+            raise UnsupportedModelError(
+                f"{index.layer(call)}: one example's loss depends on rows of this output that belong to others "
+                f"({list(call.shape)}, examples in dimension {call.batch_dim}), so examples mix"
+                f"{too_small}; compute each loss from its own example, or correct wrap(model, batch_dim={{...}})"
+                f"{table if _may_be_a_table(call, losses.shape[0]) else ''}"
+            )
+        self._positions |= {keys[id(call)][1:] for call in mixing}
+        return [*mixing, *dark]
+
+    def _is_table(self, call: LayerCall, examples: int) -> bool:
+        """Whether the call was found to be a table of positions, of as many rows an example as now."""
+        return bool(examples) and _key(call, call.shape[call.batch_dim] // examples) in self._positions
+
+    def _region(
+        self, losses: Tensor, uses: Uses, odd: list[LayerCall], index: ParameterNames, unsure: bool
+    ) -> SharedSubgraph:
+        """What all examples share, and where they meet it; of one example, or none, all is its own."""
+        leaves = {node: node.variable for node in uses.leaves}
+        examples = losses.shape[0]
+        if examples <= 1:
+            alone = {id(call) for call in odd}
+            nodes = from_below(losses) if odd else []
+            calls = {node: node.call for node in nodes if id(getattr(node, "call", None)) in alone}
+            return SharedSubgraph(examples, [], leaves, calls)
+        places = DecisionCache() if uses.reorders else self._places.setdefault(uses.size, DecisionCache())
+        search = Search(losses, odd, leaves, index, places)
+
+        alone = {id(call) for call in odd}
+        whole = [call for call in uses.calls if id(call) not in alone]
+
+        def lay_out(candidates: list[BoundaryCandidate]) -> tuple[dict[Edge, Decision], bool]:
+            return decide(losses, whole, candidates, index, places)
+
+        try:
+            return settle(search, lay_out)
+        except (NotShared, UnsupportedModelError) as refused:
+            if search.dark or unsure:
+                # Nobody knows what one backward an example would not tell, and nothing is refused for what it is.
+                return SharedSubgraph(examples, [], leaves, search.calls)
+            if isinstance(refused, NotShared):
+                raise not_a_batch(refused.call, examples, index.layer(refused.call)) from None
+            raise
+
+    def _key(self, call: LayerCall, examples: int, index: ParameterNames) -> tuple:
+        return _key(call, row_count(call, examples, index.layer(call)))
+
+    @property
+    def constants(self) -> int:
+        """How many uses of layers are known to see no examples."""
+        return len(self._constant)
+
+    def _row_order(
+        self, call: LayerCall, key: tuple, verdict: Verdict | None, examples: int, index: ParameterNames
+    ) -> str:
+        if key[-1] == 1 or examples <= 1:
+            return "example"
+        if key in self._proved:
+            return self._proved[key]
+        if verdict is None:
+            return "example"  # all of its gradient is zero, or will be looked at when it isn't
+        if not (verdict.shown or verdict.dark):
+            raise UnsupportedModelError(
+                f"{index.layer(call)}: {key[-1]} rows an example are folded into its batch dimension, and this batch "
+                f"doesn't show how; give it inputs [B, positions, features] instead"
+            )
+        return str(verdict.row_order)
+
+
+def _may_be_a_table(call: LayerCall, examples: int) -> bool:
+    """Whether a layer may give the same rows for all examples together, as one that reads position ids [T] does."""
+    return not call.sources and (
+        call.layer.reads_indices or len(call.shape) == 2 or call.shape[call.batch_dim] > examples
+    )

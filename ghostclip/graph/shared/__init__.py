@@ -1,0 +1,1 @@
+"""Parameters used outside of layers: where they meet the examples, and their per-example gradients there."""

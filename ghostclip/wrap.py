@@ -1,0 +1,251 @@
+"""Swapping layers: torch's classes to wrappers in place and back, and what stands in the way, all told at once."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn as torch_nn
+
+from ghostclip.errors import UnsupportedModelError
+from ghostclip.graph.data_swap import mixed_examples
+from ghostclip.nn.base import LAYERS, GhostLayer
+from ghostclip.nn.grad_mode import keeping_grad_mode
+from ghostclip.nn.normalization import instead_of_batchnorm
+from ghostclip.nn.scaling import scaling_of
+from ghostclip.nn.subclass import leaves_parameters_to_parent
+from ghostclip.sharding import INSTEAD_OF_SHARDING, sharding_of
+
+__all__ = ["Finding", "check", "unwrap", "wrap"]
+
+# Libraries with layers of their own: the module that has rules for them, imported on meeting one.
+ELSEWHERE = {"transformers": "ghostclip.integrations.huggingface"}
+BATCHNORM = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that keeps a model from being trained privately.
+
+    Attributes:
+        path: the module's name in the model ("" for the model itself).
+        problem: what is wrong.
+        remedy: what to write instead.
+    """
+
+    path: str
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.path or 'the model itself'}: {self.problem}; {self.remedy}"
+
+
+@keeping_grad_mode
+def wrap(
+    model: torch_nn.Module,
+    *,
+    batch_dim: int | Mapping[str, int] = 0,
+    replace: Mapping[str, str] | None = None,
+) -> torch_nn.Module:
+    """Turns every layer of ``model`` into its wrapper, in place: the same objects, Parameters and state_dict keys.
+
+    Args:
+        model: any torch module; wrapping it twice changes nothing.
+        batch_dim: the dimension that holds examples in the inputs and outputs of layers that don't say themselves (as
+            recurrent and attention layers do by ``batch_first``): an int, or {name pattern: int} for some modules.
+        replace: {"BatchNorm2d": "GroupNorm"} and the like, to replace what mixes examples; the new modules have new
+            parameters, so make the optimizer afterwards.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnsupportedModelError: with every finding of `check`; the model is left as it was.
+        ValueError: a batch_dim or replacement that names nothing or can't be made.
+    """
+    dims = _batch_dims(model, batch_dim)
+    swaps = _replacements(model, replace or {})
+    findings = [f for f in check(model) if f.path not in swaps]
+    if findings:
+        listed = "\n".join(f"  {number}. {finding}" for number, finding in enumerate(findings, 1))
+        raise UnsupportedModelError(f"the model can't be clipped exactly as it is:\n{listed}")
+    for path, new in swaps.items():
+        parent, _, child = path.rpartition(".")
+        setattr(model.get_submodule(parent), child, new)
+    for path, module in model.named_modules():
+        if (wrapper := _wrapper_for(module)) is not None:
+            module.__class__ = wrapper
+        if isinstance(module, GhostLayer):
+            if path:
+                module.ghost_path = path
+            if path in dims:
+                module.ghost_batch_dim = dims[path]
+    return model
+
+
+def unwrap(model: torch_nn.Module) -> torch_nn.Module:
+    """Undoes `wrap` in place: every wrapper becomes its plain torch class again; returns the same model."""
+    for module in model.modules():
+        if isinstance(module, GhostLayer):
+            module.__class__ = module.wrapped  # type: ignore[assignment]
+            for name in ("ghost_batch_dim", "ghost_path"):
+                module.__dict__.pop(name, None)
+    return model
+
+
+def check(
+    model: torch_nn.Module,
+    loss_fn: Callable[[torch_nn.Module, Any], Tensor] | None = None,
+    batch: Any = None,
+) -> list[Finding]:
+    """What keeps ``model`` from being trained privately, all of it at once; [] when nothing does. Changes nothing.
+
+    Args:
+        model: any torch module.
+        loss_fn: (model, batch) -> losses [B]; with it, ``batch`` is tried, too: an example's data is exchanged, and
+            another example's loss that moves is a finding that names the first module in which they meet.
+        batch: at least two examples, in dimension 0 of its tensors.
+
+    Raises:
+        ValueError: only one of ``loss_fn`` and ``batch`` is given, or the batch has fewer than two examples.
+    """
+    sharding = sharding_of(model)
+    findings = [] if sharding is None else [Finding(*sharding, INSTEAD_OF_SHARDING)]
+    for path, module in model.named_modules():
+        findings += [Finding(path, problem, remedy) for problem, remedy in _obstacles(module)]
+    if (loss_fn is None) != (batch is None):
+        raise ValueError("check takes loss_fn and batch together, to try whether examples mix, or neither of them")
+    if loss_fn is not None:
+        known = {finding.path for finding in findings}
+        findings += [Finding(*found) for found in mixed_examples(model, loss_fn, batch) if found[0] not in known]
+    return findings
+
+
+def _wrapper_for(module: torch_nn.Module) -> type | None:
+    """The wrapper for a module: of its class, or of what it proves to do; None when there is none."""
+    found = type(module)
+    if issubclass(found, GhostLayer):
+        return None
+    library = found.__module__.partition(".")[0]
+    if library in ELSEWHERE and found not in LAYERS:
+        importlib.import_module(ELSEWHERE[library]).register(found)
+    return _wrapper_of(found) or scaling_of(module)
+
+
+def _wrapper_of(found: type[torch_nn.Module]) -> type | None:
+    """The wrapper for a torch class, or one made for a subclass that keeps or calls its forward; else None."""
+    if found in LAYERS:
+        return LAYERS[found]
+    for base in found.__mro__[1:]:
+        if base in LAYERS:
+            same = all(
+                getattr(found, name) is getattr(base, name) for name in ("forward", "__call__") if hasattr(base, name)
+            )
+            inner = getattr(found, "_conv_forward", None) is getattr(base, "_conv_forward", None)
+            content = {"wrapped": found, "__module__": found.__module__}
+            if same and inner:
+                return type(found.__name__, (LAYERS[base], found), content)
+            if inner and leaves_parameters_to_parent(found.forward, ("weight", "bias")):
+                return type(found.__name__, (found, LAYERS[base]), content)
+            return None
+    return None
+
+
+def _obstacles(module: torch_nn.Module) -> Iterator[tuple[str, str]]:
+    """(problem, remedy) for one module by itself."""
+    kind = type(module)
+    if isinstance(module, torch_nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
+        yield f"{kind.__name__} has no sizes yet", "run one batch through the model before wrapping it"
+        return
+    wrapper = kind if issubclass(kind, GhostLayer) else _wrapper_for(module)
+    if wrapper is not None:
+        assert issubclass(wrapper, GhostLayer)
+        trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        if trained or wrapper.checked_when_frozen:
+            for problem, remedy in wrapper.obstacles(module):
+                yield f"{kind.__name__}: {problem}", remedy
+        yield from _complex(module)
+        return
+    if isinstance(module, torch_nn.DataParallel):
+        yield (
+            "DataParallel runs copies of the model in threads, which per-example gradients can't be had of",
+            "give its .module; for several devices start a process for each, with DistributedDataParallel",
+        )
+        return
+    if isinstance(module, (torch_nn.modules.batchnorm._BatchNorm,)) and module.training:
+        known = kind.__name__ in BATCHNORM
+        remedy = instead_of_batchnorm(kind.__name__) if known else "use GroupNorm in its place, or keep it in eval mode"
+        yield f"{kind.__name__} mixes the examples of a batch", remedy
+        return
+    if (
+        getattr(module, "track_running_stats", False)
+        and getattr(module, "running_mean", None) is not None
+        and module.training
+    ):
+        yield f"{kind.__name__} updates running statistics from private data", "set track_running_stats=False"
+    yield from _complex(module)
+
+
+def _complex(module: torch_nn.Module) -> Iterator[tuple[str, str]]:
+    if any(parameter.is_complex() and parameter.requires_grad for parameter in module.parameters(recurse=False)):
+        yield (
+            f"{type(module).__name__} has complex parameters",
+            "use real ones: norms and noise are defined for those",
+        )
+
+
+def _batch_dims(model: torch_nn.Module, batch_dim: int | Mapping[str, int]) -> dict[str, int]:
+    """Which module paths get which batch dimension."""
+    names = [path for path, _ in model.named_modules()]
+    patterns = {"*": batch_dim} if isinstance(batch_dim, int) else batch_dim
+    found: dict[str, int] = {}
+    for pattern, dim in patterns.items():
+        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
+            raise ValueError(f"batch_dim must be a dimension >= 0; got {dim!r} for {pattern!r}")
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
+            raise ValueError(
+                f"batch_dim names {pattern!r}, but no module of the model has such a name; take names of "
+                "model.named_modules(), or patterns such as 'encoder.*'"
+            )
+        found.update(dict.fromkeys(matching, dim))
+    return {name: dim for name, dim in found.items() if dim != 0 or not isinstance(batch_dim, int)}
+
+
+def _replacements(model: torch_nn.Module, replace: Mapping[str, str]) -> dict[str, torch_nn.Module]:
+    """New modules by path, made but not yet put in place."""
+    for old, new in replace.items():
+        if old not in BATCHNORM or new not in ("GroupNorm", "LayerNorm", "Identity"):
+            raise ValueError(
+                f"replace turns {', '.join(BATCHNORM)} into GroupNorm, LayerNorm or Identity; got {old!r}: {new!r}"
+            )
+    found: dict[str, torch_nn.Module] = {}
+    for path, module in model.named_modules():
+        wanted = replace.get(getattr(module, "wrapped", type(module)).__name__)
+        if wanted is None or not isinstance(module, torch_nn.modules.batchnorm._BatchNorm):
+            continue
+        if not path:
+            raise ValueError("replace can't replace the model itself; put it into a Sequential first")
+        found[path] = _in_place_of(module, wanted)
+    if replace and not found:
+        warnings.warn(f"replace named {', '.join(replace)}, but the model has none", stacklevel=3)
+    return found
+
+
+def _in_place_of(module: torch_nn.modules.batchnorm._BatchNorm, wanted: str) -> torch_nn.Module:
+    if wanted == "Identity":
+        return torch_nn.Identity()
+    channels = module.num_features
+    # LayerNorm over channels and positions is GroupNorm with one group, and needs no spatial size.
+    groups = 1 if wanted == "LayerNorm" else max(g for g in range(1, min(32, channels) + 1) if channels % g == 0)
+    reference = next(module.parameters(), torch.empty(0))
+    return torch_nn.GroupNorm(
+        groups, channels, eps=module.eps, affine=module.affine, device=reference.device, dtype=reference.dtype
+    )
