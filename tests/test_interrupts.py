@@ -186,7 +186,12 @@ class Lines:
         name = frame.f_code.co_filename
         # What frees a lock and a mode is made of operations between which no signal is handled: see the tests of both.
         own = name.startswith(HERE) and not name.endswith(("turns.py", "grad_mode.py"))
-        return self._line if own else None
+        # Before the first line of what others call it is as if they had been interrupted.
+        called_by_others = frame.f_back is None or not frame.f_back.f_code.co_filename.startswith(HERE)
+        return (self._first_line if called_by_others else self._line) if own else None
+
+    def _first_line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        return self._line
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "line":

@@ -285,10 +285,14 @@ class LogicalStep:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The optimizer's pre-hook: the noise comes now, or right after the closure."""
-        replaced = with_closure(args, kwargs, self._release)
-        if replaced is None:
-            self._release()
-        return replaced
+        try:
+            replaced = with_closure(args, kwargs, self._release)
+            if replaced is None:
+                self._release()
+            return replaced
+        except BaseException:
+            self.turns.failed()
+            raise
 
     @keeping_grad_mode
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -51,7 +51,7 @@ class LogicalBatch:
         sizes: the number of rows in each physical batch; no numbers for an empty sample.
         users: whose rows they are, for each physical batch; None where examples are the units of privacy.
         handed: how many physical batches were handed out so far.
-        interrupted: whether the loop over physical batches began and has not come to its end.
+        interrupted: whether there are physical batches, and the loop over them has not come to its end.
         failed: whether an exception came up in work of the package with this batch, after which nothing was gathered.
         stepped: whether its step was taken.
         digest: tells samples apart where several processes share one out; "" where there is one.
@@ -68,7 +68,9 @@ class LogicalBatch:
         self.sizes = [len(rows) for rows, _ in physical]
         self.users: list[UserRows | None] = [users for _, users in physical]
         self.handed = 0
-        self.interrupted = self.failed = self.stepped = False
+        self.failed = self.stepped = False
+        # One that is empty looks like one whose step was forgotten: it isn't left out without a charge.
+        self.interrupted = bool(self.sizes)
         self._load, self._owner = load, owner
         self._started = False
 
@@ -111,14 +113,11 @@ class LogicalBatch:
             for _ in self.sizes:
                 examples = self._load()
                 self.handed += 1
-                self.interrupted = True
                 yield examples
-            self.interrupted = False
-        except GeneratorExit:
-            raise
-        except BaseException:
-            self.failed = True
-            raise
-        finally:
+        except BaseException as end:
+            self.failed = self.failed or not isinstance(end, GeneratorExit)
             if self.handed < len(self.sizes):
                 self._owner.left(self)
+            raise
+        # The last statement: wherever Ctrl-C comes before it, the next loop goes on.
+        self.interrupted = False
