@@ -86,7 +86,8 @@ class Run:
                     print("torch:", error)
                 self.outcome.counts["torch can't run it in that type"] += 1
                 return
-            if examples and not truth.attached:
+            alone = None if examples else self._losses(plain, inputs)
+            if not (truth.attached if examples else alone is None or alone.requires_grad):
                 self.outcome.counts["no trained parameter takes part"] += 1
                 return
             what = f"batch {number} [{examples}, {length}] {changes or ''}"
@@ -126,7 +127,7 @@ class Run:
                 LookupError,
                 AttributeError,
             ) as error:
-                if not self._runs(plain, inputs):
+                if self._losses(plain, inputs) is None:
                     self.outcome.counts["the model itself can't run the batch"] += 1
                     continue
                 self.outcome.findings.append(f"{what}: raised {in_short(error)}")
@@ -140,14 +141,13 @@ class Run:
         if 0 < refused < len(order):
             self.outcome.counts["models refused at some batches only"] += 1
 
-    def _runs(self, plain: nn.Module, inputs: list[Tensor]) -> bool:
-        """Whether the plain model takes the batch at all; some of users' operations don't take an empty one."""
+    def _losses(self, plain: nn.Module, inputs: list[Tensor]) -> Tensor | None:
+        """The plain model's losses; None where it can't take the batch, as some of users' operations an empty one."""
         try:
             with torch.autocast("cpu", torch.bfloat16, enabled=self.setting.autocast):
-                self.subject.losses_of(plain, [value.detach() for value in inputs])
+                return self.subject.losses_of(plain, [value.detach() for value in inputs])
         except (RuntimeError, ValueError, IndexError):
-            return False
-        return True
+            return None
 
     def _inputs(self, examples: int, length: int) -> tuple[list[Tensor], dict[int, str]]:
         """A batch, and what was changed of which examples."""

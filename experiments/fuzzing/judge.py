@@ -41,7 +41,7 @@ class Judge:
                  mixes: bool = False) -> None:  # fmt: skip
         self.truth, self.policy, self.setting, self.outcome = truth, policy, setting, outcome
         self.changed, self.excused = changed, torch.zeros_like(changed)
-        self.looks, self.mixes = 0, mixes
+        self.looks, self.mixes, self.sensitivity = 0, mixes, policy.bound
         self.norms = truth.by_group(truth.norms(), policy.group_of)
 
     def _repeatedly(self, check: Any, *arguments: Any) -> None:
@@ -138,6 +138,7 @@ class Judge:
         most = 1.0 if self.truth.dtype == self.truth.norm_dtype else 1 + MOST_ADDED * torch.finfo(self.truth.dtype).eps
         if not 1 - 1e-9 <= sensitivity / self.policy.bound <= most + 1e-9:
             raise Mismatch(f"sensitivity {sensitivity}, expected {self.policy.bound}")
+        self.sensitivity = sensitivity
         if set(norms) != set(self.norms) or set(weights) != set(self.norms):
             raise Mismatch(f"groups {sorted(norms)}, expected {sorted(self.norms)}")
         self._excuse(norms, weights)
@@ -190,7 +191,8 @@ class Judge:
     def _shares(self, weights: dict[str, Tensor]) -> None:
         if not self.norms:
             return
-        (sizes, more), bound = self._contributions(weights), self.policy.bound
+        # What the noise is scaled by: in narrow types it has room for their rounding.
+        (sizes, more), bound = self._contributions(weights), self.sensitivity
         wrong = self.sharp & ~(sizes <= bound * (1 + 1e-5) + more)
         if wrong.any():
             raise Mismatch(f"one example contributes {float((sizes[wrong] / bound).max()):.6f} of the sensitivity")
