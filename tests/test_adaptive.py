@@ -98,7 +98,7 @@ def test_noise_on_the_count_has_its_standard_deviation(monkeypatch: pytest.Monke
 
 def test_gradients_and_count_come_from_one_draw() -> None:
     engine = engine_for(torch.rand(400), Adaptive(1.0))
-    source = engine._steps._noise
+    source = engine._steps.release._noise
     before = source.draws
     steps = len(run(engine, 1))
     assert source.draws - before == steps

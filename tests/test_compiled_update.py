@@ -66,7 +66,7 @@ def record_of(engine):
 def graphs_used(engine):
     """How often each kind of graph was run, trials included."""
     steps = engine._steps._compiled
-    kinds = {"whole": steps._whole, "release": steps._release, "passes": steps._clip}
+    kinds = {"whole": steps._whole, "release": steps._noise_and_update, "passes": steps._clip}
     return {kind: sum(plan.region.runs for plan in made._plans.values() if plan.region) for kind, made in kinds.items()}
 
 
@@ -235,7 +235,7 @@ def test_a_step_that_can_not_be_charged_is_not_taken():
     def refuse():
         raise ghostclip.LedgerError("the disk is full")
 
-    engine._steps.charge = refuse
+    engine._steps.release.charge = refuse
     for batch in engine.batches():
         with pytest.raises(ghostclip.LedgerError):
             engine.step(batch, losses_of)
@@ -250,11 +250,11 @@ def test_a_step_is_charged_before_its_graph_runs(physical, monkeypatch):
     engine = compiled(engine_for(max_physical_batch_size=physical))
     train(engine, 8)
     told, steps = [], engine._steps._compiled
-    made = steps._whole if physical is None else steps._release
+    made = steps._whole if physical is None else steps._noise_and_update
     (plan,) = made._plans.values()
-    run, charge = plan.region, engine._steps.charge
+    run, charge = plan.region, engine._steps.release.charge
     monkeypatch.setattr(plan, "region", lambda *inputs: told.append("graph") or run(*inputs))
-    monkeypatch.setattr(engine._steps, "charge", lambda: told.append("charge") or charge())
+    monkeypatch.setattr(engine._steps.release, "charge", lambda: told.append("charge") or charge())
     train(engine, 2)
     assert told == ["charge", "graph"] * 2
 
@@ -401,7 +401,7 @@ def test_what_a_graph_writes_lasts_and_is_tried_in_one_place(physical, monkeypat
     engine = compiled(engine_for(max_physical_batch_size=physical))
     train(engine, 9)
     steps = engine._steps._compiled
-    (plan,) = (steps._release if physical else steps._whole)._plans.values()
+    (plan,) = (steps._noise_and_update if physical else steps._whole)._plans.values()
     written = steps._reader.read().written
     assert len(written) == plan.region.lasting
     assert len({tuple(each.data_ptr() for each in copies) for copies in places}) == 1 < len(places)

@@ -227,7 +227,7 @@ def test_narrow_parameters_are_summed_and_made_noisy_in_float32(monkeypatch: pyt
         model, dataset=runs.data(dtype=torch.bfloat16), clipping=1.0, noise_multiplier=0.01, batch_size=20,
         max_physical_batch_size=1,
     )  # fmt: skip
-    draw = engine._steps._noise.draw
+    draw = engine._steps.release._noise.draw
     # Noise that C adds in place is never seen alone.
     monkeypatch.setattr(ChaCha, "add", lambda *arguments: False)
 
@@ -236,7 +236,7 @@ def test_narrow_parameters_are_summed_and_made_noisy_in_float32(monkeypatch: pyt
         noises.extend(noise.clone() for noise in drawn)
         return drawn
 
-    monkeypatch.setattr(engine._steps._noise, "draw", kept)
+    monkeypatch.setattr(engine._steps.release._noise, "draw", kept)
     reference = runs.network(torch.bfloat16)
     clipper = GhostClipper(reference, 1.0)
     clipper.passes.reduce_apart()

@@ -70,8 +70,8 @@ def epsilon(steps: int, before: list[Any] | None = None) -> float:
 def test_each_release_is_in_the_file_before_it_happens(path: Path, block: int) -> None:
     engine = engine_for(Ledger(path, block=block))  # type: ignore[arg-type]
     seen: list[int] = []
-    release = engine._steps._noise.release
-    engine._steps._noise.release = lambda *a: (seen.append(spent(path)), release(*a))[1]  # type: ignore[method-assign]
+    release = engine._steps.release._noise.release
+    engine._steps.release._noise.release = lambda *a: (seen.append(spent(path)), release(*a))[1]  # type: ignore[method-assign]
     stepped(engine, 6)
     assert seen == [-(-step // block) * block for step in range(1, 7)]
     engine.detach()

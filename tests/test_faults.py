@@ -20,7 +20,7 @@ from ghostclip import PrivacyError
 from ghostclip.clipper import ClippingResult
 from ghostclip.clipping import Adaptive, Custom, PerLayer
 from ghostclip.engine import PrivacyEngine
-from ghostclip.engine.pieces import is_out_of_memory, rows_of
+from ghostclip.engine.micro_batching import is_out_of_memory, rows_of
 
 PACKAGE = str(Path(ghostclip.__file__).parent)
 NORM, RATE = 0.1, 2.0
@@ -163,7 +163,7 @@ def test_a_divided_batch_gives_the_same_step_with_one_draw_and_one_charge(left: 
     torch.testing.assert_close(runs.weights(divided.model), runs.weights(whole.model), atol=1e-6, rtol=1e-5)
     assert divided.steps_taken == whole.steps_taken == 3
     assert divided._snapshots.noise.positions() == whole._snapshots.noise.positions()
-    assert divided._steps._pieces.most == 2
+    assert divided._steps.micro_batches.most == 2
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_so_it_does_for_other_types_policies_and_users(changes: dict[str, Any]) 
     torch.testing.assert_close(
         runs.weights(divided.model), runs.weights(whole.model), atol=1e-6 if wide else 1e-2, rtol=1e-5 if wide else 1e-2
     )
-    assert divided._steps._pieces.most is not None
+    assert divided._steps.micro_batches.most is not None
 
 
 def test_a_divided_batch_is_counted_once_by_an_adaptive_norm() -> None:
@@ -418,9 +418,9 @@ def broken(*_: Any, **__: Any) -> Any:
 
 
 PLACES: dict[str, Callable[[PrivacyEngine, pytest.MonkeyPatch], object]] = {
-    "clip": lambda engine, patch: patch.setattr(engine._steps._clipper, "clip", broken),
-    "charge": lambda engine, patch: patch.setattr(engine._steps, "charge", broken),
-    "noise": lambda engine, patch: patch.setattr(engine._steps._noise, "release", broken),
+    "clip": lambda engine, patch: patch.setattr(engine._steps._clipper, "backward", broken),
+    "charge": lambda engine, patch: patch.setattr(engine._steps.release, "charge", broken),
+    "noise": lambda engine, patch: patch.setattr(engine._steps.release._noise, "release", broken),
     "zero_grad": lambda engine, patch: patch.setattr(engine.optimizer, "zero_grad", broken),
     "sums": lambda engine, patch: patch.setattr("ghostclip.clipper.outcome.weighted_sums_of", broken),
     # Small layers are kept, and go without it.
@@ -612,16 +612,16 @@ def test_unrounded_sums_of_another_backward_are_not_taken_for_this_one_s(monkeyp
     model = runs.network(torch.bfloat16)
     engine = runs.engine_for(model, dataset=runs.data(dtype=torch.bfloat16), clipping=NORM, self_check=False)
 
-    def clip(loss_fn: Any, examples: Any, **_: Any) -> Any:
+    def clip(losses: Any, **_: Any) -> Any:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        norms = torch.zeros(len(examples[1]))
+        norms = torch.zeros(len(losses))
         return ClippingResult(norms, norms, NORM, norms)
 
     batch = next(batch for batch in engine.batches() if batch.sizes)
     before = runs.weights(model)
     engine._steps._sums._exact.update({id(parameter): parameter + 1 for parameter in model.parameters()})
-    monkeypatch.setattr(engine._steps._clipper, "clip", clip)
+    monkeypatch.setattr(engine._steps._clipper, "backward", clip)
     engine.step(batch, runs.losses_of)
     assert torch.equal(runs.weights(model), before)
 

@@ -219,8 +219,10 @@ def test_an_engine_trains_with_layers_clipped_one_by_one():
         noise_multiplier=1.0, clipping=PerLayer(thresholds={"0": 3.0, "2": 4.0}),
     )  # fmt: skip
     stds = []
-    release = engine._steps._noise.release
-    engine._steps._noise.release = lambda sums, std, divisor: stds.append(std / divisor) or release(sums, std, divisor)
+    release = engine._steps.release._noise.release
+    engine._steps.release._noise.release = lambda sums, std, divisor: (
+        stds.append(std / divisor) or release(sums, std, divisor)
+    )
     for batch in engine.batches():
         record = engine.step(batch, lambda m, b: losses_of(m, *b))
     assert stds == [pytest.approx(5.0 / 8)] * 5

@@ -98,7 +98,7 @@ def test_the_gradient_that_an_optimizer_gets_is_on_the_lattice(dtype: torch.dtyp
         engine.step(batch, runs.losses_of)
     assert len(seen) == 3
     for gradient in seen:
-        ratios = multiples(gradient, 0.9 * engine._steps._sensitivity, 8)
+        ratios = multiples(gradient, 0.9 * engine._steps.release.sensitivity, 8)
         assert torch.equal(ratios, ratios.round())
         assert ratios.abs().max() > 100
 
@@ -425,7 +425,7 @@ def test_every_step_draws_once_whatever_the_physical_batches(noise: str, physica
     for batch in engine.batches():
         sizes.append(sum(batch.sizes))
         engine.step(batch, runs.losses_of)
-    assert engine._steps._noise.draws == len(sizes) == 12
+    assert engine._steps.release._noise.draws == len(sizes) == 12
     assert engine.noise == noise
 
 
@@ -475,7 +475,7 @@ def test_compiled_steps_release_through_the_lattice_too(monkeypatch: pytest.Monk
     for _ in range(2):
         for batch in engine.batches():
             engine.step(batch, runs.losses_of)
-    assert engine._steps._noise.draws == len(given) == 6
+    assert engine._steps.release._noise.draws == len(given) == 6
     # The parameters move by what was released, and by nothing else.
     moved = before - runs.weights(model)
     assert torch.allclose(moved, torch.from_numpy(np.sum(given, axis=0)), atol=1e-5)

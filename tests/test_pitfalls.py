@@ -88,8 +88,8 @@ def test_noise_follows_the_bound_that_was_clipped_at():
     """noise and clipping read different C: noise 10x too small; one owner, the result's sensitivity"""
     engine = whole(runs.network(), noise_multiplier=2.0, noise="test", seed=3, clipping=Adaptive(1.0), steps=0)
     stds = []
-    release = engine._steps._noise.release
-    engine._steps._noise.release = lambda sums, std, by: stds.append(std) or release(sums, std, by)
+    release = engine._steps.release._noise.release
+    engine._steps.release._noise.release = lambda sums, std, by: stds.append(std) or release(sums, std, by)
     for bound in (1.0, 7.0):
         engine.clipping.max_norm = bound
         engine.step(next(iter(engine.batches())), runs.losses_of)
@@ -177,8 +177,8 @@ def test_narrow_types(autocast):
         engine = runs.engine_for(model, None, torch.utils.data.TensorDataset(*[d[:count] for d in data]),
                                  batch_size=count, clipping=0.01, self_check=False)  # fmt: skip
         sums = []
-        release = engine._steps._noise.release
-        engine._steps._noise.release = lambda found, std, by, s=sums, r=release: (
+        release = engine._steps.release._noise.release
+        engine._steps.release._noise.release = lambda found, std, by, s=sums, r=release: (
             s.extend(each.clone() for each in found) or r(found, std, by)
         )
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -269,8 +269,8 @@ def test_the_divisor_is_public():
     model = runs.network()
     engine = runs.engine_for(model, None, runs.data(30), batch_size=7, clipping=1e-3)
     divisors = []
-    release = engine._steps._noise.release
-    engine._steps._noise.release = lambda sums, std, by: divisors.append(by) or release(sums, std, by)
+    release = engine._steps.release._noise.release
+    engine._steps.release._noise.release = lambda sums, std, by: divisors.append(by) or release(sums, std, by)
     for batch in engine.batches():
         engine.step(batch, runs.losses_of)
     assert set(divisors) == {7}
@@ -373,7 +373,7 @@ def test_noise_once_for_all_physical_batches():
     engine.step(next(iter(engine.batches())), lambda m, b: 0 * m(b[0]).sum(1))
     std = float((runs.weights(model) - before).std()) / 0.5  # the learning rate
     assert std == pytest.approx(3.0 * 0.5 / 6, rel=0.05)
-    assert engine._steps._noise.draws == 1
+    assert engine._steps.release._noise.draws == 1
 
 
 def test_adaptive_clipping_is_charged():

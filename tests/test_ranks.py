@@ -53,7 +53,7 @@ def trained(wrapped: bool = False, losses_of: Any = runs.losses_of, **options: A
             found["weights"].append(runs.weights(model))
             found["sizes"].append(sum(batch.sizes))
     found["max_norm"] = engine.clipping.sensitivity
-    return found | {"epsilon": engine.epsilon(), "events": engine.events, "draws": engine._steps._noise.draws}
+    return found | {"epsilon": engine.epsilon(), "events": engine.events, "draws": engine._steps.release._noise.draws}
 
 
 def assert_like_one(found: list[dict[str, Any]], one: dict[str, Any]) -> None:
@@ -146,7 +146,7 @@ def releases(mode: str, steps: int) -> dict[str, Any]:
                 engine.backward(sizes(model, rows))
             optimizer.step()
             optimizer.zero_grad()
-    return found | {"draws": engine._steps._noise.draws}
+    return found | {"draws": engine._steps.release._noise.draws}
 
 
 def sizes(model: nn.Module, rows: list[Tensor]) -> Tensor:

@@ -15,6 +15,9 @@ EXPLAINED = (
     "begin with a batch of another size",
     "this batch doesn't show how",
     "or give an input that all of them share",
+    # A frozen layer over a parameter of as many rows as there are examples: the graph doesn't hold what a product is
+    # added to, which may be the layer's frozen bias or data.
+    "(Addmm, result of shape",
 )
 
 

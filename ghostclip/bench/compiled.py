@@ -17,7 +17,7 @@ from ghostclip.bench.contenders import NOISE_MULTIPLIER, Prepared, adam
 from ghostclip.bench.losses import Losses
 from ghostclip.clipper import GhostClipper
 from ghostclip.compiled.trial import TRIALS
-from ghostclip.engine.steps import LogicalStep
+from ghostclip.engine.step import LogicalStep
 from ghostclip.noise import noise_source
 from ghostclip.sampling.logical import LogicalBatch, Unowned
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -220,13 +220,7 @@ class GhostClipper:
             self._narrow.add(trained, self._guard, len(losses))
 
     @keeping_grad_mode
-    def clip(
-        self,
-        loss_fn: Callable[[nn.Module, Any], Tensor],
-        batch: Any,
-        *,
-        whole: Callable[[nn.Module, Any], Tensor] | None = None,
-    ) -> ClippingResult:
+    def clip(self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> ClippingResult:
         """Forward and `backward` in one: adds the clipped sum of ``loss_fn(model, batch)`` to each ``p.grad``.
 
         ``loss_fn`` is called once, with the whole batch. A batch whose number of examples is that of positions, too,
@@ -241,20 +235,19 @@ class GhostClipper:
         Args:
             loss_fn: (model, batch) -> losses [B].
             batch: what ``loss_fn`` takes; to be compiled, tensors with examples in dimension 0, nested as you like.
-            whole: ``loss_fn`` with checks of its own, called instead where the batch isn't compiled.
 
         Raises:
             What `backward` raises.
         """
         self.check_whole()
-        self.passes.index.watch()
         if self.compiled is None:
             try:
-                return self._clip_eagerly(whole or loss_fn, batch)
+                return self._clip_eagerly(loss_fn, batch)
             except UnsupportedModelError:
                 if not shows_at_another_size(self.passes, self.model, loss_fn, batch):
                     raise
-            return self._clip_eagerly(whole or loss_fn, batch)
+            return self._clip_eagerly(loss_fn, batch)
+        self.passes.index.watch()
         trained = self.passes.index.trained()
         self._guard.check(trained)
         found = self.compiled(loss_fn, batch)
@@ -263,14 +256,8 @@ class GhostClipper:
         return ClippingResult(found.norms, found.weights, self.sensitivity, found.losses)
 
     def _clip_eagerly(self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> ClippingResult:
-        """By the two passes over the batch's graph."""
-        trained = self.passes.index.trained()
-        self._guard.check(trained)
         losses = loss_fn(self.model, batch)
-        self._note_rounding(trained, losses)
-        norms, weights = self.passes.clip(losses, retain_graph=False)
-        self._guard.remember(trained)
-        return ClippingResult(norms, weights, self.sensitivity, losses.detach())
+        return replace(self.backward(losses), losses=losses.detach())
 
     def explain(self) -> StrategyTable:
         """The plan as a table: each parameter's layer, rule, strategy, why, measured cost; ``str()`` of it prints well.

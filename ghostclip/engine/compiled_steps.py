@@ -7,7 +7,7 @@ and passes, and noise and update have one. Graphs are tried first on copies of w
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,21 +22,14 @@ from ghostclip.compiled.trial import drift, movement, timed
 from ghostclip.sampling import LogicalBatch
 
 if TYPE_CHECKING:
-    from ghostclip.engine.steps import LogicalStep
+    from ghostclip.engine.self_check import SelfCheck
+    from ghostclip.engine.step import LogicalStep
 
-__all__ = ["CompiledSteps", "DrawsAhead"]
+__all__ = ["CompiledSteps", "LossFunction"]
 
 # The engine's own hooks before the optimizer's step, and after it.
 OWN_HOOKS = 1
 LossFunction = Callable[[nn.Module, Any], Tensor]
-
-
-@runtime_checkable
-class DrawsAhead(Protocol):
-    """Noise that can be had before the sums are there, as an input of a graph."""
-
-    def fill(self, out: Tensor, std: float) -> None:
-        """Overwrites ``out`` [n], contiguous, with the noise of one release; zeros when ``std`` is 0."""
 
 
 class CompiledSteps:
@@ -46,17 +39,19 @@ class CompiledSteps:
         steps: whose logical batches, checks and charges these are.
         clipper: compiling.
         optimizer: as `LogicalStep` has it.
+        self_check: of the first steps, which aren't compiled.
     """
 
-    def __init__(self, steps: LogicalStep, clipper: GhostClipper, optimizer: Optimizer) -> None:
+    def __init__(self, steps: LogicalStep, clipper: GhostClipper, optimizer: Optimizer, self_check: SelfCheck) -> None:
         assert clipper.compiled is not None
-        self._steps, self._clipper, self._optimizer = steps, clipper, optimizer
+        self._steps, self._clipper, self._optimizer, self._self_check = steps, clipper, optimizer, self_check
+        self._release = steps.release
         self._clip = clipper.compiled
-        self._whole, self._release = CompiledStep(self._clip), CompiledRelease(self._clip)
+        self._whole, self._noise_and_update = CompiledStep(self._clip), CompiledRelease(self._clip)
         # Where nearly all logical batches come in several pieces, one graph for the others isn't worth its compilation.
-        self._in_one_as_a_rule = self._clip.largest is None or self._clip.largest >= steps.batch_size
+        self._in_one_as_a_rule = self._clip.largest is None or self._clip.largest >= steps.release.batch_size
         self._reader = UpdateReader(optimizer, OWN_HOOKS)
-        self._draws_ahead = steps.draws_ahead
+        self._draws_ahead = steps.release.draws_ahead
         self._noise = torch.empty(0)
         self._refused: str | None = None
 
@@ -66,19 +61,29 @@ class CompiledSteps:
         in_one = len(batch.sizes) == 1 and self._in_one_as_a_rule
         seen = []
         for examples in batch.physical():
-            self._steps.compare(loss_fn, examples)
-            if in_one and isinstance(update, Update) and self._steps.watched:
+            self._steps.prepare(loss_fn, examples)
+            if in_one and isinstance(update, Update) and self._self_check.over:
                 found = self._whole.find(loss_fn, examples, update, self._buffer(update))
                 if found is not None:
                     return self._take_whole(*found, update, loss_fn, examples)
             # A whole step's graph is made as soon as the optimizer has state; one of the passes alone isn't needed.
-            eagerly = in_one and (update == NOT_YET or not self._steps.watched)
-            clip = self._steps.clip_eagerly if eagerly else self._steps.clip
+            eagerly = in_one and (update == NOT_YET or not self._self_check.over)
+            clip = self._steps.clip if eagerly else self._clip_compiled
             seen += self._steps.in_pieces(clip, loss_fn, examples)
-        if not (isinstance(update, Update) and self._steps.watched and self._update(update)):
-            self._steps.update()
+        if not (isinstance(update, Update) and self._self_check.over and self._update(update)):
+            self._release.update()
         self._optimizer.zero_grad()
         return seen
+
+    def _clip_compiled(self, loss_fn: LossFunction, examples: Any) -> ClippingResult:
+        """`LogicalStep.clip`, by a graph of forward and passes."""
+        self._steps.check_turn()
+        # The graph is made of the user's own function, and its batches are padded.
+        self._self_check.rehearse(loss_fn, examples, self._steps.check_count)
+        result = self._steps.gather(lambda: self._clipper.clip(loss_fn, examples))
+        if result.losses is not None:
+            self._steps.check_count(result.losses)
+        return result
 
     def _read(self) -> Update | str:
         """The optimizer's next step, or why it is left to the optimizer."""
@@ -100,19 +105,19 @@ class CompiledSteps:
         if plan.trial.left:
             return self._try_whole(plan, asked, update, loss_fn, examples)
         self._steps.check_turn()
-        held = self._steps.check(missing=1)
-        sensitivity = self._steps.sensitivity
-        self._steps.spend()
+        held = self._release.check(missing=1)
+        sensitivity = self._release.sensitivity
+        self._release.spend()
         noise, numbers = self._draw(update)
         found = plan.run(asked, self._clip.keep_rows(asked), update.written, noise, numbers)
         if found is None:
             # Charged already, and with the noise that was drawn: an example that isn't finite is left out eagerly.
-            seen = self._steps.in_pieces(self._steps.clip_eagerly, loss_fn, examples)
-            self._steps.put_in_place(held, self._private_with(noise))
-            self._steps.update()
+            seen = self._steps.in_pieces(self._steps.clip, loss_fn, examples)
+            self._release.put_in_place(held, self._private_with(noise))
+            self._release.update()
             self._optimizer.zero_grad()
             return seen
-        self._steps.updated()
+        self._release.updated()
         update.took_place()
         return [ClippingResult(found.norms, found.weights, sensitivity, found.losses)]
 
@@ -121,8 +126,7 @@ class CompiledSteps:
     ) -> list[ClippingResult]:
         """The eager step, and beside it the graph's on copies, with the same noise and random numbers."""
         clip, before = self._clip, random_state(asked)
-        clip_eagerly = self._steps.clip_eagerly
-        seen, clipping = timed(lambda: self._steps.in_pieces(clip_eagerly, loss_fn, examples))
+        seen, clipping = timed(lambda: self._steps.in_pieces(self._steps.clip, loss_fn, examples))
         # Padding shifts which random number is whose, so that only whole batches of a random model can be compared.
         comparable = asked.examples == asked.key[0] or torch.equal(before, random_state(asked))
 
@@ -137,9 +141,9 @@ class CompiledSteps:
 
     def _update(self, update: Update) -> bool:
         """Noise and update of what was gathered as one graph, or its trial; False: that is left to the optimizer."""
-        self._steps.check()
-        sums = self._steps.sums_of(update.parameters)
-        plan = self._release.find(update, sums, self._buffer(update))
+        self._release.check()
+        sums = self._release.sums.of(update.parameters)
+        plan = self._noise_and_update.find(update, sums, self._buffer(update))
         if plan is None:
             return False
         if plan.trial.left:
@@ -150,12 +154,12 @@ class CompiledSteps:
 
             reason = self._try(plan, update, 0.0, True, run)
             if reason is not None:
-                self._release.refuse(plan, reason)
+                self._noise_and_update.refuse(plan, reason)
             return True
-        self._steps.spend()
+        self._release.spend()
         noise, numbers = self._draw(update)
         plan.run(update.written, sums, noise, numbers)
-        self._steps.updated()
+        self._release.updated()
         update.took_place()
         return True
 
@@ -176,8 +180,8 @@ class CompiledSteps:
             comparable: whether both must come to the same.
             run: (what is written, noise, numbers) -> whether the step was taken.
         """
-        held = self._steps.check()
-        self._steps.spend()
+        held = self._release.check()
+        self._release.spend()
         noise, numbers = self._draw(update)
         copies, failure = plan.trial.copy(update.written), None
         try:
@@ -186,8 +190,8 @@ class CompiledSteps:
             taken, compiled, failure = False, float("inf"), in_a_line(problem)
         count = len(update.parameters)
         moved = [movement(copies[part], update.written[part]) for part in (slice(count), slice(count, None))]
-        self._steps.put_in_place(held, self._private_with(noise))
-        _, updating = timed(self._steps.update)
+        self._release.put_in_place(held, self._private_with(noise))
+        _, updating = timed(self._release.update)
         self._optimizer.zero_grad()
         error = 0.0
         if taken and comparable:
@@ -203,8 +207,8 @@ class CompiledSteps:
 
     def _draw(self, update: Update) -> tuple[Tensor, Tensor]:
         """The noise of a step that is charged, and the update's numbers."""
-        self._steps.fill_with_noise(noise := self._buffer(update))
-        return noise, update.numbers(self._steps.batch_size)
+        self._release.fill_with_noise(noise := self._buffer(update))
+        return noise, update.numbers(self._release.batch_size)
 
     def _buffer(self, update: Update) -> Tensor:
         """Memory for the noise, the same at every step."""
@@ -218,7 +222,7 @@ class CompiledSteps:
 
         def make_private(sums: list[Tensor]) -> list[Tensor]:
             parts = noise.split([total.numel() for total in sums])
-            share = 1.0 / self._steps.batch_size
+            share = 1.0 / self._release.batch_size
             return [torch.add(part.view_as(total), total, alpha=share) for total, part in zip(sums, parts, strict=True)]
 
         return make_private

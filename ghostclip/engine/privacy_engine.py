@@ -19,6 +19,7 @@ from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.clipping import as_policy
 from ghostclip.engine.adaptation import step_event
 from ghostclip.engine.earlier import warn_of_earlier
+from ghostclip.engine.micro_batching import MicroBatches, is_auto, trial_batches
 from ghostclip.engine.optimizers import check_optimizer
 from ghostclip.engine.plan import plan_for
 from ghostclip.engine.processes import keep_unsynchronised, ranks_of
@@ -26,7 +27,7 @@ from ghostclip.engine.record import StepRecord
 from ghostclip.engine.scaling import LossScaling
 from ghostclip.engine.shared import shared_noise, spending_of
 from ghostclip.engine.snapshots import Restored, Snapshots, Stateful
-from ghostclip.engine.steps import LogicalStep, refuse_second_engine
+from ghostclip.engine.step import LogicalStep, refuse_second_engine
 from ghostclip.errors import PrivacyError
 from ghostclip.events import Event
 from ghostclip.ledger import Ledger
@@ -55,7 +56,8 @@ class PrivacyEngine:
         data: a map-style dataset, or a DataLoader, of which all but the sampling is kept.
         batch_size: the expected size of a logical batch; the sampling rate is ``batch_size / len(dataset)``. None takes
             the DataLoader's.
-        max_physical_batch_size: the most examples processed at once; None: the whole logical batch.
+        max_physical_batch_size: the most examples processed at once; None: the whole logical batch; "auto": found at
+            the first `step`, by passes over batches of growing size, which leave no trace.
         noise_multiplier: standard deviation of the noise over the sensitivity; 0 gives no privacy, epsilon = inf.
         target_epsilon: instead of ``noise_multiplier``: the least noise that keeps ``epochs`` epochs (or ``steps``
             steps) within it; a step past them is refused.
@@ -87,6 +89,9 @@ class PrivacyEngine:
         loss_scale: for float16: a power of two such as 1024.0, which the passes scale by (see `GhostClipper`); or the
             loop's GradScaler, for ``engine.backward(scaler.scale(losses))``, ``scaler.step(optimizer)`` and
             ``scaler.update()``. Gradients are unscaled in p.grad already; ``scaler.unscale_`` is not needed.
+        memory_limit: with ``max_physical_batch_size="auto"`` only: the bytes that this process may use in all, on the
+            device of the model's parameters; None: nine tenths of what the machine, the control group or the GPU has
+            left.
         process_group: who trains together, each with an engine over the same model, data and options: the processes of
             that group of torch.distributed; None: those of the model's DistributedDataParallel, or else all there are.
             ``batch_size`` is that of all ranks together; each gets its share of every sample.
@@ -117,7 +122,7 @@ class PrivacyEngine:
         data: Any,
         *,
         batch_size: int | None = None,
-        max_physical_batch_size: int | None = None,
+        max_physical_batch_size: int | str | None = None,
         noise_multiplier: float | None = None,
         target_epsilon: float | None = None,
         target_delta: float = 1e-5,
@@ -136,16 +141,18 @@ class PrivacyEngine:
         unit_ids: Iterable[Hashable] | None = None,
         max_rows_per_unit: int | None = None,
         loss_scale: float | GradScaler = 1.0,
+        memory_limit: int | None = None,
         process_group: Any = None,
     ) -> None:
         check_optimizer(model, optimizer)
+        auto = is_auto(max_physical_batch_size, memory_limit, unit_ids)
         refuse_second_engine(optimizer)
         self._ranks = ranks = ranks_of(model, process_group)
         source = shared_noise(noise_source(noise, seed), ranks)
         loader = LogicalBatches(
             data,
             batch_size=batch_size,
-            max_physical_batch_size=max_physical_batch_size,
+            max_physical_batch_size=None if auto else max_physical_batch_size,  # type: ignore[arg-type]
             sampling=sampling,
             neighboring=neighboring,
             max_batch_size=max_batch_size,
@@ -173,15 +180,16 @@ class PrivacyEngine:
         self.batch_size, self.sample_rate = loader.batch_size, loader.sample_rate
         self.noise = source.mode
         self.sampling, self.neighboring, self.clipping = sampling, neighboring, clipper.clipping
-        self._largest = max_physical_batch_size
+        micro_batches = trial_batches(model, memory_limit, loader) if auto else MicroBatches()
         # Noise that can be foretold protects no one, so it is charged as none.
         self._event = event_of(plan.noise_multiplier if source.private else 0.0)
         self._spending = spending_of(ranks, self._event, plan, max_epsilon=max_epsilon, ledger=ledger, noise=noise)
         self.max_epsilon, self.ledger = self._spending.max_epsilon, self._spending.ledger
         charge = self._spending.charge
         self._steps = LogicalStep(
-            clipper, optimizer, source, plan.noise_multiplier, loader.batch_size, charge, self_check, scaling, ranks
-        )
+            clipper, optimizer, source, plan.noise_multiplier, loader.batch_size, charge, self_check, scaling, ranks,
+            micro_batches,
+        )  # fmt: skip
         loader.owner = self._steps
         agreed = plan.agreed | {"noise": noise, "seed": seed}
         self._snapshots = Snapshots(
@@ -290,7 +298,8 @@ class PrivacyEngine:
             )
         if self._ranks.size > 1:
             raise ValueError("compile() isn't there for several processes that train together; leave it out")
-        self._steps.compile(self._largest)
+        self._steps.micro_batches.check_found()
+        self._steps.compile(self.batches().limit)
 
     def epsilon(self, delta: float | None = None, accountant: str = "pld") -> float:
         """The privacy spent so far, by all that is in the ledger where there is one.

@@ -61,31 +61,16 @@ class SelfCheck:
         if self._comparison is not None:
             self._comparison.compare(loss_fn, examples, rows, units, logical)
 
-    def forward(self, loss_fn: LossFunction, examples: Any, check_count: Callable[[Tensor], None]) -> Tensor:
-        """``loss_fn``'s losses with their graph; for a large batch that is compared, it is called once more.
+    def before(self, loss_fn: LossFunction, examples: Any) -> None:
+        """To be called before a physical batch's forward: a large one is compared by its first examples.
 
-        Args:
-            loss_fn: (model, examples) -> losses [B].
-            examples: a physical batch.
-            check_count: refuses losses that aren't one for each example.
-
-        Raises:
-            VerificationError: the gradients aren't autograd's; layers are named.
-        """
-        if self._to_compare:
-            self._compare_head(loss_fn, head_of_large(examples, HEAD))
-        losses = loss_fn(self._model, examples)
-        check_count(losses)
-        self.backward(losses)
-        return losses
-
-    def _compare_head(self, loss_fn: LossFunction, head: Any | None) -> None:
-        """`backward`'s comparison on the first examples of a large batch; where they can't be had, it is left to that.
+        Its own graph needn't be held then. ``loss_fn`` is called once more for it. Where that doesn't show anything,
+        as where ``loss_fn`` takes no other batch, the comparison is left to `backward`.
 
         Raises:
             VerificationError: as `backward`.
         """
-        if head is None:
+        if not self._to_compare or (head := head_of_large(examples, HEAD)) is None:
             return
         try:
             with Replay(self._model).again(gradients=True):
@@ -97,19 +82,20 @@ class SelfCheck:
         except Exception as error:  # what is wrong shows on the whole batch
             log.info("gradients are not compared on %d examples: %s: %s", HEAD, type(error).__name__, error)
 
-    def rehearse(self, forward: LossFunction, examples: Any, *, compiled: bool) -> None:
-        """Has a batch checked before its own forward: where that can't be watched, or its graph would be in the way.
+    def rehearse(self, loss_fn: LossFunction, examples: Any, check_count: Callable[[Tensor], None]) -> None:
+        """The same for a batch whose own forward can't be looked at, as part of a compiled step.
 
         Args:
-            forward: a function that calls `forward`.
-            examples: the physical batch.
-            compiled: it may be part of a compiled step.
+            loss_fn: (model, examples) -> losses [B].
+            examples: a physical batch.
+            check_count: refuses losses that aren't one for each example.
         """
+        self.before(loss_fn, examples)
         if self._to_compare:
-            large = head_of_large(examples, HEAD) is not None
-            if large or compiled:
-                with Replay(self._model).again(gradients=not large):
-                    forward(self._model, examples)
+            with Replay(self._model).again(gradients=True):
+                losses = loss_fn(self._model, examples)
+                check_count(losses)
+                self.backward(losses)
 
     def backward(self, losses: Tensor) -> None:
         """Compares a few of the per-example gradients with autograd's and keeps the graph.

@@ -25,7 +25,7 @@ from ghostclip.engine.processes import start_alike
 from ghostclip.engine.randomness import random_states, set_random_states
 from ghostclip.engine.ranks import Alone, refuse_differences
 from ghostclip.engine.spending import Spending
-from ghostclip.engine.steps import LogicalStep
+from ghostclip.engine.step import LogicalStep
 from ghostclip.errors import LedgerError, PrivacyError
 from ghostclip.ledger import Head
 from ghostclip.ledger.records import decoded, encoded

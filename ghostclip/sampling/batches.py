@@ -45,6 +45,7 @@ class LogicalBatches:
         share: (rank, size) where several processes draw the same samples and each takes every size-th unit of them.
 
     Attributes:
+        limit: the most examples (or rows of users) in a physical batch; None: no limit.
         owner: takes the steps; told of each batch.
 
     Raises:
@@ -79,15 +80,15 @@ class LogicalBatches:
             )
         if max_physical_batch_size is not None:
             max_physical_batch_size = positive_int(max_physical_batch_size=max_physical_batch_size)
-        self._limit = max_physical_batch_size
+        self.limit = max_physical_batch_size
         self._users = None
         if unit_ids is not None:
-            self._users = Users(unit_ids, self.dataset_size, max_rows_per_unit, self._limit)
+            self._users = Users(unit_ids, self.dataset_size, max_rows_per_unit, self.limit)
         elif max_rows_per_unit is not None:
             raise ValueError(f"max_rows_per_unit must be left out without unit_ids; got {max_rows_per_unit!r}")
+        self._share = share
         # A function of its own: a method would put the samples into a reference cycle.
-        self._divide = partial(_divided, self._users, self._limit, share)
-        self._shared_out = share[1] > 1
+        self._divide = partial(_divided, self._users, self.limit, share)
         self.scheme = self._scheme(batch_size, sampling, neighboring, max_batch_size)
         self.batch_size = self.scheme.batch_size
         self.owner: BatchOwner = Unowned()
@@ -113,7 +114,7 @@ class LogicalBatches:
             positive_int(batch_size=batch_size),
             neighboring=neighboring,
             unit="example" if self._users is None else "user",
-            max_batch_size=self._limit if sampling == "truncated" and max_batch_size is None else max_batch_size,
+            max_batch_size=self.limit if sampling == "truncated" and max_batch_size is None else max_batch_size,
         )
 
     @property
@@ -134,6 +135,11 @@ class LogicalBatches:
         """Steps in an epoch: ``max(1, round(len(dataset) / batch_size))``, of users where they are the units."""
         return max(1, round(self.scheme.population / self.batch_size))
 
+    def limit_physical(self, most: int) -> None:
+        """From the next loop on physical batches have at most so many examples; not where users are the units."""
+        self.limit = most
+        self._divide = partial(_divided, None, most, self._share)
+
     def discard(self) -> None:
         """`LogicalBatch.discard` of the batch handed out last, where it had no step and is out of reach."""
         self.owner.discard(None)
@@ -143,7 +149,7 @@ class LogicalBatches:
         if self._draws is not None:
             self._epoch += 1
         self._taken, self._skip = self._skip, 0
-        draws = Draws(generator, self.scheme, self._divide, len(self) - self._taken, self._shared_out)
+        draws = Draws(generator, self.scheme, self._divide, len(self) - self._taken, self._share[1] > 1)
         if self._loader.persistent_workers and self._draws is not None and not self._draws.over:
             # These workers have one iterator for all loops, and an older loop that isn't over may still read from it.
             self._loader = self._open()

@@ -1,0 +1,305 @@
+"""Physical batches divided into pieces that fit into memory: after it ran out, or by trial before the first step."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ghostclip.clipper import GhostClipper
+from ghostclip.clipper.gradient_guard import gradients_aside
+from ghostclip.clipper.replay import Replay
+from ghostclip.engine.memory import Memory, in_words, memory_of
+from ghostclip.errors import PrivacyError, UnsupportedModelError
+from ghostclip.sampling import LogicalBatches
+from ghostclip.validate import positive_int
+
+__all__ = ["MicroBatches", "TrialBatches", "is_auto", "is_out_of_memory", "rows_of", "trial_batches"]
+
+T = TypeVar("T")
+LossFunction = Callable[[nn.Module, Any], Tensor]
+# How the CPU's allocator and the GPU's libraries say it, in RuntimeErrors of no type of their own.
+SIGNS = ("not enough memory", "can't allocate memory", "out of memory", "ALLOC_FAILED")
+# The trials end where a batch is within this of the largest that memory is foretold to hold.
+CLOSE = 1.05
+# Of the memory for passes, for what comes between them and for freed memory that the allocator keeps.
+RESERVE = 0.1
+
+log = logging.getLogger("ghostclip")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that memory ran out."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+
+
+class MicroBatches:
+    """Works on physical batches in pieces that fit into memory.
+
+    Attributes:
+        most: the most examples (or users) that are tried at once; None: all.
+    """
+
+    def __init__(self) -> None:
+        self.most: int | None = None
+
+    def find(
+        self, clipper: GhostClipper, optimizer: Optimizer, loss_fn: LossFunction, examples: Any, rows: int
+    ) -> None:
+        """Finds ``most`` by trial, where that was asked for and has not been done."""
+
+    def check_found(self) -> None:
+        """Raises PrivacyError where ``most`` is still to be found, which `PrivacyEngine.backward` can't do."""
+
+    def agree(self, said: Sequence[int | None]) -> None:
+        """Takes the smallest ``most`` of all ranks, where it was to be found."""
+
+    def first(self, examples: Any, units: int, rows: int) -> tuple[Any, int, int]:
+        """The first piece of a physical batch, its units and its rows."""
+        if self.most is None or self.most >= units:
+            return examples, units, rows
+        return _piece(examples, 0, self.most, units, rows), self.most, rows // units * self.most
+
+    def run(self, work: Callable[[Any, int, int], T], examples: Any, units: int, rows: int) -> list[T]:
+        """``work(piece, start, stop)`` for units start to stop, all of ``examples`` in order, each in one piece.
+
+        Args:
+            work: raises, and leaves no trace, when memory runs out.
+            examples: a physical batch.
+            units: how many examples (or users) it has.
+            rows: of its tensors in dimension 0, as many for each unit.
+
+        Raises:
+            What ``work`` raises; out of memory only where a piece can't be divided any more, saying why.
+        """
+        done: list[T] = []
+        start = 0
+        while start < units:
+            stop = units if self.most is None else min(units, start + self.most)
+            failure = None
+            try:
+                # The piece has no name here, lest it be kept while a smaller one is made.
+                done.append(work(_piece(examples, start, stop, units, rows), start, stop))
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if reason := _whole_for_good(examples, stop - start, rows):
+                    raise _advised(error, stop - start, reason) from error
+                failure = (str(error).splitlines() or [type(error).__name__])[0]
+            # Outside of the handler: the error holds on to the tensors of the passes that failed.
+            if failure is None:
+                start = stop
+            else:
+                self._halve(stop - start, failure)
+        return done
+
+    def _halve(self, tried: int, failure: str) -> None:
+        self.most = tried // 2
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        log.warning(
+            "memory ran out with %d examples in a physical batch (%s); from now on at most %d are processed at once, "
+            "with the same result. max_physical_batch_size=%d would save the attempt",
+            tried, failure, self.most, self.most,
+        )  # fmt: skip
+
+
+class TrialBatches(MicroBatches):
+    """Finds how many examples fit, by passes over batches of growing size that leave no trace.
+
+    Sizes double as long as the growth of memory so far says that the next one fits. Each trial is a forward and both
+    passes on the first batch's examples, some of them repeated.
+
+    Args:
+        memory: what may be used.
+        largest: logical batches hardly have more examples than this.
+        found: called once, with the number that was found.
+    """
+
+    def __init__(self, memory: Memory, largest: int, found: Callable[[int], None]) -> None:
+        super().__init__()
+        self._memory, self._largest, self._found = memory, largest, found
+        self._open = True
+
+    def check_found(self) -> None:
+        """See `MicroBatches.check_found`."""
+        if self._open:
+            raise PrivacyError(
+                'max_physical_batch_size="auto" is found by engine.step(batch, loss_fn), which can try batches of '
+                "other sizes, and engine.backward() came before it; take the first step by it, or give a number"
+            )
+
+    def agree(self, said: Sequence[int | None]) -> None:
+        """See `MicroBatches.agree`."""
+        known = [most for most in (self.most, *said) if most is not None]
+        if known and (self._open or self.most != min(known)):
+            self._take(min(known))
+
+    def _take(self, most: int) -> None:
+        self.most, self._open = most, False
+        self._found(most)
+
+    def find(
+        self, clipper: GhostClipper, optimizer: Optimizer, loss_fn: LossFunction, examples: Any, rows: int
+    ) -> None:
+        """See `MicroBatches.find`.
+
+        Raises:
+            TypeError: the batch can't be divided.
+            MemoryError: not even one example fits.
+        """
+        if not self._open or not rows:
+            return
+        try:
+            rows_of(examples, rows, 0, 1)
+        except TypeError as error:
+            raise TypeError(f'max_physical_batch_size="auto" can\'t divide a batch: {error}; give a number') from error
+        model = clipper.model
+        clipper.passes.index.watch()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+        def trial(size: int) -> None:
+            index = torch.arange(size) % rows
+            batch = _mapped(examples, rows, lambda tensor: tensor[index.to(tensor.device)])
+            with Replay(model).again(gradients=True):
+                clipper.passes.clip(loss_fn(model, batch), retain_graph=False)
+
+        # An optimizer such as Adam makes two tensors for each parameter at its first step.
+        reserve = 0 if optimizer.state else 2 * sum([parameter.nbytes for parameter in trained])
+        with gradients_aside(trained):
+            most = self._largest_that_fits(trial, self._memory.limit - reserve)
+        log.info(
+            'max_physical_batch_size="auto": %d examples fit into %s (the loss function was called for batches of '
+            "several sizes to find out)", most, in_words(self._memory.limit),
+        )  # fmt: skip
+        self._take(most)
+
+    def _largest_that_fits(self, trial: Callable[[int], None], limit: int) -> int:
+        """The largest size whose trial stays within ``limit`` bytes, to within CLOSE."""
+        size = min(2, self._largest)
+        # The first trial also makes what is made once: gradients, plans, libraries' own memory.
+        if self._peak_of(trial, size) is None:
+            size = 1
+        base, fits = self._memory.now(), 0
+        known: tuple[int, int] | None = None
+        while size > fits * CLOSE:
+            peak = self._peak_of(trial, size)
+            if peak is None or peak > limit:
+                break
+            at, bytes_at = known or (0, base)
+            known, fits = known or (size, peak), size
+            # Bytes for each further example.
+            each = max((peak - bytes_at) / (size - at) if size > at else peak - base, 1)
+            size = min(self._largest, 2 * size, size + int((limit - RESERVE * (limit - base) - peak) / each))
+        if not fits:
+            raise MemoryError(
+                f"the passes over {size} example{'s' if size > 1 else ''} take more than the {in_words(limit)} that "
+                "memory_limit (or the machine) leaves for them; use a smaller model, shorter examples, or more memory"
+            )
+        return fits
+
+    def _peak_of(self, trial: Callable[[int], None], size: int) -> int | None:
+        """Bytes in use at the most during a trial; None where it ran out of them, or examples can't be told apart."""
+        with suppress(UnsupportedModelError):
+            try:
+                return self._memory.peak_of(lambda: trial(size))
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+        return None
+
+
+def _piece(examples: Any, start: int, stop: int, units: int, rows: int) -> Any:
+    if stop - start == units:
+        return examples
+    each = rows // units
+    return rows_of(examples, rows, start * each, stop * each)
+
+
+def rows_of(examples: Any, rows: int, start: int, stop: int) -> Any:
+    """Rows ``start`` to ``stop`` of a physical batch: tensors with ``rows`` in dimension 0, nested as they are.
+
+    Raises:
+        TypeError: something else is in it, of which nobody knows whose it is.
+    """
+    return _mapped(examples, rows, lambda tensor: tensor[start:stop])
+
+
+def _mapped(examples: Any, rows: int, pick: Callable[[Tensor], Tensor]) -> Any:
+    """What ``pick`` makes of the tensors of a physical batch, nested as they are; raises as `rows_of`."""
+    if isinstance(examples, Tensor):
+        if examples.dim() == 0 or examples.shape[0] != rows or examples.layout != torch.strided:
+            raise TypeError(f"it holds a tensor of shape {[*examples.shape]}, which has not one row for each example")
+        return pick(examples)
+    if examples is None:
+        return None
+    if isinstance(examples, Mapping):
+        kind: Any = type(examples)
+        return kind({name: _mapped(value, rows, pick) for name, value in examples.items()})
+    if isinstance(examples, tuple) and hasattr(examples, "_fields"):
+        return type(examples)(*(_mapped(value, rows, pick) for value in examples))
+    if type(examples) in (tuple, list):
+        return type(examples)(_mapped(value, rows, pick) for value in examples)
+    raise TypeError(
+        f"it holds something of type {type(examples).__name__}, and not only tensors with a row for each example"
+    )
+
+
+def _whole_for_good(examples: Any, units: int, rows: int) -> str | None:
+    """Why a piece of so many units can't be made smaller; None when it can."""
+    if units < 2:
+        return "it is a single one"
+    try:
+        rows_of(examples, rows, 0, 1)
+    except Exception as error:
+        return str(error)
+    return None
+
+
+def _advised(error: BaseException, units: int, reason: str) -> BaseException:
+    """An error of the same kind that says what to do."""
+    kind = next(kind for kind in (torch.OutOfMemoryError, MemoryError, RuntimeError) if isinstance(error, kind))
+    remedy = "use a smaller model or shorter examples" if units < 2 else "give a smaller max_physical_batch_size"
+    return kind(
+        f"memory ran out with {units} example{'s' if units > 1 else ''} in a physical batch, which can't be divided: "
+        f"{reason}; {remedy}. Nothing was released or charged. torch says: {error}"
+    )
+
+
+def is_auto(max_physical_batch_size: int | str | None, memory_limit: int | None, unit_ids: Any) -> bool:
+    """Whether the size of physical batches is to be found.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range, or some don't go together.
+    """
+    if isinstance(max_physical_batch_size, str):
+        if max_physical_batch_size != "auto":
+            raise ValueError(
+                f"max_physical_batch_size must be a number, 'auto' or None; got {max_physical_batch_size!r}"
+            )
+        if unit_ids is not None:
+            raise ValueError(
+                'max_physical_batch_size="auto" and unit_ids don\'t go together; give the most rows in a physical batch'
+            )
+        if memory_limit is not None:
+            positive_int(memory_limit=memory_limit)
+        return True
+    if memory_limit is not None:
+        raise ValueError('memory_limit is for max_physical_batch_size="auto"; leave it out with a number')
+    return False
+
+
+def trial_batches(model: nn.Module, memory_limit: int | None, loader: LogicalBatches) -> TrialBatches:
+    """`TrialBatches` for the samples of a loader, whose physical batches they divide from its next loop on."""
+    size = loader.batch_size
+    memory = memory_of(next(model.parameters()).device, memory_limit)
+    # Samples by chance are hardly ever six standard deviations larger than is expected.
+    return TrialBatches(memory, min(loader.dataset_size, size + 6 * math.isqrt(size) + 6), loader.limit_physical)

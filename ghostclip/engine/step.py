@@ -1,0 +1,268 @@
+"""One logical batch: physical batches are clipped and their sums gathered, then the noisy gradient is stepped with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ghostclip.clipper import ClippingResult, GhostClipper
+from ghostclip.clipper.other_size import shows_at_another_size
+from ghostclip.engine.compiled_steps import CompiledSteps, LossFunction
+from ghostclip.engine.micro_batching import MicroBatches
+from ghostclip.engine.ranks import Alone
+from ghostclip.engine.release import Release
+from ghostclip.engine.scaling import LossScaling
+from ghostclip.engine.self_check import SelfCheck
+from ghostclip.engine.sums import ClippedSums
+from ghostclip.engine.turns import Turns
+from ghostclip.engine.update_check import UpdateCheck
+from ghostclip.engine.weighing import refuse_joint_weights
+from ghostclip.errors import LossShapeError, PrivacyError, UnsupportedModelError
+from ghostclip.noise import Noise
+from ghostclip.sampling import LogicalBatch, UserRows
+
+__all__ = ["LogicalStep", "refuse_second_engine"]
+
+OF_USERS = (
+    "with unit_ids, a user's rows lie side by side in the batch, and a layer over [positions x rows, features] parts "
+    "them: give it [positions, rows, features] with batch_dim=1, or [rows x positions, features]"
+)
+
+
+class LogicalStep:
+    """Follows the logical batches and gathers their clipped sums; `Release` makes private gradients of them.
+
+    Args:
+        clipper: of the model in training.
+        optimizer: as `Release` has it.
+        noise, noise_multiplier, batch_size, charge: likewise.
+        self_check: whether the first steps are looked at, see `SelfCheck`.
+        scaling: what is known of the scale of losses; None: they come as they are.
+        ranks: which train together; None: this process alone.
+        micro_batches: how physical batches are divided; None: where memory runs out only.
+
+    Attributes:
+        release: checks, charge, noise and update.
+        turns: which logical batch is in the making.
+        updates: whether parameters moved in steps only.
+        micro_batches: as given.
+    """
+
+    def __init__(
+        self,
+        clipper: GhostClipper,
+        optimizer: Optimizer,
+        noise: Noise,
+        noise_multiplier: float,
+        batch_size: int,
+        charge: Callable[[], None],
+        self_check: bool = True,
+        scaling: LossScaling | None = None,
+        ranks: Alone | None = None,
+        micro_batches: MicroBatches | None = None,
+    ) -> None:
+        self._clipper, self._optimizer, self._model = clipper, optimizer, clipper.model
+        self.micro_batches = MicroBatches() if micro_batches is None else micro_batches
+        self._sums = ClippedSums(clipper.model, clipper.passes.reduce_apart())
+        self._self_check = SelfCheck(clipper, optimizer, self_check)
+        self._scaling = LossScaling(1.0, optimizer) if scaling is None else scaling
+        self.updates = UpdateCheck(clipper.model)
+        self.turns = Turns(self.updates, Alone() if ranks is None else ranks)
+        self.release = Release(
+            clipper.model, optimizer, clipper.clipping, noise, noise_multiplier, batch_size, charge,
+            sums=self._sums, turns=self.turns, updates=self.updates, self_check=self._self_check,
+            scaling=self._scaling, micro_batches=self.micro_batches,
+        )  # fmt: skip
+        self.ready, self.current = self.turns.ready, self.turns.current
+        self._compiled: CompiledSteps | None = None
+        # Of the physical batch in the making: (first unit, the one after the last, units in all).
+        self._piece: tuple[int, int, int] | None = None
+
+    def begin(self, batch: LogicalBatch | None) -> None:
+        """A logical batch starts, or none: what an earlier one gathered and didn't release is discarded."""
+        self.release.begin(self._clipper.clipping)
+        self.turns.begin(batch)
+
+    def left(self, batch: LogicalBatch) -> None:
+        """A logical batch was left before its last physical one: its sums are discarded, its step will be refused."""
+        if batch is self.turns.batch:
+            self.release.discard()
+
+    def abandon(self, failure: BaseException) -> None:
+        """Ends the logical batch after a failure wherever in its step: nothing stands in the way of the next one."""
+        if isinstance(failure, Exception):
+            self.turns.tell(failure)
+        self.begin(None)
+        self._sums.discard_released()
+
+    def discard(self, batch: LogicalBatch | None) -> None:
+        """Ends the logical batch without a release, and charges it; None: whichever had no step."""
+        if batch is not None:
+            self.turns.refuse_over(batch)
+        if self.turns.batch is not None:
+            try:
+                self.turns.start(discarded=True)
+                self.release.charge()
+            finally:
+                self.begin(None)
+                self.turns.pending = False
+
+    def detach(self) -> None:
+        """Discards what was gathered and takes the hooks off the optimizer."""
+        self.begin(None)
+        self.release.detach()
+
+    def compile(self, largest: int | None) -> None:
+        """Lets `step` compile, for physical batches of at most ``largest`` examples."""
+        self._clipper.compile(expected=self.release.batch_size, largest=largest)
+        self._compiled = CompiledSteps(self, self._clipper, self._optimizer, self._self_check)
+
+    def check_between(self, caller: str) -> None:
+        """Raises PrivacyError when a logical batch is half done."""
+        if self._sums.count:
+            raise PrivacyError(
+                f"{caller} was called inside of a logical batch, with private sums of {self._sums.count} of its "
+                "physical batches gathered, which may not be stored; call it after optimizer.step() or batch.discard()"
+            )
+
+    def step(self, batch: LogicalBatch, loss_fn: LossFunction) -> list[ClippingResult]:
+        """Clips all physical batches, steps the optimizer, ``zero_grad()``; compiled where that was asked for."""
+        if self._compiled is not None:
+            return self._compiled.step(batch, loss_fn)
+        seen = []
+        for examples in batch.physical():
+            self.prepare(loss_fn, examples)
+            seen += self.in_pieces(self.clip, loss_fn, examples)
+        self.release.update()
+        self._optimizer.zero_grad()
+        return seen
+
+    def prepare(self, loss_fn: LossFunction, examples: Any) -> None:
+        """Before the passes of a physical batch: how many examples fit, and whether their losses depend on others."""
+        self._clipper.check_whole()  # ranks draw their comparisons themselves, and those of a sharded model would wait
+        rows, units = self._rows_and_units()
+        self.micro_batches.find(self._clipper, self._optimizer, loss_fn, examples, rows)
+        first, units, rows = self.micro_batches.first(examples, units, rows)
+        self._self_check.compare(loss_fn, first, rows, units, self.turns.batch)
+
+    def in_pieces(
+        self, clip: Callable[[LossFunction, Any], ClippingResult], loss_fn: LossFunction, examples: Any
+    ) -> list[ClippingResult]:
+        """``clip`` of the physical batch that was handed out last, in pieces that fit into memory."""
+        rows, units = self._rows_and_units()
+
+        def work(piece: Any, start: int, stop: int) -> ClippingResult:
+            self._piece = start, stop, units
+            return clip(loss_fn, piece)
+
+        try:
+            return self.micro_batches.run(work, examples, units, rows)
+        finally:
+            self._piece = None
+
+    def clip(self, loss_fn: LossFunction, examples: Any) -> ClippingResult:
+        """Forward and `backward` of the physical batch (or piece of one) that was handed out last.
+
+        A batch whose number of examples is that of positions, too, may be refused for it: it is tried once more after
+        a forward of more examples (`shows_at_another_size`).
+        """
+        tried = False
+        while True:
+            self.check_turn()
+            self._self_check.before(loss_fn, examples)
+            losses = loss_fn(self._model, examples)
+            try:
+                return replace(self._gather_losses(losses), losses=losses.detach())
+            except UnsupportedModelError:
+                if tried or not shows_at_another_size(self._clipper.passes, self._model, loss_fn, examples):
+                    raise
+                tried = True
+
+    def backward(self, losses: Tensor, retain_graph: bool) -> ClippingResult:
+        """Gathers the clipped sum of the physical batch that was handed out last; see `PrivacyEngine.backward`."""
+        try:
+            self.check_turn()
+            self.micro_batches.check_found()
+            return self._gather_losses(self._scaling.unscaled(losses), retain_graph)
+        except BaseException:
+            self.turns.failed()
+            raise
+
+    def _gather_losses(self, losses: Tensor, retain_graph: bool = False) -> ClippingResult:
+        self.check_count(losses)
+        self._self_check.backward(losses)
+        users = self._users
+        units = losses if users is None else users.add_up(losses)
+        try:
+            return self.gather(lambda: self._clipper.backward(units, retain_graph=retain_graph))
+        except UnsupportedModelError as error:
+            raise error if users is None else UnsupportedModelError(f"{error}; {OF_USERS}") from error
+
+    def gather(self, clip: Callable[[], ClippingResult]) -> ClippingResult:
+        """Gathers what ``clip`` adds to the p.grads for the physical batch, or piece of one, in the making."""
+
+        def clipped() -> ClippingResult:
+            result = clip()
+            refuse_joint_weights(self._clipper.clipping, result.norms)
+            # Before the sums count as gathered, lest an interruption part them from their noise.
+            self.release.sensitivity = max(self.release.sensitivity, result.sensitivity)
+            return result
+
+        piece = self._piece
+        result = self._sums.gather(clipped, apart=piece is not None, more=piece is not None and piece[1] < piece[2])
+        self.release.saw(result.norms)
+        self.current("engine.backward()").failed = False
+        return result
+
+    def check_turn(self) -> None:
+        """Raises PrivacyError unless the physical batch that was handed out last is the next to be gathered."""
+        batch = self.current("engine.backward()")
+        self._clipper.check_whole()
+        if batch.handed != self._sums.count + 1:
+            raise PrivacyError(
+                f"engine.backward() ran for {self._sums.count} of the {batch.handed} physical batches handed out so "
+                "far, so this call is not the one that the last of them needs; call it exactly once in each turn of "
+                "`for examples in batch.physical()` (add up several losses of one example first)"
+            )
+        self.updates.check_within(self._sums.count)
+
+    def check_count(self, losses: Tensor) -> None:
+        """Raises LossShapeError unless there is a loss for each example of the physical batch, as large as it is."""
+        self._scaling.refuse_scaled(losses)
+        expected, _ = self._rows_and_units()
+        if self._piece is not None:
+            start, stop, units = self._piece
+            expected = expected // units * (stop - start)
+        if isinstance(losses, Tensor) and losses.dim() == 1 and losses.shape[0] != expected:
+            raise LossShapeError(
+                f"losses must have one entry for each of the {expected} examples of this physical batch; got "
+                f"{losses.shape[0]}. Average or add up several losses of one example, and give examples that are left "
+                "out a loss of zero"
+            )
+
+    def _rows_and_units(self) -> tuple[int, int]:
+        """How many rows the physical batch that was handed out last has, and how many examples or users."""
+        batch = self.current("engine.backward()")
+        rows, users = batch.sizes[batch.handed - 1], batch.users[batch.handed - 1]
+        return rows, rows if users is None else users.users
+
+    @property
+    def _users(self) -> UserRows | None:
+        """Whose rows the physical batch that was handed out last has; None where every row is a unit of its own."""
+        batch = self.current("engine.backward()")
+        users = batch.users[batch.handed - 1]
+        return users if users is None or self._piece is None else users.part(*self._piece[:2])
+
+
+def refuse_second_engine(optimizer: Optimizer) -> None:
+    """Raises PrivacyError when an engine's hooks are on the optimizer already."""
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    if any(isinstance(getattr(hook, "__self__", None), Release) for hook in hooks):
+        raise PrivacyError(
+            "another PrivacyEngine is attached to this optimizer, and two would add noise and charge twice; call its "
+            "detach(), or build a new optimizer"
+        )
