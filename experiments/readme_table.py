@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,18 @@ def read(name: str, folder: Path = RESULTS) -> dict[str, Any]:
 
 
 def speed_tables(folder: Path = RESULTS) -> str:
-    """All tables of the benchmark's files that are in ``folder``, each under its heading."""
-    return "\n\n".join(
-        f"{title}\n\nFrom `{name}`.\n\n{markdown(read(name, folder))}"
-        for name, title in SPEED.items()
-        if (folder / name).exists()
+    """All tables of the benchmark's files that are in ``folder``, each under its heading, after one of the networks."""
+    files = {name: read(name, folder) for name in SPEED if (folder / name).exists()}
+    tables = [f"{SPEED[name]}\n\nFrom `{name}`.\n\n{markdown(results)}" for name, results in files.items()]
+    return "\n\n".join([networks(list(files.values())), *tables])
+
+
+def networks(files: Sequence[dict[str, Any]]) -> str:
+    """What each workload of the results is."""
+    works = {name: work for results in files for name, work in results["workloads"].items()}
+    rows = [f"| {name} | {work['about']} | {work['parameters']:,} |" for name, work in works.items()]
+    return "\n".join(
+        ["## Networks", "", "| workload | network and inputs | trained parameters |", "| --- | --- | --- |", *rows]
     )
 
 

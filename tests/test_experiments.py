@@ -94,7 +94,9 @@ def test_the_pages_tables_are_those_of_the_files_there(tmp_path):
     one = module.speed_tables(tmp_path)
     (tmp_path / "bench-two-threads.json").write_text((module.RESULTS / "bench-two-threads.json").read_text())
     two = module.speed_tables(tmp_path)
+    assert one.startswith("## Networks\n")
     assert two.startswith(one)
+    assert one.count("\n| gpt-128 |") == 3  # what it is, its time, its memory
     assert "## Two threads" in two.removeprefix(one)
     page = module.with_table(f"before\n{module.START}\nold\n{module.END}\nafter", two)
     assert page == f"before\n{module.START}\n\n{two}\n\n{module.END}\nafter"
