@@ -1,53 +1,105 @@
-"""Writes the tables of the committed benchmark into README.md, so that its figures are those of the results' files.
+"""Writes the tables of the committed benchmarks: the short one into README.md, all others into docs/speed.md.
 
     python experiments/readme_table.py
 
-Run it after `make bench`. The block between the two markers is replaced; a test compares them.
+Run it after `make bench`. On each page the block between the two markers is replaced; a test compares them.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ghostclip.bench import markdown
+from ghostclip.bench.machine import in_words
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "experiments" / "results" / "bench.json"
-FURTHER = {
-    "bench-peers.json": "Beside other libraries (Opacus, fastDP, JAX), one core:",
-    "bench-sizes.json": "Larger and smaller images, longer texts, one core:",
-    "bench-backward.json": "By `backward(losses)`, which has to do with the graph it is given, one core:",
-    "bench-two-threads.json": "On two threads:",
-    "bench-compiled.json": "Compiled steps, one core:",
+RESULTS = ROOT / "experiments" / "results"
+PEERS = "bench-peers.json"
+# {file: what its tables are about}, in the order of the page.
+SPEED = {
+    "bench.json": "## Step time and memory, one core",
+    PEERS: "## Beside other libraries, one core",
+    "bench-sizes.json": "## Other image sizes and longer texts, one core",
+    "bench-backward.json": "## Losses computed by the caller, one core",
+    "bench-two-threads.json": "## Two threads",
+    "bench-compiled.json": "## Compiled steps, one core",
 }
-START = "<!-- table: written by experiments/readme_table.py from experiments/results/bench.json, do not edit -->"
-END = "<!-- end of table -->"
+# {workload: its name in README.md}
+SHORT = {
+    "cnn": "CNN, 28 x 28 images",
+    "lstm": "LSTM, 28 steps",
+    "transformer": "Transformer block, 128 words",
+    "gpt-128": "GPT-2-like, 8.3 M parameters, 128 words",
+    "resnet18-64px": "ResNet-18 with GroupNorm, 64 x 64 images",
+    "embedding": "word embedding and a linear layer, 256 words",
+}
+COLUMNS = {
+    "cached": "GhostClip, cached",
+    "reweight": "GhostClip, reweight",
+    "opacus-ghost": "Opacus, ghost clipping",
+    "opacus-hooks": "Opacus, hooks",
+}
+START = "<!-- tables written by experiments/readme_table.py from experiments/results, do not edit -->"
+END = "<!-- end of tables -->"
 
 
-def with_table(text: str, results: Path = RESULTS) -> str:
-    """``text`` with what is between the markers replaced by the tables; ValueError when a marker isn't there once.
+def read(name: str, folder: Path = RESULTS) -> dict[str, Any]:
+    """A file of the benchmark's results."""
+    return json.loads((folder / name).read_text())
 
-    Args:
-        text: a page.
-        results: the benchmark's file; the tables of the FURTHER files beside it follow its own.
-    """
+
+def speed_tables(folder: Path = RESULTS) -> str:
+    """All tables of the benchmark's files that are in ``folder``, each under its heading, after one of the networks."""
+    files = {name: read(name, folder) for name in SPEED if (folder / name).exists()}
+    tables = [f"{SPEED[name]}\n\nFrom `{name}`.\n\n{markdown(results)}" for name, results in files.items()]
+    return "\n\n".join([networks(list(files.values())), *tables])
+
+
+def networks(files: Sequence[dict[str, Any]]) -> str:
+    """What each workload of the results is."""
+    works = {name: work for results in files for name, work in results["workloads"].items()}
+    rows = [f"| {name} | {work['about']} | {work['parameters']:,} |" for name, work in works.items()]
+    return "\n".join(
+        ["## Networks", "", "| workload | network and inputs | trained parameters |", "| --- | --- | --- |", *rows]
+    )
+
+
+def short_table(folder: Path = RESULTS) -> str:
+    """Six networks beside Opacus: medians of step time over the ordinary step of the same round."""
+    results = read(PEERS, folder)
+    header = ["network", "batch", "ordinary step, ms", *COLUMNS.values()]
+    rows = [header, ["---"] * len(header)]
+    for name, title in SHORT.items():
+        work = results["workloads"][name]
+        found = work["contenders"]
+        ratios = [f"{found[column]['over_nonprivate']['median']:.2f}" for column in COLUMNS]
+        rows.append([title, str(work["batch_size"]), f"{found['nonprivate']['ms']['median']:.3g}", *ratios])
+    lines = ["| " + " | ".join(cells) + " |" for cells in rows]
+    source = f"Measured at commit {results['commit']} on {in_words(results['machine'])}."
+    return "\n".join([*lines, "", source])
+
+
+def with_table(text: str, tables: str) -> str:
+    """``text`` with what is between the markers replaced; ValueError when a marker isn't there exactly once."""
     if text.count(START) != 1 or text.count(END) != 1:
         raise ValueError(f"expected one line {START!r} and one line {END!r}")
     before, _, rest = text.partition(START)
     _, _, after = rest.partition(END)
-    tables = [markdown(json.loads(results.read_text()))]
-    for name, title in FURTHER.items():
-        if (path := results.parent / name).exists():
-            tables.append(f"{title}\n\n{markdown(json.loads(path.read_text()))}")
-    return "\n\n".join([f"{before}{START}", *tables, f"{END}{after}"])
+    return f"{before}{START}\n\n{tables}\n\n{END}{after}"
+
+
+PAGES = {"README.md": short_table, "docs/speed.md": speed_tables}
 
 
 def main() -> int:
-    """Rewrites README.md; returns the exit status."""
-    readme = ROOT / "README.md"
-    readme.write_text(with_table(readme.read_text()))
+    """Rewrites both pages; returns the exit status."""
+    for name, tables in PAGES.items():
+        page = ROOT / name
+        page.write_text(with_table(page.read_text(), tables()))
     return 0
 
 

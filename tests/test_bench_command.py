@@ -1,15 +1,17 @@
 """The benchmark as a command: what it prints and writes, what mistakes and Ctrl-C end in."""
 
 import json
+import re
+import subprocess
 
 import pytest
 from test_bench import TINY, broken
 
 from ghostclip import cli
-from ghostclip.bench import CONTENDERS, WORKLOADS, Contender, compare, markdown
+from ghostclip.bench import CONTENDERS, WORKLOADS, Contender, compare, machine, markdown
 from ghostclip.bench.__main__ import main
 from ghostclip.bench.contenders import by_filling_gradients
-from ghostclip.bench.machine import describe, in_words
+from ghostclip.bench.machine import commit, describe, in_words
 from ghostclip.bench.table import full_markdown
 
 FEW = ["--contenders", "reweight,cached,nxbp", "--seconds", "0.05", "--together"]
@@ -47,8 +49,29 @@ def test_it_prints_a_table_and_writes_every_figure(tmp_path, capsys, monkeypatch
     assert results["machine"]["threads"] == 1
     assert results["workloads"]["tiny"]["contenders"]["cached"]["nxbp_over"]["rounds"] >= 3
     assert in_words(results["machine"]) in printed.out
+    assert results["commit"] == commit()
     assert out.with_suffix(".md").read_text() == full_markdown(results) + "\n"
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_results_name_their_commit_and_nothing_outside_of_a_checkout(tmp_path, monkeypatch):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "ghostclip" / "bench" / "machine.py"))
+    assert commit() is None
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run([*git, *words], check=True)
+    clean = commit()
+    assert re.fullmatch(r"[0-9a-f]{7,}", clean)
+    for name in ("results.json", "ghostclip/code.py"):
+        assert commit() == clean
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("new\n")
+        subprocess.run([*git, "add", name], check=True)
+    assert commit() == f"{clean}-dirty"
+    row = timed(1.0)
+    results = result(nonprivate={"ms": row["ms"]}, cached=row | {"correct": True})
+    assert "Measured at" not in markdown(results)
+    assert f"Measured at commit {clean}." in markdown(results | {"commit": clean})
 
 
 def test_ghostclip_bench_is_the_same_command(capsys):

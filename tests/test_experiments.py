@@ -52,7 +52,7 @@ def test_a_wrong_method_gets_no_figure(monkeypatch):
 
 def test_the_readme_table_needs_its_markers():
     with pytest.raises(ValueError, match="expected one line"):
-        script("readme_table").with_table("no table here")
+        script("readme_table").with_table("no table here", "a table")
 
 
 @pytest.mark.slow
@@ -88,18 +88,31 @@ def test_largest_batch_is_compared_with_non_private_training(tmp_path, monkeypat
     assert 0.47 < found["over_nonprivate"]["cached"] < 0.53
 
 
-def test_the_readme_s_tables_are_those_of_the_files_there(tmp_path):
+def test_the_pages_tables_are_those_of_the_files_there(tmp_path):
     module = script("readme_table")
-    (tmp_path / "bench.json").write_text(module.RESULTS.read_text())
-    page = f"before\n{module.START}\nold\n{module.END}\nafter"
-    one = module.with_table(page, tmp_path / "bench.json")
-    (tmp_path / "bench-two-threads.json").write_text(module.RESULTS.read_text())
-    two = module.with_table(one, tmp_path / "bench.json")
-    assert one.startswith("before\n")
-    assert one.endswith(f"{module.END}\nafter")
-    assert "old" not in one
-    assert "On two threads:" in two
-    assert two.count("| workload |") == 2 * one.count("| workload |")
+    (tmp_path / "bench.json").write_text((module.RESULTS / "bench.json").read_text())
+    one = module.speed_tables(tmp_path)
+    (tmp_path / "bench-two-threads.json").write_text((module.RESULTS / "bench-two-threads.json").read_text())
+    two = module.speed_tables(tmp_path)
+    assert one.startswith("## Networks\n")
+    assert two.startswith(one)
+    assert one.count("\n| gpt-128 |") == 3  # what it is, its time, its memory
+    assert "## Two threads" in two.removeprefix(one)
+    page = module.with_table(f"before\n{module.START}\nold\n{module.END}\nafter", two)
+    assert page == f"before\n{module.START}\n\n{two}\n\n{module.END}\nafter"
+
+
+def test_the_short_table_has_six_networks_beside_opacus(tmp_path):
+    module = script("readme_table")
+    results = module.read(module.PEERS)
+    found = results["workloads"]["cnn"]["contenders"]
+    for number, name in enumerate(module.COLUMNS, 1):
+        found[name]["over_nonprivate"]["median"] = number + 0.126
+    (tmp_path / module.PEERS).write_text(json.dumps(results | {"commit": "abc1234"}))
+    lines = module.short_table(tmp_path).splitlines()
+    assert len([line for line in lines if line.startswith("|")]) == 2 + 6
+    assert lines[2].endswith("| 1.13 | 2.13 | 3.13 | 4.13 |")
+    assert "at commit abc1234 on" in lines[-1]
 
 
 @pytest.mark.slow

@@ -1,65 +1,82 @@
-"""The documents: their code runs, in order, and their tables say what the package does."""
+"""The documents: their code runs and prints what they say, links and commands exist, tables are the results'."""
 
 import contextlib
 import io
 import json
 import re
+import shlex
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from graphs import interpret
 from test_experiments import script
 
 import ghostclip
-from ghostclip.bench import markdown
+from ghostclip import cli
 from ghostclip.nn.base import LAYERS
 
 ROOT = Path(__file__).resolve().parents[1]
-FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+DOCS = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md"))
+PAGES = ["README.md", *DOCS]
+# A block of Python, and the block of text right after the next few lines that says what it prints.
+FENCE = re.compile(r"^```python\n(.*?)^```$(?:\n+(?:It prints:\n+)?^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 
 
-def blocks(document: str) -> Iterator[Any]:
-    """The Python blocks of a document, compiled so that errors name its lines."""
-    text = (ROOT / document).read_text()
+def text_of(document: str) -> str:
+    return (ROOT / document).read_text()
+
+
+def blocks(document: str) -> Iterator[tuple[Any, str | None]]:
+    """The Python blocks of a document, compiled so that errors name its lines, each with what it is said to print."""
+    text = text_of(document)
     for found in FENCE.finditer(text):
         line = text.count("\n", 0, found.start(1))
-        yield compile("\n" * line + found.group(1), document, "exec")
+        yield compile("\n" * line + found.group(1), document, "exec"), found.group(2)
 
 
 def run(document: str) -> dict[str, Any]:
-    """All Python blocks of a document in one namespace, which is returned."""
+    """All Python blocks of a document in one namespace, which is returned; what they print is as the document says."""
     namespace: dict[str, Any] = {"__name__": document}
-    for block in blocks(document):
-        exec(block, namespace)
+    for block, expected in blocks(document):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(block, namespace)
+        if expected is not None:
+            assert printed.getvalue() == expected, document
     return namespace
 
 
-@pytest.fixture(scope="module")
-def readme() -> tuple[dict[str, Any], str]:
-    """The names README.md's code leaves behind, and what it printed."""
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder to run a page's code in, as the only process of a group where it asks for one; no graph is compiled."""
+    monkeypatch.chdir(tmp_path)
+    interpret(monkeypatch)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1], "RANK": 0, "WORLD_SIZE": 1}
+    for name, value in address.items():
+        monkeypatch.setenv(name, str(value))
     torch.manual_seed(0)
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        names = run("README.md")
-    return names, printed.getvalue()
+    yield tmp_path
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
-def test_the_readme_runs_and_spends_what_it_says(readme):
-    names, printed = readme
-    assert re.search(r"^epsilon [012]\.\d\d at delta 1e-5$", printed, re.MULTILINE)
-    assert "BatchNorm2d" in printed
-    assert 2.9 < names["engine"].epsilon() <= 3.0
-    with pytest.raises(ghostclip.BudgetExceededError):
-        names["engine"].step(next(iter(names["engine"].batches())), names["loss_fn"])
+def test_every_text_block_is_compared_with_what_code_prints():
+    for page in PAGES:
+        assert text_of(page).count("```text\n") == sum(expected is not None for _, expected in blocks(page)), page
 
 
-def test_the_readme_names_shapes_as_they_are(readme):
-    names, _ = readme
-    assert names["norms"].shape == (16,)
-    assert {name: tuple(norm.shape) for name, norm in names["by_layer"].items()} == {"0": (16,), "3": (16,)}
-    assert names["each"]["0.weight"].shape == (16, 4, 1, 3, 3)
+@pytest.mark.parametrize("page", [page for page in PAGES if "```python\n" in text_of(page)])
+def test_the_code_of_a_page_runs_and_prints_what_it_says(page, folder):
+    names = run(page)
+    if page == "docs/clipping.md":  # what its comments say
+        assert names["norms"].shape == (16,)
+        assert {name: tuple(norm.shape) for name, norm in names["by_layer"].items()} == {"0": (16,), "3": (16,)}
 
 
 def test_the_worked_example_of_a_layer_is_exact():
@@ -77,7 +94,7 @@ def test_the_worked_example_of_a_layer_is_exact():
 
 
 def test_the_table_of_layers_is_complete():
-    section = (ROOT / "README.md").read_text().partition("## Layers\n")[2].partition("\n## ")[0]
+    section = text_of("docs/layers.md").partition("# Layers\n")[2].partition("\n## ")[0]
     named = {
         name for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
     }
@@ -85,35 +102,76 @@ def test_the_table_of_layers_is_complete():
     assert named == {name for name in public if hasattr(torch.nn, name)}
 
 
-def test_the_table_of_figures_is_the_benchmark_s():
-    text = (ROOT / "README.md").read_text()
+def test_the_tables_of_figures_are_the_benchmark_s():
     module = script("readme_table")
-    assert module.with_table(text) == text
-    results = json.loads(module.RESULTS.read_text())
-    assert markdown(results) in text
-    assert all(row.get("correct", True) for w in results["workloads"].values() for row in w["contenders"].values())
+    for page, tables in module.PAGES.items():
+        assert module.with_table(text_of(page), tables()) == text_of(page)
+    for name in module.SPEED:
+        works = module.read(name)["workloads"].values()
+        assert all(row.get("correct", True) for work in works for row in ours(work["contenders"]))
+
+
+def ours(contenders: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for name, row in contenders.items() if re.match(r"reweight|cached|per-layer|compiled", name)]
+
+
+def test_the_largest_batches_are_those_measured():
+    found = json.loads(text_of("experiments/results/largest_batch.json"))["workloads"]
+    for work in found.values():
+        batch = work["batch"]
+        cells = " | ".join(str(batch[name]) for name in ("nonprivate", "reweight", "per-layer", "cached"))
+        assert f"| {cells} |" in text_of("docs/speed.md")
 
 
 def test_what_the_demo_reaches_is_what_was_measured():
     module = script("demo_accuracy")
     results = json.loads((module.RESULTS / "demo_accuracy.json").read_text())
-    said = " ".join((ROOT / "README.md").read_text().split())
+    said = " ".join(text_of("README.md").split())
     assert f"median and range of 20 runs: {module.sentence(results)}." in said
     assert [module.spread(row)[-1] for row in results["trainings"].values()] == [20] * 4
     assert (module.RESULTS / "demo_accuracy.md").read_text() == module.markdown(results)
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def anchors(document: Path) -> set[str]:
+    """What links to headings of a document end with, as GitHub makes it of their words."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
 def test_links_lead_somewhere(document):
-    links = re.findall(r"\]\((?!https?://)([^)#]+)\)", (ROOT / document).read_text())
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    place = ROOT / document
+    for path, _, anchor in re.findall(r"\]\((?!https?://)([^)#\s]*)(#?)([^)]*)\)", place.read_text()):
+        target = (place.parent / path) if path else place
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
 
 
-def test_the_readme_s_commands_exist():
-    from ghostclip.cli import COMMANDS
+def test_the_readme_links_to_every_page():
+    assert [page for page in DOCS if f"]({page})" not in text_of("README.md")] == []
 
-    words = re.findall(r"^    ghostclip (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert words == list(COMMANDS)
-    targets = (ROOT / "Makefile").read_text()
-    for name in re.findall(r"(?:^    |`)make ([a-z-]+)", (ROOT / "README.md").read_text(), re.MULTILINE):
-        assert re.search(rf"^{name}:", targets, re.MULTILINE), name
+
+def test_commands_are_as_the_parser_takes_them():
+    shown = [line for page in PAGES for line in re.findall(r"^    ghostclip (.+)$", text_of(page), re.MULTILINE)]
+    assert {shlex.split(line)[0] for line in shown} == set(cli.COMMANDS)
+    for line in shown:
+        assert callable(cli._parser().parse_args(shlex.split(line)).run), line
+
+
+def test_options_of_commands_exist():
+    """What is shown of a command within a sentence: `ghostclip train --checkpoint DIR`."""
+    for page in PAGES:
+        for command, rest in re.findall(r"`ghostclip (\w+)([^`]*)`", text_of(page)):
+            known = (ROOT / "ghostclip" / "cli" / f"{command}.py").exists()
+            assert known, (page, command)
+            with contextlib.redirect_stdout(io.StringIO()) as help_text:
+                assert cli.main([command, "--help"]) == 0
+            for option in re.findall(r"--[a-z-]+", rest):
+                assert option in help_text.getvalue(), (page, command, option)
+
+
+def test_make_targets_exist():
+    targets = text_of("Makefile")
+    for page in PAGES:
+        for name in re.findall(r"(?:^    |`)make ([a-z-]+)", text_of(page), re.MULTILINE):
+            assert re.search(rf"^{name}:", targets, re.MULTILINE), (page, name)

@@ -1,9 +1,7 @@
 """Loss scaling: what it changes in float16, that it changes nothing else, and GradScalers around private steps."""
 
 import copy
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import oracle
@@ -261,18 +259,6 @@ def test_gradients_are_unscaled_already() -> None:
         with pytest.raises(RuntimeError, match="already been called"):
             scaler.unscale_(engine.optimizer)
         assert torch.equal(runs.grads(model), before)
-
-
-@pytest.mark.parametrize("device", ["cpu"])
-def test_the_loop_of_the_page_runs(device: str) -> None:
-    page = (Path(__file__).parent.parent / "docs" / "precision.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    model, data = runs.network(), runs.data(size=80)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = runs.weights(model)
-    known = {"torch": torch, "ghostclip": ghostclip, "model": model, "optimizer": optimizer, "data": data}
-    exec(code, known | {"device": device})
-    assert 0 < (runs.weights(model) - before).norm() < 10
 
 
 def test_scales_that_make_no_sense_are_refused() -> None:

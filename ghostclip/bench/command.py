@@ -16,7 +16,7 @@ import torch
 
 from ghostclip.bench.compare import BASELINE, compare
 from ghostclip.bench.lanes import can_be_apart
-from ghostclip.bench.machine import busy_warning, describe
+from ghostclip.bench.machine import busy_warning, commit, describe
 from ghostclip.bench.memory import peaks
 from ghostclip.bench.roster import CONTENDERS, PEERS, USUAL
 from ghostclip.bench.table import full_markdown, markdown
@@ -62,6 +62,7 @@ def run(options: argparse.Namespace) -> int:
         print(warning, file=sys.stderr, flush=True)
     results: dict[str, Any] = {
         "machine": {},
+        "commit": commit(),
         "seconds": options.seconds,
         "apart": _apart(options),
         "contenders": {name: CONTENDERS[name].about for name in options.contenders},

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
+import subprocess
 from pathlib import Path
 
 import torch
 
-__all__ = ["busy_warning", "describe", "in_words"]
+__all__ = ["busy_warning", "commit", "describe", "in_words"]
 
 # A load average above this, before the benchmark itself starts, means that something else is running.
 QUIET = 0.5
@@ -42,6 +44,16 @@ def in_words(machine: dict[str, str | int | float]) -> str:
         f"{place}{machine['cpu']}, {machine['cores']} cores, {machine['threads']} used, torch {machine['torch']}, "
         f"load average {machine['load_average']} before the start"
     )
+
+
+def commit() -> str | None:
+    """The commit of the checkout that this package runs from; "-dirty" follows where its code differs; None without."""
+    root, git = Path(__file__).resolve().parents[2], shutil.which("git")
+    if git is None or not (root / ".git").exists():
+        return None
+    asked = [[git, "-C", str(root), *words.split()] for words in ("rev-parse --short=7 HEAD", "diff HEAD -- ghostclip")]
+    name, changes = (subprocess.run(words, capture_output=True, text=True, check=False).stdout for words in asked)
+    return f"{name.strip()}{'-dirty' if changes else ''}" or None
 
 
 def busy_warning() -> str | None:

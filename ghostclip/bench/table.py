@@ -83,7 +83,8 @@ def _note(results: dict[str, Any]) -> str:
 
 
 def _machine(results: dict[str, Any]) -> str:
-    return f"Machine: {in_words(results['machine'])}."
+    place = f" Measured at commit {results['commit']}." if results.get("commit") else ""
+    return f"Machine: {in_words(results['machine'])}.{place}"
 
 
 def _reasons(results: dict[str, Any]) -> list[str]:
