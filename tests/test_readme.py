@@ -76,6 +76,13 @@ def test_the_worked_example_of_a_layer_is_exact():
         LAYERS.update(before)
 
 
+@pytest.mark.usefixtures("declarations")
+def test_the_page_on_own_layers_runs(capsys):
+    names = run("docs/own_layers.md")
+    assert "Linear (declared)" in capsys.readouterr().out
+    assert names["result"].norms.shape == (32,)
+
+
 def test_the_table_of_layers_is_complete():
     section = (ROOT / "README.md").read_text().partition("## Layers\n")[2].partition("\n## ")[0]
     named = {
@@ -103,10 +110,10 @@ def test_what_the_demo_reaches_is_what_was_measured():
     assert (module.RESULTS / "demo_accuracy.md").read_text() == module.markdown(results)
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/own_layers.md"])
 def test_links_lead_somewhere(document):
     links = re.findall(r"\]\((?!https?://)([^)#]+)\)", (ROOT / document).read_text())
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    assert [link for link in links if not (ROOT / document).parent.joinpath(link).exists()] == []
 
 
 def test_the_readme_s_commands_exist():
