@@ -252,7 +252,7 @@ class Jittered(nn.Linear):
     """Random."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias) + torch.rand(())
+        return F.linear(x, self.weight, self.bias) + torch.rand((), device=x.device)
 
 
 class WithNone(nn.Linear):
