@@ -96,7 +96,7 @@ def unwrap(model: torch_nn.Module) -> torch_nn.Module:
     for module in model.modules():
         if isinstance(module, GhostLayer):
             module.__class__ = module.wrapped  # type: ignore[assignment]
-            for name in ("ghost_batch_dim", "ghost_path", "ghost_verified"):
+            for name in ("ghost_batch_dim", "ghost_path"):
                 module.__dict__.pop(name, None)
     return model
 

@@ -145,6 +145,26 @@ def test_the_forward_of_the_class_runs_once_for_each_module_and_mode(monkeypatch
     assert mine.MyLinear.calls == 8
 
 
+def test_a_forward_of_the_class_that_is_replaced_is_verified_anew(monkeypatch):
+    model, x = declared(mine.MyLinear, nn.Linear, 3, 4), torch.randn(5, 3)
+    model(x)
+    monkeypatch.setattr(mine.MyLinear, "forward", mine.Doubled.forward)
+    with pytest.raises(UnsupportedModelError, match="other values"):
+        model(x)
+
+
+def test_an_engine_s_trials_verify_once(monkeypatch):
+    monkeypatch.setattr(mine.MyLinear, "calls", 0)
+    model = declared(mine.MyLinear, nn.Linear, 3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data = torch.utils.data.TensorDataset(torch.randn(40, 3), torch.randint(2, (40,)))
+    engine = ghostclip.PrivacyEngine(model, optimizer, data, batch_size=20, noise_multiplier=1.0, target_delta=1e-3)
+    for _ in range(2):
+        for batch in engine.batches():
+            engine.step(batch, lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1], reduction="none"))
+    assert mine.MyLinear.calls == 2  # with gradients, and without for the self-check
+
+
 @pytest.mark.parametrize("batch", [torch.zeros(0, 3), torch.full((2, 3), torch.nan)], ids=["empty", "not finite"])
 def test_a_batch_that_shows_nothing_verifies_nothing(batch):
     model = declared(mine.Doubled, nn.Linear, 3, 4)

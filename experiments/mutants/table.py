@@ -1355,15 +1355,15 @@ SAME = [
     Mutant(
         "what is declared is not verified",
         DECLARED,
-        "        if conditions not in self.ghost_verified:\n",
+        "        if conditions not in _verified.get(self, ()):\n",
         "        if False:\n",
         SAME_AS,
     ),
     Mutant(
         "what is declared is verified in one mode for all",
         DECLARED,
-        "        return (self.training, torch.is_grad_enabled(), ",
-        "        return (torch.is_grad_enabled(), ",
+        "        return (self.wrapped.forward, self.training, ",
+        "        return (self.wrapped.forward, ",
         SAME_AS,
     ),
     Mutant(

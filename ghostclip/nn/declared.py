@@ -8,6 +8,7 @@ called change. Whatever the claim is worth, clipping is exact: rule and forward 
 from __future__ import annotations
 
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -23,6 +24,10 @@ __all__ = ["DECLARED", "Declared", "same_as"]
 
 # The declared class -> its wrapper. Filled by `same_as`, for the process.
 DECLARED: dict[type, type[Declared]] = {}
+
+# Under which conditions a module was found to compute what its class's target does. Beside the modules, so that copies
+# of one are verified anew, and that forwards whose traces in the module are undone count, too.
+_verified: WeakKeyDictionary[torch.nn.Module, set[tuple]] = WeakKeyDictionary()
 
 
 def same_as(kind: type[torch.nn.Module], torch_class: type[torch.nn.Module]) -> None:
@@ -101,15 +106,13 @@ class Declared(GhostLayer):
     checked_when_frozen = True
     target: ClassVar[type[torch.nn.Module]]
     stand_in: ClassVar[type[GhostLayer]]
-    # Under which conditions this module was found to compute what the target does.
-    ghost_verified: frozenset[tuple] = frozenset()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the torch class's; raises UnsupportedModelError where the declared class does something else."""
         if "stand_in" not in vars(type(self)):
             raise self._refusal("its class was changed after it was wrapped, as a parametrization does")
         conditions = self._conditions(args, kwargs)
-        if conditions not in self.ghost_verified:
+        if conditions not in _verified.get(self, ()):
             if torch._C._are_functorch_transforms_active():  # no value can be looked at, nothing is captured
                 return _call(_seen_as(self, self.wrapped), args, kwargs)
             self._verify(args, kwargs, conditions)
@@ -166,7 +169,7 @@ class Declared(GhostLayer):
         values = (*args, *kwargs.values(), *self._parameters.values())
         kinds = [(t.dtype, t.device, t.dim(), t.requires_grad) for t in values if isinstance(t, Tensor)]
         autocast = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
-        return (self.training, torch.is_grad_enabled(), *autocast, len(args), *kwargs, *kinds)
+        return (self.wrapped.forward, self.training, torch.is_grad_enabled(), *autocast, len(args), *kwargs, *kinds)
 
     def _verify(self, args: tuple[Any, ...], kwargs: dict[str, Any], conditions: tuple) -> None:
         """Notes that both forwards do the same on these inputs; raises UnsupportedModelError if they don't."""
@@ -181,7 +184,7 @@ class Declared(GhostLayer):
         if found.difference is not None:
             raise self._refusal(found.difference)
         if found.conclusive:
-            self.__dict__["ghost_verified"] = self.ghost_verified | {conditions}
+            _verified.setdefault(self, set()).add(conditions)
 
     def _refusal(self, problem: str) -> UnsupportedModelError:
         return UnsupportedModelError(
@@ -190,12 +193,9 @@ class Declared(GhostLayer):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """By its own class, which is found by name; a copy is verified anew."""
+        """By its own class, which is found by name."""
         reduced: Any = super().__reduce_ex__(protocol)
-        _, _, state, *rest = reduced
-        if isinstance(state, dict):
-            state = {name: value for name, value in state.items() if name != "ghost_verified"}
-        return (_restored, (self.wrapped, self.target), state, *rest)
+        return (_restored, (self.wrapped, self.target), *reduced[2:])
 
 
 def _wrapper(kind: type[torch.nn.Module], rule: type[GhostLayer]) -> type[Declared]:
