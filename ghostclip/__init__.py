@@ -17,6 +17,7 @@ with ends_a_command():
         UnsupportedModelError,
         VerificationError,
     )
+    from .nn.declared import same_as
     from .wrap import Finding, check, unwrap, wrap
 
 __version__ = "0.1.0"
@@ -40,6 +41,7 @@ __all__ = [
     "clipping",
     "errors",
     "nn",
+    "same_as",
     "unwrap",
     "wrap",
 ]

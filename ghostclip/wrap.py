@@ -16,6 +16,7 @@ from torch import nn as torch_nn
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.data_swap import mixed_examples
 from ghostclip.nn.base import LAYERS, GhostLayer
+from ghostclip.nn.declared import DECLARED
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.nn.normalization import instead_of_batchnorm
 from ghostclip.nn.scaling import scaling_of
@@ -129,10 +130,12 @@ def check(
 
 
 def _wrapper_for(module: torch_nn.Module) -> type | None:
-    """The wrapper for a module: of its class, or of what it proves to do; None when there is none."""
+    """The wrapper for a module: of its class, as declared, or of what it proves to do; None when there is none."""
     found = type(module)
     if issubclass(found, GhostLayer):
         return None
+    if found in DECLARED:
+        return DECLARED[found]
     library = found.__module__.partition(".")[0]
     if library in ELSEWHERE and found not in LAYERS:
         importlib.import_module(ELSEWHERE[library]).register(found)

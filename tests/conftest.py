@@ -1,9 +1,12 @@
 """What every test starts from: one thread and fixed seeds."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from ghostclip.native import library
+from ghostclip.nn.declared import DECLARED
 from ghostclip.nn.identity_input import possible
 
 torch.set_num_threads(1)
@@ -24,3 +27,13 @@ def every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
             monkeypatch.setattr("ghostclip.nn.recurrence.serves", possible)
     elif library("time_loop") is None:
         pytest.skip("no C compiler here")
+
+
+@pytest.fixture
+def declarations() -> Iterator[None]:
+    """`ghostclip.same_as` holds for the process; here, for a test."""
+    before = dict(DECLARED)
+    DECLARED.clear()
+    yield
+    DECLARED.clear()
+    DECLARED.update(before)

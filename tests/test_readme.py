@@ -72,8 +72,11 @@ def test_every_text_block_is_compared_with_what_code_prints():
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "```python\n" in text_of(page)])
+@pytest.mark.usefixtures("declarations")
 def test_the_code_of_a_page_runs_and_prints_what_it_says(page, folder):
     names = run(page)
+    if page == "docs/own_layers.md":
+        assert "Linear (declared)" in str(names["clipper"].explain())
     if page == "docs/clipping.md":  # what its comments say
         assert names["norms"].shape == (16,)
         assert {name: tuple(norm.shape) for name, norm in names["by_layer"].items()} == {"0": (16,), "3": (16,)}

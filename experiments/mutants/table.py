@@ -1349,6 +1349,47 @@ MISUSE = [
     ),
 ]
 
+DECLARED, SAME_AS = "ghostclip/nn/declared.py", ("tests/test_same_as.py", "tests/test_same_as_refusals.py")
+
+SAME = [
+    Mutant(
+        "what is declared is not verified",
+        DECLARED,
+        "        if conditions not in _verified.get(self, ()):\n",
+        "        if False:\n",
+        SAME_AS,
+    ),
+    Mutant(
+        "what is declared is verified in one mode for all",
+        DECLARED,
+        "        return (self.wrapped.forward, self.training, ",
+        "        return (self.wrapped.forward, ",
+        SAME_AS,
+    ),
+    Mutant(
+        "a subclass of a declared class is taken for it",
+        "ghostclip/wrap.py",
+        "    if found in DECLARED:\n        return DECLARED[found]\n",
+        "    for base in found.__mro__:\n        if base in DECLARED:\n            return DECLARED[base]\n",
+        SAME_AS,
+    ),
+    Mutant(
+        "a declared class's own forward runs under the rule of torch's",
+        DECLARED,
+        "    stand_in = type(kind.__name__, (_StandIn, rule), ",
+        "    stand_in = type(kind.__name__, (_StandIn, rule, kind), ",
+        SAME_AS,
+    ),
+    Mutant(
+        "a declared class has parameters of its own",
+        DECLARED,
+        "for name, _ in module.named_parameters() if name not in names]",
+        "for name, _ in module.named_parameters() if False]",
+        SAME_AS,
+    ),
+]
+
 MUTANTS = [
     *CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *PROVED, *SHARDED, *MIXED, *COMPILED, *MISUSE,
+    *SAME,
 ]  # fmt: skip

@@ -179,6 +179,10 @@ class GhostLayer(torch.nn.Module):
     checked_when_frozen: ClassVar[bool] = False
     # Whether it looks up rows by indices, which may be those of positions, the same for all examples.
     reads_indices: ClassVar[bool] = False
+    # Whether its rule takes its one input and the gradient row by row along the batch dimension, whatever a row is.
+    row_by_row: ClassVar[bool] = False
+    # Whether some of its parameters belong to layers inside of it.
+    has_parts: ClassVar[bool] = False
     wrapped: ClassVar[type[torch.nn.Module]]
     # The dimension of inputs and outputs that holds examples; `wrap(model, batch_dim=...)` sets it on the instance.
     ghost_batch_dim: int = 0

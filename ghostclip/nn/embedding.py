@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,8 +26,7 @@ class Table(GhostLayer):
         return ("weight",)
 
     @classmethod
-    def obstacles(cls, module: torch.nn.Module) -> list[tuple[str, str]]:
-        assert isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+    def obstacles(cls, module: Any) -> list[tuple[str, str]]:
         found = []
         if module.max_norm is not None:  # a frozen table is rescaled too
             found.append(
@@ -46,6 +47,8 @@ class Table(GhostLayer):
 
 class Embedding(Table, torch.nn.Embedding, wraps=torch.nn.Embedding):
     """`torch.nn.Embedding` that can be clipped; repeated indices add up, ``padding_idx`` gets no gradient."""
+
+    row_by_row = True
 
     def forward(self, input: Tensor) -> Tensor:
         return self.capture(super().forward(input), input, parameters=("weight",))

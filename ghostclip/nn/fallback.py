@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ghostclip.norms.dense import Dense
 from ghostclip.norms.outer import OuterProduct
@@ -22,9 +22,6 @@ from ghostclip.norms.term import PerExampleGrads, split_examples
 from .base import LayerCall
 
 __all__ = ["FallbackCall", "bare", "one_example", "product", "spread", "spread_one_by_one"]
-
-# Layers whose rule takes inputs and gradients row by row along the batch dimension, whatever a row is.
-ROW_BY_ROW = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
 
 NormResult = Callable[[str, tuple[Tensor, ...], Tensor], PerExampleGrads]
 
@@ -130,7 +127,7 @@ def spread_one_by_one(call: LayerCall, examples: int) -> FallbackCall:
 
 
 def _is_row_by_row(call: LayerCall, inputs: tuple[Tensor, ...]) -> bool:
-    return isinstance(call.layer, ROW_BY_ROW) and not call.rows and len(inputs) == 1
+    return call.layer.row_by_row and not call.rows and len(inputs) == 1
 
 
 def _repeated(call: LayerCall, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:

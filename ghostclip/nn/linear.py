@@ -32,6 +32,8 @@ def summed_positions(grad: Tensor) -> Dense:
 class Linear(GhostLayer, torch.nn.Linear, wraps=torch.nn.Linear):
     """`torch.nn.Linear` that can be clipped; any number of positions between the examples and the features."""
 
+    row_by_row = True
+
     def forward(self, input: Tensor) -> Tensor:
         return self.capture(super().forward(input), input)
 

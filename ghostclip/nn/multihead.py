@@ -34,6 +34,7 @@ class NonDynamicallyQuantizableLinear(
 class MultiheadAttention(GhostLayer, torch.nn.MultiheadAttention, wraps=torch.nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` that can be clipped: masks, kdim, vdim, added biases, weights returned or not."""
 
+    has_parts = True
     __init__ = built_of_wrappers(torch.nn.MultiheadAttention)
 
     def forward(

@@ -42,6 +42,8 @@ def instead_of_batchnorm(kind: str) -> str:
 class LayerNorm(GhostLayer, torch.nn.LayerNorm, wraps=torch.nn.LayerNorm):
     """`torch.nn.LayerNorm` that can be clipped; affine or not, bias or not, any normalized shape."""
 
+    row_by_row = True
+
     def forward(self, input: Tensor) -> Tensor:
         return self.capture(super().forward(input), input)
 
@@ -58,6 +60,8 @@ class LayerNorm(GhostLayer, torch.nn.LayerNorm, wraps=torch.nn.LayerNorm):
 
 class RMSNorm(GhostLayer, torch.nn.RMSNorm, wraps=torch.nn.RMSNorm):
     """`torch.nn.RMSNorm` that can be clipped; affine or not, any normalized shape."""
+
+    row_by_row = True
 
     def forward(self, x: Tensor) -> Tensor:
         return self.capture(super().forward(x), x, parameters=("weight",))

@@ -28,6 +28,8 @@ __all__ = [
 class _BuiltOfWrappers(GhostLayer):
     """A layer whose parameters are all those of its parts."""
 
+    has_parts = True
+
     def _tell_parts(self, batch_first: Any) -> None:
         """Sets where the parts' examples are, if they are not in dimension 0 and nobody has said so."""
         if batch_first is False:

@@ -5,6 +5,7 @@ import pytest
 import torch
 from cases import case
 from comparing import TOLERANCE, assert_close, assert_dicts_close, gradients, typical_norm
+from declared_layers import Jittered, MyLinear, declared
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -120,3 +121,26 @@ def test_an_example_that_is_not_finite_contributes_zero(second_pass):
         assert result.weights.count_nonzero() == 3
     for name, value in sums[1].items():
         torch.testing.assert_close(sums[0][name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.usefixtures("declarations")
+@every_pass
+def test_a_declared_layer_is_verified_there_and_exact(second_pass):
+    model, x = declared(MyLinear, torch.nn.Linear, 5, 4).double(), torch.randn(6, 3, 5, dtype=torch.float64)
+    model(x)
+    expected = oracle.per_example_grads(ghostclip.unwrap(model), losses_of, (x,))
+    clipper = ghostclip.GhostClipper(model.to(DEVICE), 0.5, second_pass=second_pass)
+    MyLinear.calls = 0
+    clipper.backward(losses_of(model(x.to(DEVICE))))
+    assert MyLinear.calls == 1
+    found = {name: grad.cpu() for name, grad in gradients(model).items()}
+    assert_dicts_close(found, oracle.clipped_sum(expected, 0.5), TOLERANCE[torch.float64])
+
+
+@pytest.mark.usefixtures("declarations")
+def test_what_draws_other_random_numbers_there_is_refused():
+    model, x = declared(Jittered, torch.nn.Linear, 5, 4).to(DEVICE), torch.randn(6, 5, device=DEVICE)
+    state = torch.cuda.get_rng_state()
+    with pytest.raises(ghostclip.UnsupportedModelError, match="other values"):
+        model(x)
+    assert torch.equal(torch.cuda.get_rng_state(), state)

@@ -1,0 +1,134 @@
+"""What `ghostclip.same_as` refuses: other values, gradients or effects, other parameters, wrong arguments."""
+
+import copy
+import warnings
+
+import declared_layers as mine
+import pytest
+import torch
+from declared_layers import declared
+from torch import nn
+
+import ghostclip
+from ghostclip import UnsupportedModelError
+from ghostclip.nn.declared import DECLARED
+
+pytestmark = pytest.mark.usefixtures("declarations")
+
+
+# name: (class, torch's, arguments of the class, an input, words of the error)
+DIFFERENT = {
+    "values": (mine.Doubled, nn.Linear, (3, 4), torch.randn(5, 3), "other values"),
+    "rounding": (mine.HandNorm, nn.LayerNorm, (64,), torch.randn(5, 64), "other values"),
+    "gradient": (mine.DetachedBias, nn.Linear, (3, 4), torch.randn(5, 3), "not its gradient"),
+    "padding": (mine.IndexEmbedding, nn.Embedding, (7, 4, 0), torch.zeros(2, 3, dtype=torch.long), "not its gradient"),
+    "shape": (mine.CroppedConv2d, nn.Conv2d, (1, 2, 3), torch.randn(2, 1, 7, 7), r"\[2, 2, 3, 3\] on cpu, not"),
+    "structure": (mine.WithNone, nn.Linear, (3, 4), torch.randn(5, 3), "nested differently"),
+    "noise": (mine.Jittered, nn.Linear, (3, 4), torch.randn(5, 3), "other values"),
+    "new buffer": (mine.Observed, nn.Linear, (3, 4), torch.randn(5, 3), "it changes largest"),
+    "buffer in place": (mine.Counted, nn.Linear, (3, 4), torch.randn(5, 3), "it changes count"),
+    "weight": (mine.Renormed, nn.Linear, (3, 4), torch.randn(5, 3), "it changes weight"),
+    "attribute": (mine.KeptInput, nn.Linear, (3, 4), torch.randn(5, 3), "it changes seen"),
+    "input": (mine.InPlaceInput, nn.Linear, (3, 4), torch.randn(5, 3), "it changes its input"),
+    "torch's raises": (mine.InputsFirst, nn.Linear, (3, 4), torch.randn(5, 3), "can't be called so"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "grad"),
+    [(name, grad) for name, row in DIFFERENT.items() for grad in (True, False) if grad or "gradient" not in row[-1]],
+)
+def test_what_differs_is_refused_on_first_use_and_leaves_no_trace(name, grad):
+    kind, target, args, x, words = DIFFERENT[name]
+    model = declared(kind, target, *args)
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    attributes, values = dict(vars(model[1])), x.clone()
+    with torch.set_grad_enabled(grad), pytest.raises(UnsupportedModelError, match=words) as error:
+        model(x)
+    assert f"1 ({kind.__name__})" in str(error.value)
+    assert f"remove ghostclip.same_as({kind.__name__}" in str(error.value)
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert vars(model[1]) == attributes
+    assert torch.equal(x, values)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_another_gradient_is_found_after_a_forward_without():
+    model = declared(mine.DetachedBias, nn.Linear, 3, 4)
+    with torch.no_grad():
+        model(torch.randn(5, 3))
+    with pytest.raises(UnsupportedModelError, match="not its gradient"):
+        model(torch.randn(5, 3))
+
+
+def weight_normed(module):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.utils.weight_norm(module)
+
+
+def patched(module):
+    module._conv_forward = lambda input, weight, bias: input
+    return module
+
+
+# name: (class, torch's, a module, words of the finding)
+MISFITS = {
+    "parameters more": (mine.LoRALinear, nn.Linear, lambda: mine.LoRALinear(3, 4), "another parameter up, down.weight"),
+    "weight norm": (mine.MyLinear, nn.Linear, lambda: weight_normed(mine.MyLinear(3, 4)), "another parameter weight_g"),
+    "attributes less": (mine.HandRMSNorm, nn.RMSNorm, lambda: mine.HandRMSNorm(4), "no attribute normalized_shape"),
+    "of the class": (mine.ClassEps, nn.LayerNorm, lambda: mine.ClassEps(4), "no attribute eps"),
+    "parameters less": (mine.NoWeight, nn.LayerNorm, lambda: mine.NoWeight(4), "lacks the parameter weight"),
+    "a patched method": (mine.MyConv2d, nn.Conv2d, lambda: patched(mine.MyConv2d(2, 3, 3)), "place of _conv_forward"),
+    "torch's own": (
+        mine.IndexEmbedding,
+        nn.Embedding,
+        lambda: mine.IndexEmbedding(7, 4, max_norm=1.0),
+        "max_norm rescales",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_what_can_not_be_the_same_is_found_by_check_and_refused_by_wrap(name):
+    kind, target, build, words = MISFITS[name]
+    ghostclip.same_as(kind, target)
+    model = nn.ModuleDict({"inner": build(), "frozen": build().requires_grad_(False)})
+    findings = ghostclip.check(model)
+    assert [finding.path for finding in findings] == ["inner", "frozen"]
+    assert all(words in finding.problem and kind.__name__ in finding.problem for finding in findings)
+    with pytest.raises(UnsupportedModelError, match=words):
+        ghostclip.wrap(model)
+    assert type(model["inner"]) is kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "error", "words"),
+    [
+        (3, nn.Linear, TypeError, "kind must be a class of modules"),
+        (mine.MyLinear(3, 4), nn.Linear, TypeError, "kind must be a class of modules"),
+        (dict, nn.Linear, TypeError, "kind must be a class of modules"),
+        (mine.MyLinear, "Linear", TypeError, "torch_class must be a class of modules"),
+        (mine.MyLinear, nn.ReLU, ValueError, "ReLU has no rule"),
+        (mine.MyLinear, mine.HandLinear, ValueError, "HandLinear has no rule"),
+        (mine.MyLinear, nn.MultiheadAttention, ValueError, "is built of layers that have rules"),
+        (mine.MyLinear, nn.TransformerEncoderLayer, ValueError, "is built of layers that have rules"),
+        (nn.Linear, nn.Linear, ValueError, "Linear is torch's"),
+        (nn.Identity, nn.Linear, ValueError, "Identity is torch's"),
+        (ghostclip.nn.Linear, nn.Linear, ValueError, "Linear has one already"),
+        (mine.AWrapper, nn.Linear, ValueError, "AWrapper has one already"),
+        (mine.MyLinear, mine.AWrapper, ValueError, "AWrapper has no rule"),
+    ],
+)
+def test_arguments_that_declare_nothing(kind, target, error, words):
+    with pytest.raises(error, match=words):
+        ghostclip.same_as(kind, target)
+    assert not DECLARED
+
+
+def test_a_class_is_the_same_as_one_other():
+    ghostclip.same_as(mine.MyLinear, nn.Linear)
+    ghostclip.same_as(mine.MyLinear, ghostclip.nn.Linear)
+    with pytest.raises(ValueError, match="MyLinear was declared to be the same as Linear"):
+        ghostclip.same_as(mine.MyLinear, nn.Bilinear)
