@@ -27,7 +27,6 @@ class LineUp(NamedTuple):
     """Contenders with their own copies of a model, after the gate, and the batch they ran on; tables by name.
 
     Attributes:
-        inputs, targets: the batch.
         parameters: how many numbers are trained.
         max_norm, gate: the clipping norm, and the largest error that is not WRONG, as a `Reference` has them.
         prepared: those that can run.

@@ -15,11 +15,12 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -86,11 +87,11 @@ def ask(task: Task, steps: int = 3, counter: str | None = None) -> dict[str, Any
         steps: how many it makes; the first is the one in which strategies are chosen.
         counter: native/allocated.c's library, to count what the C library allocates; None for resident memory.
     """
-    settings = {"OMP_NUM_THREADS": str(task.threads), **ALLOCATOR}
+    settings = ALLOCATOR
     if counter is not None:
-        preloaded = " ".join(filter(None, [counter, os.environ.get("LD_PRELOAD", "")]))
-        settings = {"OMP_NUM_THREADS": str(task.threads), "LD_PRELOAD": preloaded, "PYTHONMALLOC": "malloc"}
-    with _environment(settings):
+        settings = {"LD_PRELOAD": f"{counter} {os.environ.get('LD_PRELOAD', '')}", "PYTHONMALLOC": "malloc"}
+    # In the environment of a new process, which can't set them for itself.
+    with mock.patch.dict(os.environ, {**settings, "OMP_NUM_THREADS": str(task.threads)}):
         process = ContenderProcess(task, _measure, steps, counter is not None, start="spawn")
     try:
         return process.answer()
@@ -98,20 +99,6 @@ def ask(task: Task, steps: int = 3, counter: str | None = None) -> dict[str, Any
         return {"failed": error.why}
     finally:
         process.close()
-
-
-@contextmanager
-def _environment(settings: dict[str, str]) -> Iterator[None]:
-    """Environment variables for the processes that are started meanwhile."""
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            del os.environ[name]
-            if value is not None:
-                os.environ[name] = value
 
 
 def _counter() -> str | None:
@@ -156,11 +143,7 @@ class _Resident:
     def __init__(self) -> None:
         self._resettable = Path("/proc/self/clear_refs").exists()
 
-    def held(self) -> int:
-        return self._read("VmRSS")
-
-    def highest(self) -> int:
-        return self._read("VmHWM")
+        self.held, self.highest = partial(self._read, "VmRSS"), partial(self._read, "VmHWM")
 
     def reset(self) -> None:
         if self._resettable:
@@ -187,5 +170,5 @@ class _Allocated:
 class _Cuda:
     """The bytes in tensors on the GPU, by torch's allocator."""
 
-    held, highest = staticmethod(torch.cuda.memory_allocated), staticmethod(torch.cuda.max_memory_allocated)
-    reset = staticmethod(torch.cuda.reset_peak_memory_stats)
+    held = staticmethod(torch.cuda.memory_allocated)
+    highest, reset = staticmethod(torch.cuda.max_memory_allocated), staticmethod(torch.cuda.reset_peak_memory_stats)

@@ -132,10 +132,7 @@ def _stages(stages: tuple[tuple[int, ...], ...], pool: type[nn.Module]) -> list[
 def resnet(depths: tuple[int, ...], bottleneck: bool, classes: int) -> nn.Sequential:
     """A residual network (He et al. 2016) with GroupNorm of 32 groups in the place of batch norm, for colour images.
 
-    Args:
-        depths: blocks in each of the four stages.
-        bottleneck: blocks of 1 x 1, 3 x 3, 1 x 1 convolutions instead of two 3 x 3.
-        classes: number of outputs.
+    ``depths``: blocks in each stage. ``bottleneck``: of 1 x 1, 3 x 3, 1 x 1 convolutions instead of two 3 x 3.
     """
     layers = [*_normalized(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1)]
     channels = 64
@@ -174,14 +171,8 @@ def text_lstm(words: int) -> nn.Sequential:
 def gpt(width: int, depth: int, heads: int, positions: int, words: int, tied: bool = False) -> nn.Sequential:
     """A language model of GPT-2's form (Radford et al. 2019): learned positions, causal blocks, a norm, a linear head.
 
-    Args:
-        width, depth, heads: of the blocks.
-        positions: the longest text, in tokens.
-        words: number of token ids.
-        tied: the head shares its weight with the embedding, as GPT-2's does.
-
-    Returns:
-        Tokens [B, T] to logits [B, T, words].
+    It takes token ids [B, T], T at most ``positions``, to logits [B, T, words]. ``tied``: the head shares its weight
+    with the embedding, as GPT-2's does.
     """
     embedding, head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
     nn.init.normal_(embedding.weight, std=INITIAL_STD)

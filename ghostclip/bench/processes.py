@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -30,7 +30,7 @@ from ghostclip.bench.measure import Timings, alternate, timed
 from ghostclip.bench.methods import CONTENDERS, register, registered
 from ghostclip.bench.workloads import WORKLOADS
 
-__all__ = ["ContenderProcess", "Found", "ProcessFailed", "Task", "can_be_apart", "in_processes", "keep_freed_memory"]
+__all__ = ["ContenderProcess", "ProcessFailed", "Task", "can_be_apart", "in_processes", "keep_freed_memory"]
 
 # OpenMP's threads go on spinning for up to 20 ms after their last work, which would take cores from the next contender.
 SPINNING = 0.025
@@ -40,6 +40,8 @@ AWAKE = 0.005  # seconds that threads are kept busy for before a step is timed
 GRACE = 2.0  # seconds that a process has for ending by itself; one in the midst of a long step is killed
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h: what mallopt sets
 
+Row = dict[str, str]
+
 
 def _cores() -> tuple[int, ...]:
     """Those this process may use; empty where the system doesn't say."""
@@ -48,15 +50,10 @@ def _cores() -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Task:
-    """What a process runs.
+    """What a process runs: names, the size of the batch, the clipping norm, "cpu" or "cuda", and
 
     Attributes:
-        workload, contender: names.
-        batch_size: examples.
-        max_norm: the clipping norm.
-        device: "cpu" or "cuda".
-        threads: processor threads torch may use; those of this process by default.
-        cores: those that the process is kept to; this one's by default, empty for any.
+        threads, cores: that it may use, no cores for any; by default those of this process.
         modules: whose contenders are to be registered.
     """
 
@@ -84,26 +81,14 @@ class ProcessFailed(RuntimeError):
         self.contender, self.kind, self.why = contender, kind, why
 
 
-class Found(NamedTuple):
-    """What `in_processes` finds.
-
-    Attributes:
-        timings: the turns of those that stayed to the end.
-        ready: {name: seconds that preparing and the first step took}.
-        failed: {name: row of one that can't run or broke}.
-    """
-
-    timings: Timings
-    ready: dict[str, float]
-    failed: dict[str, dict[str, str]]
-
-
 def can_be_apart() -> bool:
     """Whether this system can fork processes from a server."""
     return "forkserver" in multiprocessing.get_all_start_methods()
 
 
-def in_processes(tasks: Mapping[str, Task], seconds: float, *, baseline: str) -> Found:
+def in_processes(
+    tasks: Mapping[str, Task], seconds: float, *, baseline: str
+) -> tuple[Timings, dict[str, float], dict[str, Row]]:
     """Times contenders against each other as `alternate` does, each in a process of its own.
 
     When one of them breaks in the midst of it, the others begin anew.
@@ -112,12 +97,16 @@ def in_processes(tasks: Mapping[str, Task], seconds: float, *, baseline: str) ->
         tasks: by name.
         seconds, baseline: as for `alternate`.
 
+    Returns:
+        The turns of those that stayed to the end; {name: seconds that preparing and the first step took}; and
+        {name: ``{"failed": why}`` or ``{"missing": why}``} of those that broke or can't run.
+
     Raises:
         ProcessFailed: the baseline broke. No process is left behind, whatever is raised.
     """
     running: dict[str, ContenderProcess] = {}
     ready: dict[str, float] = {}
-    failed: dict[str, dict[str, str]] = {}
+    failed: dict[str, Row] = {}
     with ExitStack() as stack:
         while True:
             try:
@@ -127,7 +116,7 @@ def in_processes(tasks: Mapping[str, Task], seconds: float, *, baseline: str) ->
                     stack.callback(running[name].close)
                     ready[name] = running[name].answer()
                 turns = {name: process.turn for name, process in running.items()}
-                return Found(alternate(turns, seconds, baseline=baseline), ready, failed)
+                return alternate(turns, seconds, baseline=baseline), ready, failed
             except ProcessFailed as error:
                 if error.contender == baseline:
                     raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -54,19 +54,18 @@ def layer_weights(norms: Norms, max_norm: float) -> dict[str, Tensor]:
     return {name: weight for parts in layers.values() for name, weight in flat_weights(parts, share).items()}
 
 
-def _ones(norms: Norms, max_norm: float) -> dict[str, Tensor]:
-    return {name: torch.ones_like(norm) for name, norm in norms.items()}
-
-
 RULES: dict[str, Callable[[Norms, float], dict[str, Tensor]]] = {
-    "flat": flat_weights, "layer": layer_weights, "sum": _ones,
-}  # fmt: skip
+    "flat": flat_weights,
+    "layer": layer_weights,
+    "sum": lambda norms, _: {name: torch.ones_like(norm) for name, norm in norms.items()},
+}
 
 
 def loop_norms(model: nn.Module, losses: Losses, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """Each example's gradient norm by parameter: ``{parameter name: [B] float64}``; arguments as for `loop_sums`."""
     # In float64: torch adds up millions of float32 numbers one after another, and loses 4e-4 of their norm.
-    rows = [[float(g.double().norm()) for g in one.values()] for one in _loop(model, losses, inputs, targets)]
+    loop = single_gradients(model, loss_function(losses), (inputs, targets))
+    rows = [[float(gradient.double().norm()) for gradient in one] for one in loop]
     return dict(zip(trained(model), torch.tensor(rows, dtype=torch.float64).T, strict=True))
 
 
@@ -90,17 +89,11 @@ def loop_sums(
     totals = {
         rule: {name: torch.zeros_like(p, dtype=torch.float64) for name, p in trained(model).items()} for rule in weights
     }
-    for example, gradients in enumerate(_loop(model, losses, inputs, targets)):
+    for example, gradients in enumerate(single_gradients(model, loss_function(losses), (inputs, targets))):
         for rule, total in totals.items():
-            for name, gradient in gradients.items():
-                total[name].add_(gradient, alpha=float(weights[rule][name][example]))
+            for (name, value), gradient in zip(total.items(), gradients, strict=True):
+                value.add_(gradient, alpha=float(weights[rule][name][example]))
     return totals
-
-
-def _loop(model: nn.Module, losses: Losses, inputs: Tensor, targets: Tensor) -> Iterator[dict[str, Tensor]]:
-    """Each example's own gradient by parameter name."""
-    for gradients in single_gradients(model, loss_function(losses), (inputs, targets)):
-        yield dict(zip(trained(model), gradients, strict=True))
 
 
 class Reference:

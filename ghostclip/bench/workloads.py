@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -75,9 +76,8 @@ def _texts(positions: int, words: int = WORDS) -> Batches:
 
 def _on_images(name: str, about: str) -> Workload:
     """One of the paper's networks for MNIST."""
-    shape = (1, 28, 28)
-    about = f"{about}; random 28 x 28 images"
-    return Workload(name, about, 128, lambda: unwrap(models.build(name, shape, 10)), _numbers(*shape))
+    build = partial(models.build, name, (1, 28, 28), 10)
+    return Workload(name, f"{about}; random 28 x 28 images", 128, lambda: unwrap(build()), _numbers(1, 28, 28))
 
 
 def _transformer() -> nn.Module:
@@ -89,20 +89,19 @@ def _transformer() -> nn.Module:
 
 def _resnet(side: int, batch_size: int, belongs: str = "sizes") -> Workload:
     about = f"ResNet-18 with GroupNorm, 11.2 M parameters; random {side} x {side} colour images"
-    return Workload(f"resnet18-{side}px", about, batch_size,
-                    lambda: networks.resnet((2, 2, 2, 2), bottleneck=False, classes=10), _numbers(3, side, side),
-                    belongs=belongs)  # fmt: skip
+    model, data = partial(networks.resnet, (2, 2, 2, 2), bottleneck=False, classes=10), _numbers(3, side, side)
+    return Workload(f"resnet18-{side}px", about, batch_size, model, data, belongs=belongs)
 
 
-def _small_gpt(positions: int) -> nn.Module:
-    return networks.gpt(256, 4, 4, positions, WORDS)
+def _small_gpt(positions: int) -> Callable[[], nn.Module]:
+    return partial(networks.gpt, 256, 4, 4, positions, WORDS)
 
 
 def gpt(positions: int, batch_size: int, belongs: str = "sizes") -> Workload:
     """A GPT-2-like model on texts of a length."""
     about = f"GPT-2-like, width 256, 4 blocks, 10,000 words, 8.3 M parameters; texts of {positions} random words"
-    model = lambda: _small_gpt(positions)  # noqa: E731
-    return Workload(f"gpt-{positions}", about, batch_size, model, _texts(positions), token_losses, belongs)
+    data = _texts(positions)
+    return Workload(f"gpt-{positions}", about, batch_size, _small_gpt(positions), data, token_losses, belongs)
 
 
 _ALL = (
@@ -117,28 +116,28 @@ _ALL = (
     Workload("cifar-cnn", "eight convolutions of 32 to 256 channels, 605,226 parameters; random 32 x 32 colour images",
              64, networks.cifar_cnn, _numbers(3, 32, 32)),
     Workload("lstm-imdb", "word vectors of 100, LSTM of 100 units, 1,081,002 parameters; 256 random words a text",
-             32, lambda: networks.text_lstm(WORDS), _reviews(256)),
+             32, partial(networks.text_lstm, WORDS), _reviews(256)),
     Workload("embedding", "word vectors of 16, their mean, two classes, 160,034 parameters; 256 random words a text",
-             128, lambda: networks.embeddings(WORDS), _reviews(256)),
+             128, partial(networks.embeddings, WORDS), _reviews(256)),
     _resnet(64, 16, "usual"),
     gpt(128, 8, "usual"),
     gpt(512, 2, "usual"),
     Workload("vgg11", "VGG11 without batch norm, 9.2 M parameters; random 32 x 32 colour images", 16, networks.vgg11,
              _numbers(3, 32, 32)),
     Workload("lora-gpt", "the GPT-2-like model, frozen; adapters of rank 8 at its attention; texts of 128 random words",
-             8, lambda: networks.with_adapters(_small_gpt(128), 256), _texts(128), token_losses),
+             8, lambda: networks.with_adapters(_small_gpt(128)(), 256), _texts(128), token_losses),
     _resnet(32, 32),
     _resnet(128, 8),
     _resnet(256, 4),
     gpt(256, 4),
     gpt(1024, 2),
     Workload("gpt2-124m", "GPT-2's shape, 124 M parameters, head tied to the embedding; texts of 1,024 random words", 8,
-             lambda: networks.gpt(768, 12, 12, 1024, 50_257, tied=True), _texts(1024, 50_257), token_losses, "gpu"),
+             partial(networks.gpt, 768, 12, 12, 1024, 50_257, tied=True), _texts(1024, 50_257), token_losses, "gpu"),
     Workload("vit-b16", "ViT-B/16's shape, 86 M parameters; random 224 x 224 colour images", 32,
-             lambda: networks.vision_transformer(768, 12, 12, 224, 16, 1000), _numbers(3, 224, 224, classes=1000),
+             partial(networks.vision_transformer, 768, 12, 12, 224, 16, 1000), _numbers(3, 224, 224, classes=1000),
              belongs="gpu"),
     Workload("resnet50-224px", "ResNet-50 with GroupNorm, 25.6 M parameters; random 224 x 224 colour images", 32,
-             lambda: networks.resnet((3, 4, 6, 3), bottleneck=True, classes=1000), _numbers(3, 224, 224, classes=1000),
+             partial(networks.resnet, (3, 4, 6, 3), bottleneck=True, classes=1000), _numbers(3, 224, 224, classes=1000),
              belongs="gpu"),
 )  # fmt: skip
 WORKLOADS = {workload.name: workload for workload in _ALL}
