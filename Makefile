@@ -40,14 +40,14 @@ fuzz: install  ## random models and neighbouring pairs for an hour on two proces
 COMPILED := mlp,fcnn-adult,embedding,cnn,rnn,lstm,transformer,cifar-cnn,lstm-imdb,lora-gpt,gpt-128,vgg11,resnet18-64px
 BACKWARD := reweight-backward,cached-backward,per-layer-backward
 bench: install  ## step times and memory beside non-private training; BENCH="--contenders all" for every library
-	$(BIN)/python -m ghostclip.bench --seconds 8 --memory --out experiments/results/bench.json $(BENCH)
-	$(BIN)/python -m ghostclip.bench --seconds 4 --threads 2 --contenders nonprivate,reweight,cached,per-layer \
+	$(BIN)/python -m experiments.peers --seconds 8 --memory --out experiments/results/bench.json $(BENCH)
+	$(BIN)/python -m experiments.peers --seconds 4 --threads 2 --contenders nonprivate,reweight,cached,per-layer \
 		--out experiments/results/bench-two-threads.json $(BENCH)
-	$(BIN)/python -m ghostclip.bench --seconds 8 --workloads sizes --contenders nonprivate,reweight,cached,per-layer \
+	$(BIN)/python -m experiments.peers --seconds 8 --workloads sizes --contenders nonprivate,reweight,cached,per-layer \
 		--out experiments/results/bench-sizes.json $(BENCH)
-	$(BIN)/python -m ghostclip.bench --seconds 6 --contenders nonprivate,$(BACKWARD) --memory nonprivate,$(BACKWARD) \
+	$(BIN)/python -m experiments.peers --seconds 6 --contenders nonprivate,$(BACKWARD) --memory nonprivate,$(BACKWARD) \
 		--out experiments/results/bench-backward.json $(BENCH)
-	$(BIN)/python -m ghostclip.bench --seconds 4 --workloads $(COMPILED) \
+	$(BIN)/python -m experiments.peers --seconds 4 --workloads $(COMPILED) \
 		--contenders nonprivate,nonprivate-compiled,reweight,cached,compiled \
 		--out experiments/results/bench-compiled.json $(BENCH)
 	$(BIN)/python experiments/readme_table.py
@@ -63,10 +63,10 @@ notebooks: install  ## execute the notebooks in place
 gpu-check: RESULTS := $(or $(OUT),experiments/results)
 gpu-check:  ## CUDA exactness, then the GPU benchmark; uses the machine's own python3, installs nothing
 	python3 -m pytest -p no:cacheprovider tests/gpu
-	python3 -m ghostclip.bench --device cuda --threads 8 --seconds 4 --minutes 3 --out $(RESULTS)/gpu.json \
+	python3 -m experiments.peers --device cuda --threads 8 --seconds 4 --minutes 3 --out $(RESULTS)/gpu.json \
 		--workloads lstm-imdb,gpt2-124m,vit-b16,resnet50-224px --memory nonprivate,reweight,cached \
 		--contenders nonprivate,reweight,cached,per-layer,nxbp,opacus-hooks,opacus-ghost,fastdp
-	python3 -m ghostclip.bench --device cuda --threads 8 --seconds 2 --minutes 2 --out $(RESULTS)/gpu-small.json \
+	python3 -m experiments.peers --device cuda --threads 8 --seconds 2 --minutes 2 --out $(RESULTS)/gpu-small.json \
 		--workloads mlp,cnn,embedding,lstm,transformer,fcnn-adult,cifar-cnn,rnn \
 		--contenders nonprivate,nonprivate-compiled,reweight,cached,per-layer,compiled,nxbp,vmap,opacus-ghost
 

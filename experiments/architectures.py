@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from ghostclip.bench import CONTENDERS, WORKLOADS, Prepared, Workload, line_up
-from ghostclip.bench.compare import BASELINE
+from ghostclip.bench import BASELINE, CONTENDERS, WORKLOADS, Prepared, Workload, line_up
 from ghostclip.bench.machine import busy_warning, describe, in_words
 from ghostclip.bench.measure import take_turns
 

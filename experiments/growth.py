@@ -27,9 +27,9 @@ from torch import nn
 
 from ghostclip import GhostClipper
 from ghostclip.bench import CONTENDERS, WORKLOADS
-from ghostclip.bench.lanes import keep_what_is_freed
 from ghostclip.bench.machine import busy_warning, describe, in_words
 from ghostclip.bench.measure import take_turns
+from ghostclip.bench.processes import keep_freed_memory
 
 METHODS = ("nonprivate", "reweight", "cached")
 WAYS = ("gram", "direct", "auto")
@@ -221,5 +221,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    keep_what_is_freed()  # page faults would come and go by what other methods in this process freed
+    keep_freed_memory()  # page faults would come and go by what other methods in this process freed
     sys.exit(main())

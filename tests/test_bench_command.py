@@ -9,7 +9,7 @@ from test_bench import TINY, broken
 
 from ghostclip import cli
 from ghostclip.bench import CONTENDERS, WORKLOADS, Contender, compare, machine, markdown
-from ghostclip.bench.__main__ import main
+from ghostclip.bench.command import main
 from ghostclip.bench.contenders import by_filling_gradients
 from ghostclip.bench.machine import commit, describe, in_words
 from ghostclip.bench.table import full_markdown
@@ -144,9 +144,9 @@ def test_mistakes_end_with_status_2_and_one_line(words, capsys, monkeypatch):
 def test_memory_is_measured_where_asked(monkeypatch, capsys):
     asked = []
 
-    def ask(workload, contender, batch_size, device, threads):
-        asked.append(contender)
-        return {"peak": 2**26 if contender == "nonprivate" else 2**25, "steady": 1}
+    def ask(task):
+        asked.append(task.contender)
+        return {"peak": 2**26 if task.contender == "nonprivate" else 2**25, "steady": 1}
 
     monkeypatch.setattr("ghostclip.bench.memory.ask", ask)
     assert main(["--workloads", "tiny", *FEW, "--memory", "cached"]) == 0
@@ -157,8 +157,9 @@ def test_memory_is_measured_where_asked(monkeypatch, capsys):
 def test_a_wrong_contender_of_ours_is_status_1_and_a_wrong_library_is_a_finding(monkeypatch, capsys):
     bad = Contender("cached", "", by_filling_gradients(broken))
     words = ["--workloads", "tiny", "--seconds", "0.01", "--together", "--contenders"]
-    monkeypatch.setitem(CONTENDERS, "vmap", bad)
-    assert main([*words, "vmap"]) == 0
+    monkeypatch.setitem(CONTENDERS, "library", bad)
+    assert main([*words, "library"]) == 0
+    assert "tiny, library failed: RuntimeError: out of paper" in capsys.readouterr().out
     monkeypatch.setitem(CONTENDERS, "cached", bad)
     assert main([*words, "cached"]) == 1
     assert "- tiny, cached failed: RuntimeError: out of paper" in capsys.readouterr().out.splitlines()

@@ -1,4 +1,4 @@
-"""Peak memory: what a fresh process reports, and the search for the largest batch."""
+"""Peak memory: what a fresh process reports."""
 
 import os
 import subprocess
@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from ghostclip.bench import memory
-from ghostclip.bench.memory import ask, largest_batch, peaks, within
+from ghostclip.bench.memory import ask, peaks
+from ghostclip.bench.processes import Task
 
 MIB = 2**20
 
@@ -23,22 +24,9 @@ def test_a_fresh_process_finds_what_a_step_needs():
 
 
 def test_what_fails_in_the_process_is_told():
-    assert ask("mlp", "no such contender", 4)["failed"] == "KeyError: 'no such contender'"
-    with pytest.raises(RuntimeError, match="unknown on mlp, batch 4: KeyError"):
-        within(MIB, "mlp", "unknown")(4)
-
-
-@pytest.mark.parametrize(("limit", "start"), [(1000, 16), (1000, 4000), (7, 3), (1, 8), (0, 8)])
-def test_the_largest_batch_is_found_to_within_five_percent(limit, start):
-    asked = []
-
-    def fits(size):
-        asked.append(size)
-        return size <= limit
-
-    found = largest_batch(fits, start)
-    assert limit / 1.05 - 1 < found <= limit
-    assert len(asked) == len(set(asked)) < 16
+    before = dict(os.environ)
+    assert ask(Task("mlp", "no such contender", 4)) == {"failed": "KeyError: 'no such contender'"}
+    assert os.environ == before
 
 
 COUNTED = """
@@ -75,8 +63,8 @@ def test_allocated_bytes_are_counted():
 def test_little_memory_is_counted_as_it_is_allocated(monkeypatch):
     asked = []
 
-    def answer(workload, contender, batch_size, device="cpu", threads=1, steps=3, counter=None):
-        asked.append((contender, counter))
+    def answer(task, steps=3, counter=None):
+        asked.append((task.contender, counter))
         return {"peak": peak if counter is None else 1000 + len(asked), "steady": 1}
 
     monkeypatch.setattr(memory, "ask", answer)

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from ghostclip.bench import CONTENDERS, WORKLOADS, Workload, line_up
-from ghostclip.bench.language import GPT
 from ghostclip.bench.losses import class_losses, token_losses
+from ghostclip.bench.networks import gpt, resnet, vision_transformer
 from ghostclip.bench.reference import loop_norms
-from ghostclip.bench.vision import ResNet, VisionTransformer
 from ghostclip.bench.workloads import SETS
 
 # Subramani et al. (2021) name 605,226 and 1,081,002; for Adult 5,532, while the 104-50-2 of their code has 5,352.
@@ -59,9 +58,9 @@ def test_ours_are_exact_on_every_workload(name):
 @pytest.mark.parametrize(
     ("model", "shape", "losses"),
     [
-        (lambda: GPT(32, 2, 2, 16, vocabulary=50, tied=True), None, token_losses),
-        (lambda: VisionTransformer(32, 2, 2, side=32, patch=8, classes=10), (3, 32, 32), class_losses),
-        (lambda: ResNet((1, 1, 1, 1), bottleneck=True, classes=10), (3, 64, 64), class_losses),
+        (lambda: gpt(32, 2, 2, 16, words=50, tied=True), None, token_losses),
+        (lambda: vision_transformer(32, 2, 2, side=32, patch=8, classes=10), (3, 32, 32), class_losses),
+        (lambda: resnet((1, 1, 1, 1), bottleneck=True, classes=10), (3, 64, 64), class_losses),
     ],
     ids=["gpt2", "vit", "resnet50"],
 )

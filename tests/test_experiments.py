@@ -8,7 +8,8 @@ from types import ModuleType
 
 import pytest
 
-compare = importlib.import_module("ghostclip.bench.compare")  # the package has a function of this name too
+from ghostclip.bench import reference
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -44,8 +45,8 @@ def test_an_epoch_sees_every_example_once():
 
 def test_a_wrong_method_gets_no_figure(monkeypatch):
     module = script("architectures")
-    monkeypatch.setattr(compare, "GATE", 0.0)
-    monkeypatch.setattr(compare, "SLACK", 0.0)
+    monkeypatch.setattr(reference, "GATE", 0.0)
+    monkeypatch.setattr(reference, "SLACK", 0.0)
     with pytest.raises(SystemExit, match=r"mlp: nxbp, .*cached clipped wrongly"):
         module.time_network("mlp", 32, 0.1)
 
@@ -76,16 +77,31 @@ def test_doubling_is_two_where_time_is_linear():
 def test_largest_batch_is_compared_with_non_private_training(tmp_path, monkeypatch, capsys):
     module = script("largest_batch")
     need = {"nonprivate": 100, "reweight": 110, "cached": 200}
-    monkeypatch.setattr(module, "ask", lambda workload, contender, size: {"peak": need[contender] * size})
-    monkeypatch.setattr(
-        module, "within", lambda limit, workload, contender: lambda size: need[contender] * size <= limit
-    )
+    monkeypatch.setattr(module, "peak", lambda workload, contender, size: need[contender] * size)
     words = ["--workloads", "mlp", "--contenders", "reweight", "cached", "--out", str(tmp_path)]
     assert module.main(words) == 0
     found = json.loads((tmp_path / "largest_batch.json").read_text())["workloads"]["mlp"]
     assert found["limit_bytes"] == 4 * 128 * 100
     assert 0.86 < found["over_nonprivate"]["reweight"] < 0.96
     assert 0.47 < found["over_nonprivate"]["cached"] < 0.53
+
+
+@pytest.mark.parametrize(("limit", "start"), [(1000, 16), (1000, 4000), (7, 3), (1, 8), (0, 8)])
+def test_the_largest_batch_is_found_to_within_five_percent(limit, start):
+    asked = []
+
+    def fits(size):
+        asked.append(size)
+        return size <= limit
+
+    found = script("largest_batch").largest_batch(fits, start)
+    assert limit / 1.05 - 1 < found <= limit
+    assert len(asked) == len(set(asked)) < 16
+
+
+def test_what_fails_while_memory_is_measured_is_raised():
+    with pytest.raises(RuntimeError, match=r"unknown on mlp, batch 4: KeyError: 'unknown'"):
+        script("largest_batch").peak("mlp", "unknown", 4)
 
 
 def test_the_pages_tables_are_those_of_the_files_there(tmp_path):

@@ -97,8 +97,8 @@ def test_the_benchmark_runs_there(library, tmp_path):
         "--out",
         tmp_path / "x.json",
     ]
-    contenders = "nonprivate,reweight,cached,per-layer,nxbp,vmap"
-    code = "import pretended_cuda; from ghostclip.bench.__main__ import main; main()"
+    contenders = "nonprivate,reweight,cached,per-layer,nxbp,multiloss"
+    code = "import pretended_cuda; from ghostclip.bench.command import main; main()"
     out = run(library, "-c", code, *arguments, "--contenders", contenders, "--out", str(tmp_path / "x.json"))
     assert "pretended" in out
     assert "WRONG" not in out

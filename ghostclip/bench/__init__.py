@@ -2,8 +2,19 @@
 
 from ghostclip.bench.compare import compare, line_up
 from ghostclip.bench.contenders import Contender, Prepared
-from ghostclip.bench.roster import CONTENDERS
+from ghostclip.bench.methods import BASELINE, CONTENDERS, register
 from ghostclip.bench.table import markdown
 from ghostclip.bench.workloads import WORKLOADS, Workload
 
-__all__ = ["CONTENDERS", "WORKLOADS", "Contender", "Prepared", "Workload", "compare", "line_up", "markdown"]
+__all__ = [
+    "BASELINE",
+    "CONTENDERS",
+    "WORKLOADS",
+    "Contender",
+    "Prepared",
+    "Workload",
+    "compare",
+    "line_up",
+    "markdown",
+    "register",
+]

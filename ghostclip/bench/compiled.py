@@ -6,7 +6,6 @@ three roots of their size, so that they share one graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from ghostclip.bench.contenders import NOISE_MULTIPLIER, Prepared, adam
-from ghostclip.bench.losses import Losses
+from ghostclip.bench.losses import Losses, loss_function
 from ghostclip.clipper import GhostClipper
 from ghostclip.compiled.trial import TRIALS
 from ghostclip.engine.step import LogicalStep
@@ -38,11 +37,7 @@ class _Given(LogicalBatch):
 def compiled_steps(model: nn.Module, losses: Losses, max_norm: float) -> Prepared:
     """Whole steps with Adam; their clipped sums are read off whole steps of learning rate zero without noise."""
 
-    def of_batch(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-        inputs, targets = batch
-        return losses(model(inputs), targets)
-
-    clipper = GhostClipper(model, max_norm, second_pass="cached")
+    clipper, of_batch = GhostClipper(model, max_norm, second_pass="cached"), loss_function(losses)
     made: dict[str, LogicalStep] = {}
 
     def take(name: str, optimizer: Optimizer, noise_multiplier: float, batch: tuple[Tensor, Tensor]) -> None:

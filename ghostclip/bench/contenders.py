@@ -1,10 +1,8 @@
 """What a timed way to a private step is, and what all of them share: noise, division by the batch size, Adam.
 
 Every contender takes the same step: the clipped sum of the batch's gradients, noise by one flat normal draw, division
-by the batch size, Adam. Another library goes its own way to the clipped sum, in the mode its users would choose; noise
-and optimizer are those of all the others, so that what is compared is clipping. (JAX, whose users compile the whole
-step, draws its noise and updates inside of it.) A new contender is a function from (model, losses, max_norm) to a
-`Prepared`, and one entry in `ghostclip.bench.roster`.
+by the batch size, Adam. They differ in how they come to the clipped sum. A new one is a function from (model, losses,
+max_norm) to a `Prepared`, and one entry in `ghostclip.bench.methods`, or in a module given to its `register`.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class Prepared:
         clipped_sum: (inputs, targets) -> {parameter name: clipped sum}, changing nothing; None if nothing is clipped.
     """
 
-    step: Callable[[Tensor, Tensor], None]
+    step: Batch
     clipped_sum: Callable[[Tensor, Tensor], dict[str, Tensor]] | None
 
     def turn(self, inputs: Tensor, targets: Tensor) -> Callable[[], None]:
@@ -93,34 +91,26 @@ def by_filling_gradients(fill: Fill) -> Prepare:
     def prepare(model: nn.Module, losses: Losses, max_norm: float) -> Prepared:
         # Before the method gets the model, whose parameters some methods switch off.
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        optimizer = adam(model)
+        optimizer, noise = adam(model), noise_source()
         add_clipped_sum = fill(model, losses, max_norm)
-        add_noise = _flat_noise(list(trained.values()), NOISE_MULTIPLIER * max_norm)
+
+        def gradients() -> list[Tensor]:
+            return [torch.zeros_like(p) if p.grad is None else p.grad for p in trained.values()]
 
         def step(inputs: Tensor, targets: Tensor) -> None:
             add_clipped_sum(inputs, targets)
-            add_noise(len(targets))
+            released = noise.release(gradients(), NOISE_MULTIPLIER * max_norm, len(targets))
+            for parameter, gradient in zip(trained.values(), released, strict=True):
+                parameter.grad = gradient
             optimizer.step()
             optimizer.zero_grad()
 
         def clipped_sum(inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
             add_clipped_sum(inputs, targets)
-            found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
+            found = dict(zip(trained, gradients(), strict=True))
             optimizer.zero_grad()
             return found
 
         return Prepared(step, clipped_sum)
 
     return prepare
-
-
-def _flat_noise(parameters: list[nn.Parameter], std: float) -> Callable[[int], None]:
-    """A function that turns every p.grad into (p.grad + noise) / batch size, drawing all noise at once."""
-    source = noise_source()
-
-    def add(batch_size: int) -> None:
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        for parameter, total in zip(parameters, source.release(gradients, std, batch_size), strict=True):
-            parameter.grad = total
-
-    return add

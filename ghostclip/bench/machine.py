@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,8 +13,7 @@ import torch
 
 __all__ = ["busy_warning", "commit", "describe", "in_words"]
 
-# A load average above this, before the benchmark itself starts, means that something else is running.
-QUIET = 0.5
+QUIET = 0.5  # a load average above this, before the benchmark itself starts, means that something else is running
 
 
 def describe(device: str = "cpu") -> dict[str, str | int | float]:
@@ -58,23 +58,18 @@ def commit() -> str | None:
 
 def busy_warning() -> str | None:
     """A line to print when other programs are running, None when the machine is quiet."""
-    load = _load()
-    if load <= QUIET:
-        return None
-    return (
-        f"warning: the load average is {load}, so other programs are running; milliseconds will be too high, and "
+    message = (
+        f"warning: the load average is {_load()}, so other programs are running; milliseconds will be too high, and "
         "ratios less certain. Wait for a quiet machine before quoting figures."
     )
+    return message if _load() > QUIET else None
 
 
 def _cpu_model() -> str:
     """The processor's name as the system gives it."""
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    found = re.search(r"^model name\s*: (.*)", info.read_text(), re.MULTILINE) if info.exists() else None
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def _load() -> float:

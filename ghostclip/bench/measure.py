@@ -1,8 +1,8 @@
 """Timing contenders against each other in the same minute.
 
 A machine's speed drifts, and other programs come and go. So contenders take turns, one step each, in a new order every
-round, in one process or each in its own (`ghostclip.bench.lanes`), and what is reported is the median over rounds of
-the ratio of two times of the same round.
+round, in one process or each in its own (`ghostclip.bench.processes`), and what is reported is the median over rounds
+of the ratio of two times of the same round.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from statistics import median, quantiles
 
 __all__ = ["Spread", "Timings", "alternate", "take_turns", "timed"]
 
-# Contenders this many times slower than the baseline sit out some rounds.
-SLOW = 4.0
+SLOW = 4.0  # contenders this many times slower than the baseline sit out some rounds
 LEAST_TURNS = 3
-# A contender whose step takes longer than this many seconds has one turn.
-PATIENCE = 10.0
+PATIENCE = 10.0  # a contender whose step takes longer than this many seconds has one turn
+
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -55,42 +55,39 @@ class Timings:
         return Spread.of([mine[number] / other[number] for number in mine if number in other])
 
 
-def take_turns(
-    turns: Mapping[str, Callable[[], object]],
-    seconds: float,
-    *,
-    baseline: str,
-    least: int = LEAST_TURNS,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Timings:
-    """Times steps interleaved, as `alternate` does turns that time themselves.
+def timed(step: Callable[[], object], clock: Clock = time.perf_counter) -> Callable[[], float]:
+    """A turn that makes the step and returns the seconds it took."""
 
-    Args:
-        turns: {name: one step}; a step must end synchronously (on a GPU: with a synchronisation).
-        seconds, baseline, least, clock: as for `alternate`.
-    """
-    clocked = {name: timed(turn, clock) for name, turn in turns.items()}
-    return alternate(clocked, seconds, baseline=baseline, least=least, clock=clock)
+    def turn() -> float:
+        start = clock()
+        step()
+        return clock() - start
+
+    return turn
+
+
+def take_turns(
+    turns: Mapping[str, Callable[[], object]], seconds: float, *, baseline: str, clock: Clock = time.perf_counter
+) -> Timings:
+    """`alternate` for steps that don't time themselves; each must end synchronously (on a GPU: be waited for)."""
+    return alternate(
+        {name: timed(turn, clock) for name, turn in turns.items()}, seconds, baseline=baseline, clock=clock
+    )
 
 
 def alternate(
-    turns: Mapping[str, Callable[[], float]],
-    seconds: float,
-    *,
-    baseline: str,
-    least: int = LEAST_TURNS,
-    clock: Callable[[], float] = time.perf_counter,
+    turns: Mapping[str, Callable[[], float]], seconds: float, *, baseline: str, clock: Clock = time.perf_counter
 ) -> Timings:
-    """Lets all ``turns`` alternate, for about ``seconds`` or until each had ``least`` of them.
+    """Lets all ``turns`` alternate, for about ``seconds`` or until each had LEAST_TURNS of them.
 
     A contender more than SLOW times slower than ``baseline`` runs in every k-th round only, k such that it takes about
     as much time as the fast ones together. k is a power of two, so that the slowest one's rounds are everyone's.
 
     Args:
         turns: {name: makes one step, returns the seconds it took}.
-        seconds: how long to go on; may be passed to give slow contenders their turns.
+        seconds: how long to go on; may be passed to give slow contenders their turns, one each where a turn takes more
+            than PATIENCE seconds.
         baseline: one of the names.
-        least: turns each contender gets at the least; one where a turn takes more than PATIENCE seconds.
         clock: seconds; replaceable by tests.
 
     Returns:
@@ -102,7 +99,7 @@ def alternate(
         if costs[name] < 1.0:
             costs[name] = min(turn() for _ in range(3))
     every = _rounds_between(costs, baseline)
-    enough = {name: least if cost <= PATIENCE else 1 for name, cost in costs.items()}
+    enough = {name: LEAST_TURNS if cost <= PATIENCE else 1 for name, cost in costs.items()}
     timings = Timings({name: {} for name in turns})
     order = random.Random(0)
     started, number = clock(), 0
@@ -112,17 +109,6 @@ def alternate(
             timings.seconds[name][number] = turns[name]()
         number += 1
     return timings
-
-
-def timed(step: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> Callable[[], float]:
-    """A turn that makes the step and returns the seconds it took."""
-
-    def turn() -> float:
-        start = clock()
-        step()
-        return clock() - start
-
-    return turn
 
 
 def _rounds_between(costs: Mapping[str, float], baseline: str) -> dict[str, int]:

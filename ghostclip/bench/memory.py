@@ -1,18 +1,34 @@
-"""Peak memory of contenders, each measured in a fresh process of its own, and the largest batch within a limit."""
+"""Peak memory of contenders, each measured in a fresh process of its own.
+
+The process imports everything and makes some steps on a model and a batch, which loads kernels and code (thousands of
+steps, where bytes are counted, which fill Python's caches), gives that memory back, then builds model, optimizer and
+batch anew. There its high-water mark is reset, and the rise over what it held is reported: gradients, optimizer state,
+noise, activations, and whatever clipping keeps. On a GPU the same is asked of torch's allocator.
+"""
 
 from __future__ import annotations
 
-import json
+import ctypes
+import gc
 import os
-import subprocess
+import re
+import resource
 import sys
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Iterable
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from ghostclip.bench.compare import BASELINE
+import torch
+
+from ghostclip.bench.methods import BASELINE
+from ghostclip.bench.processes import ContenderProcess, ProcessFailed, Task
 from ghostclip.native import library
 
-__all__ = ["ask", "largest_batch", "peaks", "within"]
+__all__ = ["ask", "peaks"]
 
 # glibc keeps freed memory for later use, more of it the longer a process runs. With a fixed threshold every larger
 # tensor is returned as it is freed, so that what is measured are living tensors, whoever allocated them.
@@ -23,39 +39,10 @@ SMALL = 16 << 20
 # Linux counts pages in bundles of up to 32 for each processor and kind; its high-water mark was found 0.1 to 0.2 MiB
 # below the truth (of 200 KiB it saw none). Where a step takes less than this, what the C library allocates is counted.
 COARSE = 4 << 20
-CLOSE = 1.05  # the bisection ends when the smallest batch too large is within this of the largest that fits
-
-
-def ask(
-    workload: str,
-    contender: str,
-    batch_size: int,
-    device: str = "cpu",
-    threads: int = 1,
-    steps: int = 3,
-    counter: str | None = None,
-) -> dict[str, Any]:
-    """What `ghostclip.bench.probe` finds in a fresh process: ``peak`` and ``steady`` bytes, or ``failed`` with why.
-
-    Args:
-        workload, contender, batch_size, device, threads, steps: as for its `Question`.
-        counter: native/allocated.c's library, to count what the C library allocates; None for resident memory.
-    """
-    question = {"workload": workload, "contender": contender, "batch_size": batch_size, "device": device,
-                "threads": threads, "steps": steps, "allocated": counter is not None}  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    if counter is None:
-        environment.update(ALLOCATOR)
-    else:
-        before = [counter, environment.get("LD_PRELOAD", "")]
-        environment.update({"LD_PRELOAD": " ".join(filter(None, before)), "PYTHONMALLOC": "malloc"})
-    command = [sys.executable, "-m", "ghostclip.bench.probe", json.dumps(question)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    try:
-        return json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        reason = (done.stderr.strip().splitlines() or [f"the process ended with status {done.returncode}"])[-1]
-        return {"failed": reason}
+# Steps before those that are counted to the byte, and their seconds at most (measured: 3,000 and 10,000 give the same).
+# CPython keeps the names of attributes that were looked up in types, up to 4,096 of them, and torch makes new ones for
+# each look: 300 KB after thousands of steps, of which those of three would count 7 to 30 as their own.
+SETTLING_STEPS, SETTLING_SECONDS = 3000, 20.0
 
 
 def peaks(
@@ -68,20 +55,50 @@ def peaks(
         three processes where that is little; with ``"allocated": True`` where bytes that the C library allocates were
         counted, since pages are too coarse.
     """
-    names = dict.fromkeys([BASELINE, *contenders])
-    found = {BASELINE: _settled(workload, BASELINE, batch_size, device, threads)}
+    tasks = {name: Task(workload, name, batch_size, device=device, threads=threads) for name in [BASELINE, *contenders]}
+    found = {BASELINE: _median(tasks[BASELINE])}
     counter = _counter() if device == "cpu" and found[BASELINE].get("peak", COARSE) < COARSE else None
-    for name in names:
+    for name, task in tasks.items():
         if counter is not None:
-            found[name] = {**ask(workload, name, batch_size, device, threads, counter=counter), "allocated": True}
-        elif name not in found:
-            found[name] = _settled(workload, name, batch_size, device, threads)
+            found[name] = {**ask(task, counter=counter), "allocated": True}
+        elif name != BASELINE:
+            found[name] = _median(task)
     base = found[BASELINE]
     for name, row in found.items():
-        row.pop("question", None)
         if name != BASELINE and "peak" in row and base.get("peak"):
             row["over_nonprivate"] = row["peak"] / base["peak"]
     return found
+
+
+def _median(task: Task) -> dict[str, Any]:
+    """What `ask` finds; the median of three where it is little."""
+    found = [ask(task)]
+    if found[0].get("peak", SMALL) < SMALL:
+        found += [ask(task), ask(task)]
+    failed = [row for row in found if "peak" not in row]
+    return failed[0] if failed else sorted(found, key=lambda row: row["peak"])[len(found) // 2]
+
+
+def ask(task: Task, steps: int = 3, counter: str | None = None) -> dict[str, Any]:
+    """What a fresh process measures: bytes, ``peak`` over all steps and ``steady`` after the first; or ``failed``: why.
+
+    Args:
+        task: what it runs.
+        steps: how many it makes; the first is the one in which strategies are chosen.
+        counter: native/allocated.c's library, to count what the C library allocates; None for resident memory.
+    """
+    settings = ALLOCATOR
+    if counter is not None:
+        settings = {"LD_PRELOAD": f"{counter} {os.environ.get('LD_PRELOAD', '')}", "PYTHONMALLOC": "malloc"}
+    # In the environment of a new process, which can't set them for itself.
+    with mock.patch.dict(os.environ, {**settings, "OMP_NUM_THREADS": str(task.threads)}):
+        process = ContenderProcess(task, _measure, steps, counter is not None, start="spawn")
+    try:
+        return process.answer()
+    except ProcessFailed as error:
+        return {"failed": error.why}
+    finally:
+        process.close()
 
 
 def _counter() -> str | None:
@@ -90,42 +107,68 @@ def _counter() -> str | None:
     return None if loaded is None else loaded._name
 
 
-def _settled(*asked: Any) -> dict[str, Any]:
-    """What `ask` finds; the median of three where it is little."""
-    found = [ask(*asked)]
-    if found[0].get("peak", SMALL) < SMALL:
-        found += [ask(*asked), ask(*asked)]
-    if any("peak" not in row for row in found):
-        return next(row for row in found if "peak" not in row)
-    return sorted(found, key=lambda row: row["peak"])[len(found) // 2]
+def _measure(task: Task, line: Connection, steps: int, allocated: bool) -> None:
+    """Answers `ask`, in the process."""
+    step, until = task.stepper(), time.monotonic() + SETTLING_SECONDS
+    for number in range(SETTLING_STEPS if allocated else steps):
+        step()
+        if number >= steps and time.monotonic() > until:
+            break
+    del step
+    _give_back()
+    step = task.stepper()
+    _give_back()
+    gauge = _Cuda() if task.device == "cuda" else _Allocated() if allocated else _Resident()
+    floor, highest = gauge.held(), []
+    for count in (1, steps - 1):
+        gauge.reset()
+        for _ in range(count):
+            step()
+        highest.append(gauge.highest() - floor)
+    line.send(("done", {"peak": max(highest), "steady": highest[-1]}))
 
 
-def largest_batch(fits: Callable[[int], bool], start: int) -> int:
-    """The largest batch that fits, to within CLOSE, by doubling or halving, then bisection; 0 when not even one does.
-
-    Args:
-        fits: batch size -> whether it does; called once a size.
-        start: where to begin, at least 1.
-    """
-    low, high = 0, start
-    while fits(high):
-        low, high = high, 2 * high
-    while low == 0 and high > 1:
-        middle = high // 2
-        low, high = (middle, high) if fits(middle) else (0, middle)
-    while high - low > 1 and high > CLOSE * low:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+def _give_back() -> None:
+    """Returns freed memory to the system."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's; other C libraries have none
+        trim(0)
 
 
-def within(limit: int, workload: str, contender: str, device: str = "cpu", threads: int = 1) -> Callable[[int], bool]:
-    """A ``fits`` for `largest_batch`: two steps of the contender rise by at most ``limit`` bytes."""
+class _Resident:
+    """The process's resident memory, by Linux's resettable high-water mark; elsewhere by the one that only rises."""
 
-    def fits(batch_size: int) -> bool:
-        found = ask(workload, contender, batch_size, device, threads, steps=2)
-        if "failed" in found:
-            raise RuntimeError(f"{contender} on {workload}, batch {batch_size}: {found['failed']}")
-        return found["peak"] <= limit
+    def __init__(self) -> None:
+        self._resettable = Path("/proc/self/clear_refs").exists()
 
-    return fits
+        self.held, self.highest = partial(self._read, "VmRSS"), partial(self._read, "VmHWM")
+
+    def reset(self) -> None:
+        if self._resettable:
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def _read(self, key: str) -> int:
+        if not self._resettable:  # kilobytes on Linux, bytes on macOS
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        found = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+        assert found is not None
+        return 1024 * int(found[1])
+
+
+class _Allocated:
+    """What malloc and its kin have given out, to the byte; not all of it need ever be touched."""
+
+    def __init__(self) -> None:
+        counter = ctypes.CDLL(None)
+        self.held, self.highest = counter.ghostclip_allocated, counter.ghostclip_most_allocated
+        self.held.restype = self.highest.restype = ctypes.c_long
+        self.reset = self.highest  # which starts anew when it is read
+
+
+class _Cuda:
+    """The bytes in tensors on the GPU, by torch's allocator."""
+
+    held = staticmethod(torch.cuda.memory_allocated)
+    highest, reset = staticmethod(torch.cuda.max_memory_allocated), staticmethod(torch.cuda.reset_peak_memory_stats)

@@ -6,15 +6,14 @@ gradient at a time is materialised, so they need little memory and no support fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LossFunction", "multiloss", "nxbp"]
+from ghostclip.bench.losses import LossFunction
 
-LossFunction = Callable[[nn.Module, Any], Tensor]
+__all__ = ["LossFunction", "multiloss", "nxbp", "single_gradients", "trained"]
 
 
 def nxbp(model: nn.Module, loss_fn: LossFunction, batch: Sequence[Tensor], max_norm: float) -> Tensor:
@@ -29,12 +28,8 @@ def nxbp(model: nn.Module, loss_fn: LossFunction, batch: Sequence[Tensor], max_n
     Returns:
         [B], the norms before clipping. An example whose loss or gradient is not finite contributes exactly zero.
     """
-    parameters = _trained(model)
-    ones = ([part[i : i + 1] for part in batch] for i in range(len(batch[0])))
-    sums, norms = _clipped_sums(
-        (_gradients(loss_fn(model, one).sum(), parameters) for one in ones), parameters, max_norm
-    )
-    _add(parameters, sums)
+    sums, norms = _clipped_sums(single_gradients(model, loss_fn, batch), model, max_norm)
+    _add(model, sums)
     return norms
 
 
@@ -43,20 +38,26 @@ def multiloss(model: nn.Module, loss_fn: LossFunction, batch: Sequence[Tensor], 
 
     In a shared graph, 0 * inf makes every example's gradient NaN when one is; such a batch goes through `nxbp` instead.
     """
-    parameters = _trained(model)
     losses = loss_fn(model, batch).unbind() if len(batch[0]) else ()
-    last = len(losses) - 1
+    parameters, last = list(trained(model).values()), len(losses) - 1
     backwards = (_gradients(loss, parameters, again=i < last) for i, loss in enumerate(losses))
-    sums, norms = _clipped_sums(backwards, parameters, max_norm)
+    sums, norms = _clipped_sums(backwards, model, max_norm)
     if not bool(torch.isfinite(norms).all()):
         return nxbp(model, loss_fn, batch, max_norm)
-    _add(parameters, sums)
+    _add(model, sums)
     return norms
 
 
-def _trained(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters that take part, each once."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that take part, each once, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def single_gradients(model: nn.Module, loss_fn: LossFunction, batch: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Each example's gradient, in the order of `trained`, by a forward and a backward of a batch of one."""
+    parameters = list(trained(model).values())
+    for i in range(len(batch[0])):
+        yield _gradients(loss_fn(model, [part[i : i + 1] for part in batch]).sum(), parameters)
 
 
 def _gradients(loss: Tensor, parameters: list[nn.Parameter], *, again: bool = False) -> list[Tensor]:
@@ -65,11 +66,9 @@ def _gradients(loss: Tensor, parameters: list[nn.Parameter], *, again: bool = Fa
     return list(gradients) if bool(torch.isfinite(loss.detach())) else [g * torch.nan for g in gradients]
 
 
-def _clipped_sums(
-    gradients: Iterable[list[Tensor]], parameters: list[nn.Parameter], max_norm: float
-) -> tuple[list[Tensor], Tensor]:
+def _clipped_sums(gradients: Iterable[list[Tensor]], model: nn.Module, max_norm: float) -> tuple[list[Tensor], Tensor]:
     """The clipped sum of the examples' gradients by parameter, and their norms [B]."""
-    sums = [torch.zeros_like(parameter) for parameter in parameters]
+    sums = [torch.zeros_like(parameter) for parameter in trained(model).values()]
     norms = []
     for example in gradients:
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in example]))
@@ -81,7 +80,7 @@ def _clipped_sums(
     return sums, torch.stack(norms) if norms else torch.zeros(0)
 
 
-def _add(parameters: list[nn.Parameter], sums: list[Tensor]) -> None:
+def _add(model: nn.Module, sums: list[Tensor]) -> None:
     """p.grad += sum, making it where it is None."""
-    for parameter, total in zip(parameters, sums, strict=True):
+    for parameter, total in zip(trained(model).values(), sums, strict=True):
         parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)

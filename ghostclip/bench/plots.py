@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ghostclip.bench.compare import BASELINE
 from ghostclip.bench.machine import in_words
+from ghostclip.bench.methods import BASELINE
 
 __all__ = ["plot_ratios"]
 
 OURS = {"reweight": "#56b4e9", "cached": "#0072b2", "per-layer": "#009e73", "compiled": "#cc79a7"}
 OURS |= {f"{name}-backward": color for name, color in OURS.items() if name != "compiled"}
-# Axes over less than this factor have a tick at each tenth.
-NARROW = 2.5
 OTHERS = ("#d55e00", "#e69f00", "#8c564b", "#7f7f7f", "#bcbd22", "#17becf", "#9467bd", "#e377c2", "#aaaa00", "#555555")
 MARKERS = "s^vD<>pPX*"
+NARROW = 2.5  # axes over less than this factor have a tick at each tenth
 
 
 def plot_ratios(results: dict[str, Any], path: Path) -> None:
@@ -32,20 +31,17 @@ def plot_ratios(results: dict[str, Any], path: Path) -> None:
 
     works = {name: work["contenders"] for name, work in results["workloads"].items()}
     names = [n for n in results["contenders"] if any("over_nonprivate" in rows.get(n, {}) for rows in works.values())]
+    looks = OURS | dict(zip((n for n in names if n not in OURS), 2 * OTHERS, strict=False))
     figure, axes = pyplot.subplots(figsize=(10, 1.6 + 0.62 * len(works)), layout="constrained")
     axes.axvline(1.0, color="black", linewidth=1.2)
-    others = [name for name in names if name not in OURS]
     for number, name in enumerate(names):
         shift = 0.7 * ((number + 0.5) / len(names) - 0.5)
-        rows = [(place + shift, work[name]["over_nonprivate"]) for place, work in enumerate(works.values())
-                if "over_nonprivate" in work.get(name, {}) and work[name].get("correct", True)]  # fmt: skip
-        medians = [spread["median"] for _, spread in rows]
-        whiskers = [[s["median"] - s["low"] for _, s in rows], [s["high"] - s["median"] for _, s in rows]]
-        look: dict[str, Any] = {"color": OURS[name], "marker": "o", "markersize": 6} if name in OURS else {
-            "color": OTHERS[others.index(name) % len(OTHERS)], "markersize": 4.5,
-            "marker": MARKERS[others.index(name) % len(MARKERS)]}  # fmt: skip
-        axes.errorbar(medians, [place for place, _ in rows], xerr=whiskers, linestyle="none", elinewidth=0.8,
-                      label=name, **look)  # fmt: skip
+        marks = [(place + shift, work[name]["over_nonprivate"]) for place, work in enumerate(works.values())
+                 if "over_nonprivate" in work.get(name, {}) and work[name].get("correct", True)]  # fmt: skip
+        whiskers = [[s["median"] - s["low"] for _, s in marks], [s["high"] - s["median"] for _, s in marks]]
+        marker = "o" if name in OURS else MARKERS[number % len(MARKERS)]
+        axes.errorbar([s["median"] for _, s in marks], [place for place, _ in marks], xerr=whiskers, linestyle="none",
+                      elinewidth=0.8, label=name, color=looks[name], marker=marker, markersize=5)  # fmt: skip
     _finish(axes, results, list(works))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -67,7 +63,6 @@ def _finish(axes: Any, results: dict[str, Any], works: list[str]) -> None:
     for place in range(1, len(works)):
         axes.axhline(place - 0.5, color="#dddddd", linewidth=0.6)
     axes.grid(axis="x", which="both", linewidth=0.3)
-    axes.set_axisbelow(True)
     axes.set_xlabel(f"time of a step over {BASELINE}, log scale; median and quartiles")
-    axes.set_title(f"{in_words(results['machine'])}", fontsize=8)
+    axes.set_title(in_words(results["machine"]), fontsize=8)
     axes.legend(ncols=6, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.06 - 0.5 / len(works)), frameon=False)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ghostclip.bench.compare import BASELINE
 from ghostclip.bench.machine import in_words
-from ghostclip.bench.roster import PEERS
+from ghostclip.bench.methods import BASELINE, OWN
 
 __all__ = ["full_markdown", "markdown"]
 
-LookupGrads = dict[str, dict[str, Any]]
+Rows = dict[str, dict[str, Any]]
 NOTE = (
     "Step time over the non-private step of the same round: median (quartiles). Adam, noise and division included. "
     "Inputs are random tensors."
@@ -35,24 +34,22 @@ def markdown(results: dict[str, Any]) -> str:
     A cell is the median of time over non-private time within a round; in brackets the quartiles. Of the other ways
     to train only the loop has a column; of the rest there is the fastest that is right.
     """
-    shown = [name for name in _with_figures(results) if name == "nxbp" or name not in PEERS]
-    others = [name for name in _with_figures(results) if name not in shown]
-    columns: dict[str, Callable[[LookupGrads], str]] = {name: _column(name) for name in shown}
+    names = _with_figures(results)
+    shown, others = ([name for name in names if (name in OWN) is own] for own in (True, False))
+    columns = {name: _column(name) for name in shown}
     if others:
         columns["fastest other"] = lambda rows: _fastest(rows, others)
     if any("nxbp_over" in work["contenders"].get("cached", {}) for work in results["workloads"].values()):
         columns["nxbp / cached"] = _loop_over_cached
-    return "\n".join(
-        [*_times(results, columns), "", _note(results), _machine(results), *_reasons(results), *_memory(results, shown)]
-    )
+    return "\n".join([*_times(results, columns), *_reasons(results), *_memory(results, shown)])
 
 
 def full_markdown(results: dict[str, Any]) -> str:
     """The same with a column for every contender that has a figure, and what each of them does."""
     names = _with_figures(results)
-    lines = [*_times(results, {name: _column(name) for name in names}), "", _note(results), _machine(results)]
     about = [f"- {name}: {results['contenders'][name]}" for name in (BASELINE, *names)]
-    return "\n".join([*lines, "", *about, *_reasons(results), *_memory(results, names)])
+    times = _times(results, {name: _column(name) for name in names})
+    return "\n".join([*times, "", *about, *_reasons(results), *_memory(results, names)])
 
 
 def _with_figures(results: dict[str, Any]) -> list[str]:
@@ -62,15 +59,15 @@ def _with_figures(results: dict[str, Any]) -> list[str]:
     return [name for name in names if any("missing" not in work["contenders"].get(name, {}) for work in works)]
 
 
-def _times(results: dict[str, Any], columns: dict[str, Callable[[LookupGrads], str]]) -> list[str]:
-    """A row of step times for each workload."""
-    header = ["workload", "batch", f"{BASELINE}, ms", *columns]
+def _times(results: dict[str, Any], columns: dict[str, Callable[[Rows], str]]) -> list[str]:
+    """A row of step times for each workload, and how they were taken."""
     rows = []
     for name, work in results["workloads"].items():
         found = work["contenders"]
         first = [name, str(work["batch_size"]), f"{found[BASELINE]['ms']['median']:.3g}"]
         rows.append([*first, *(cell(found) for cell in columns.values())])
-    return _table(header, rows)
+    header = ["workload", "batch", f"{BASELINE}, ms", *columns]
+    return [*_table(header, rows), "", _note(results), _machine(results)]
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -89,48 +86,37 @@ def _machine(results: dict[str, Any]) -> str:
 
 def _reasons(results: dict[str, Any]) -> list[str]:
     """A line for each contender without a figure, with the first line of why; one where it's the same everywhere."""
-    places: dict[tuple[str, str, str], list[str]] = {}
+    places: dict[str, list[str]] = {}
     for name, work in results["workloads"].items():
         for contender, row in work["contenders"].items():
-            for kind in ("missing", "failed"):
-                if kind in row:
-                    reason = (row[kind].splitlines() or ["no reason given"])[0]
-                    places.setdefault((contender, kind, reason), []).append(name)
-    found = []
-    for (contender, kind, reason), names in places.items():
-        everywhere = len(names) == len(results["workloads"]) > 1
-        found.append(f"- {'everywhere' if everywhere else ', '.join(names)}, {contender} {kind}: {reason}")
-    return found
+            for kind in row.keys() & {"missing", "failed"}:
+                reason = (row[kind].splitlines() or ["no reason given"])[0]
+                places.setdefault(f"{contender} {kind}: {reason}", []).append(name)
+    whole = len(results["workloads"])
+    return [f"- {'everywhere' if len(n) == whole > 1 else ', '.join(n)}, {why}" for why, n in places.items()]
 
 
-def _column(name: str) -> Callable[[LookupGrads], str]:
+def _column(name: str) -> Callable[[Rows], str]:
     return lambda rows: _cell(rows.get(name, {"missing": ""}))
 
 
 def _cell(row: dict[str, Any]) -> str:
     """One contender on one workload."""
-    if "missing" in row:
-        return "-"
-    if "failed" in row:
-        return "FAILED"
+    if "over_nonprivate" not in row:
+        return "FAILED" if "failed" in row else "-"
     wrong = "" if row.get("correct", True) else f" WRONG (off by {row['gradient_error']:.1g})"
     return _spread(row["over_nonprivate"]) + wrong
 
 
-def _fastest(rows: LookupGrads, names: Sequence[str]) -> str:
+def _fastest(rows: Rows, names: Sequence[str]) -> str:
     """The fastest of the contenders that are right, with its name."""
-    right = {
-        name: rows[name]["over_nonprivate"]
-        for name in names
-        if "over_nonprivate" in rows.get(name, {}) and rows[name].get("correct", True)
-    }
-    if not right:
-        return "-"
-    best = min(right, key=lambda name: right[name]["median"])
-    return f"{best} {_spread(right[best])}"
+    found = ((name, rows.get(name, {})) for name in names)
+    right = {n: row["over_nonprivate"] for n, row in found if "over_nonprivate" in row and row.get("correct", True)}
+    best = min(right, key=lambda name: right[name]["median"], default=None)
+    return "-" if best is None else f"{best} {_spread(right[best])}"
 
 
-def _loop_over_cached(rows: LookupGrads) -> str:
+def _loop_over_cached(rows: Rows) -> str:
     over = rows.get("cached", {}).get("nxbp_over")
     return "-" if over is None else _spread(over)
 
@@ -151,10 +137,8 @@ def _memory(results: dict[str, Any], names: Sequence[str]) -> list[str]:
 
 
 def _mebibytes(row: dict[str, Any]) -> str:
-    if "peak" not in row:
-        return "FAILED"
-    peak = row["peak"] / 2**20
-    return f"{peak:.1f}" if peak < 10 else f"{peak:.0f}"
+    peak = row.get("peak", 0) / 2**20
+    return "FAILED" if "peak" not in row else f"{peak:.1f}" if peak < 10 else f"{peak:.0f}"
 
 
 def _memory_cell(row: dict[str, Any]) -> str:

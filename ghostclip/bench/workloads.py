@@ -7,20 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from ghostclip import models
-from ghostclip.bench import language, vision
+from ghostclip.bench import networks
 from ghostclip.bench.losses import Losses, class_losses, token_losses
 from ghostclip.wrap import unwrap
 
 __all__ = ["SETS", "WORKLOADS", "Workload", "gpt"]
 
-IMAGE = (1, 28, 28)
-POSITIONS, WORDS = 128, 10_000
-ADULT_FEATURES = 104
+WORDS = 10_000
 
 Batches = Callable[[int], tuple[Tensor, Tensor]]
 
@@ -55,22 +54,18 @@ class Workload:
         return model, inputs, targets
 
 
-def _random_images(shape: tuple[int, ...], classes: int = 10) -> Batches:
-    def batch(size: int) -> tuple[Tensor, Tensor]:
-        return torch.randn(size, *shape), torch.randint(0, classes, (size,))
-
-    return batch
+def _numbers(*shape: int, classes: int = 10) -> Batches:
+    """Images or rows of a table, and a class for each."""
+    return lambda size: (torch.randn(size, *shape), torch.randint(0, classes, (size,)))
 
 
-def _random_reviews(positions: int, words: int = WORDS) -> Batches:
-    def batch(size: int) -> tuple[Tensor, Tensor]:
-        return torch.randint(1, words, (size, positions)), torch.randint(0, 2, (size,))
-
-    return batch
+def _reviews(positions: int) -> Batches:
+    """Texts, and one of two classes for each."""
+    return lambda size: (torch.randint(1, WORDS, (size, positions)), torch.randint(0, 2, (size,)))
 
 
-def _random_texts(positions: int, words: int = WORDS) -> Batches:
-    """Texts and the token that follows each of theirs."""
+def _texts(positions: int, words: int = WORDS) -> Batches:
+    """Texts, and the token that follows each of theirs."""
 
     def batch(size: int) -> tuple[Tensor, Tensor]:
         text = torch.randint(0, words, (size, positions + 1))
@@ -81,84 +76,71 @@ def _random_texts(positions: int, words: int = WORDS) -> Batches:
 
 def _on_images(name: str, about: str) -> Workload:
     """One of the paper's networks for MNIST."""
-
-    def model() -> nn.Module:
-        return unwrap(models.build(name, IMAGE, 10))
-
-    return Workload(name, f"{about}; random 28 x 28 images", 128, model, _random_images(IMAGE))
+    build = partial(models.build, name, (1, 28, 28), 10)
+    return Workload(name, f"{about}; random 28 x 28 images", 128, lambda: unwrap(build()), _numbers(1, 28, 28))
 
 
 def _transformer() -> nn.Module:
     """The paper's, its word vectors fixed as GloVe's were there."""
-    model = unwrap(models.build("transformer", (POSITIONS,), 2, vocabulary=WORDS))
+    model = unwrap(models.build("transformer", (128,), 2, vocabulary=WORDS))
     model.get_submodule("embedding").requires_grad_(False)
     return model
 
 
-def _adult() -> nn.Module:
-    """104 features, 50 hidden units, two classes."""
-    return nn.Sequential(nn.Linear(ADULT_FEATURES, 50), nn.ReLU(), nn.Linear(50, 2))
-
-
-def _resnet(side: int, batch_size: int, belongs: str) -> Workload:
+def _resnet(side: int, batch_size: int, belongs: str = "sizes") -> Workload:
     about = f"ResNet-18 with GroupNorm, 11.2 M parameters; random {side} x {side} colour images"
-    data = _random_images((3, side, side))
-    return Workload(f"resnet18-{side}px", about, batch_size, vision.resnet18, data, belongs=belongs)
+    model, data = partial(networks.resnet, (2, 2, 2, 2), bottleneck=False, classes=10), _numbers(3, side, side)
+    return Workload(f"resnet18-{side}px", about, batch_size, model, data, belongs=belongs)
+
+
+def _small_gpt(positions: int) -> Callable[[], nn.Module]:
+    return partial(networks.gpt, 256, 4, 4, positions, WORDS)
 
 
 def gpt(positions: int, batch_size: int, belongs: str = "sizes") -> Workload:
     """A GPT-2-like model on texts of a length."""
-
-    def model() -> nn.Module:
-        return language.GPT(256, 4, 4, positions)
-
     about = f"GPT-2-like, width 256, 4 blocks, 10,000 words, 8.3 M parameters; texts of {positions} random words"
-    return Workload(f"gpt-{positions}", about, batch_size, model, _random_texts(positions), token_losses, belongs)
-
-
-def _lora() -> nn.Module:
-    return language.with_adapters(language.GPT(256, 4, 4, POSITIONS))
-
-
-def _gpt2() -> nn.Module:
-    return language.GPT(768, 12, 12, 1024, vocabulary=50_257, tied=True)
+    data = _texts(positions)
+    return Workload(f"gpt-{positions}", about, batch_size, _small_gpt(positions), data, token_losses, belongs)
 
 
 _ALL = (
     _on_images("mlp", "two hidden layers of 128 and 256 units, sigmoid"),
-    Workload("fcnn-adult", "one hidden layer of 50 units; 104 random features, as of the Adult data", 256, _adult,
-             lambda size: (torch.randn(size, ADULT_FEATURES), torch.randint(0, 2, (size,)))),
+    Workload("fcnn-adult", "one hidden layer of 50 units; 104 random features, as of the Adult data", 256,
+             lambda: nn.Sequential(nn.Linear(104, 50), nn.ReLU(), nn.Linear(50, 2)), _numbers(104, classes=2)),
     _on_images("cnn", "convolutions of 20 and 50 kernels 5 x 5, max pooling, 128 hidden units"),
     _on_images("rnn", "one recurrent layer of 128 units, tanh, over the 28 rows"),
     _on_images("lstm", "one LSTM layer of 128 units over the 28 rows"),
     Workload("transformer", "one encoder block, 200 features, 8 heads, frozen word vectors; 128 random words a text",
-             32, _transformer, _random_reviews(POSITIONS)),
+             32, _transformer, _reviews(128)),
     Workload("cifar-cnn", "eight convolutions of 32 to 256 channels, 605,226 parameters; random 32 x 32 colour images",
-             64, vision.cifar_cnn, _random_images((3, 32, 32))),
+             64, networks.cifar_cnn, _numbers(3, 32, 32)),
     Workload("lstm-imdb", "word vectors of 100, LSTM of 100 units, 1,081,002 parameters; 256 random words a text",
-             32, language.TextLSTM, _random_reviews(256)),
+             32, partial(networks.text_lstm, WORDS), _reviews(256)),
     Workload("embedding", "word vectors of 16, their mean, two classes, 160,034 parameters; 256 random words a text",
-             128, language.EmbeddingNetwork, _random_reviews(256)),
+             128, partial(networks.embeddings, WORDS), _reviews(256)),
     _resnet(64, 16, "usual"),
     gpt(128, 8, "usual"),
     gpt(512, 2, "usual"),
-    Workload("vgg11", "VGG11 without batch norm, 9.2 M parameters; random 32 x 32 colour images", 16, vision.vgg11,
-             _random_images((3, 32, 32))),
+    Workload("vgg11", "VGG11 without batch norm, 9.2 M parameters; random 32 x 32 colour images", 16, networks.vgg11,
+             _numbers(3, 32, 32)),
     Workload("lora-gpt", "the GPT-2-like model, frozen; adapters of rank 8 at its attention; texts of 128 random words",
-             8, _lora, _random_texts(POSITIONS), token_losses),
-    _resnet(32, 32, "sizes"),
-    _resnet(128, 8, "sizes"),
-    _resnet(256, 4, "sizes"),
-    gpt(256, 4, "sizes"),
-    gpt(1024, 2, "sizes"),
-    Workload("gpt2-124m", "GPT-2's shape, 124 M parameters, head tied to the embedding; texts of 1,024 random words",
-             8, _gpt2, _random_texts(1024, 50_257), token_losses, "gpu"),
+             8, lambda: networks.with_adapters(_small_gpt(128)(), 256), _texts(128), token_losses),
+    _resnet(32, 32),
+    _resnet(128, 8),
+    _resnet(256, 4),
+    gpt(256, 4),
+    gpt(1024, 2),
+    Workload("gpt2-124m", "GPT-2's shape, 124 M parameters, head tied to the embedding; texts of 1,024 random words", 8,
+             partial(networks.gpt, 768, 12, 12, 1024, 50_257, tied=True), _texts(1024, 50_257), token_losses, "gpu"),
     Workload("vit-b16", "ViT-B/16's shape, 86 M parameters; random 224 x 224 colour images", 32,
-             vision.VisionTransformer, _random_images((3, 224, 224), 1000), belongs="gpu"),
+             partial(networks.vision_transformer, 768, 12, 12, 224, 16, 1000), _numbers(3, 224, 224, classes=1000),
+             belongs="gpu"),
     Workload("resnet50-224px", "ResNet-50 with GroupNorm, 25.6 M parameters; random 224 x 224 colour images", 32,
-             vision.resnet50, _random_images((3, 224, 224), 1000), belongs="gpu"),
+             partial(networks.resnet, (3, 4, 6, 3), bottleneck=True, classes=1000), _numbers(3, 224, 224, classes=1000),
+             belongs="gpu"),
 )  # fmt: skip
 WORKLOADS = {workload.name: workload for workload in _ALL}
 SETS = {
-    kind: tuple(workload.name for workload in _ALL if workload.belongs == kind) for kind in ("usual", "sizes", "gpu")
+    kind: tuple(name for name, work in WORKLOADS.items() if work.belongs == kind) for kind in ("usual", "sizes", "gpu")
 }

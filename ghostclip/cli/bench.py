@@ -1,4 +1,4 @@
-"""ghostclip bench: step times on this machine, beside non-private training and what else is installed"""
+"""ghostclip bench: step times on this machine, beside non-private training and the naive loop"""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     from ghostclip.bench import command
 
-    parser.description = (
-        "Times training steps with per-example clipping beside ordinary ones, in turns, on random data. Before the\n"
-        "clock starts, each contender's clipped sum is compared with a plain loop's. Other libraries take part where\n"
-        'they are installed: pip install "ghostclip[bench]".'
-    )
+    parser.description = command.DESCRIPTION
     parser.epilog = "example: ghostclip bench --workloads mlp,cnn --seconds 5"
     command.add_arguments(parser)
 

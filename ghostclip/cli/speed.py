@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from ghostclip.bench.losses import class_losses
 from ghostclip.bench.measure import take_turns
-from ghostclip.bench.roster import CONTENDERS
+from ghostclip.bench.methods import CONTENDERS
 
 __all__ = ["examples_per_second"]
 

@@ -3,13 +3,10 @@
 import os
 import signal
 import time
-from dataclasses import replace
 
 import torch
 
 from ghostclip.bench.contenders import CannotRun, Contender, Prepared
-from ghostclip.bench.lanes import serve
-from ghostclip.bench.roster import CONTENDERS
 
 
 def chatty(model, losses, max_norm):
@@ -50,14 +47,4 @@ def telling(model, losses, max_norm):
     raise CannotRun(f"{torch.get_num_threads()} threads, {os.environ['OMP_NUM_THREADS']} for others, cores {cores}")
 
 
-PLANTED = {
-    method.__name__: Contender(method.__name__, "", method) for method in (chatty, mortal, fragile, endless, telling)
-}
-# What the process that asks takes them for.
-HARMLESS = {name: replace(CONTENDERS["cached"], name=name) for name in PLANTED}
-
-
-def serve_planted(entry, line):
-    """What a lane's process does in the tests."""
-    CONTENDERS.update(PLANTED)
-    serve(entry, line)
+CONTENDERS = tuple(Contender(method.__name__, "", method) for method in (chatty, mortal, fragile, endless, telling))

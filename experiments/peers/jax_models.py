@@ -9,7 +9,7 @@ from torch import nn
 
 from ghostclip import models
 from ghostclip.bench.contenders import CannotRun
-from ghostclip.bench.language import EmbeddingNetwork, TextLSTM
+from ghostclip.bench.networks import Mean, States
 
 __all__ = ["forward_of"]
 
@@ -167,15 +167,12 @@ def _on_rows(network: nn.Module, prefix: str) -> Forward:
     return run
 
 
-def _text_lstm(network: nn.Module, prefix: str) -> Forward:
-    names = ("embedding", "recurrent", "output")
-    embedding, recurrent, output = (forward_of(network.get_submodule(name), f"{name}.") for name in names)
-    return lambda parameters, tokens: output(parameters, recurrent(parameters, embedding(parameters, tokens)).mean(1))
+def _states(network: nn.Module, prefix: str) -> Forward:
+    return forward_of(network.get_submodule("recurrent"), f"{prefix}recurrent.")
 
 
-def _embedding_network(network: nn.Module, prefix: str) -> Forward:
-    embedding, output = (forward_of(network.get_submodule(name), f"{name}.") for name in ("embedding", "output"))
-    return lambda parameters, tokens: output(parameters, embedding(parameters, tokens).mean(1))
+def _mean(network: nn.Module, prefix: str) -> Forward:
+    return lambda _, hidden: hidden.mean(1)
 
 
 _LAYERS: dict[type, Callable[[Any, str], Forward]] = {
@@ -184,6 +181,5 @@ _LAYERS: dict[type, Callable[[Any, str], Forward]] = {
     nn.LSTM: _recurrent,
 }  # fmt: skip
 _NETWORKS: dict[type, Callable[[Any, str], Forward]] = {
-    models.MLP: _mlp, models.CNN: _cnn, models.RNN: _on_rows, models.LSTM: _on_rows, TextLSTM: _text_lstm,
-    EmbeddingNetwork: _embedding_network,
+    models.MLP: _mlp, models.CNN: _cnn, models.RNN: _on_rows, models.LSTM: _on_rows, States: _states, Mean: _mean,
 }  # fmt: skip

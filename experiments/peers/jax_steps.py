@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip.bench.contenders import LEARNING_RATE, NOISE_MULTIPLIER, CannotRun, Contender, Prepared
-from ghostclip.bench.jax_models import Array, Forward, Parameters, forward_of
 from ghostclip.bench.losses import Losses, class_losses
+
+from .jax_models import Array, Forward, Parameters, forward_of
 
 __all__ = ["JAX"]
 

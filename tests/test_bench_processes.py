@@ -2,28 +2,29 @@
 
 import math
 import os
+from dataclasses import replace
 from itertools import count
 
 import pytest
 import torch
-from planted_lanes import HARMLESS, serve_planted
+from planted_contenders import CONTENDERS as PLANTED
 from test_bench import NONPRIVATE, TINY
 
-from ghostclip.bench import CONTENDERS, WORKLOADS, compare, lanes
-from ghostclip.bench.lanes import Entry, Lane, Retired, in_lanes
+from ghostclip.bench import CONTENDERS, WORKLOADS, compare, methods, processes
 from ghostclip.bench.measure import alternate
+from ghostclip.bench.processes import ContenderProcess, ProcessFailed, Task, in_processes
 
 
 @pytest.fixture(autouse=True)
 def planted(monkeypatch):
-    """Lanes that know the planted contenders, which are harmless in this process."""
-    monkeypatch.setattr(lanes, "serve", serve_planted)
-    for name, contender in HARMLESS.items():
-        monkeypatch.setitem(CONTENDERS, name, contender)
+    """Processes that know the planted contenders, which are harmless in this process."""
+    monkeypatch.setattr(methods, "_MODULES", ["planted_contenders"])
+    for planted in PLANTED:
+        monkeypatch.setitem(CONTENDERS, planted.name, replace(CONTENDERS["cached"], name=planted.name))
 
 
-def entry(contender, **others):
-    return Entry("mlp", contender, 4, **others)
+def task(contender, **others):
+    return Task("mlp", contender, 4, **others)
 
 
 def gone(pid):
@@ -59,55 +60,55 @@ def test_no_process_is_left_after_an_interruption(monkeypatch):
         assert not any(gone(pid) for pid in pids)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(lanes, "alternate", interrupted)
+    monkeypatch.setattr(processes, "alternate", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        in_lanes({name: entry(name) for name in ("nonprivate", "chatty")}, 1.0, baseline="nonprivate")
+        in_processes({name: task(name) for name in ("nonprivate", "chatty")}, 1.0, baseline="nonprivate")
     assert len(pids) == 2
     assert all(gone(pid) for pid in pids)
 
 
 def test_a_step_without_end_is_cut_off(monkeypatch):
-    monkeypatch.setattr(lanes, "GRACE", 0.2)
-    lane = Lane(entry("endless"))
-    lane.ready()
-    lane._line.send("turn")
-    lane.close()
-    assert gone(lane.pid)
+    monkeypatch.setattr(processes, "GRACE", 0.2)
+    process = ContenderProcess(task("endless"))
+    process.answer()
+    process._line.send("turn")
+    process.close()
+    assert gone(process.pid)
 
 
 def test_without_the_baseline_there_is_nothing_to_compare():
-    with pytest.raises(Retired, match=r"^fragile failed: RuntimeError: out of paper$"):
-        in_lanes({"fragile": entry("fragile")}, 0.1, baseline="fragile")
+    with pytest.raises(ProcessFailed, match=r"^fragile failed: RuntimeError: out of paper$"):
+        in_processes({"fragile": task("fragile")}, 0.1, baseline="fragile")
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system can't keep a process to cores")
-def test_a_lane_has_the_threads_and_cores_of_its_entry():
+def test_a_process_has_the_threads_and_cores_of_its_task():
     core = max(os.sched_getaffinity(0))
-    with pytest.raises(Retired) as said:
-        in_lanes({"telling": entry("telling", threads=3, cores=(core,))}, 0.1, baseline="telling")
-    assert said.value.row == {"missing": f"3 threads, 3 for others, cores [{core}]"}
-    assert Entry.here("mlp", "cached", 4, 1.0).cores == tuple(sorted(os.sched_getaffinity(0)))
-    assert Entry.here("mlp", "cached", 4, 1.0).threads == 1
+    with pytest.raises(ProcessFailed) as said:
+        in_processes({"telling": task("telling", threads=3, cores=(core,))}, 0.1, baseline="telling")
+    assert (said.value.kind, said.value.why) == ("missing", f"3 threads, 3 for others, cores [{core}]")
+    assert task("cached").cores == tuple(sorted(os.sched_getaffinity(0)))
+    assert task("cached").threads == 1
 
 
 def test_threads_that_slept_have_work_before_a_step_is_timed(monkeypatch):
     ticks = count()
-    monkeypatch.setattr(lanes.time, "perf_counter", lambda: next(ticks) * lanes.AWAKE / 4)
+    monkeypatch.setattr(processes.time, "perf_counter", lambda: next(ticks) * processes.AWAKE / 4)
     with torch.profiler.profile() as profile:
-        lanes._wake_threads()
+        processes._wake_threads()
     work = [event.count for event in profile.key_averages() if event.key == "aten::sin_"]
     assert work == [3]
 
 
-@pytest.mark.parametrize(("threads", "waits"), [(1, []), (2, [lanes.SPINNING])])
+@pytest.mark.parametrize(("threads", "waits"), [(1, []), (2, [processes.SPINNING])])
 def test_where_threads_spin_the_next_turn_waits(threads, waits, monkeypatch):
-    lane, slept = Lane(entry("chatty", threads=threads)), []
-    lane.ready()
+    process, slept = ContenderProcess(task("chatty", threads=threads)), []
+    process.answer()
     monkeypatch.setattr("time.sleep", slept.append)
-    assert 0 < lane.turn() < 60
+    assert 0 < process.turn() < 60
     assert slept == waits
     monkeypatch.undo()
-    lane.close()
+    process.close()
 
 
 def test_turns_are_believed_about_their_own_time():
