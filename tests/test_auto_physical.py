@@ -14,12 +14,12 @@ from torch.utils.data import TensorDataset
 
 import ghostclip
 from ghostclip.engine import memory, micro_batching
-from ghostclip.engine.memory import HostMemory, Memory
+from ghostclip.engine.memory import HostMemory, MemoryMeter
 
 EXAMPLES = 200
 
 
-class Counted(Memory):
+class Counted(MemoryMeter):
     """Memory in which a trial of n examples takes 1000 + 10 n bytes; the model says how many it saw."""
 
     def __init__(self, limit: int) -> None:
@@ -134,6 +134,15 @@ def test_the_numbers_are_logged(counted: Callable[[int], Counted], caplog: pytes
     said = [record.message for record in caplog.records if "auto" in record.message]
     assert len(said) == 1
     assert "examples fit into" in said[0]
+
+
+def test_memory_that_grows_by_leaps_is_found_out(counted: Callable[[int], Counted]) -> None:
+    found = counted(3000)
+    smooth = found.peak_of
+    found.peak_of = lambda work: smooth(work) + 2000 * (found.seen[-1] > 20)  # type: ignore[method-assign]
+    engine = engine_of(model_of(), max_physical_batch_size="auto")
+    train(engine, watched(found, []))
+    assert engine.batches().limit == 16
 
 
 def test_a_trial_that_runs_out_of_memory_is_too_large(counted: Callable[[int], Counted]) -> None:

@@ -27,7 +27,8 @@ PITFALLS = ("tests/test_pitfalls.py",)
 CLIPPER = ("tests/test_clipper.py",)
 ROUNDING = ("tests/test_rounding.py",)
 PASSES, FIRST = "ghostclip/clipper/second_pass.py", "ghostclip/clipper/first_pass.py"
-WHOLE, STEPS = "ghostclip/norms/whole.py", "ghostclip/engine/steps.py"
+WHOLE, STEP = "ghostclip/norms/whole.py", "ghostclip/engine/step.py"
+RELEASE = "ghostclip/engine/release.py"
 TURNS, UPDATE_CHECK = "ghostclip/engine/turns.py", "ghostclip/engine/update_check.py"
 UPDATES = ("tests/test_engine_updates.py",)
 SUMS, NOISE, SPENDING = "ghostclip/engine/sums.py", "ghostclip/noise/standard.py", "ghostclip/engine/spending.py"
@@ -317,38 +318,38 @@ CLIPPING = [
 ENGINE = [
     Mutant(
         "sigma without C",
-        STEPS,
-        "std = self._noise_multiplier * self._sensitivity\n        if",
+        RELEASE,
+        "std = self._noise_multiplier * self.sensitivity\n        if",
         "std = self._noise_multiplier\n        if",
         PITFALLS,
     ),
     Mutant(
         "noise twice",
-        STEPS,
+        RELEASE,
         "        return self._noise.release(sums, std, self.batch_size)\n",
         "        return self._noise.release(self._noise.release(sums, std, self.batch_size), std / self.batch_size)\n",
         PITFALLS,
     ),
     Mutant(
         "noise never",
-        STEPS,
+        RELEASE,
         "        return self._noise.release(sums, std, self.batch_size)\n",
         "        return self._noise.release(sums, 0.0, self.batch_size)\n",
         PITFALLS,
     ),
     Mutant(
         "realised denominator",
-        STEPS,
-        "        self.turns.end()\n        self._sums.release(held, make_private)\n",
+        RELEASE,
+        "        self.turns.end()\n        self.sums.release(held, make_private)\n",
         "        self.batch_size = max(1, sum(self.turns.batch.sizes))\n"
-        "        self.turns.end()\n        self._sums.release(held, make_private)\n",
+        "        self.turns.end()\n        self.sums.release(held, make_private)\n",
         PITFALLS,
     ),
     Mutant(
         "noise for the narrowest sensitivity",
-        STEPS,
-        "self._sensitivity = max(self._sensitivity, result.sensitivity)",
-        "self._sensitivity = min(1.0, result.sensitivity)",
+        STEP,
+        "self.release.sensitivity = max(self.release.sensitivity, result.sensitivity)",
+        "self.release.sensitivity = min(1.0, result.sensitivity)",
         PITFALLS,
     ),
     Mutant(
@@ -381,14 +382,14 @@ ENGINE = [
     ),
     Mutant(
         "a step before all physical batches",
-        STEPS,
-        "        if self._sums.count + missing != len(batch.sizes):\n",
-        "        if self._sums.count + missing > len(batch.sizes):\n",
+        RELEASE,
+        "        if gathered + missing != len(batch.sizes):\n",
+        "        if gathered + missing > len(batch.sizes):\n",
         PITFALLS,
     ),
     Mutant(
         "charged after the release",
-        STEPS,
+        RELEASE,
         "            self.spend()\n            self.put_in_place(held, self._make_private)\n",
         "            self.put_in_place(held, self._make_private)\n            self.spend()\n",
         (
@@ -744,7 +745,7 @@ AROUND = [
     ),
     Mutant(
         "Ctrl-C in the optimizer's step leaves grad mode off",
-        STEPS,
+        RELEASE,
         "    @keeping_grad_mode\n    def _release(self)",
         "    def _release(self)",
         INTERRUPTS,
@@ -765,9 +766,9 @@ AROUND = [
     ),
     Mutant(
         "a step too early is told by what was discarded",
-        STEPS,
+        RELEASE,
         'f"optimizer.step() was called after {batch.handed} of the',
-        'f"optimizer.step() was called after {self._sums.count} of the',
+        'f"optimizer.step() was called after {gathered} of the',
         ("tests/test_engine_guards.py", "-k", "left_early"),
     ),
     Mutant(
@@ -1054,7 +1055,7 @@ MIXED = [
     Mutant(
         "compiled steps are not compared",
         "ghostclip/engine/compiled_steps.py",
-        "            self._steps.compare(loss_fn, examples)\n",
+        "            self._steps.prepare(loss_fn, examples)\n",
         "",
         (*COMPARED, "-k", "compiled"),
     ),
@@ -1095,9 +1096,9 @@ MIXED = [
     ),
     Mutant(
         "a user's rows may not depend on each other",
-        STEPS,
-        "rows if users is None else users.users, batch)\n",
-        "rows, batch)\n",
+        STEP,
+        "return rows, rows if users is None else users.users\n",
+        "return rows, rows\n",
         (*COMPARED, "-k", "users"),
     ),
     Mutant(
@@ -1272,7 +1273,7 @@ MISUSE = [
     ),
     Mutant(
         "exchanged parameters are not looked for at the step",
-        STEPS,
+        RELEASE,
         "        self.updates.check_model()\n",
         "",
         (*UPDATES, "-k", "objects"),
@@ -1300,28 +1301,49 @@ MISUSE = [
     ),
     Mutant(
         "an exception excuses a batch that went on",
-        STEPS,
+        STEP,
         '        self.current("engine.backward()").failed = False\n',
         "",
         (*UPDATES, "-k", "mended"),
     ),
     Mutant(
+        "trials of sizes leave their gradients",
+        "ghostclip/engine/micro_batching.py",
+        "        with gradients_aside(trained):\n            most",
+        "        if True:\n            most",
+        ("tests/test_auto_physical.py", "-k", "trace"),
+    ),
+    Mutant(
+        "trials of sizes take random numbers",
+        "ghostclip/engine/micro_batching.py",
+        "            with Replay(model).again(gradients=True):\n",
+        "            if True:\n",
+        ("tests/test_auto_physical.py", "-k", "trace"),
+    ),
+    Mutant(
+        "a batch too large for memory is taken all the same",
+        "ghostclip/engine/micro_batching.py",
+        "            if peak is None or peak > limit:\n",
+        "            if peak is None:\n",
+        ("tests/test_auto_physical.py", "-k", "found"),
+    ),
+    Mutant(
         "a discarded batch is not charged",
-        STEPS,
-        "                self.turns.start(discarded=True)\n                self.charge()\n",
+        STEP,
+        "                self.turns.start(discarded=True)\n                self.release.charge()\n",
         "                self.turns.start(discarded=True)\n",
         (*UPDATES, "-k", "discard"),
     ),
     Mutant(
         "a step of an optimizer without the engine's hooks",
-        STEPS,
+        RELEASE,
         "        self._release()\n        self._optimizer.step()\n",
         "        self._optimizer.step()\n",
         (*UPDATES, "-k", "without_hooks"),
     ),
     Mutant(
         "a step without a release passes",
-        STEPS,
+        RELEASE,
         "        self.turns.check_released()\n",
         "",
         (*UPDATES, "-k", "closure"),

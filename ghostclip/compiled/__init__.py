@@ -2,7 +2,7 @@
 
 from ghostclip.clipper.clipper import register_compiler
 from ghostclip.compiled.clip import CompiledClip
-from ghostclip.compiled.release import CompiledRelease, Release
+from ghostclip.compiled.release import CompiledRelease, ReleaseGraph
 from ghostclip.compiled.update import NOT_YET, Update, UpdateReader
 from ghostclip.compiled.whole import CompiledStep, WholeStep
 
@@ -11,7 +11,7 @@ __all__ = [
     "CompiledClip",
     "CompiledRelease",
     "CompiledStep",
-    "Release",
+    "ReleaseGraph",
     "Update",
     "UpdateReader",
     "WholeStep",

@@ -15,11 +15,11 @@ from ghostclip.compiled.region import Region, trace, write_back
 from ghostclip.compiled.trial import Trial
 from ghostclip.compiled.update import Update
 
-__all__ = ["CompiledRelease", "Release"]
+__all__ = ["CompiledRelease", "ReleaseGraph"]
 
 
 @dataclass
-class Release:
+class ReleaseGraph:
     """One update's graph.
 
     Attributes:
@@ -54,9 +54,9 @@ class CompiledRelease:
 
     def __init__(self, clip: CompiledClip) -> None:
         self._clip = clip
-        self._plans: dict[tuple, Release] = {}
+        self._plans: dict[tuple, ReleaseGraph] = {}
 
-    def find(self, update: Update, sums: list[Tensor], noise: Tensor) -> Release | None:
+    def find(self, update: Update, sums: list[Tensor], noise: Tensor) -> ReleaseGraph | None:
         """The update's graph, compiled if it is the first of its kind; None to leave it to the optimizer."""
         if any(total.stride() != p.stride() for total, p in zip(sums, update.parameters, strict=True)):
             return None
@@ -66,14 +66,14 @@ class CompiledRelease:
         plan = self._plans.get(key)
         return None if plan is None or plan.region is None else plan
 
-    def refuse(self, plan: Release, reason: str) -> None:
+    def refuse(self, plan: ReleaseGraph, reason: str) -> None:
         """The graph is not used any more."""
         plan.region = None
         self._clip.refuse(f"the update by itself: {reason}")
 
     @torch.no_grad()
-    def _compile(self, update: Update, sums: list[Tensor], noise: Tensor) -> Release:
-        plan, count = Release(None, update.parameters), len(update.written)
+    def _compile(self, update: Update, sums: list[Tensor], noise: Tensor) -> ReleaseGraph:
+        plan, count = ReleaseGraph(None, update.parameters), len(update.written)
 
         def step(*inputs: Tensor) -> tuple[Tensor, ...]:
             *sums, noise, numbers = inputs[count:]

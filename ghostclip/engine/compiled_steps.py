@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.clipper.gradient_guard import is_distributed
-from ghostclip.compiled import NOT_YET, CompiledRelease, CompiledStep, Release, Update, UpdateReader, WholeStep
+from ghostclip.compiled import NOT_YET, CompiledRelease, CompiledStep, ReleaseGraph, Update, UpdateReader, WholeStep
 from ghostclip.compiled.clip import in_a_line, random_numbers, random_state
 from ghostclip.compiled.signature import CompileRequest
 from ghostclip.compiled.trial import drift, movement, timed
@@ -165,7 +165,7 @@ class CompiledSteps:
 
     def _try(
         self,
-        plan: WholeStep | Release,
+        plan: WholeStep | ReleaseGraph,
         update: Update,
         clipping: float,
         comparable: bool,

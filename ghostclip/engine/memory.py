@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["DeviceMemory", "HostMemory", "Memory", "in_words", "memory_of"]
+__all__ = ["DeviceMemory", "HostMemory", "MemoryMeter", "in_words", "memory_of"]
 
 # Of a limit that is the machine's: the rest is for other processes, and for memory in pieces too small to be used.
 SHARE = 0.9
@@ -17,7 +17,7 @@ PROCESS = Path("/proc/self")
 CGROUPS = Path("/sys/fs/cgroup")
 
 
-class Memory:
+class MemoryMeter:
     """Where tensors lie.
 
     Attributes:
@@ -35,7 +35,7 @@ class Memory:
         raise NotImplementedError
 
 
-class DeviceMemory(Memory):
+class DeviceMemory(MemoryMeter):
     """Of a CUDA device, as torch's allocator counts it.
 
     Args:
@@ -51,17 +51,17 @@ class DeviceMemory(Memory):
         self.limit = limit
 
     def now(self) -> int:
-        """See `Memory.now`."""
+        """See `MemoryMeter.now`."""
         return torch.cuda.memory_allocated(self._device)
 
     def peak_of(self, work: Callable[[], None]) -> int:
-        """See `Memory.peak_of`."""
+        """See `MemoryMeter.peak_of`."""
         torch.cuda.reset_peak_memory_stats(self._device)
         work()
         return torch.cuda.max_memory_allocated(self._device)
 
 
-class HostMemory(Memory):
+class HostMemory(MemoryMeter):
     """Of a Linux machine: what of this process is resident.
 
     Args:
@@ -79,18 +79,18 @@ class HostMemory(Memory):
         return self.now() + _kilobytes(Path("/proc/meminfo"), "MemAvailable")
 
     def now(self) -> int:
-        """See `Memory.now`."""
+        """See `MemoryMeter.now`."""
         return _kilobytes(PROCESS / "status", "VmRSS")
 
     def peak_of(self, work: Callable[[], None]) -> int:
-        """See `Memory.peak_of`. Where the kernel's mark can't be set back, one from before may be the highest."""
+        """See `MemoryMeter.peak_of`. Where the kernel's mark can't be set back, one from before may be the highest."""
         with suppress(OSError):
             (PROCESS / "clear_refs").write_text("5")
         work()
         return max(_kilobytes(PROCESS / "status", "VmHWM"), self.now())
 
 
-def memory_of(device: torch.device, limit: int | None) -> Memory:
+def memory_of(device: torch.device, limit: int | None) -> MemoryMeter:
     """The memory of a device, of which ``limit`` bytes may be used.
 
     Raises:

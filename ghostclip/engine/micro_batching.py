@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ghostclip.clipper import GhostClipper
 from ghostclip.clipper.gradient_guard import gradients_aside
 from ghostclip.clipper.replay import Replay
-from ghostclip.engine.memory import Memory, in_words, memory_of
+from ghostclip.engine.memory import MemoryMeter, in_words, memory_of
 from ghostclip.errors import PrivacyError, UnsupportedModelError
 from ghostclip.sampling import LogicalBatches
 from ghostclip.validate import positive_int
@@ -124,7 +124,7 @@ class TrialBatches(MicroBatches):
         found: called once, with the number that was found.
     """
 
-    def __init__(self, memory: Memory, largest: int, found: Callable[[int], None]) -> None:
+    def __init__(self, memory: MemoryMeter, largest: int, found: Callable[[int], None]) -> None:
         super().__init__()
         self._memory, self._largest, self._found = memory, largest, found
         self._open = True

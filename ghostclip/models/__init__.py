@@ -4,11 +4,11 @@ from torch.nn import Module
 
 from ghostclip.models.cnn import CNN
 from ghostclip.models.mlp import MLP
-from ghostclip.models.recurrent import LSTM, RNN
-from ghostclip.models.transformer import Transformer
+from ghostclip.models.recurrent import LSTMClassifier, RNNClassifier
+from ghostclip.models.transformer import TransformerClassifier
 from ghostclip.validate import one_of, positive_int
 
-__all__ = ["CNN", "LSTM", "MLP", "NAMES", "RNN", "Transformer", "build"]
+__all__ = ["CNN", "MLP", "NAMES", "LSTMClassifier", "RNNClassifier", "TransformerClassifier", "build"]
 
 NAMES = ("mlp", "cnn", "rnn", "lstm", "transformer")
 
@@ -31,14 +31,14 @@ def build(name: str, input_shape: tuple[int, ...], classes: int, vocabulary: int
     if name == "transformer":
         if vocabulary is None or len(input_shape) != 1:
             raise ValueError(f"transformer takes token ids of texts; {_inputs(input_shape, vocabulary)}")
-        return Transformer(vocabulary, input_shape[0], classes)
+        return TransformerClassifier(vocabulary, input_shape[0], classes)
     if vocabulary is not None:
         raise ValueError(f"{name} does not take token ids, transformer does; {_inputs(input_shape, vocabulary)}")
     if name == "mlp":
         return MLP(input_shape, classes)
     if len(input_shape) != 3:
         raise ValueError(f"{name} takes images [channels, height, width]; {_inputs(input_shape, vocabulary)}")
-    return {"cnn": CNN, "rnn": RNN, "lstm": LSTM}[name](input_shape, classes)
+    return {"cnn": CNN, "rnn": RNNClassifier, "lstm": LSTMClassifier}[name](input_shape, classes)
 
 
 def _inputs(input_shape: tuple[int, ...], vocabulary: int | None) -> str:

@@ -4,12 +4,12 @@ from torch import Tensor
 
 from ghostclip import nn
 
-__all__ = ["LSTM", "RNN"]
+__all__ = ["LSTMClassifier", "RNNClassifier"]
 
 HIDDEN = 128
 
 
-class RNN(nn.Module):
+class RNNClassifier(nn.Module):
     """One tanh recurrent layer of 128 units, then a fully connected one on its last state (section 6.1.1).
 
     Args:
@@ -29,8 +29,8 @@ class RNN(nn.Module):
         return self.output(states[:, -1])
 
 
-class LSTM(nn.Module):
-    """One LSTM layer of 128 units, then a fully connected one on its last state (section 6.1.1); see RNN."""
+class LSTMClassifier(nn.Module):
+    """One LSTM layer of 128 units, then a fully connected one on its last state (section 6.1.1), as `RNNClassifier`."""
 
     def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ghostclip import nn
 
-__all__ = ["Transformer", "positional_encoding"]
+__all__ = ["TransformerClassifier", "positional_encoding"]
 
 WIDTH = 200
 HEADS = 8
@@ -15,7 +15,7 @@ FEED_FORWARD = 512
 PADDING = 0
 
 
-class Transformer(nn.Module):
+class TransformerClassifier(nn.Module):
     """Embedding of 200 dimensions, positional encoding, one encoder block, mean over positions, dense (section 6.1.1).
 
     The block is multi-head attention and a feed-forward network, each with a residual connection and layer

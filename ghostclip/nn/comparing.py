@@ -21,7 +21,7 @@ Forward = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Run:
+class ForwardRun:
     """What one forward did.
 
     Attributes:
@@ -85,7 +85,7 @@ def _is_as_before(tensor: Tensor, alias: Tensor, values: Tensor) -> bool:
     return tensor.data_ptr() == alias.data_ptr() and _same(tensor, values)
 
 
-def run_apart(module: torch.nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
+def run_apart(module: torch.nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardRun:
     """Runs a forward of ``module`` on copies of its inputs, and goes back through it, without leaving a trace."""
     leaves, structure = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -109,10 +109,10 @@ def run_apart(module: torch.nn.Module, forward: Forward, args: tuple[Any, ...], 
     finally:
         before.put_back()
     values = [each.detach() if isinstance(each, Tensor) else each for each in outputs]
-    return Run(values, shape, gradients, effects)
+    return ForwardRun(values, shape, gradients, effects)
 
 
-def compare(own: Run, other: Run) -> Comparison:
+def compare(own: ForwardRun, other: ForwardRun) -> Comparison:
     """How ``own`` compares with ``other``, which is what it should be."""
     numbers = [leaf for leaf in other.outputs if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     there = any(bool(each.isfinite().any()) for each in numbers)
@@ -120,7 +120,7 @@ def compare(own: Run, other: Run) -> Comparison:
     return Comparison(_difference(own, other, numbers, finite), there and finite)
 
 
-def _difference(own: Run, other: Run, numbers: list[Tensor], finite: bool) -> str | None:
+def _difference(own: ForwardRun, other: ForwardRun, numbers: list[Tensor], finite: bool) -> str | None:
     if own.effects:
         return f"it changes {', '.join(own.effects)}"
     if own.structure != other.structure:
