@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ghostclip
 from ghostclip import models, native, nn
-from ghostclip.clipper.wanted import Wanted
+from ghostclip.clipper.collector import Wanted
 from ghostclip.clipping import Custom, PerLayer, as_policy
 from ghostclip.compiled import update
 from ghostclip.norms.outer import gram

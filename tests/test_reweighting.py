@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ghostclip
-from ghostclip.clipper.wanted import Wanted
+from ghostclip.clipper.collector import Wanted
 
 MAX_NORM = 0.05
 
@@ -105,7 +105,7 @@ def test_the_second_backward_ends_at_the_lowest_layer_that_has_to_be_summed(seed
         run = original(losses, Wanted(), retain_graph=True)
         run.holds_graph = True
         other = original(losses, Wanted(materialise=True), retain_graph=True)
-        run._found.terms = {part: term for part, term in other._found.terms.items() if parameters[part[0]]}
+        run._terms = {part: term for part, term in other._terms.items() if parameters[part[0]]}
         return run
 
     passes.first_pass = keeps_some

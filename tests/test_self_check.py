@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import PrivacyEngine, VerificationError
-from ghostclip.clipper.outcome import FirstPass
+from ghostclip.clipper.collector import NormCollector
 from ghostclip.clipper.replay import Replay
 from ghostclip.clipping import Custom, PerLayer
 from ghostclip.engine import agreement
@@ -103,9 +103,9 @@ def test_a_rule_that_was_switched_off_is_not_looked_at() -> None:
 
 
 def test_wrong_sums_of_right_norms_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    sums = FirstPass.weighted_sums
+    sums = NormCollector.weighted_sums
     monkeypatch.setattr(
-        FirstPass, "weighted_sums", lambda self, *given: ((part, 2 * each) for part, each in sums(self, *given))
+        NormCollector, "weighted_sums", lambda self, *given: ((part, 2 * each) for part, each in sums(self, *given))
     )
     assert_refused(whole_batches(runs.network(), second_pass="cached"), r"0\.weight \(1\)", by_step)
 

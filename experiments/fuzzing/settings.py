@@ -36,9 +36,9 @@ KNOBS: dict[str, dict[str, Values]] = {
     "all strategies": {"planner:HOPELESS": (float("inf"),)},
     "groups wait": {
         f"clipper.{module}:POSTPONED_BYTES": SETTLE
-        for module in ("groupwise", "outcome", "collector", "reweighting")
+        for module in ("groupwise", "collector", "second_pass")
     },
-    "small": {"clipper.wanted:SMALL_SHARE": (0.0, 10.0)},
+    "small": {"clipper.first_pass:SMALL_SHARE": (0.0, 10.0)},
     "no host sync": {
         f"{module}:may_sync": (lambda device: False,)
         for module in ("norms.outer", "clipper.first_pass", "clipper.second_pass")

@@ -54,7 +54,7 @@ CLIPPING = [
     ),
     Mutant(
         "square of the norm",
-        "ghostclip/clipper/outcome.py",
+        "ghostclip/clipper/collector.py",
         "        return self._unscaled(norms(squared, self._dtype))\n",
         "        return self._unscaled(norms(squared, self._dtype)) ** 2\n",
         CLIPPER,
@@ -217,7 +217,7 @@ CLIPPING = [
     ),
     Mutant(
         "rows of an example that is not finite in a sum by rules",
-        "ghostclip/clipper/reweighting.py",
+        "ghostclip/clipper/second_pass.py",
         "            term = term if self._finite is None else term.keep_only(self._finite)\n",
         "",
         ("tests/test_nonfinite.py", "tests/test_aside.py"),

@@ -8,13 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ghostclip.clipper.collector import Wanted
 from ghostclip.clipper.explain import StrategyTable, plan_of
-from ghostclip.clipper.gradient_guard import GradientGuard, NarrowSums, is_distributed
+from ghostclip.clipper.gradient_guard import GradientGuard, NarrowSums, add_sums, is_distributed
 from ghostclip.clipper.other_size import shows_at_another_size
-from ghostclip.clipper.outcome import add_sums
 from ghostclip.clipper.second_pass import TwoPasses
 from ghostclip.clipper.verify import compare_with_loop
-from ghostclip.clipper.wanted import Wanted
 from ghostclip.clipping import Adaptive, Groupwise, Policy, as_policy
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.nn.grad_mode import keeping_grad_mode
@@ -175,7 +174,9 @@ class GhostClipper:
         run = self.passes.measure(losses, Wanted(margin=False), retain_graph=retain_graph)
         if per is None:
             return run.norms()
-        return run.norms_by_layer() if per == "layer" else run.norms_by_parameter()
+        if per == "parameter":
+            return run.norms_by_parameter()
+        return run.norms_by_group({name: name.rpartition(".")[0] for name, _ in self.passes.index.trained()})
 
     @keeping_grad_mode
     def per_example_grads(self, losses: Tensor, *, retain_graph: bool = False) -> dict[str, Tensor]:

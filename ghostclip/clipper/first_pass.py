@@ -13,12 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ghostclip.clipper.collector import NormCollector
+from ghostclip.clipper.collector import Keep, NormCollector, Wanted, norm_dtype
 from ghostclip.clipper.gradient_guard import have_hooks, is_distributed
 from ghostclip.clipper.groupwise import GroupSums
-from ghostclip.clipper.outcome import FirstPass, norm_dtype
-from ghostclip.clipper.torch_errors import in_our_words
-from ghostclip.clipper.wanted import Keep, Wanted, bytes_to_keep, room_for_small
 from ghostclip.clipping import Groupwise, Policy, Thresholds
 from ghostclip.errors import LossShapeError, StaleInputError, UnsupportedModelError
 from ghostclip.graph.parameter_names import ParameterNames
@@ -31,7 +28,10 @@ from ghostclip.norms.term import is_traced
 from ghostclip.norms.whole import all_finite
 from ghostclip.planner import Planner, StrategyChoice
 
-__all__ = ["FirstPasses", "check_losses", "without_autocast"]
+__all__ = ["FirstPasses", "check_losses", "in_our_words", "without_autocast"]
+
+# "reweight" may keep materialised gradients up to this share of all pre-activations, and the size of the parameters.
+SMALL_SHARE = 0.15
 
 
 class FirstPasses:
@@ -74,7 +74,7 @@ class FirstPasses:
         self._groups: dict[str, str] = {}
         self.partition()
 
-    def first_pass(self, losses: Tensor, wanted: Wanted, **options: Any) -> FirstPass:
+    def first_pass(self, losses: Tensor, wanted: Wanted, **options: Any) -> NormCollector:
         """A backward from ``losses`` [B] to the pre-activations; raises what `GhostClipper.norms` raises.
 
         Where it brings the first gradient to a layer that isn't proved, the proof is made on this batch, and the pass
@@ -98,13 +98,13 @@ class FirstPasses:
         retain_graph: bool,
         groups: GroupSums | None = None,
         reached: bool = False,
-    ) -> FirstPass | None:
+    ) -> NormCollector | None:
         """One such backward; None, and the graph is still there, where it reached a layer that isn't proved.
 
         Args:
             losses: [B].
             wanted: what it is for.
-            retain_graph: as torch's. The graph also stays where a second backward may follow (`FirstPass.holds_graph`).
+            retain_graph: as torch's. The graph also stays where a second backward may follow.
             groups: takes the terms, to clip them group by group.
             reached: an earlier pass over the graph was given up, for a gradient that reached what wasn't proved.
         """
@@ -125,9 +125,10 @@ class FirstPasses:
             parameter_bytes = sum([parameter.nbytes for _, parameter in trained])
             room = room_for_small(calls, parameter_bytes, self._memory_budget)
             collector = NormCollector(
-                losses, calls, row_orders, self._planner, self.index, wanted=wanted, groups=groups, room=room,
-                watched=watched,
+                losses, calls, row_orders, self._planner, self.index, self.scale, wanted=wanted, groups=groups,
+                room=room, watched=watched,
             )  # fmt: skip
+            collector.holds_graph, collector.repeat = holds_graph, repeat
             _expect_again(losses, calls, repeat)
             first_pass(losses, calls, collector.receive, retain_graph=holds_graph or bool(watched))
             collector.finish()
@@ -139,9 +140,8 @@ class FirstPasses:
             if groups is not None:
                 groups.calls = calls
                 groups.close()
-        run = FirstPass(collector, trained, calls, row_orders, self.scale, holds_graph, repeat)
-        self.choices = run.choices
-        return run
+        self.choices = collector.choices
+        return collector
 
     def _keep_of(self, keep: Keep, calls: Sequence[LayerCall]) -> Keep:
         """What is kept of these uses of layers, by the second pass that was asked for and the memory budget."""
@@ -151,7 +151,7 @@ class FirstPasses:
             return Keep.SMALL
         return keep
 
-    def measure(self, losses: Tensor, wanted: Wanted, *, retain_graph: bool) -> FirstPass:
+    def measure(self, losses: Tensor, wanted: Wanted, *, retain_graph: bool) -> NormCollector:
         """A first pass for norms alone; on a GPU once more, exactly, where a norm is not finite."""
         once = may_sync(losses.device) if isinstance(losses, Tensor) else True
         run = self.first_pass(losses, wanted, retain_graph=retain_graph or not once)
@@ -246,3 +246,39 @@ def _expect_again(losses: Tensor, calls: list[LayerCall], repeat: Repeat | None)
     repeat = None if any(isinstance(call, FallbackCall) for call in calls) else repeat
     for call in calls:
         call.repeat = None if call.packed or call.shape[call.batch_dim] != len(losses) else repeat
+
+
+def bytes_to_keep(calls: Sequence[LayerCall]) -> int:
+    """Estimate of what `Keep.ALL` takes beside inputs: of each call the smaller of both kinds of gradients."""
+    return sum([min(call.nbytes, _materialised_bytes(call)) for call in calls])
+
+
+def _materialised_bytes(call: LayerCall) -> int:
+    own = call.layer._parameters
+    size = sum([parameter.nbytes for name in call.parameters if (parameter := own[name]) is not None])
+    return call.shape[call.batch_dim] * size
+
+
+def room_for_small(calls: Sequence[LayerCall], parameter_bytes: int, budget: int | None) -> int:
+    """Bytes that `Keep.SMALL` may take."""
+    room = int(SMALL_SHARE * sum([call.nbytes for call in calls])) + parameter_bytes
+    return room if budget is None else min(room, budget)
+
+
+class in_our_words(AbstractContextManager[Any]):
+    """torch's errors about changed or freed tensors, said in ours: a context."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *where: Any) -> None:
+        if not isinstance(error, RuntimeError):
+            return
+        text = str(error)
+        if "modified by an inplace operation" in text:
+            raise StaleInputError(
+                "a tensor that the per-example gradients need was modified in place after a layer had used it; "
+                f"clone it before the change. torch says: {text.splitlines()[0]}"
+            ) from error
+        if "backward through the graph a second time" in text or "freed" in text:
+            raise StaleInputError(
+                "the graph of these losses was freed by an earlier norms(), backward() or .backward(); run the forward "
+                "again, or pass retain_graph=True to the earlier call"
+            ) from error

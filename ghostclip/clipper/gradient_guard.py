@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 from ghostclip.errors import GradientLeakError
 
-__all__ = ["GradientGuard", "NarrowSums", "gradients_aside", "have_hooks", "is_distributed"]
+__all__ = [
+    "GradientGuard",
+    "NarrowSums",
+    "add_sums",
+    "add_to_gradient",
+    "gradients_aside",
+    "have_hooks",
+    "is_distributed",
+]
 
 
 class GradientGuard:
@@ -99,3 +107,25 @@ def gradients_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor 
     finally:
         for parameter, grad in zip(parameters, before, strict=True):
             parameter.grad = grad
+
+
+def add_sums(trained: Sequence[tuple[str, nn.Parameter]], sums: Sequence[Tensor | None]) -> None:
+    """Each parameter's sum, where it has one, added to its p.grad."""
+    for (_, parameter), total in zip(trained, sums, strict=True):
+        if total is not None:
+            add_to_gradient(parameter, None, total)
+
+
+def add_to_gradient(parameter: nn.Parameter, rows: tuple[int, int] | None, amount: Tensor) -> None:
+    """``amount`` added to p.grad, or to the given rows of it, in the parameter's dtype."""
+    if amount.dtype != parameter.dtype:
+        amount = amount.to(parameter.dtype)
+    if rows is None:
+        if parameter.grad is None:
+            parameter.grad = amount if amount.is_contiguous() else amount.contiguous()
+        else:
+            parameter.grad += amount
+        return
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    parameter.grad[slice(*rows)] += amount

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ghostclip.clipper.outcome import norm_dtype
+from ghostclip.clipper.collector import Keep, Wanted, norm_dtype
 from ghostclip.clipper.second_pass import TwoPasses
-from ghostclip.clipper.wanted import Keep, Wanted
 from ghostclip.clipping import Automatic, Flat, Groupwise, Thresholds
 from ghostclip.graph.reader import WIDE, read_graph
 

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from ghostclip.clipper.collector import Keep, NormCollector, Wanted
 from ghostclip.clipper.groupwise import Part
-from ghostclip.clipper.outcome import FirstPass
 from ghostclip.clipper.second_pass import TwoPasses
-from ghostclip.clipper.wanted import Keep, Wanted
 from ghostclip.clipping import Groupwise
 from ghostclip.errors import VerificationError
 from ghostclip.norms.whole import all_finite
@@ -90,7 +89,7 @@ def _note_errors(
 
 
 def _errors_of_sums(
-    passes: TwoPasses, losses: Tensor, run: FirstPass, picked: Tensor, totals: Mapping[str, Tensor], margin: float
+    passes: TwoPasses, losses: Tensor, run: NormCollector, picked: Tensor, totals: Mapping[str, Tensor], margin: float
 ) -> dict[str, float]:
     """{name: relative error} of the sums over the picked examples."""
     parts: Iterable[tuple[Part, Tensor]]
@@ -129,7 +128,7 @@ def _relative(deviation: float, size: float, floor: float) -> float:
     return deviation / max(size, floor)
 
 
-def _tolerance(losses: Tensor, run: FirstPass, trained: Trained) -> float:
+def _tolerance(losses: Tensor, run: NormCollector, trained: Trained) -> float:
     """What rounding may do in the narrowest type that took part."""
     dtypes = {losses.dtype, *(p.dtype for _, p in trained), *(call.dtype for call in run.calls)}
     if any(dtype not in TOLERANCE for dtype in dtypes):

@@ -9,7 +9,9 @@ examples, and parameters used outside of layers, are followed to where they meet
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -298,3 +300,23 @@ def _may_be_a_table(call: LayerCall, examples: int) -> bool:
     return not call.sources and (
         call.layer.reads_indices or len(call.shape) == 2 or call.shape[call.batch_dim] > examples
     )
+
+
+def overlapping_parts(calls: Iterable[LayerCall]) -> set[int]:
+    """Ids of parameters that were used by parts which overlap without being the same."""
+    owners = [id(call.layer._parameters[name]) for call in calls for name in call.parameters]
+    if len(set(owners)) == len(owners):
+        return set()
+    used: dict[int, set[tuple[int, int]]] = {}
+    for call in calls:
+        for name in call.parameters:
+            if call.rows or id(call.layer._parameters[name]) in used:
+                parameter = call.layer._parameters[name]
+                assert parameter is not None
+                used.setdefault(id(parameter), set()).add(call.rows.get(name, (0, parameter.shape[0])))
+    found = set()
+    for owner, spans in used.items():
+        ordered = sorted(spans)
+        if any(left[1] > right[0] for left, right in pairwise(ordered)):
+            found.add(owner)
+    return found
