@@ -562,7 +562,7 @@ def test_an_exception_in_the_engine_discards(place: str, monkeypatch: pytest.Mon
     for _ in range(3):
         batch = next(epoch)
         with monkeypatch.context() as patch:
-            patch.setattr(engine._steps._clipper, "backward", failing) if place == "backward" else None
+            patch.setattr(engine._steps._clipper.passes, "clip", failing) if place == "backward" else None
             patch.setattr(engine._steps.release, "charge", failing) if place == "charge" else None
             with pytest.raises((MemoryError, TypeError)):
                 a_turn(batch)

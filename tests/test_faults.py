@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import ghostclip
 from ghostclip import PrivacyError
-from ghostclip.clipper import ClippingResult
 from ghostclip.clipping import Adaptive, Custom, PerLayer
 from ghostclip.engine import PrivacyEngine
 from ghostclip.engine.micro_batching import is_out_of_memory, rows_of
@@ -418,7 +417,7 @@ def broken(*_: Any, **__: Any) -> Any:
 
 
 PLACES: dict[str, Callable[[PrivacyEngine, pytest.MonkeyPatch], object]] = {
-    "clip": lambda engine, patch: patch.setattr(engine._steps._clipper, "backward", broken),
+    "clip": lambda engine, patch: patch.setattr(engine._steps._clipper.passes, "clip", broken),
     "charge": lambda engine, patch: patch.setattr(engine._steps.release, "charge", broken),
     "noise": lambda engine, patch: patch.setattr(engine._steps.release._noise, "release", broken),
     "zero_grad": lambda engine, patch: patch.setattr(engine.optimizer, "zero_grad", broken),
@@ -616,12 +615,12 @@ def test_unrounded_sums_of_another_backward_are_not_taken_for_this_one_s(monkeyp
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         norms = torch.zeros(len(losses))
-        return ClippingResult(norms, norms, NORM, norms)
+        return norms, norms
 
     batch = next(batch for batch in engine.batches() if batch.sizes)
     before = runs.weights(model)
     engine._steps._sums._exact.update({id(parameter): parameter + 1 for parameter in model.parameters()})
-    monkeypatch.setattr(engine._steps._clipper, "backward", clip)
+    monkeypatch.setattr(engine._steps._clipper.passes, "clip", clip)
     engine.step(batch, runs.losses_of)
     assert torch.equal(runs.weights(model), before)
 

@@ -209,7 +209,7 @@ class FirstPasses:
     def _is_hooked(self) -> bool:
         """Whether there are hooks on parameters, or processes that wait for each other's gradients."""
         waited_for = is_distributed() and not self.reduced_apart
-        return waited_for or have_hooks(parameter for _, parameter in self.index.trained())
+        return waited_for or have_hooks([parameter for _, parameter in self.index.trained()])
 
 
 def check_losses(losses: Tensor, scale: float) -> None:

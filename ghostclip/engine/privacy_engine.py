@@ -23,11 +23,10 @@ from ghostclip.engine.micro_batching import MicroBatches, is_auto, trial_batches
 from ghostclip.engine.optimizers import check_optimizer
 from ghostclip.engine.plan import plan_for
 from ghostclip.engine.processes import keep_unsynchronised, ranks_of
-from ghostclip.engine.record import StepRecord
 from ghostclip.engine.scaling import LossScaling
 from ghostclip.engine.shared import shared_noise, spending_of
 from ghostclip.engine.snapshots import Restored, Snapshots, Stateful
-from ghostclip.engine.step import LogicalStep, refuse_second_engine
+from ghostclip.engine.step import LogicalStep, StepRecord, refuse_second_engine
 from ghostclip.errors import PrivacyError
 from ghostclip.events import Event
 from ghostclip.ledger import Ledger

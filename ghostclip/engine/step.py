@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -20,12 +21,12 @@ from ghostclip.engine.self_check import SelfCheck
 from ghostclip.engine.sums import ClippedSums
 from ghostclip.engine.turns import Turns
 from ghostclip.engine.update_check import UpdateCheck
-from ghostclip.engine.weighing import refuse_joint_weights
+from ghostclip.engine.weighing import is_of_user, refuse_joint_weights
 from ghostclip.errors import LossShapeError, PrivacyError, UnsupportedModelError
 from ghostclip.noise import Noise
 from ghostclip.sampling import LogicalBatch, UserRows
 
-__all__ = ["LogicalStep", "refuse_second_engine"]
+__all__ = ["LogicalStep", "StepRecord", "refuse_second_engine"]
 
 OF_USERS = (
     "with unit_ids, a user's rows lie side by side in the batch, and a layer over [positions x rows, features] parts "
@@ -78,6 +79,7 @@ class LogicalStep:
             scaling=self._scaling, micro_batches=self.micro_batches,
         )  # fmt: skip
         self.ready, self.current = self.turns.ready, self.turns.current
+        self._weighed_by_user = is_of_user(clipper.clipping)
         self._compiled: CompiledSteps | None = None
         # Of the physical batch in the making: (first unit, the one after the last, units in all).
         self._piece: tuple[int, int, int] | None = None
@@ -176,7 +178,7 @@ class LogicalStep:
             self._self_check.before(loss_fn, examples)
             losses = loss_fn(self._model, examples)
             try:
-                return replace(self._gather_losses(losses), losses=losses.detach())
+                return self._gather_losses(losses)
             except UnsupportedModelError:
                 if tried or not shows_at_another_size(self._clipper.passes, self._model, loss_fn, examples):
                     raise
@@ -198,16 +200,24 @@ class LogicalStep:
         users = self._users
         units = losses if users is None else users.add_up(losses)
         try:
-            return self.gather(lambda: self._clipper.backward(units, retain_graph=retain_graph))
+            return self.gather(lambda: self._both_passes(units, retain_graph))
         except UnsupportedModelError as error:
             raise error if users is None else UnsupportedModelError(f"{error}; {OF_USERS}") from error
+
+    def _both_passes(self, losses: Tensor, retain_graph: bool) -> ClippingResult:
+        """`GhostClipper.backward`, whose guard of the p.grads isn't needed: the sums have one."""
+        passes = self._clipper.passes
+        passes.index.watch()
+        norms, weights = passes.clip(losses, retain_graph=retain_graph)
+        return ClippingResult(norms, weights, self._clipper.sensitivity, losses.detach())
 
     def gather(self, clip: Callable[[], ClippingResult]) -> ClippingResult:
         """Gathers what ``clip`` adds to the p.grads for the physical batch, or piece of one, in the making."""
 
         def clipped() -> ClippingResult:
             result = clip()
-            refuse_joint_weights(self._clipper.clipping, result.norms)
+            if self._weighed_by_user:
+                refuse_joint_weights(self._clipper.clipping, result.norms)
             # Before the sums count as gathered, lest an interruption part them from their noise.
             self.release.sensitivity = max(self.release.sensitivity, result.sensitivity)
             return result
@@ -215,7 +225,7 @@ class LogicalStep:
         piece = self._piece
         result = self._sums.gather(clipped, apart=piece is not None, more=piece is not None and piece[1] < piece[2])
         self.release.saw(result.norms)
-        self.current("engine.backward()").failed = False
+        self._batch.failed = False
         return result
 
     def check_turn(self) -> None:
@@ -244,18 +254,54 @@ class LogicalStep:
                 "out a loss of zero"
             )
 
+    @property
+    def _batch(self) -> LogicalBatch:
+        """The logical batch in the making; there is one."""
+        assert self.turns.batch is not None
+        return self.turns.batch
+
     def _rows_and_units(self) -> tuple[int, int]:
         """How many rows the physical batch that was handed out last has, and how many examples or users."""
-        batch = self.current("engine.backward()")
+        batch = self._batch
         rows, users = batch.sizes[batch.handed - 1], batch.users[batch.handed - 1]
         return rows, rows if users is None else users.users
 
     @property
     def _users(self) -> UserRows | None:
         """Whose rows the physical batch that was handed out last has; None where every row is a unit of its own."""
-        batch = self.current("engine.backward()")
-        users = batch.users[batch.handed - 1]
+        users = self._batch.users[self._batch.handed - 1]
         return users if users is None or self._piece is None else users.part(*self._piece[:2])
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What `PrivacyEngine.step` saw of one logical batch. All of it is private data: for debugging, not for release.
+
+    Attributes:
+        losses: [B], in the order of the physical batches.
+        norms: [B], gradient norms before clipping ({group: [B]} under group-wise clipping).
+        weights: [B], the factor each gradient was multiplied with (likewise).
+    """
+
+    losses: Tensor
+    norms: Any
+    weights: Any
+
+    @classmethod
+    def of(cls, results: Sequence[ClippingResult]) -> StepRecord:
+        """The record of a logical batch from its physical ones, in their order."""
+        return cls(
+            _joined([result.losses for result in results]),
+            _joined([result.norms for result in results]),
+            _joined([result.weights for result in results]),
+        )
+
+
+def _joined(parts: list[Any]) -> Any:
+    """The physical batches' values one after another: [B], or {group: [B]}."""
+    if parts and isinstance(parts[0], dict):
+        return {group: torch.cat([part[group] for part in parts]) for group in parts[0]}
+    return torch.cat(parts) if parts else torch.zeros(0)
 
 
 def refuse_second_engine(optimizer: Optimizer) -> None:

@@ -15,10 +15,15 @@ from ghostclip.clipping.choice import Clamped
 from ghostclip.clipping.groups import CustomGroups
 from ghostclip.errors import PrivacyError
 
-__all__ = ["refuse_joint_weights"]
+__all__ = ["is_of_user", "refuse_joint_weights"]
 
 # Relative: what a vectorised function may round differently in a shorter batch.
 TOLERANCE = 1e-3
+
+
+def is_of_user(policy: Any) -> bool:
+    """Whether a policy's weights come from a function of the user's."""
+    return isinstance(policy, Custom | CustomGroups | Clamped)
 
 
 def refuse_joint_weights(policy: Any, norms: Any) -> None:
@@ -27,11 +32,9 @@ def refuse_joint_weights(policy: Any, norms: Any) -> None:
     The weights that were used are not compared with: they are of norms with a margin for rounding.
 
     Args:
-        policy: of clipping; ours weigh each example by itself.
+        policy: of clipping, for which `is_of_user`; ours weigh each example by itself.
         norms: of a physical batch, [B] or {group: [B]}.
     """
-    if not isinstance(policy, Custom | CustomGroups | Clamped):
-        return
     found: Any = policy.weights(norms)
     whole = found if isinstance(found, dict) else {"": found}
     middle = len(next(iter(whole.values()))) // 2
