@@ -1302,7 +1302,7 @@ MISUSE = [
     Mutant(
         "an exception excuses a batch that went on",
         STEP,
-        '        self.current("engine.backward()").failed = False\n',
+        "        self._batch.failed = False\n",
         "",
         (*UPDATES, "-k", "mended"),
     ),
