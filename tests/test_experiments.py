@@ -68,6 +68,17 @@ def test_growth_writes_figures_and_a_plot(tmp_path):
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_end_to_end_writes_a_row_for_each_setting(tmp_path, monkeypatch):
+    module = script("end_to_end")
+    monkeypatch.setattr(module, "EXAMPLES", 40)
+    monkeypatch.setattr(module, "SETTINGS", {"default": (20, False)})
+    module.main(["--models", "mlp", "--epochs", "2", "--out", str(tmp_path)])
+    (row,) = json.loads((tmp_path / "end_to_end.json").read_text())["rows"]
+    assert 0 < row["lowest"] <= row["over_plain"] <= row["highest"]
+    assert row["epsilon_seconds"] > 0
+    assert "\n| mlp | 20 | " in (tmp_path / "end_to_end.md").read_text()
+
+
 def test_doubling_is_two_where_time_is_linear():
     module = script("growth")
     rows = [{"batch_size": b, "ms": {m: {"median": 3.0 * b} for m in module.METHODS}} for b in (2, 8, 16)]
