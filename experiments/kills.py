@@ -209,14 +209,14 @@ def attempt(place: Path, shared: Shared, trap: Trap, most: int) -> None:
 
 def watch(engine: PrivacyEngine, shared: Shared, trap: Trap) -> None:
     """Notes every release of the engine, and puts points around it."""
-    release = engine._steps._noise.release
+    release = engine._steps.release._noise.release
 
     def noted(*arguments: Any) -> Any:
         trap.reached("charged, before the noise")
         shared["released"] += 1
         return release(*arguments)
 
-    engine._steps._noise.release = noted  # type: ignore[method-assign]
+    engine._steps.release._noise.release = noted  # type: ignore[method-assign]
     engine.optimizer.register_step_pre_hook(lambda *_: trap.reached("released, before the update"))
     engine.optimizer.register_step_post_hook(lambda *_: trap.reached("after the update"))
 

@@ -1,5 +1,7 @@
 """Everything that can go wrong, as types; the messages are written where the facts are known."""
 
+import torch
+
 __all__ = [
     "BudgetExceededError",
     "GhostClipError",
@@ -10,6 +12,7 @@ __all__ = [
     "StaleInputError",
     "UnsupportedModelError",
     "VerificationError",
+    "is_out_of_memory",
 ]
 
 
@@ -47,3 +50,14 @@ class BudgetExceededError(PrivacyError):
 
 class LedgerError(PrivacyError):
     """The file of spent privacy is missing, damaged, or belongs to another run."""
+
+
+# How the CPU's allocator and the GPU's libraries say it, in RuntimeErrors of no type of their own.
+_OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that memory ran out."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)

@@ -301,3 +301,24 @@ def declared(kind: type[nn.Module], target: type[nn.Module], *args: Any, **optio
     ghostclip.same_as(kind, target)
     torch.manual_seed(1)
     return ghostclip.wrap(nn.Sequential(nn.Identity(), kind(*args)), **options)
+
+
+class Listing(nn.Linear):
+    """Keeps a penalty beside its output, as layers with auxiliary losses do."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.penalties, self.statistics, self.kinds = [], {}, set()
+
+    def forward(self, x):
+        self.penalties.append(self.weight.square().sum())
+        self.statistics["largest"] = x.detach().max()
+        self.kinds.add(x.dtype)
+        return super().forward(x)
+
+
+class OutOfMemory(nn.Linear):
+    """Runs out of memory, as the CPU's allocator says it."""
+
+    def forward(self, x):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")

@@ -133,7 +133,7 @@ def test_the_numbers_are_logged(counted: Callable[[int], Counted], caplog: pytes
         train(engine_of(model_of(), max_physical_batch_size="auto"), epochs=1)
     said = [record.message for record in caplog.records if "auto" in record.message]
     assert len(said) == 1
-    assert "examples fit into" in said[0]
+    assert "batches of 98 fit into" in said[0]
 
 
 def test_memory_that_grows_by_leaps_is_found_out(counted: Callable[[int], Counted]) -> None:
@@ -159,11 +159,19 @@ def test_a_trial_that_runs_out_of_memory_is_too_large(counted: Callable[[int], C
 
 
 def test_where_nothing_fits_it_says_so(counted: Callable[[int], Counted]) -> None:
-    found = counted(1015)
+    found = counted(1005)
     engine = engine_of(model_of(), max_physical_batch_size="auto")
-    with pytest.raises(MemoryError, match="2 examples take more than the"):
+    with pytest.raises(MemoryError, match="one example don't fit"):
         train(engine, watched(found, []))
     assert engine.steps_taken == 0
+
+
+def test_one_example_may_fit_where_two_do_not(counted: Callable[[int], Counted]) -> None:
+    found, model = counted(0), model_of()
+    found.limit = 1015 + 2 * sum(parameter.nbytes for parameter in model.parameters())
+    engine = engine_of(model, max_physical_batch_size="auto", batch_size=3)
+    train(engine, watched(found, []), epochs=1)
+    assert engine.batches().limit == 1
 
 
 def test_a_loop_of_ones_own_needs_a_step_first(counted: Callable[[int], Counted]) -> None:
@@ -263,3 +271,44 @@ def test_control_groups_are_read(
     monkeypatch.setattr(memory, "CGROUPS", tmp_path / "groups")
     found = min(memory._limits_of_groups())
     assert found == expected if expected is not None else found > 1 << 60
+
+
+def centred(model: nn.Module, batch: Any) -> Tensor:
+    outputs = model(batch[0])
+    return (outputs - outputs.mean(0)).square().sum(1)
+
+
+def hinge_in_batch(model: nn.Module, batch: Any) -> Tensor:
+    """Examples meet where they are close: two of them hardly ever are."""
+    outputs = model(batch[0])
+    gaps = torch.cdist(outputs, outputs.roll(1, 0)).square()
+    return outputs.square().sum(1) + (0.05 - gaps).clamp_min(0).sum(1)
+
+
+@pytest.mark.parametrize("self_check", [False, True])
+@pytest.mark.parametrize("loss_fn", [centred, hinge_in_batch])
+def test_models_that_mix_are_refused_as_ever(
+    loss_fn: Callable[..., Tensor], self_check: bool, counted: Callable[[int], Counted]
+) -> None:
+    counted(10**9)
+    model = nn.Sequential(nn.Linear(6, 2))
+    engine = engine_of(model, max_physical_batch_size="auto", self_check=self_check)
+    with pytest.raises((ghostclip.UnsupportedModelError, ghostclip.VerificationError)):
+        train(engine, loss_fn)
+    assert engine.steps_taken == 0
+
+
+@pytest.mark.parametrize("positions", [4, 7, 8, 16])
+def test_a_table_of_positions_is_told_from_examples(positions: int, counted: Callable[[int], Counted]) -> None:
+    class Queries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layer = nn.Embedding(positions, 6), nn.Linear(6, 3)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.layer(torch.tanh(inputs.unsqueeze(1) * self.table(torch.arange(positions)))).mean(1)
+
+    counted(10**9)
+    engine = engine_of(Queries(), max_physical_batch_size="auto")
+    train(engine, epochs=1)
+    assert (engine.batches().limit or 0) > 50

@@ -367,3 +367,18 @@ def test_a_bound_that_changes_has_a_graph_of_its_own():
     assert clipper.compiled.ask(losses_of, batch_of(4)).key == before
     policy.thresholds["0"] = 0.1
     assert clipper.compiled.ask(losses_of, batch_of(4)).key != before
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_loss_function_that_fills_gradients_is_refused_compiled_too():
+    model = ghostclip.wrap(torch.nn.Sequential(torch.nn.Linear(6, 3)))
+    clipper = ghostclip.GhostClipper(model, 1.0, compile=True)
+    inputs = torch.randn(20, 6)
+
+    def losses(model, inputs):
+        if not torch._C._are_functorch_transforms_active():
+            (1000 * model(inputs).square()).sum().backward()
+        return model(inputs).square().sum(1)
+
+    with pytest.raises(ghostclip.GradientLeakError):
+        clipper.clip(losses, inputs)

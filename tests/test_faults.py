@@ -19,7 +19,8 @@ import ghostclip
 from ghostclip import PrivacyError
 from ghostclip.clipping import Adaptive, Custom, PerLayer
 from ghostclip.engine import PrivacyEngine
-from ghostclip.engine.micro_batching import is_out_of_memory, rows_of
+from ghostclip.engine.micro_batching import rows_of
+from ghostclip.errors import is_out_of_memory
 
 PACKAGE = str(Path(ghostclip.__file__).parent)
 NORM, RATE = 0.1, 2.0

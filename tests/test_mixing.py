@@ -225,3 +225,21 @@ def test_verify_names_the_layer_whose_rule_is_wrong(second_pass):
     x = torch.randn(5, 3, dtype=torch.float64)
     with pytest.raises(VerificationError, match=r"1\.weight"):
         clipper.verify(lambda m, batch: project(m(batch)), x)
+
+
+@pytest.mark.parametrize("second_pass", ["cached", "reweight"])
+def test_a_proof_is_repeated_on_a_batch_that_is_twice_as_large(second_pass):
+    """Examples that meet only where they are close don't in a first batch of two that aren't."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    clipper = ghostclip.GhostClipper(model, second_pass=second_pass)
+
+    def losses(inputs):
+        outputs = model(inputs)
+        gaps = (outputs - outputs.roll(1, 0)).square().sum(1)
+        return outputs.square().sum(1) + (1e-2 - gaps).clamp_min(0)
+
+    apart = torch.tensor([[5.0, 0.0, 0.0], [0.0, -5.0, 5.0]])
+    for inputs in (apart, torch.cat([apart, apart * 2])[:3]):
+        clipper.backward(losses(inputs))
+    with pytest.raises(ghostclip.UnsupportedModelError, match="so examples mix"):
+        clipper.backward(losses(torch.randn(1, 3) + 1e-4 * torch.randn(8, 3)))

@@ -1,6 +1,7 @@
 """What `ghostclip.same_as` refuses: other values, gradients or effects, other parameters, wrong arguments."""
 
 import copy
+import sys
 import warnings
 
 import declared_layers as mine
@@ -29,6 +30,7 @@ DIFFERENT = {
     "buffer in place": (mine.Counted, nn.Linear, (3, 4), torch.randn(5, 3), "it changes count"),
     "weight": (mine.Renormed, nn.Linear, (3, 4), torch.randn(5, 3), "it changes weight"),
     "attribute": (mine.KeptInput, nn.Linear, (3, 4), torch.randn(5, 3), "it changes seen"),
+    "containers": (mine.Listing, nn.Linear, (3, 4), torch.randn(5, 3), "it changes .*penalties"),
     "input": (mine.InPlaceInput, nn.Linear, (3, 4), torch.randn(5, 3), "it changes its input"),
     "torch's raises": (mine.InputsFirst, nn.Linear, (3, 4), torch.randn(5, 3), "can't be called so"),
 }
@@ -132,3 +134,68 @@ def test_a_class_is_the_same_as_one_other():
     ghostclip.same_as(mine.MyLinear, ghostclip.nn.Linear)
     with pytest.raises(ValueError, match="MyLinear was declared to be the same as Linear"):
         ghostclip.same_as(mine.MyLinear, nn.Bilinear)
+
+
+def test_what_containers_held_is_in_them_again():
+    model = declared(mine.Listing, nn.Linear, 3, 4)
+    first, statistics = object(), model[1].statistics
+    model[1].penalties.append(first)
+    with pytest.raises(UnsupportedModelError, match="penalties"):
+        model(torch.randn(5, 3))
+    assert model[1].penalties == [first]
+    assert model[1].statistics is statistics
+    assert not statistics
+    assert not model[1].kinds
+
+
+def test_out_of_memory_is_no_difference():
+    model = declared(mine.OutOfMemory, nn.Linear, 3, 4)
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        model(torch.randn(5, 3))
+
+
+def test_a_module_is_whole_wherever_ctrl_c_comes():
+    """Ctrl-C at each line of the comparison: no attribute is ever missing afterwards."""
+    names = None
+    for stop in range(1, 10_000):
+        model = declared(mine.Listing, nn.Linear, 3, 4)
+        names = set(vars(model[1])) if names is None else names
+        if not interrupted(stop, lambda model=model: model(torch.randn(5, 3))):
+            break
+        assert set(vars(model[1])) >= names
+        assert set(model[1]._parameters) == {"weight", "bias"}
+        model[1].__dict__["penalties"].clear()
+    assert stop > 100
+
+
+def interrupted(stop, work):
+    """Whether Ctrl-C came at that line of the comparison."""
+    left = stop
+
+    def line(frame, event, arg):
+        nonlocal left
+        left -= event == "line"
+        if left == 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return line
+
+    sys.settrace(lambda frame, event, arg: line if frame.f_code.co_filename.endswith("nn/comparing.py") else None)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    except UnsupportedModelError:
+        return False
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def test_names_that_the_wrapper_needs():
+    class Named(nn.Linear):
+        def capture(self):
+            return None
+
+    with pytest.raises(ValueError, match="Named has capture, which its wrapper needs"):
+        ghostclip.same_as(Named, nn.Linear)

@@ -252,6 +252,7 @@ class GhostClipper:
         trained = self.passes.index.trained()
         self._guard.check(trained)
         found = self.compiled(loss_fn, batch)
+        self._guard.check(trained)  # the loss function ran meanwhile
         add_sums(trained, found.sums)
         self._guard.remember(trained)
         return ClippingResult(found.norms, found.weights, self.sensitivity, found.losses)

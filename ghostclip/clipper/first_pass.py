@@ -5,8 +5,8 @@ Clipping stands on these in second_pass.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -173,6 +173,15 @@ class FirstPasses:
         losses = losses if self.scale == 1.0 else losses * self.scale
         with in_our_words(), without_autocast(losses):
             self._grouping.lay_out(losses, read_graph(losses, self.index), self.index, rehearsal=True)
+
+    @contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """What is proved of graphs meanwhile, of batches made up of few examples or copies, is forgotten afterwards."""
+        known, self._grouping = self._grouping, RowLayouts()
+        try:
+            yield
+        finally:
+            self._grouping = known
 
     @property
     def constants(self) -> int:

@@ -3,42 +3,33 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
 
 from ghostclip.clipper import GhostClipper
 from ghostclip.clipper.gradient_guard import gradients_aside
+from ghostclip.clipper.other_size import shows_at_another_size
 from ghostclip.clipper.replay import Replay
 from ghostclip.engine.memory import MemoryMeter, in_words, memory_of
-from ghostclip.errors import PrivacyError, UnsupportedModelError
+from ghostclip.errors import PrivacyError, UnsupportedModelError, is_out_of_memory
 from ghostclip.sampling import LogicalBatches
 from ghostclip.validate import positive_int
 
-__all__ = ["MicroBatches", "TrialBatches", "is_auto", "is_out_of_memory", "rows_of", "trial_batches"]
+__all__ = ["MicroBatches", "TrialBatches", "is_auto", "rows_of", "trial_batches"]
 
 T = TypeVar("T")
 LossFunction = Callable[[nn.Module, Any], Tensor]
-# How the CPU's allocator and the GPU's libraries say it, in RuntimeErrors of no type of their own.
-SIGNS = ("not enough memory", "can't allocate memory", "out of memory", "ALLOC_FAILED")
 # The trials end where a batch is within this of the largest that memory is foretold to hold.
 CLOSE = 1.05
 # Of the memory for passes, for what comes between them and for freed memory that the allocator keeps.
 RESERVE = 0.1
 
 log = logging.getLogger("ghostclip")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that memory ran out."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
 
 
 class MicroBatches:
@@ -162,32 +153,39 @@ class TrialBatches(MicroBatches):
             rows_of(examples, rows, 0, 1)
         except TypeError as error:
             raise TypeError(f'max_physical_batch_size="auto" can\'t divide a batch: {error}; give a number') from error
-        model = clipper.model
-        clipper.passes.index.watch()
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in clipper.model.parameters() if parameter.requires_grad]
 
         def trial(size: int) -> None:
             index = torch.arange(size) % rows
             batch = _mapped(examples, rows, lambda tensor: tensor[index.to(tensor.device)])
-            with Replay(model).again(gradients=True):
-                clipper.passes.clip(loss_fn(model, batch), retain_graph=False)
+            _clip_without_a_trace(clipper, loss_fn, batch)
 
-        # An optimizer such as Adam makes two tensors for each parameter at its first step.
-        reserve = 0 if optimizer.state else 2 * sum([parameter.nbytes for parameter in trained])
-        with gradients_aside(trained):
+        reserve = _bytes_of_state(optimizer)
+        clipper.passes.index.watch()
+        with clipper.passes.forgetting(), gradients_aside(trained):
             most = self._largest_that_fits(trial, self._memory.limit - reserve)
+        if not most:
+            raise MemoryError(
+                f"the passes over one example don't fit: {in_words(self._memory.limit)} is what this process may use "
+                f"(memory_limit, or most of what the machine has), {in_words(self._memory.now())} are in use, and "
+                f"{in_words(reserve)} kept for the optimizer; use a smaller model, shorter examples, or more memory"
+            )
         log.info(
-            'max_physical_batch_size="auto": %d examples fit into %s (the loss function was called for batches of '
+            'max_physical_batch_size="auto": batches of %d fit into %s (the loss function was called for batches of '
             "several sizes to find out)", most, in_words(self._memory.limit),
         )  # fmt: skip
         self._take(most)
 
     def _largest_that_fits(self, trial: Callable[[int], None], limit: int) -> int:
-        """The largest size whose trial stays within ``limit`` bytes, to within CLOSE."""
-        size = min(2, self._largest)
-        # The first trial also makes what is made once: gradients, plans, libraries' own memory.
-        if self._peak_of(trial, size) is None:
-            size = 1
+        """The largest size whose trial stays within ``limit`` bytes, to within CLOSE; 0 when not even 1 does."""
+        for start in (2, 1) if self._largest > 1 else (1,):
+            # The first trial also makes what is made once: gradients, plans, libraries' own memory.
+            if self._peak_of(trial, start) is not None and (fits := self._grow(trial, start, limit)):
+                return fits
+        return 0
+
+    def _grow(self, trial: Callable[[int], None], size: int, limit: int) -> int:
+        """The same from ``size`` upwards; 0 when that is too large."""
         base, fits = self._memory.now(), 0
         known: tuple[int, int] | None = None
         while size > fits * CLOSE:
@@ -199,22 +197,42 @@ class TrialBatches(MicroBatches):
             # Bytes for each further example.
             each = max((peak - bytes_at) / (size - at) if size > at else peak - base, 1)
             size = min(self._largest, 2 * size, size + int((limit - RESERVE * (limit - base) - peak) / each))
-        if not fits:
-            raise MemoryError(
-                f"the passes over {size} example{'s' if size > 1 else ''} take more than the {in_words(limit)} that "
-                "memory_limit (or the machine) leaves for them; use a smaller model, shorter examples, or more memory"
-            )
         return fits
 
     def _peak_of(self, trial: Callable[[int], None], size: int) -> int | None:
-        """Bytes in use at the most during a trial; None where it ran out of them, or examples can't be told apart."""
-        with suppress(UnsupportedModelError):
-            try:
-                return self._memory.peak_of(lambda: trial(size))
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
+        """Bytes in use at the most during a trial; None where it ran out of them."""
+        try:
+            return self._memory.peak_of(lambda: trial(size))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
         return None
+
+
+def _clip_without_a_trace(clipper: GhostClipper, loss_fn: LossFunction, batch: Any) -> None:
+    """Forward and passes, as `LogicalStep.clip` has them; what is learnt of graphs and the p.grads are the caller's."""
+    # Ranks make as many trials as each of them needs, so that none may wait for another in a forward.
+    inner = clipper.model
+    while isinstance(inner, DistributedDataParallel):
+        inner = inner.module
+    with Replay(clipper.model).again(gradients=True):
+        try:
+            clipper.passes.clip(loss_fn(inner, batch), retain_graph=False)
+            return
+        except UnsupportedModelError:
+            if not shows_at_another_size(clipper.passes, inner, loss_fn, batch):
+                raise
+        clipper.passes.clip(loss_fn(inner, batch), retain_graph=False)
+
+
+def _bytes_of_state(optimizer: Optimizer) -> int:
+    """What an optimizer will make at its first step: as a rule two tensors for each parameter, as Adam does."""
+    if optimizer.state:
+        return 0
+    groups = optimizer.param_groups
+    each = [bool(g["momentum"]) if isinstance(optimizer, SGD) else 2 for g in groups]
+    sizes = [sum(parameter.nbytes for parameter in group["params"]) for group in groups]
+    return sum(count * size for count, size in zip(each, sizes, strict=True))
 
 
 def _piece(examples: Any, start: int, stop: int, units: int, rows: int) -> Any:
@@ -299,7 +317,5 @@ def is_auto(max_physical_batch_size: int | str | None, memory_limit: int | None,
 
 def trial_batches(model: nn.Module, memory_limit: int | None, loader: LogicalBatches) -> TrialBatches:
     """`TrialBatches` for the samples of a loader, whose physical batches they divide from its next loop on."""
-    size = loader.batch_size
     memory = memory_of(next(model.parameters()).device, memory_limit)
-    # Samples by chance are hardly ever six standard deviations larger than is expected.
-    return TrialBatches(memory, min(loader.dataset_size, size + 6 * math.isqrt(size) + 6), loader.limit_physical)
+    return TrialBatches(memory, loader.largest, loader.limit_physical)

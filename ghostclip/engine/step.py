@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ghostclip.clipper import ClippingResult, GhostClipper
+from ghostclip.clipper.first_pass import check_losses
 from ghostclip.clipper.other_size import shows_at_another_size
 from ghostclip.engine.compiled_steps import CompiledSteps, LossFunction
 from ghostclip.engine.micro_batching import MicroBatches
@@ -195,6 +196,7 @@ class LogicalStep:
             raise
 
     def _gather_losses(self, losses: Tensor, retain_graph: bool = False) -> ClippingResult:
+        check_losses(losses, self._clipper.passes.scale)
         self.check_count(losses)
         self._self_check.backward(losses)
         users = self._users

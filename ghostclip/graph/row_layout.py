@@ -109,8 +109,9 @@ class RowLayouts:
 
     def __init__(self) -> None:
         self._proved: dict[tuple, str] = {}
-        # What was tried; if it isn't proved, no gradient reached it, or none that shows anything.
-        self._tried: set[tuple] = set()
+        # Of how many examples the largest batch was on which it was tried; if it isn't proved, no gradient reached it,
+        # or none that shows anything.
+        self._tried: dict[tuple, int] = {}
         self._positions: set[tuple] = set()
         # Uses, and how many alike, of a shape that a batch of another size had too: as no multiple of it, so that they
         # saw no examples.
@@ -182,7 +183,7 @@ class RowLayouts:
             calls = [call for call in calls if id(call) not in shared]
         keys = {id(call): (uses.size, *self._key(call, examples, index)) for call in calls}
         found: dict[LayerCall, Verdict] = {}
-        pending = self._pending(uses, calls, keys, rehearsal, reached) if examples > 1 else []
+        pending = self._pending(uses, calls, keys, examples, rehearsal or reached) if examples > 1 else []
         if pending:
             found = check_mixing(losses, calls, pending)
             # Of layers that saw data, a row of zeros is nothing unusual, and its input may not be finite.
@@ -190,9 +191,9 @@ class RowLayouts:
             if tables := {*self._tables(losses, found, keys, index), *lone}:
                 odd = [*odd, *(call for call in calls if call in tables)]
                 return self._lay_out(losses, uses, index, odd, rehearsal, reached, unsure=bool(lone))
-            self._proved |= {keys[id(call)]: str(verdict.row_order) for call, verdict in found.items() if verdict.sure}
-            if not rehearsal:
-                self._tried |= {keys[id(call)] for call in pending}
+            if not rehearsal:  # whose examples are copies, which may meet unseen
+                self._proved |= {keys[id(call)]: str(v.row_order) for call, v in found.items() if v.sure}
+                self._tried |= {keys[id(call)]: max(examples, self._tried.get(keys[id(call)], 0)) for call in pending}
         row_orders = {
             id(call): self._row_order(call, keys[id(call)], found.get(call), examples, index) for call in calls
         }
@@ -203,13 +204,15 @@ class RowLayouts:
         return RowLayout(calls, row_orders, [call for call in left if call not in pending], not left)
 
     def _pending(
-        self, uses: Uses, calls: list[LayerCall], keys: dict[int, tuple], rehearsal: bool, reached: bool
+        self, uses: Uses, calls: list[LayerCall], keys: dict[int, tuple], examples: int, anew: bool
     ) -> list[LayerCall]:
-        """The calls to be proved now; all of them where a gradient came a new way, which may lead through others."""
-        if reached or rehearsal or uses.reorders:
+        """The calls to be proved now; all of them where a gradient came a new way, which may lead through others.
+
+        A proof is repeated on a batch that is twice as large: of two examples, say, fewer meet than of twenty.
+        """
+        if anew or uses.reorders:
             return calls
-        known = self._proved.keys() | self._tried
-        return [call for call in calls if keys[id(call)] not in known]
+        return [call for call in calls if examples >= 2 * self._tried.get(keys[id(call)], 0)]
 
     def _tables(
         self, losses: Tensor, found: dict[LayerCall, Verdict], keys: dict[int, tuple], index: ParameterNames

@@ -53,32 +53,52 @@ class _State:
     """A module's attributes, parameters and buffers (its submodules' too) as they are, to be put back."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        places = [vars(each) for each in module.modules()]
-        places += [holder for each in module.modules() for holder in (each._parameters, each._buffers)]
-        self._places: list[tuple[dict[str, Any], dict[str, Any]]] = [(place, dict(place)) for place in places]
+        own = [vars(each) for each in module.modules()]
+        values = [(name, value) for place in own for name, value in place.items()]
+        # Attributes by name, and those that are containers: parameters and buffers among them, and the user's own.
+        self._places = [(place, dict(place)) for place in own]
+        self._inner = [(name, value, dict(value)) for name, value in values if isinstance(value, dict)]
+        self._lists = [(name, value, list(value)) for name, value in values if isinstance(value, list)]
+        self._sets = [(name, value, set(value)) for name, value in values if isinstance(value, set)]
         held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         # (name, tensor, an alias of its memory, its values)
         self._tensors = [(name, each, each.detach(), each.detach().clone()) for name, each in held.items()]
 
     def changes(self) -> list[str]:
         """The names of what is no longer as it was."""
-        names = [
-            name
-            for now, before in self._places
-            for name in {**before, **now}
-            if name not in now or name not in before or now[name] is not before[name]
-        ]
+        names = [name for now, before in self._places for name in _unlike(now, before)]
+        for holder, now, before in self._inner:
+            found = _unlike(now, before)
+            names += found if holder in ("_parameters", "_buffers") else [holder] * bool(found)
+        names += [name for name, now, before in self._lists if list(map(id, now)) != list(map(id, before))]
+        names += [name for name, now, before in self._sets if set(map(id, now)) != set(map(id, before))]
         return names + [name for name, *parts in self._tensors if not _is_as_before(*parts)]
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Undoes all changes."""
-        for now, before in self._places:
-            now.clear()
-            now.update(before)
+        """Undoes all changes: at no moment is something missing that was there."""
+        for now, before in (*self._places, *((now, before) for _, now, before in self._inner)):
+            if _unlike(now, before):
+                now.update(before)
+                for name in now.keys() - before.keys():
+                    del now[name]
+        for _, items, before_items in self._lists:
+            items[:] = before_items
+        for _, members, before_members in self._sets:
+            members |= before_members
+            members &= before_members
         for _, tensor, alias, values in self._tensors:
             if not _is_as_before(tensor, alias, values):
                 tensor.data = alias.copy_(values)
+
+
+def _unlike(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    """The names under which there is another object now, or none where there was one, or one where there was none."""
+    if len(now) == len(before) and all(now.get(name) is value for name, value in before.items()):
+        return []
+    return [
+        name for name in {**before, **now} if name not in now or name not in before or now[name] is not before[name]
+    ]
 
 
 def _is_as_before(tensor: Tensor, alias: Tensor, values: Tensor) -> bool:
@@ -160,7 +180,8 @@ def _gradients(outputs: list[Any], wanted: list[Tensor]) -> list[Tensor]:
     if not found or not wanted:
         return [torch.zeros_like(each) for each in wanted]
     weights = [torch.arange(each.numel(), device=each.device).cos().view(each.shape).to(each.dtype) for each in found]
-    grads = torch.autograd.grad(found, wanted, weights, allow_unused=True)
+    # A parametrized weight's graph is that of both forwards.
+    grads = torch.autograd.grad(found, wanted, weights, allow_unused=True, retain_graph=True)
     return [torch.zeros_like(each) if g is None else g.to_dense() for each, g in zip(wanted, grads, strict=True)]
 
 

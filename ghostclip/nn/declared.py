@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ghostclip.errors import UnsupportedModelError
+from ghostclip.errors import UnsupportedModelError, is_out_of_memory
 from ghostclip.norms.affine import LinearPair
 from ghostclip.norms.term import PerExampleGrads
 
@@ -66,6 +66,8 @@ def same_as(kind: type[torch.nn.Module], torch_class: type[torch.nn.Module]) -> 
         raise ValueError(f"kind must be a class of your own; {kind.__name__} is torch's, which wrap knows")
     if issubclass(kind, GhostLayer) or kind in LAYERS:
         raise ValueError(f"kind must be a class without a rule; {kind.__name__} has one already")
+    if taken := sorted(_OF_WRAPPERS.intersection(*[dir(kind)]) - frozenset(dir(rule.wrapped))):
+        raise ValueError(f"{kind.__name__} has {', '.join(taken)}, which its wrapper needs for itself; rename it there")
     known = DECLARED.get(kind)
     if known is None:
         DECLARED[kind] = _wrapper(kind, rule)
@@ -150,7 +152,9 @@ class Declared(GhostLayer):
             "lacks the parameter": [name for name in names if not hasattr(seen, name)],
             "has another parameter": [name for name, _ in module.named_parameters() if name not in names],
             "has an attribute in the place of": [
-                name for name in own if name in module._parameters or callable(getattr(cls.target, name, None))
+                name
+                for name in own
+                if name in module._parameters or name in _OF_WRAPPERS or callable(getattr(cls.target, name, None))
             ],
         }
         return [
@@ -176,9 +180,9 @@ class Declared(GhostLayer):
         own = run_apart(self, self.wrapped.forward.__get__(_seen_as(self, self.wrapped)), args, kwargs)
         try:
             theirs = run_apart(self, self.target.forward.__get__(_seen_as(self, self.target)), args, kwargs)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             raise self._refusal(f"{self.target.__name__} can't be called so ({error})") from error
         found = compare(own, theirs)
         if found.difference is not None:
@@ -196,6 +200,10 @@ class Declared(GhostLayer):
         """By its own class, which is found by name."""
         reduced: Any = super().__reduce_ex__(protocol)
         return (_restored, (self.wrapped, self.target), *reduced[2:])
+
+
+# What a wrapper has and other modules don't.
+_OF_WRAPPERS = frozenset(name for name in dir(Declared) if name not in dir(torch.nn.Module) and name[:6] != "ghost_")
 
 
 def _wrapper(kind: type[torch.nn.Module], rule: type[GhostLayer]) -> type[Declared]:

@@ -123,6 +123,11 @@ class LogicalBatches:
         return "" if self._users is None else self._users.digest
 
     @property
+    def largest(self) -> int:
+        """About the most units in a logical batch, or in this rank's share of one."""
+        return -(-self.scheme.largest // self._share[1])
+
+    @property
     def sample_rate(self) -> float:
         """The expected share of the examples (or users) in a logical batch."""
         return self.scheme.sample_rate

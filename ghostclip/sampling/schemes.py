@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,11 @@ class Scheme(ABC):
     @abstractmethod
     def count(self, generator: np.random.Generator) -> int:
         """How many distinct units the next batch has; given their number, all sets of them are equally likely."""
+
+    @property
+    def largest(self) -> int:
+        """About the most units in a batch: by chance it is hardly ever six standard deviations above ``batch_size``."""
+        return min(self.population, self.batch_size + 6 * math.isqrt(self.batch_size) + 6)
 
     @abstractmethod
     def event(self, noise_multiplier: float) -> SampledRelease:
@@ -91,6 +97,11 @@ class WithoutReplacement(Scheme):
         """``batch_size``."""
         return self.batch_size
 
+    @property
+    def largest(self) -> int:
+        """``batch_size``."""
+        return self.batch_size
+
     def event(self, noise_multiplier: float) -> SampledRelease:
         """The event of a sample of fixed size."""
         return FixedSizeGaussian(self.sample_rate, noise_multiplier, **self._fields)
@@ -110,6 +121,11 @@ class Truncated(Scheme):
     def count(self, generator: np.random.Generator) -> int:
         """A binomial number, at most ``max_batch_size``."""
         return min(int(generator.binomial(self.population, self.sample_rate)), self.max_batch_size)
+
+    @property
+    def largest(self) -> int:
+        """See `Scheme.largest`."""
+        return min(super().largest, self.max_batch_size)
 
     def event(self, noise_multiplier: float) -> SampledRelease:
         """The event of a truncated Poisson sample."""
