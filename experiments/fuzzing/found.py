@@ -32,7 +32,7 @@ FOUND: tuple[Found, ...] = (
         "weights of a Custom policy were compared with those of norms without the rounding margin: an example "
         "whose positions cancel stopped training",
         "b167716, 300 cases from 100000",
-        "fixed; test_engine_guards.py, a planted bug",
+        "fixed; test_weighing.py, a planted bug",
     ),
     Found(
         "a bfloat16 or float16 parameter that is a single number raised IndexError in the engine, and so did "
@@ -65,7 +65,7 @@ FOUND: tuple[Found, ...] = (
         "a model that is one layer, clipped by layer in the loop over single examples: norms without their "
         "group's name",
         "cac0b00, 700604",
-        "fixed; test_one_by_one.py",
+        "fixed: that way of clipping is removed",
     ),
     Found(
         "an operation in place on a part of a tensor with a bare parameter: one example that isn't finite "
