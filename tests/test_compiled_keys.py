@@ -65,7 +65,7 @@ class By(torch.nn.Module):
 
 
 def test_a_layer_at_the_address_of_one_that_is_gone_has_a_graph_of_its_own():
-    """Of the same class, with a function at the address of the old one's: by nothing but objects is it told."""
+    """Of the same class, with a function at the address of the old one's: only the objects differ."""
     model, addresses = classifier(), set()
     model[1] = By(lambda x: 3.0 * x)
     clipper = trained(model)
@@ -223,7 +223,7 @@ MADE = [closing, with_default, with_keyword, with_attribute, bound, bound_by_nam
 
 
 @pytest.mark.parametrize("make", MADE)
-def test_functions_are_told_by_everything_that_is_bound_to_them(make):
+def test_functions_are_keyed_by_everything_that_is_bound_to_them(make):
     values = [True, 1, 1.0, 0, 0.0, -0.0, False, None, "1", b"1", float("nan"), (1, 2), (True, 2), [1, 2], {"a": 1}]
     values += [{"a": True}, (1, (2, 3)), (1, (2, 4)), torch.tanh, torch.exp]
     functions = [make(value) for value in values]
@@ -276,7 +276,7 @@ def test_a_function_remade_with_another_value_is_not_clipped_by_the_old_graph(ma
             assert_as_eager(clipper, make(value), batch_of())
 
 
-def test_policies_are_told_by_their_numbers():
+def test_policies_are_keyed_by_their_numbers():
     policies = [
         Automatic(1.0, 0.1), Automatic(1.0, 0.2), PerLayer(1.0), PerLayer(thresholds={"a": 0.6, "b": 0.8}),
         PerLayer(thresholds={"a": 0.8, "b": 0.6}), Grouped({"a": ["0*"], "b": ["1*"]}, max_norm=1.0),

@@ -46,7 +46,7 @@ def test_a_step_before_all_physical_batches_ran(engine: PrivacyEngine) -> None:
     runs.assert_refused(engine, PrivacyError, r"after 1 of the \d+ physical batches of this logical batch")
 
 
-def test_a_batch_that_is_left_early_is_told_by_what_it_gave(engine: PrivacyEngine) -> None:
+def test_a_batch_left_early_is_refused_with_how_many_parts_ran(engine: PrivacyEngine) -> None:
     batch = next(runs.nonempty(engine))
     for examples in batch.physical():
         engine.backward(runs.losses_of(engine.model, examples))

@@ -48,7 +48,7 @@ def test_the_cipher_s_binomial_numbers_are_binomial(n: int, p: float) -> None:
     assert generator.binomial(n, 1.0) == n
 
 
-def test_a_coin_is_decided_by_as_many_digits_as_its_probability_has() -> None:
+def test_a_draw_is_decided_by_as_many_digits_as_its_probability_has() -> None:
     p = 2.0**-30 + 2.0**-80
     first, second = 2**34, 2**48
     assert Fraction(p) == Fraction(first, 2**64) + Fraction(second, 2**128)

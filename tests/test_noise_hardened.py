@@ -64,7 +64,7 @@ def test_no_process_and_no_copy_repeats_another_s_noise(method: str) -> None:
     assert max(np.mean(np.equal(one, other)) for i, one in enumerate(drawn) for other in drawn[:i]) < 0.2
 
 
-def test_a_missing_cipher_is_told_with_what_to_install(
+def test_a_missing_cipher_is_named_with_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)

@@ -118,7 +118,7 @@ def test_a_divided_batch_is_counted_once_by_an_adaptive_norm() -> None:
 
 
 @pytest.mark.parametrize("fail", [raising(no_memory), raising(MemoryError), real_failure])
-def test_what_fits_is_remembered_and_told(fail: Callable[[], None], caplog: pytest.LogCaptureFixture) -> None:
+def test_what_fits_is_remembered_and_logged(fail: Callable[[], None], caplog: pytest.LogCaptureFixture) -> None:
     tried: list[int] = []
 
     def losses_of(model: nn.Module, examples: list[Tensor]) -> Tensor:

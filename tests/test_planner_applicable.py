@@ -120,16 +120,16 @@ def test_ctrl_c_in_a_measurement_goes_on(monkeypatch):
     assert not planner.choices
 
 
-def test_a_way_to_the_sum_may_raise(monkeypatch):
+def test_a_strategy_of_the_sum_may_raise(monkeypatch):
     term, weights = convolution_term(), torch.ones(3)
-    expected, ways = term.weighted_sum(weights), term.sums()
+    expected, strategies = term.weighted_sum(weights), term.sums()
 
     def failing(weights):
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr(ConvGrads, "sums", lambda self: {**ways, "rows": failing})
+    monkeypatch.setattr(ConvGrads, "sums", lambda self: {**strategies, "rows": failing})
     torch.testing.assert_close(Planner().weighted_sum(term, weights), expected)
-    monkeypatch.setattr(ConvGrads, "sums", lambda self: dict.fromkeys(ways, failing))
+    monkeypatch.setattr(ConvGrads, "sums", lambda self: dict.fromkeys(strategies, failing))
     with pytest.raises(RuntimeError, match="no kernel"):
         Planner().weighted_sum(term, weights)
 

@@ -1,4 +1,4 @@
-"""Recurrent layers by themselves, without a clipper: forward, the ordinary backward, and what a first pass is told."""
+"""Recurrent layers by themselves, without a clipper: forward, the ordinary backward, and what the first pass gets."""
 
 import weakref
 

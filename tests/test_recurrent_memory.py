@@ -45,7 +45,7 @@ def sums(model, clipper, x, batches=2):
 
 @pytest.fixture
 def ways_back(monkeypatch):
-    """A list that grows with each way back through time."""
+    """A list that grows with each backward pass through time."""
     found, back = [], recurrence._back
     monkeypatch.setattr(recurrence, "_back", lambda *args: found.append(1) or back(*args))
     return found
@@ -60,7 +60,7 @@ def test_two_passes_go_back_through_time_once(kind, options, ways_back):
     sums(model, clipper, x)
     ways_back.clear()
     found = sums(model, clipper, x, batches=1)
-    # What turns time around may turn the batch around, so that each such graph is proved anew.
+    # An operation that reverses time may reverse the batch, so each such graph has its own mixing test.
     assert options.get("bidirectional") or len(ways_back) == 1
     other = ghostclip.GhostClipper(network(kind, options)[0], 0.5, second_pass="cached")
     torch.testing.assert_close(found, sums(other.model, other, x), rtol=1e-10, atol=1e-12)

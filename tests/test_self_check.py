@@ -1,4 +1,4 @@
-"""The first steps' self-check: what is wrong is refused before a release, what is right isn't changed by a look."""
+"""The first steps' self-check: wrong gradients are refused before a release, and checking changes nothing."""
 
 import logging
 import random
@@ -96,7 +96,7 @@ def test_a_wrong_rule_is_refused_in_a_step_to_be_compiled() -> None:
     assert_refused(engine, r"1\.weight", by_step)
 
 
-def test_a_rule_that_was_switched_off_is_not_looked_at() -> None:
+def test_a_check_that_was_switched_off_does_not_run() -> None:
     engine = whole_batches(nn.Sequential(Scale(5), nn.Linear(5, 3)), self_check=False)
     by_step(engine)
     assert engine.steps_taken == 1
@@ -198,14 +198,14 @@ def shaken(model: nn.Module, examples: list[Tensor]) -> Tensor:
 
 @every_way
 @pytest.mark.parametrize("step", [by_step, by_backward])
-def test_looking_changes_nothing(options: dict[str, Any], step: Callable[..., None]) -> None:
+def test_checking_changes_nothing(options: dict[str, Any], step: Callable[..., None]) -> None:
     finished = []
-    for look in (True, False):
+    for check in (True, False):
         torch.manual_seed(2)
         np.random.seed(3)
         random.seed(4)
         model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), Tracking(), nn.Tanh(), nn.Linear(8, 3))
-        engine = whole_batches(model, noise="test", seed=1, self_check=look, **options)
+        engine = whole_batches(model, noise="test", seed=1, self_check=check, **options)
         for _ in range(3):
             step(engine, shaken)
         finished.append(torch.cat([runs.weights(model), model[2].seen[None], torch.rand(1)]))
