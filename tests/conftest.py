@@ -19,7 +19,7 @@ def fixed_seed() -> None:
 
 
 @pytest.fixture(params=["compiled", "tensor operations", pytest.param("identity input", marks=pytest.mark.slow)])
-def every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def every_backward(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """All backward passes through time: the compiled loop, tensor operations without a compiler, and cuDNN's."""
     if request.param != "compiled":
         monkeypatch.setattr("ghostclip.nn.recurrence.available", lambda trace: False)

@@ -131,7 +131,7 @@ POLICIES = {
 USUAL = [("flat", "reweight", None), ("flat", "cached", 9), ("per layer", "reweight", None)]
 
 
-def ways():
+def combinations():
     """A few are enough where minutes count: writing a graph down takes most of a second."""
     for policy, second_pass, physical in itertools.product(POLICIES, ("reweight", "cached"), (None, 9)):
         usual = (policy, second_pass, physical) in USUAL
@@ -139,7 +139,7 @@ def ways():
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize(("policy", "second_pass", "physical"), list(ways()))
+@pytest.mark.parametrize(("policy", "second_pass", "physical"), list(combinations()))
 def test_training_is_the_same_as_eager(policy, second_pass, physical):
     options = {"clipping": POLICIES[policy], "second_pass": second_pass, "max_physical_batch_size": physical}
     engine = compiled(engine_for(**options))

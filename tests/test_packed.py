@@ -25,7 +25,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 LENGTHS = {"sorted": (6, 6, 4, 2, 1), "not sorted": (4, 6, 1, 6, 2), "all the same": (3, 3, 3), "one": (4,)}
 
 
-pytestmark = pytest.mark.usefixtures("every_way")
+pytestmark = pytest.mark.usefixtures("every_backward")
 
 
 def sequences(lengths, dtype=torch.float64):

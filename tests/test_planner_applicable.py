@@ -53,8 +53,8 @@ def test_no_layout_of_a_convolution_makes_a_strategy_raise(dims):
         expected = term.per_example().flatten(1).square().sum(1)
         for candidate in term.candidates().values():
             torch.testing.assert_close(candidate.run(term).squared_norms, expected, rtol=1e-11, atol=0)
-        for way in term.sums().values():
-            torch.testing.assert_close(way(torch.ones(3)), term.per_example().sum(0), rtol=1e-11, atol=1e-11)
+        for strategy in term.sums().values():
+            torch.testing.assert_close(strategy(torch.ones(3)), term.per_example().sum(0), rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("strategy", ["auto", "gram", "direct"])

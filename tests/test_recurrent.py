@@ -35,7 +35,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 every_option = pytest.mark.parametrize("option", OPTIONS)
 
 
-pytestmark = pytest.mark.usefixtures("every_way")
+pytestmark = pytest.mark.usefixtures("every_backward")
 
 
 @every_kind

@@ -14,7 +14,7 @@ from ghostclip import GradientLeakError, PrivacyError
 
 OTHERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
-    "sgd one by one": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, foreach=False, momentum=0.9),
+    "sgd without foreach": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, foreach=False, momentum=0.9),
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
     "rmsprop": torch.optim.RMSprop,
