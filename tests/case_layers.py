@@ -14,7 +14,7 @@ __all__ = ["LAYER_CASES"]
 
 
 def transposed(dims: int, channels: int, nn: ModuleType, **options: Any) -> torch.nn.Module:
-    """A transposed convolution of ``dims`` dimensions to twice the channels, 3 wide unless told."""
+    """A transposed convolution of ``dims`` dimensions to twice the channels, 3 wide by default."""
     return getattr(nn, f"ConvTranspose{dims}d")(channels, 2 * channels, **{"kernel_size": 3} | options)
 
 

@@ -92,7 +92,7 @@ def index_assignment(m: torch.nn.Module, x: Tensor) -> Tensor:
 
 
 def convolution(dims: int, channels: int, nn: ModuleType, **options: Any) -> torch.nn.Module:
-    """A convolution of ``dims`` dimensions to twice the channels, 3 wide unless told."""
+    """A convolution of ``dims`` dimensions to twice the channels, 3 wide by default."""
     return getattr(nn, f"Conv{dims}d")(channels, 2 * channels, **{"kernel_size": 3} | options)
 
 
@@ -130,7 +130,7 @@ def decoder(kind: str, nn: ModuleType) -> torch.nn.Module:
 
 
 def attention(nn: ModuleType, call: Callable[..., Any] | None = None, **options: Any) -> torch.nn.Module:
-    """MultiheadAttention of batch-first inputs, whichever way the layer wants them; of one input, self-attention.
+    """MultiheadAttention of batch-first inputs, in whichever layout the layer wants them; of one input, self-attention.
 
     ``call(attend, *inputs)`` may say how it is called; by default it is ``attend(*inputs)``.
     """

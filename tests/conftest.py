@@ -19,8 +19,8 @@ def fixed_seed() -> None:
 
 
 @pytest.fixture(params=["compiled", "tensor operations", pytest.param("identity input", marks=pytest.mark.slow)])
-def every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ways back through time: the compiled loop, what stands in for it without a compiler, and that of cuDNN."""
+def every_backward(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All backward passes through time: the compiled loop, tensor operations without a compiler, and cuDNN's."""
     if request.param != "compiled":
         monkeypatch.setattr("ghostclip.nn.recurrence.available", lambda trace: False)
         if request.param == "identity input":

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -72,3 +73,23 @@ def weights(model: nn.Module) -> Tensor:
 def on_step(optimizer: torch.optim.Optimizer, note: Callable[[], None]) -> None:
     """Calls ``note`` after the engine's hook has worked and before the parameters change."""
     optimizer.register_step_pre_hook(lambda *_: note())
+
+
+def plain_backward(model: nn.Module) -> None:
+    """The gradient of a mean loss, as in training that is not private."""
+    dtype = next(model.parameters()).dtype
+    losses_of(model, data(dtype=dtype)[:4]).mean().backward()
+
+
+def assert_refused(
+    engine: PrivacyEngine, error: type[Exception], message: str, call: Callable[[], Any] | None = None
+) -> None:
+    """``call`` (optimizer.step) raises, moves no parameter and charges nothing; then training goes on."""
+    before, charged = weights(engine.model), engine.steps_taken
+    with pytest.raises(error, match=message):
+        (call or engine.optimizer.step)()
+    assert torch.equal(weights(engine.model), before)
+    assert engine.steps_taken == charged
+    engine.optimizer.zero_grad()
+    engine.step(next(nonempty(engine)), losses_of)
+    assert engine.steps_taken == charged + 1

@@ -108,7 +108,7 @@ def calls_behind(*results):
 
 
 def first_pass(loss, results):
-    """What the sink is told in a backward that goes to the gates only, by call: {call: (inputs, grad)}."""
+    """What the sink gets in a backward that goes to the gates only, by call: {call: (inputs, grad)}."""
     told = {}
     calls = calls_behind(*results)
     for call in calls:
@@ -120,7 +120,7 @@ def first_pass(loss, results):
 
 
 def per_example(told):
-    """{parameter name: [B, *shape]} by the rule of the layer that told."""
+    """{parameter name: [B, *shape]} by the rule of the layer that called the sink."""
     return {
         name: call.term(name, inputs, grad).per_example()
         for call, (inputs, grad) in told.items()

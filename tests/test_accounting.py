@@ -374,7 +374,7 @@ def test_a_budget_below_one_step_allows_none() -> None:
     assert accounting.max_steps(target_epsilon=0.1, **common) == 0
 
 
-def test_impossible_targets_are_told() -> None:
+def test_impossible_targets_are_refused() -> None:
     with pytest.raises(ValueError, match=r"target_epsilon=1e-09 can't be reached: 'rdp' gives more"):
         accounting.noise_multiplier(target_epsilon=1e-9, sample_rate=1.0, steps=10**6, delta=1e-300, accountant="rdp")
     with pytest.raises(ValueError, match="more than 1000000000 steps stay within target_epsilon"):

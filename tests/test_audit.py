@@ -429,7 +429,7 @@ def test_the_published_bound_at_a_hundred_thousand_draws_is_above_80_percent():
     assert [name for name, found in audits.items() if found["violated"]] == ["planted bug"]
 
 
-def test_a_model_that_no_example_moves_is_told():
+def test_a_model_that_no_example_moves_is_reported():
     model = nn.Sequential(nn.Linear(5, 3), nn.Hardtanh(-1e-30, 1e-30))
     with pytest.raises(ValueError, match="none of the first 8 examples has a gradient"):
         audited(model)

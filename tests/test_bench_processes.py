@@ -43,7 +43,7 @@ def test_contenders_are_compared_apart_and_failures_are_their_own(capfd):
     assert list(rows) == list(names)
     for name in ("cached", "nxbp", "chatty"):
         assert rows[name]["over_nonprivate"]["rounds"] >= 3
-        assert rows[name]["ready_seconds"] >= 0
+        assert rows[name]["ready_seconds"] > 0
         assert rows[name]["correct"]
     assert rows["nxbp"]["ready_seconds"] > 0
     assert rows["cached"]["nxbp_over"]["median"] > 0

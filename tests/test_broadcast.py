@@ -63,9 +63,10 @@ def test_positions_that_are_repeated_for_each_example(name, frozen):
     for examples in (2, 3, 4, 6):
         model = Wired(wiring, place=nn.Embedding(6, 5), head=nn.Linear(4, 5)).double()
         model.head.requires_grad_(not frozen)
-        refused = exact_or_refused(model, (numbers(examples, 6, 4),))
-        # Frozen, the head's output is nothing that autograd knows of, and rows of it may be anything.
-        assert refused is None or (frozen and 6 % examples == 0)
+        refusal = exact_or_refused(model, (numbers(examples, 6, 4),))
+        # Frozen, the head's output isn't in autograd's graph: its rows may be positions where they divide the table.
+        assert (refusal is not None) == (frozen and 6 % examples == 0)
+        assert refusal is None or str(refusal).startswith("place: one example's loss depends on rows")
 
 
 def towers(between):
@@ -149,8 +150,7 @@ def test_attention_over_positions_that_all_examples_share():
 
     attention = nn.MultiheadAttention(4, 2, batch_first=True)
     model = Wired(wiring, place=nn.Embedding(9, 4), attention=attention, head=nn.Linear(4, 2)).double()
-    refusal = exact_or_refused(model, (numbers(4, 6, 4),))
-    assert refusal is None or "attention" in str(refusal)
+    assert exact_or_refused(model, (numbers(4, 6, 4),)) is None
 
 
 def test_recurrent_positions_that_all_examples_share():
@@ -159,18 +159,17 @@ def test_recurrent_positions_that_all_examples_share():
         lambda m, x: m.head(x + m.rnn(m.place(torch.arange(x.shape[1])[None]))[0]),
         place=nn.Embedding(9, 4), rnn=rnn, head=nn.Linear(4, 2),
     ).double()  # fmt: skip
-    refusal = exact_or_refused(model, (numbers(4, 6, 4),))
-    assert refusal is None or "rnn" in str(refusal)
+    assert exact_or_refused(model, (numbers(4, 6, 4),)) is None
 
 
-def test_a_layer_that_reads_examples_elsewhere_than_it_was_told_is_refused_by_name():
+def test_a_layer_whose_examples_are_not_in_batch_dim_is_refused_by_name():
     model = Wired(lambda m, x: m.head(m.body(x)).transpose(0, 1), body=nn.Linear(4, 3), head=nn.Linear(3, 2)).double()
     refusal = exact_or_refused(model, (numbers(6, 4, 4),), [1])
     assert any(name in str(refusal) for name in ("body", "head"))
     assert "batch_dim" in str(refusal)
 
 
-def test_what_is_shared_costs_no_proof_twice():
+def test_shared_inputs_need_no_second_mixing_test():
     row = case("position ids [1, T] of 6")
     model = ghostclip.wrap(row.model())
     clipper = ghostclip.GhostClipper(model)

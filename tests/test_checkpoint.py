@@ -346,7 +346,7 @@ def test_a_full_disk_at_any_call_leaves_what_was_there(place: Path, code: int) -
             assert error.errno in (code, errno.ENOTEMPTY)
             assert error.filename == str(place)
             assert "what was saved before is still there" in str(error)
-        # The one call that may fail in silence is a look at the old one, which gives way to a whole new one then.
+        # The one call that may fail in silence reads the old checkpoint, which a complete new one replaces then.
         assert value_at(place) in ((2.0, 3.0) if failed else (3.0,))
         assert not Path(f"{place}.partial").exists()
         failures += failed

@@ -216,13 +216,13 @@ def test_another_missing_module_is_not_hidden(monkeypatch):
         main(["train"])
 
 
-def test_a_full_disk_is_told_before_training(capsys, monkeypatch, tmp_path):
+def test_a_full_disk_is_reported_before_training(capsys, monkeypatch, tmp_path):
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(ghostclip.report.shutil, "disk_usage", lambda path: usage)
     assert "has 1000 bytes left" in mistake(capsys, "train", "--report", tmp_path)
 
 
-def test_a_disk_that_fills_up_later_is_told(capsys, monkeypatch):
+def test_a_disk_that_fills_up_later_is_reported(capsys, monkeypatch):
     def full(arguments):
         raise OSError(28, "No space left on device", "reports/index.html")
 

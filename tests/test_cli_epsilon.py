@@ -1,4 +1,4 @@
-"""ghostclip epsilon and calibrate with every way to sample; the curve as a plot, and the forecast of a report."""
+"""ghostclip epsilon and calibrate with every sampling scheme; the curve as a plot, and the forecast of a report."""
 
 import json
 

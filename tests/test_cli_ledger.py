@@ -56,7 +56,7 @@ def test_a_ledger_of_nothing(path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "epsilon 0 (PLD) at delta 1e-05: nothing was released" in shown(capsys, "ledger", path)
 
 
-def test_a_torn_line_is_told_and_left_alone(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_torn_line_is_reported_and_left_alone(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     charged(Ledger(path, block=4).account(), 4).close()
     whole = path.read_bytes() + b'{"record":{"n":2,'
     path.write_bytes(whole)

@@ -242,7 +242,7 @@ def test_verify_passes_on_good_models(name, second_pass):
     row = case(name)
     model, clipper, _ = ready(row, second_pass=second_pass)
     worst = clipper.verify(lambda m, batch: row.losses(m(*batch)), row.inputs())
-    assert worst is None or worst <= 1e-9
+    assert worst <= 1e-9
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -261,7 +261,8 @@ class KeysWithBias(nn.Module):
 def test_verify_does_not_compare_rounding_with_rounding(dtype):
     torch.manual_seed(0)
     clipper = ghostclip.GhostClipper(KeysWithBias().to(dtype), 0.1)
-    clipper.verify(lambda m, x: m(x).square().sum((1, 2)), torch.randn(5, 7, 6, dtype=dtype))
+    worst = clipper.verify(lambda m, x: m(x).square().sum((1, 2)), torch.randn(5, 7, 6, dtype=dtype))
+    assert 0 < worst < (1e-3 if dtype == torch.float32 else 1e-9)
 
 
 class Hooked(nn.Module):
@@ -292,7 +293,7 @@ class Hooked(nn.Module):
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("retain_graph", [False, True])
 def test_hooks_on_tensors_change_gradients_and_break_nothing(second_pass, layers, trained, retain_graph):
-    """A graph that is let go of has no gradients to give them."""
+    """A freed graph has no gradients to give them."""
     model = Hooked(trained).double()
     words = torch.arange(12).view(4, 3)
     grads = oracle.per_example_grads(model, lambda losses: losses, (words,))

@@ -328,7 +328,7 @@ def test_batches_that_are_no_tensors_of_one_length_have_no_leaves():
     assert leaves_of((torch.zeros(()),)) is None
 
 
-def test_functions_are_told_by_what_they_do():
+def test_functions_are_keyed_by_what_they_do():
     def made(scale):
         return lambda m, b: scale * losses_of(m, b)
 

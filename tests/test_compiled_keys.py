@@ -65,7 +65,7 @@ class By(torch.nn.Module):
 
 
 def test_a_layer_at_the_address_of_one_that_is_gone_has_a_graph_of_its_own():
-    """Of the same class, with a function at the address of the old one's: by nothing but objects is it told."""
+    """Of the same class, with a function at the address of the old one's: only the objects differ."""
     model, addresses = classifier(), set()
     model[1] = By(lambda x: 3.0 * x)
     clipper = trained(model)
@@ -223,7 +223,7 @@ MADE = [closing, with_default, with_keyword, with_attribute, bound, bound_by_nam
 
 
 @pytest.mark.parametrize("make", MADE)
-def test_functions_are_told_by_everything_that_is_bound_to_them(make):
+def test_functions_are_keyed_by_everything_that_is_bound_to_them(make):
     values = [True, 1, 1.0, 0, 0.0, -0.0, False, None, "1", b"1", float("nan"), (1, 2), (True, 2), [1, 2], {"a": 1}]
     values += [{"a": True}, (1, (2, 3)), (1, (2, 4)), torch.tanh, torch.exp]
     functions = [make(value) for value in values]
@@ -276,7 +276,7 @@ def test_a_function_remade_with_another_value_is_not_clipped_by_the_old_graph(ma
             assert_as_eager(clipper, make(value), batch_of())
 
 
-def test_policies_are_told_by_their_numbers():
+def test_policies_are_keyed_by_their_numbers():
     policies = [
         Automatic(1.0, 0.1), Automatic(1.0, 0.2), PerLayer(1.0), PerLayer(thresholds={"a": 0.6, "b": 0.8}),
         PerLayer(thresholds={"a": 0.8, "b": 0.6}), Grouped({"a": ["0*"], "b": ["1*"]}, max_norm=1.0),
@@ -381,32 +381,32 @@ def counted(model, batch):
 
 
 class Counting(torch.nn.Module):
-    """Counts its forwards, each in its own way."""
+    """Counts its forwards, in the given manner."""
 
-    def __init__(self, way):
+    def __init__(self, change):
         super().__init__()
-        self.way, self.calls = way, 0
+        self.change, self.calls = change, 0
         self.register_buffer("count", torch.zeros(()))
         self.inner = torch.nn.Linear(6, 3)
 
     def forward(self, x):
-        if self.way == "in place":
+        if self.change == "in place":
             self.count += 1
-        elif self.way == "anew":
+        elif self.change == "anew":
             self.count = self.count + 1
-        elif self.way == "attribute":
+        elif self.change == "attribute":
             self.calls += 1
-        elif self.way == "kept":
+        elif self.change == "kept":
             self.last = x * 2
-        elif self.way == "value":
+        elif self.change == "value":
             x = x if float(x.sum()) < 1e9 else -x
         return self.inner(x)
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["the passes", "whole steps"])
-@pytest.mark.parametrize("way", ["in place", "anew", "attribute", "kept", "value"])
-def test_trials_leave_no_trace_and_a_refusal_is_remembered(way, whole):
-    model, steps = Counting(way), 0
+@pytest.mark.parametrize("change", ["in place", "anew", "attribute", "kept", "value"])
+def test_trials_leave_no_trace_and_a_refusal_is_remembered(change, whole):
+    model, steps = Counting(change), 0
     FORWARDS.clear()
     if whole:
         engine = ghostclip.PrivacyEngine(
@@ -426,14 +426,14 @@ def test_trials_leave_no_trace_and_a_refusal_is_remembered(way, whole):
             model.zero_grad()
             clipper.clip(counted, (batch_of(size),))
             steps += 1
-    if way in ("in place", "anew"):
+    if change in ("in place", "anew"):
         assert float(model.count) == steps
-    if way == "attribute":
+    if change == "attribute":
         assert model.calls == steps
     assert record.graphs == (1 if whole else 0)
-    assert len(FORWARDS) <= steps + 2 * (2 if way == "value" else 1)
+    assert len(FORWARDS) <= steps + 2 * (2 if change == "value" else 1)
     assert len(record.refusals) <= 2
-    reason = "looks at values" if way == "value" else "changes the model's buffers, attributes"
+    reason = "looks at values" if change == "value" else "changes the model's buffers, attributes"
     assert all(reason in refusal for refusal in record.refusals)
 
 

@@ -1,4 +1,4 @@
-"""The way back through pooling inside a compiled graph: what autograd gives, by operations that inductor calls."""
+"""Backward through pooling in a compiled graph: what autograd gives, by operations that inductor calls."""
 
 import pytest
 import torch

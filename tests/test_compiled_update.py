@@ -131,7 +131,7 @@ POLICIES = {
 USUAL = [("flat", "reweight", None), ("flat", "cached", 9), ("per layer", "reweight", None)]
 
 
-def ways():
+def combinations():
     """A few are enough where minutes count: writing a graph down takes most of a second."""
     for policy, second_pass, physical in itertools.product(POLICIES, ("reweight", "cached"), (None, 9)):
         usual = (policy, second_pass, physical) in USUAL
@@ -139,7 +139,7 @@ def ways():
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize(("policy", "second_pass", "physical"), list(ways()))
+@pytest.mark.parametrize(("policy", "second_pass", "physical"), list(combinations()))
 def test_training_is_the_same_as_eager(policy, second_pass, physical):
     options = {"clipping": POLICIES[policy], "second_pass": second_pass, "max_physical_batch_size": physical}
     engine = compiled(engine_for(**options))
@@ -170,7 +170,7 @@ def test_every_optimizer_trains_as_it_does_eagerly(name):
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_a_policy_that_may_look_at_all_norms_has_its_update_compiled_only():
+def test_a_policy_that_may_use_all_norms_has_its_update_compiled_only():
     policy = Custom(lambda norms: 0.5 / (norms + 1), 0.5)
     engine = compiled(engine_for(clipping=policy))
     assert_same(train(engine, 9), train(engine_for(clipping=policy), 9))
@@ -409,7 +409,7 @@ def test_what_a_graph_writes_lasts_and_is_tried_in_one_place(physical, monkeypat
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_inductor_is_told_which_inputs_last(monkeypatch):
+def test_inductor_knows_which_inputs_last(monkeypatch):
     told = []
 
     def inner(graph, inputs, *, static_input_idxs, **settings):

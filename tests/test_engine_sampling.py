@@ -1,4 +1,4 @@
-"""The engine's ways to sample: what is charged is what the sampler did, and forecasts go on from there."""
+"""The engine's sampling schemes: what is charged is what the sampler did, and forecasts go on from there."""
 
 import math
 from typing import Any

@@ -199,7 +199,7 @@ def test_a_parameter_used_on_one_example_alone_is_refused(examples):
         ghostclip.GhostClipper(model).backward(model(batch(examples, 7, 4)).square().mean((1, 2)))
 
 
-def test_a_forward_that_takes_another_way_later_is_proved_again():
+def test_a_forward_that_branches_later_is_tested_again():
     mixing = lambda m, x: (lambda h: h + h.mT if len(h) == h.shape[1] else h)(m.layer(x).mean(2) * m.p)  # noqa: E731
     model = with_parameters(mixing, {"p": ()}, layer=nn.Linear(4, 4)).double()
     clipper = ghostclip.GhostClipper(model)
@@ -240,7 +240,7 @@ def test_explain_names_what_has_no_rule():
     assert plan["project.weight"] == "Linear"
 
 
-def test_a_wrapper_in_a_compiled_plan_goes_the_eager_way_or_is_exact():
+def test_a_wrapper_in_a_compiled_plan_runs_eagerly_or_is_exact():
     row = case("bare added")
     model = ghostclip.wrap(row.model())
     clipper = ghostclip.GhostClipper(model, compile=True)

@@ -22,14 +22,14 @@ GROUPS = {layer: [layer] for layer in ("trunk", "head", "aux")}
 
 
 def each_group(norms: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What `PerLayer` does, as a policy that looks at all norms first."""
+    """What `PerLayer` does, as a policy that needs all norms first."""
     return {group: (MAX_NORM / 3**0.5 / norm).clamp(max=1.0) for group, norm in norms.items()}
 
 
 WAYS: dict[str, dict[str, Any]] = {
     "reweight": {"clipping": MAX_NORM},
     "cached": {"clipping": MAX_NORM, "second_pass": "cached"},
-    "in passing": {"clipping": EACH},
+    "per layer": {"clipping": EACH},
     "by groups": {"clipping": clipping.Custom(each_group, MAX_NORM, groups=GROUPS)},
 }
 ways = pytest.mark.parametrize("way", WAYS)

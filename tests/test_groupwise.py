@@ -120,8 +120,8 @@ def test_no_sum_over_groups_exceeds_the_sensitivity(values, scale):
 @pytest.mark.parametrize(
     "policy", [PerLayer(0.5), Custom(lambda n: {g: 0.1 / v for g, v in n.items()}, 0.5, {"all": ["*"]})]
 )
-@pytest.mark.parametrize("way", ["backward", "clip"])
-def test_an_example_not_finite_in_the_last_layer_alone_adds_nothing_anywhere(policy, way):
+@pytest.mark.parametrize("call", ["backward", "clip"])
+def test_an_example_not_finite_in_the_last_layer_alone_adds_nothing_anywhere(policy, call):
     # The root's derivative at 0 is inf, so only what comes before it, layer 0, has no finite gradient.
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.ReLU(), torch.nn.Linear(3, 1))
@@ -138,11 +138,11 @@ def test_an_example_not_finite_in_the_last_layer_alone_adds_nothing_anywhere(pol
             model[0]._forward_hooks.clear()
 
     clipper, forwards = ghostclip.GhostClipper(model, policy), []
-    if way == "backward":
+    if call == "backward":
         found = clipper.backward(losses(x))
     else:
         found = clipper.clip(lambda model, x: forwards.append(len(x)) or losses(x), x)
-        # Where groups were clipped on the way, that pass is thrown away; the graph is there for another.
+        # Where groups were clipped during the first pass, it is discarded and the graph is kept for another.
         assert forwards == [5]
     kept = gradients(model)
     assert all(float(weight[2]) == 0 for weight in found.weights.values())
@@ -210,7 +210,7 @@ def test_letting_go_computes_nothing_and_frees_every_layers_memory():
     assert called == [True, False]
 
 
-def test_an_engine_trains_with_layers_clipped_one_by_one():
+def test_an_engine_trains_with_clipping_by_layer():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
     data = torch.utils.data.TensorDataset(torch.randn(40, 3), torch.randint(0, 2, (40,)))

@@ -1,4 +1,4 @@
-"""The way back through time on cuDNN, forced on the CPU: exact, chosen where it can serve, and gentle with settings."""
+"""Backward through time by the identity input, as on cuDNN, forced on the CPU: exact, and used where it applies."""
 
 import math
 
@@ -30,7 +30,7 @@ every_row = pytest.mark.parametrize("name", ROWS)
 
 @pytest.fixture
 def served(monkeypatch):
-    """The traces that the identity's way took, as it takes all it can from now on."""
+    """The traces that went through the identity input, which is used wherever it applies from now on."""
     traces = []
     monkeypatch.setattr(recurrence, "available", lambda trace: False)
     monkeypatch.setattr(recurrence, "serves", lambda trace: possible(trace) and not traces.append(trace))
@@ -105,7 +105,7 @@ def test_it_goes_back_inside_of_an_operation_of_a_graph(name, served, monkeypatc
 
 
 @every_mode
-def test_a_kept_forward_serves_two_ways_back(mode, served):
+def test_a_kept_forward_serves_two_backwards(mode, served):
     torch.manual_seed(0)
     kind, options = {"RNN_TANH": (nn.RNN, {}), "RNN_RELU": (nn.RNN, {"nonlinearity": "relu"})}.get(
         mode, (getattr(nn, mode, None), {})

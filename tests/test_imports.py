@@ -1,4 +1,4 @@
-"""Imports go one way: every module knows only what lies below it, and ``import ghostclip`` stays light."""
+"""Structure: imports go one way, ``import ghostclip`` stays light, and no test file is too long to read."""
 
 import ast
 import subprocess
@@ -11,6 +11,7 @@ import pytest
 import ghostclip
 
 ROOT = Path(ghostclip.__file__).parent
+MOST_LINES = 500
 
 # From the ground up. Modules on one level in a set do not import each other; those in a tuple may, from left to right.
 LEVELS: list[tuple[str, ...] | set[str]] = [
@@ -116,3 +117,9 @@ def test_importing_ghostclip_loads_only_what_every_user_has():
     loaded = {name.split(".")[0] for name in output.stdout.split()}
     assert "ghostclip" in loaded
     assert not loaded & {"dp_accounting", "sklearn", "matplotlib", "jinja2", "pandas", "transformers", "opacus"}
+
+
+def test_no_test_file_is_too_long():
+    lengths = {path.name: len(path.read_text().splitlines()) for path in Path(__file__).parent.rglob("*.py")}
+    assert lengths[Path(__file__).name] > 100
+    assert {name: lines for name, lines in lengths.items() if lines > MOST_LINES} == {}

@@ -83,7 +83,7 @@ def squares(model: nn.Module, x: Any) -> Any:
     return model(x).square().flatten(1).sum(1)
 
 
-def clip_by_parts(second_pass: str) -> Callable[[], None]:
+def clip_in_two_calls(second_pass: str) -> Callable[[], None]:
     clipper, x = GhostClipper(Recurrent(), second_pass=second_pass), torch.randn(3, 4, 4)
 
     def work() -> None:
@@ -128,8 +128,8 @@ def train(in_one_call: bool, compiled: bool = False, **options: Any) -> Callable
 
 
 WORK: dict[str, Callable[[], Callable[[], None]]] = {
-    "reweight": lambda: clip_by_parts("reweight"),
-    "cached": lambda: clip_by_parts("cached"),
+    "reweight": lambda: clip_in_two_calls("reweight"),
+    "cached": lambda: clip_in_two_calls("cached"),
     "clip and verify": clip_at_once,
     "engine.step": lambda: train(True),
     "a loop of one's own": lambda: train(False),
@@ -159,13 +159,10 @@ def test_grad_mode_is_on_wherever_ctrl_c_comes(name: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("enabled", [False, True])
 def test_a_failure_leaves_grad_mode_too(enabled: bool) -> None:
     clipper = GhostClipper(network())
-    with torch.set_grad_enabled(enabled), pytest.raises(ghostclip.GhostClipError):
-        clipper.backward(torch.zeros(3))
     with torch.set_grad_enabled(enabled):
-        try:
+        with pytest.raises(ghostclip.GhostClipError):
             clipper.backward(torch.zeros(3))
-        except ghostclip.GhostClipError:
-            assert torch.is_grad_enabled() == enabled
+        assert torch.is_grad_enabled() == enabled
 
 
 class Lines:
@@ -212,14 +209,12 @@ def test_an_engine_goes_on_after_ctrl_c_in_any_line(in_one_call: bool, tmp_path:
     assert lines.seen > 500
     rng = random.Random(0)
     for _ in range(40):
-        state = torch.get_rng_state()
         try:
             with Lines(rng.randrange(1, lines.seen)):
                 work()
         except KeyboardInterrupt:
             assert torch.is_grad_enabled()
             assert not turns._open.lock.locked()
-            assert len(state) == len(torch.get_rng_state())
         work()
 
 

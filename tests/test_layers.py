@@ -153,12 +153,12 @@ def test_sizes_that_are_worked_off_in_pieces(case, dtype):
 
 
 @every_case
-def test_every_way_to_the_norms_gives_the_same(case, monkeypatch):
+def test_every_strategy_gives_the_same_norms(case, monkeypatch):
     def answer(planner, term, keep, room=None, exact=False):
         each = term.per_example()
         squared = each.unsqueeze(-1).flatten(1).square().sum(1)
-        for name, way in term.candidates().items() if term.closed_form(keep) is None else ():
-            for found in (way.run(term), way.run(term, True)):
+        for name, strategy in term.candidates().items() if term.closed_form(keep) is None else ():
+            for found in (strategy.run(term), strategy.run(term, True)):
                 assert_close(found.squared_norms, squared, 1e-10, 1e-6 * squared.max(), name)
                 if found.kept is not None:
                     torch.testing.assert_close(found.kept.view_as(each), each, rtol=1e-10, atol=1e-10)

@@ -1,4 +1,4 @@
-"""Layers written outside of the package, those of CONTRIBUTING.md: they go the ways that built-in ones go."""
+"""Layers written outside of the package, as in CONTRIBUTING.md: strategies and passes are those of built-in layers."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -143,7 +143,7 @@ def test_compiled_steps(classes, name, options, monkeypatch):
 
 
 @outside
-def test_frozen_parts_and_the_way_back(classes, name):
+def test_frozen_parts_and_the_backward(classes, name):
     model, x = made(classes, name)
     model.layer.weight.requires_grad_(False)
     expected = oracle.per_example_grads(model, project, (x,))

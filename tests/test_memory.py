@@ -84,7 +84,7 @@ def test_the_first_pass_forms_no_weight_gradient(name):
     model = build()
     clipper = ghostclip.GhostClipper(model, norm_strategy="gram")
     x = torch.randn(4, *shape)
-    clipper.norms(model(x).square().flatten(1).sum(1))  # what is chosen or proved once is behind us
+    clipper.norms(model(x).square().flatten(1).sum(1))  # strategies are chosen and the mixing test has passed
     losses = model(x).square().flatten(1).sum(1)
     shapes = {tuple(p.shape) for p in model.parameters()} | {tuple(p.shape)[::-1] for p in model.parameters()}
     with Ops() as ops:

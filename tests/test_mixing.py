@@ -98,22 +98,18 @@ def test_mixing_below_a_head_of_zeros_is_refused_after_the_first_update(second_p
 @pytest.mark.parametrize("ranks", [(0, 2, 1, 3, 4), (1, 0, 2, 3, 4), (0, 3, 2, 1, 4), (4, 3, 2, 1, 0), (2, 0, 4, 1, 3)])
 def test_examples_reordered_inside_the_model(ranks):
     model = Wired(sorted_inside, first=nn.Linear(3, 4), second=nn.Linear(4, 2)).double()
-    refusal = exact_or_refused(model, (in_order(*ranks),))
-    assert refusal is None or "first" in str(refusal)
+    assert str(exact_or_refused(model, (in_order(*ranks),))).startswith("first: one example's loss depends on rows")
 
 
 @pytest.mark.parametrize("second_pass", ["reweight", "cached"])
 def test_an_order_that_changes_after_the_first_batch(second_pass):
     model = Wired(sorted_inside, first=nn.Linear(3, 4), second=nn.Linear(4, 2)).double()
-    x = in_order(0, 2, 1, 3, 4)
-    expected = oracle.norms(oracle.per_example_grads(model, project, (x,)))
     clipper = ghostclip.GhostClipper(model, second_pass=second_pass)
     clipper.backward(project(model(in_order(0, 1, 2, 3, 4))))
-    try:
-        result = clipper.backward(project(model(x)))
-    except ghostclip.UnsupportedModelError:
-        return
-    assert_close(result.norms, expected, 1e-10)
+    model.zero_grad()
+    with pytest.raises(ghostclip.UnsupportedModelError, match="first: one example's loss depends on rows"):
+        clipper.backward(project(model(in_order(0, 2, 1, 3, 4))))
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("positions", [3, 5, 10])
@@ -123,18 +119,19 @@ def test_batch_first_inputs_in_a_time_first_layer_are_refused(positions):
     assert "attention" in str(refusal)
 
 
+# name: layout outside of the layer, layout inside, sizes, and whether it is clipped exactly
 FOLDS = {
-    "heads": ("b t (h d)", "(b h) t d", {"h": 2}),
-    "windows, example first": ("b (w t) d", "(b w) t d", {"w": 2}),
-    "windows, window first": ("b (w t) d", "(w b) t d", {"w": 2}),
-    "examples in the middle": ("b (v w t) d", "(v b w) t d", {"v": 2, "w": 2}),
-    "positions first": ("b t d", "t b d", {}),
+    "heads": ("b t (h d)", "(b h) t d", {"h": 2}, True),
+    "windows, example first": ("b (w t) d", "(b w) t d", {"w": 2}, True),
+    "windows, window first": ("b (w t) d", "(w b) t d", {"w": 2}, True),
+    "examples in the middle": ("b (v w t) d", "(v b w) t d", {"v": 2, "w": 2}, False),
+    "positions first": ("b t d", "t b d", {}, False),
 }
 
 
 @pytest.mark.parametrize("name", FOLDS)
 def test_parts_folded_into_the_batch(name):
-    whole, folded, sizes = FOLDS[name]
+    whole, folded, sizes, exact = FOLDS[name]
 
     def wiring(m, x):
         inside = m.layer(rearrange(x, f"{whole} -> {folded}", **sizes))
@@ -143,7 +140,8 @@ def test_parts_folded_into_the_batch(name):
     width = 2 if name == "heads" else 4
     model = Wired(wiring, layer=nn.Linear(width, width)).double()
     refusal = exact_or_refused(model, (torch.randn(4, 8, 4, dtype=torch.float64),))
-    assert refusal is None or "layer" in str(refusal)
+    assert (refusal is None) == exact
+    assert exact or str(refusal).startswith("layer: one example's loss depends on rows")
 
 
 def test_an_input_shared_by_the_batch():
@@ -153,8 +151,7 @@ def test_an_input_shared_by_the_batch():
         place=nn.Embedding(6, 4),
         head=nn.Linear(4, 2),
     ).double()
-    refusal = exact_or_refused(model, (torch.randint(5, (3, 6)),))
-    assert refusal is None or "place" in str(refusal)
+    assert exact_or_refused(model, (torch.randint(5, (3, 6)),)) is None
 
 
 def test_a_weight_used_outside_its_layer():
@@ -163,38 +160,14 @@ def test_a_weight_used_outside_its_layer():
         embedding=nn.Embedding(6, 4),
         body=nn.Linear(4, 4),
     ).double()
-    refusal = exact_or_refused(model, (torch.randint(6, (3, 5)),))
-    assert refusal is None or "embedding.weight" in str(refusal)
+    assert exact_or_refused(model, (torch.randint(6, (3, 5)),)) is None
 
 
 @pytest.mark.parametrize("used", [True, False])
 def test_a_bare_parameter(used):
     model = Wired(lambda m, x: m.body(x) * (m.scale if used else 1.0), body=two_linears())
     model.register_parameter("scale", nn.Parameter(torch.tensor([0.5, 2.0]).double()))
-    refusal = exact_or_refused(model, (torch.randn(3, 3, dtype=torch.float64),))
-    assert refusal is None or "scale" in str(refusal)
-
-
-LATER = {
-    "Bilinear": (lambda: nn.Bilinear(3, 3, 2), ((3,), (3,))),
-    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(3, 2, 3), ((3, 4, 4),)),
-    "PReLU": (lambda: nn.PReLU(), ((3,),)),
-    "InstanceNorm1d": (lambda: nn.InstanceNorm1d(3, affine=True), ((3, 5),)),
-    "two-layer LSTM": (lambda: Wired(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(3, 2, 2, batch_first=True)), ((4, 3),)),
-    "both directions": (
-        lambda: Wired(lambda m, x: m.rnn(x)[0], rnn=nn.GRU(3, 2, batch_first=True, bidirectional=True)),
-        ((4, 3),),
-    ),
-    "proj_size": (lambda: Wired(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(3, 4, proj_size=2, batch_first=True)), ((4, 3),)),
-    "weight_norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)), ((3,),)),
-}
-
-
-@pytest.mark.parametrize("name", LATER)
-def test_other_layers_are_exact_or_refused(name):
-    build, shapes = LATER[name]
-    refusal = exact_or_refused(build().double(), tuple(torch.randn(4, *shape).double() for shape in shapes))
-    assert refusal is None or len(str(refusal)) > 20
+    assert exact_or_refused(model, (torch.randn(3, 3, dtype=torch.float64),)) is None
 
 
 class Scale(nn.Module):

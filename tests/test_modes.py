@@ -250,7 +250,7 @@ def test_a_model_moved_to_another_device_and_back(second_pass):
     clipper.backward(row.losses(model(*row.inputs())))
     state = copy.deepcopy(model.state_dict())
     old = list(model.parameters())
-    model.to("meta").to_empty(device="cpu")  # parameters can't keep their identity on this way
+    model.to("meta").to_empty(device="cpu")  # parameters become other objects here
     assert all(new is not previous for new, previous in zip(model.parameters(), old, strict=True))
     model.load_state_dict(state)
     model.zero_grad()

@@ -1,6 +1,8 @@
 """The tool that plants bugs, and the script that measures sensitivity: what they report can be believed."""
 
 import json
+import subprocess
+import sys
 from types import ModuleType
 
 import pytest
@@ -14,6 +16,24 @@ def tool() -> ModuleType:
 
 def test_the_table_fits_the_sources(tool):
     assert tool.stale(tool.table()) == []
+
+
+@pytest.mark.slow
+def test_every_row_of_the_table_selects_tests(tool):
+    rows = {mutant.name: list(mutant.tests) for mutant in tool.table()}
+    selections = [*rows.values(), ["tests/test_mutants.py", "-k", "a_name_of_no_test"]]
+    done = subprocess.run(
+        [sys.executable, "tests/selected_tests.py"],
+        cwd=tool.ROOT,
+        input=json.dumps(selections),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    *counts, nothing = json.loads(done.stdout)
+    assert [name for name, count in zip(rows, counts, strict=True) if not count] == []
+    assert nothing == 0
 
 
 def test_bugs_are_many_and_their_names_their_own(tool):

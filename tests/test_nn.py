@@ -122,7 +122,7 @@ def test_attention_dropout_follows_torchs_random_numbers(training):
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_transformer_layers_are_torchs_own_built_of_wrappers(norm_first):
     layer = nn.TransformerEncoderLayer(8, 2, 6, dropout=0.0, batch_first=True, norm_first=norm_first).double()
-    assert type(layer) is torch_nn.TransformerEncoderLayer or issubclass(type(layer), torch_nn.TransformerEncoderLayer)
+    assert isinstance(layer, torch_nn.TransformerEncoderLayer)
     clipper = ghostclip.GhostClipper(layer)
     owners = [layer.get_submodule(name.rpartition(".")[0]) for name, _ in layer.named_parameters()]
     assert all(isinstance(module, GhostLayer) for module in owners)

@@ -106,7 +106,7 @@ def test_every_example_spoilt_adds_nothing():
     [(torch.nan, torch.float64), (torch.inf, torch.float64), (1e200, torch.float64), (1e15, torch.float32)],
 )
 def test_a_spoilt_example_in_a_first_batch_hides_nothing_of_what_all_share(value, dtype):
-    # A table by position, as long as a batch: while nothing is proved, NaN in all of it looks like examples' own rows.
+    # A table by position, as long as a batch: before the mixing test passed, all NaN may be examples' own rows.
     row = case("bare table by position")
     sound, spoilt = row.inputs(4, dtype), row.inputs(4, dtype)
     spoilt[0][1] *= value

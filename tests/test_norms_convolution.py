@@ -1,4 +1,4 @@
-"""Gram matrices by shifted windows, against the gradients formed one by one."""
+"""Norms and sums of convolutions by each strategy, against the gradient of each example by itself."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ needs_compiler = pytest.mark.skipif(library("windows") is None, reason="no C com
 
 
 def compiled(*names):
-    """Names of ways that need a compiler."""
+    """Names of strategies that need a compiler."""
     return [pytest.param(name, marks=needs_compiler) for name in names]
 
 
@@ -30,13 +30,13 @@ SHAPES = {
     "three dimensions": ((4, 3, 5), (2, 3, 1), (1, 1, 0), (1, 1, 2)),
 }
 COMPILED = [name for name, sizes in SHAPES.items() if len(sizes[0]) < 3]
-WAYS = [pytest.param(windowed_gram, name, id=name) for name in SHAPES]
-WAYS += [pytest.param(half_windows, name, id=f"half, {name}", marks=needs_compiler) for name in COMPILED]
+STRATEGIES = [pytest.param(windowed_gram, name, id=name) for name in SHAPES]
+STRATEGIES += [pytest.param(half_windows, name, id=f"half, {name}", marks=needs_compiler) for name in COMPILED]
 
 
-@pytest.mark.parametrize(("way", "name"), WAYS)
+@pytest.mark.parametrize(("strategy", "name"), STRATEGIES)
 @pytest.mark.parametrize("batch", [0, 1, 3])
-def test_windows_equal_gradients_formed_one_by_one(way, name, batch):
+def test_windows_equal_single_gradients(strategy, name, batch):
     sizes, kernel, padding, dilation = SHAPES[name]
     torch.manual_seed(0)
     outputs = [
@@ -45,7 +45,7 @@ def test_windows_equal_gradients_formed_one_by_one(way, name, batch):
     ]
     images = torch.randn(batch, 3, *sizes, dtype=torch.float64)
     grads = torch.randn(batch, 4, *outputs, dtype=torch.float64)
-    squared, _ = way(images, grads, kernel, padding, dilation)
+    squared, _ = strategy(images, grads, kernel, padding, dilation)
     geometry = Geometry((1,) * len(sizes), padding, dilation, 1)
     for each in range(batch):
         part = slice(each, each + 1)
@@ -66,7 +66,7 @@ def test_compiled_windows_equal_those_of_tensors(name, dtype):
     images = torch.randn(2, *sizes, 5, dtype=dtype).movedim(-1, 0)
     grads = torch.randn(5, 19, *outputs, dtype=dtype)
     images[2] = torch.nan
-    found, expected = (way(images, grads, kernel, padding, dilation) for way in (half_windows, windowed_gram))
+    found, expected = (strategy(images, grads, kernel, padding, dilation) for strategy in (half_windows, windowed_gram))
     for mine, other in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0, equal_nan=True)
         assert mine.isfinite().tolist() == [True, True, False, True, True]
@@ -112,7 +112,7 @@ SHIFTED = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("name", SHIFTED)
-def test_shifts_equal_gradients_formed_one_by_one(name, keep, dtype):
+def test_shifts_equal_single_gradients(name, keep, dtype):
     sizes, kernel, stride, padding, dilation, inputs, outputs = SHIFTED[name]
     torch.manual_seed(0)
     places = [
@@ -174,10 +174,10 @@ SUMMED = SHIFTED | {
 }
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["at once", "by parts"])
-@pytest.mark.parametrize("way", ["native", "rows", "turned rows"])
+@pytest.mark.parametrize("whole", [True, False], ids=["at once", "in chunks"])
+@pytest.mark.parametrize("strategy", ["native", "rows", "turned rows"])
 @pytest.mark.parametrize("name", SUMMED)
-def test_every_way_to_the_sum_equals_gradients_formed_one_by_one(name, way, whole, monkeypatch):
+def test_every_strategy_of_a_sum_equals_single_gradients(name, strategy, whole, monkeypatch):
     if not whole:
         monkeypatch.setattr("ghostclip.norms.convolution.chunks", lambda examples, *_: chunks(examples, 1, 2))
     sizes, kernel, stride, padding, dilation, inputs, outputs = SUMMED[name]
@@ -196,25 +196,25 @@ def test_every_way_to_the_sum_equals_gradients_formed_one_by_one(name, way, whol
             weight * weight_gradient(images[one], grads[one], term.shape, geometry)
             for weight, one in zip(weights, (slice(i, i + 1) for i in range(5)), strict=True)
         )
-        if way not in term.sums():
-            assert (way, name) == ("turned rows", "one tap")
+        if strategy not in term.sums():
+            assert (strategy, name) == ("turned rows", "one tap")
             continue
-        found = term.sums()[way](weights)
+        found = term.sums()[strategy](weights)
         # As optimizers' states are, which are made like it: what is compiled asks for the parameter's own strides.
         assert found.stride() == torch.empty(term.shape).stride()
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_products_are_offered_for_the_sum_where_positions_are_few_and_channels_whole():
-    def ways(size, groups=1, kernel=3, batch=2):
+    def strategies(size, groups=1, kernel=3, batch=2):
         images = torch.randn(batch, 4, size + kernel - 1, size + kernel - 1)
         shape = torch.Size((8, 4 // groups, kernel, kernel))
         term = ConvGrads(images, torch.randn(batch, 8, size, size), shape, Geometry((1, 1), (0, 0), (1, 1), groups))
         return list(term.sums())
 
-    assert ways(12) == ["native", "rows", "turned rows"]
-    assert ways(12, kernel=1) == ["native", "rows"]
-    assert ways(13) == ways(2, groups=2) == ways(2, batch=0) == []
+    assert strategies(12) == ["native", "rows", "turned rows"]
+    assert strategies(12, kernel=1) == ["native", "rows"]
+    assert strategies(13) == strategies(2, groups=2) == strategies(2, batch=0) == []
 
 
 def test_narrow_gradients_are_summed_in_single_precision():
@@ -222,7 +222,7 @@ def test_narrow_gradients_are_summed_in_single_precision():
     term = ConvGrads(torch.randn(3, 4, 3, 3).bfloat16(), torch.randn(3, 5, 3, 3).bfloat16(), torch.Size((5, 4, 3, 3)),
                    Geometry((1, 1), (1, 1), (1, 1), 1))  # fmt: skip
     weights = torch.rand(3)
-    for way in term.sums().values():
-        assert way(weights).dtype == torch.float32
+    for strategy in term.sums().values():
+        assert strategy(weights).dtype == torch.float32
         expected = (weights.view(-1, 1) * term.per_example().flatten(1)).sum(0).view(term.shape)
-        torch.testing.assert_close(way(weights), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(strategy(weights), expected, rtol=1e-4, atol=1e-5)

@@ -169,7 +169,7 @@ def test_kept_gradients_take_no_more_than_their_share(monkeypatch):
         clipper = ghostclip.GhostClipper(net, 0.5, second_pass="cached")
         clipper.backward(net(torch.randn(8, positions, 64)).square().sum((1, 2)))
         found[positions] = [row.kept for row in clipper.explain() if row.parameter == "weight"]
-    # No more than the pre-activation's gradient and the input, which it lets go of: half a KiB a position and example.
+    # No more than the pre-activation's gradient and the input, which it frees: half a KiB a position and example.
     assert found == {2: [False, False], 22: [False, False], 33: [True, True]}
 
 

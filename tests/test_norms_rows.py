@@ -1,4 +1,4 @@
-"""Norms of gradients that fall on rows of a table, every way, against the table itself."""
+"""Norms of gradients that fall on rows of a table, by each strategy, against the table itself."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from ghostclip.norms.rows import LookupGrads, pairs_squared_norms, repeats_squar
 
 
 def chains(indices: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
-    """The compiled way's norms, whose sums of rows' own are right as well."""
+    """Norms by the compiled strategy; the sums of squares that it returns beside them are checked here."""
     squared, sizes = chained_squared_norms(indices, gradients)
     finite = gradients.isfinite().flatten(1).all(1)
     torch.testing.assert_close(sizes[finite], gradients[finite].flatten(1).square().sum(1))
@@ -18,8 +18,8 @@ def chains(indices: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
 
 
 needs_compiler = pytest.mark.skipif(library("rows") is None, reason="no C compiler here")
-TENSOR_WAYS = [runs_squared_norms, repeats_squared_norms, pairs_squared_norms]
-WAYS = [*TENSOR_WAYS, pytest.param(chains, marks=needs_compiler)]
+TENSOR_STRATEGIES = [runs_squared_norms, repeats_squared_norms, pairs_squared_norms]
+STRATEGIES = [*TENSOR_STRATEGIES, pytest.param(chains, marks=needs_compiler)]
 INDICES = {
     "all the same": lambda: torch.full((3, 6), 2),
     "none twice": lambda: torch.stack([torch.randperm(9)[:6] for _ in range(3)]),
@@ -33,22 +33,22 @@ INDICES = {
 
 
 @pytest.mark.parametrize("name", INDICES)
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_norms_equal_those_of_the_table(name, way):
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.__name__)
+def test_norms_equal_those_of_the_table(name, strategy):
     torch.manual_seed(0)
     indices = INDICES[name]()
     gradients = torch.randn(*indices.shape, 5, dtype=torch.float64)
     table = LookupGrads(indices, gradients, torch.Size((9, 5))).per_example()
-    torch.testing.assert_close(way(indices, gradients), table.flatten(1).square().sum(1), rtol=1e-12, atol=0)
+    torch.testing.assert_close(strategy(indices, gradients), table.flatten(1).square().sum(1), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_rows_that_cancel_keep_their_digits(way):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rows_that_cancel_keep_their_digits(strategy):
     indices = torch.zeros(2, 4, dtype=torch.int64)
     gradients = torch.randn(2, 1, 8) * torch.tensor([1.0, -1.0, 1.0, -1.0]).view(1, 4, 1)
     gradients = gradients + 1e-4 * torch.randn(2, 4, 8)
     exact = gradients.double().sum(1).square().sum(1)
-    torch.testing.assert_close(way(indices, gradients).double(), exact, rtol=1e-2, atol=0)
+    torch.testing.assert_close(strategy(indices, gradients).double(), exact, rtol=1e-2, atol=0)
 
 
 LAYOUTS = {

@@ -17,8 +17,8 @@ from ghostclip.planner import Planner, milliseconds
 
 
 @pytest.fixture(autouse=True)
-def without_compiled_ways(monkeypatch):
-    """The same few ways on every machine, so that measurements can be given one by one."""
+def without_compiled_strategies(monkeypatch):
+    """The same few strategies on every machine, so that a test can give each measurement."""
     monkeypatch.setattr("ghostclip.norms.outer.half_gram_is_there", lambda like: False)
     monkeypatch.setattr("ghostclip.norms.convolution.half_gram_is_there", lambda like: False)
     monkeypatch.setattr("ghostclip.norms.convolution.half_windows_are_there", lambda images: False)
@@ -89,7 +89,7 @@ def test_new_pages_for_what_is_kept_count(new, choice, monkeypatch):
     assert found.milliseconds == {"direct": 8.1 + new, "gram": 7.0}
 
 
-def test_gradients_are_not_kept_where_there_is_no_room():
+def test_gradients_are_not_kept_beyond_the_memory_budget():
     for room, keep in ((3 * 4 * 5 * 4, True), (3 * 4 * 5 * 4 - 1, False)):
         answer, choice = planner_that_measures((1.0, 9.0, 9.0)).answer(linear_term(), keep=True, room=room)
         assert (choice.keep, answer.kept is not None) == (keep, keep)
@@ -251,7 +251,7 @@ SUMS = ("native", "rows", "turned rows")
 
 
 @pytest.mark.parametrize("fastest", SUMS)
-def test_a_changed_measurement_changes_the_way_to_the_sum(fastest):
+def test_a_changed_measurement_changes_the_strategy_of_the_sum(fastest):
     term, weights = convolution_term(), torch.rand(3, dtype=torch.float64)
     measured = []
 
@@ -260,9 +260,9 @@ def test_a_changed_measurement_changes_the_way_to_the_sum(fastest):
         return 1.0 if measured[-1] == fastest else 2.0
 
     planner, run = Planner(measure=measure), []
-    ways = {name: lambda weights, name=name, way=way: run.append(name) or way(weights)
-            for name, way in term.sums().items()}  # fmt: skip
-    term.sums = lambda: ways
+    strategies = {name: lambda weights, name=name, strategy=strategy: run.append(name) or strategy(weights)
+            for name, strategy in term.sums().items()}  # fmt: skip
+    term.sums = lambda: strategies
     for _ in range(3):
         found = planner.weighted_sum(term, weights)
         torch.testing.assert_close(found.flatten(), weights @ term.per_example().flatten(1), rtol=1e-12, atol=1e-12)
@@ -270,9 +270,9 @@ def test_a_changed_measurement_changes_the_way_to_the_sum(fastest):
     assert measured == list(SUMS)
 
 
-def test_the_sums_fastest_way_counts_and_is_shown():
+def test_the_fastest_strategy_of_the_sum_counts_and_is_shown():
     term = convolution_term()
-    some = {name: way for name, way in term.candidates().items() if name in ("windows", "native")}
+    some = {name: strategy for name, strategy in term.candidates().items() if name in ("windows", "native")}
     term.candidates = lambda: some
     term.head = lambda count: term
     sums = {"native": 9.0, "rows": 5.0, "turned rows": 7.0}
@@ -284,7 +284,7 @@ def test_the_sums_fastest_way_counts_and_is_shown():
     assert choice.sums == sums
 
 
-def test_the_plan_shows_the_ways_to_sums():
+def test_the_plan_shows_strategies_of_sums():
     row = Row("layer", "weight", "Conv2d", (4, 2, 3, 3), "gram", False, "fastest measured",
               {"gram": 2.0, "patches": 1.5}, {"native": 1.0, "rows": 0.25})  # fmt: skip
     assert row.cells()[-1] == "patches 1.5, gram 2; sum: rows 0.25, native 1"

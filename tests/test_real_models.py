@@ -48,7 +48,7 @@ def test_networks_as_they_are_published(name, second_pass):
     found = clipper.norms(project(model(inputs)), per="parameter")
     for key, norms in oracle.norms_per_parameter(expected).items():
         assert_close(found[key], norms, 1e-10, scale=1e-3 * oracle.norms(expected), what=key)
-    for _ in range(2):  # what was proved on the first batch serves the second
+    for _ in range(2):  # the second batch uses the decisions of the first
         model.zero_grad()
         clipper.backward(project(model(inputs)))
         assert_dicts_close(gradients(model), oracle.clipped_sum(expected, max_norm), 1e-10)

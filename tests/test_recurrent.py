@@ -1,4 +1,4 @@
-"""Recurrent layers by themselves, without a clipper: forward, the ordinary backward, and what a first pass is told."""
+"""Recurrent layers by themselves, without a clipper: forward, the ordinary backward, and what the first pass gets."""
 
 import weakref
 
@@ -35,7 +35,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 every_option = pytest.mark.parametrize("option", OPTIONS)
 
 
-pytestmark = pytest.mark.usefixtures("every_way")
+pytestmark = pytest.mark.usefixtures("every_backward")
 
 
 @every_kind

@@ -44,8 +44,8 @@ def sums(model, clipper, x, batches=2):
 
 
 @pytest.fixture
-def ways_back(monkeypatch):
-    """A list that grows with each way back through time."""
+def backwards(monkeypatch):
+    """A list that grows with each backward pass through time."""
     found, back = [], recurrence._back
     monkeypatch.setattr(recurrence, "_back", lambda *args: found.append(1) or back(*args))
     return found
@@ -53,15 +53,15 @@ def ways_back(monkeypatch):
 
 @every_kind
 @every_option
-@pytest.mark.usefixtures("every_way")
-def test_two_passes_go_back_through_time_once(kind, options, ways_back):
+@pytest.mark.usefixtures("every_backward")
+def test_two_passes_go_back_through_time_once(kind, options, backwards):
     model, x = network(kind, options)
     clipper = ghostclip.GhostClipper(model, 0.5)
     sums(model, clipper, x)
-    ways_back.clear()
+    backwards.clear()
     found = sums(model, clipper, x, batches=1)
-    # What turns time around may turn the batch around, so that each such graph is proved anew.
-    assert options.get("bidirectional") or len(ways_back) == 1
+    # An operation that reverses time may reverse the batch, so each such graph has its own mixing test.
+    assert options.get("bidirectional") or len(backwards) == 1
     other = ghostclip.GhostClipper(network(kind, options)[0], 0.5, second_pass="cached")
     torch.testing.assert_close(found, sums(other.model, other, x), rtol=1e-10, atol=1e-12)
 
@@ -158,7 +158,7 @@ def test_nothing_is_kept_beside_what_stays_anyway(clipping, monkeypatch):
 
 
 @every_kind
-@pytest.mark.usefixtures("every_way")
+@pytest.mark.usefixtures("every_backward")
 def test_the_outputs_gradient_is_gone_when_norms_are_taken(kind, monkeypatch):
     """Autograd holds what came to a node until its backward is over; norms and weights' gradients come later."""
     model, x = network(kind)

@@ -138,13 +138,13 @@ def test_smoothing_keeps_a_constant_and_skips_gaps():
     assert smooth.tolist() == [3.0] * 4
 
 
-def test_an_unwritable_folder_is_told_before_anything_is_made(tmp_path):
+def test_an_unwritable_folder_is_refused_before_anything_is_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         report.prepare(tmp_path / "file" / "report")
 
 
-def test_a_full_disk_is_told(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported(tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(report.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(OSError, match="has 1000 bytes left"):

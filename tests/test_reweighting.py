@@ -72,7 +72,7 @@ def test_hooks_get_the_finished_sum():
 
 
 class Residual(nn.Module):
-    """Losses [B] of a network whose ways part and meet, so that the lowest layer of several is hard to tell."""
+    """Losses [B] of a network with branches that meet again, so that its lowest layer is hard to find."""
 
     def __init__(self) -> None:
         super().__init__()

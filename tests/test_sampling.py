@@ -429,7 +429,7 @@ class Noting(Unowned):
         self.said.append("discarded" if batch is None else batch.handed)
 
 
-def test_leaving_a_logical_batch_is_told_and_the_next_one_is_whole() -> None:
+def test_leaving_a_logical_batch_is_reported_and_the_next_one_is_whole() -> None:
     loader = LogicalBatches(Squares(), batch_size=20, max_physical_batch_size=2, seed=1)
     loader.owner = owner = Noting()
     whole = [

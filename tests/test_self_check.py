@@ -1,4 +1,4 @@
-"""The first steps' self-check: what is wrong is refused before a release, what is right isn't changed by a look."""
+"""The first steps' self-check: wrong gradients are refused before a release, and checking changes nothing."""
 
 import logging
 import random
@@ -23,7 +23,7 @@ from ghostclip.engine import agreement
 from ghostclip.nn import GhostLayer
 from ghostclip.norms.outer import OuterProduct
 
-WAYS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "reweight": {},
     "cached": {"second_pass": "cached"},
     "per layer": {"clipping": PerLayer(1.0)},
@@ -31,7 +31,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "clipping": Custom(lambda norms: {g: 1 / (1 + n) for g, n in norms.items()}, 1.0, groups={"all": ["*"]})
     },
 }
-every_way = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
 class Scale(nn.Module):
@@ -75,7 +75,7 @@ def by_backward(engine: PrivacyEngine, loss_fn: Callable[..., Tensor] = runs.los
 
 def assert_refused(engine: PrivacyEngine, message: str, step: Callable[..., None], *loss_fn: Any) -> None:
     before = runs.weights(engine.model)
-    for _ in range(2):  # trying again is no way around
+    for _ in range(2):  # trying again gives the same error
         with pytest.raises(VerificationError, match=message):
             step(engine, *loss_fn)
     assert torch.equal(runs.weights(engine.model), before)
@@ -83,7 +83,7 @@ def assert_refused(engine: PrivacyEngine, message: str, step: Callable[..., None
     assert engine.steps_taken == 0
 
 
-@every_way
+@every_option
 @pytest.mark.parametrize("step", [by_step, by_backward])
 def test_a_wrong_rule_is_refused_by_name(options: dict[str, Any], step: Callable[..., None]) -> None:
     model = nn.Sequential(nn.Linear(5, 4), Scale(4), nn.Linear(4, 3))
@@ -96,7 +96,7 @@ def test_a_wrong_rule_is_refused_in_a_step_to_be_compiled() -> None:
     assert_refused(engine, r"1\.weight", by_step)
 
 
-def test_a_rule_that_was_switched_off_is_not_looked_at() -> None:
+def test_a_check_that_was_switched_off_does_not_run() -> None:
     engine = whole_batches(nn.Sequential(Scale(5), nn.Linear(5, 3)), self_check=False)
     by_step(engine)
     assert engine.steps_taken == 1
@@ -196,16 +196,16 @@ def shaken(model: nn.Module, examples: list[Tensor]) -> Tensor:
     return runs.losses_of(model, [x, examples[1]])
 
 
-@every_way
+@every_option
 @pytest.mark.parametrize("step", [by_step, by_backward])
-def test_looking_changes_nothing(options: dict[str, Any], step: Callable[..., None]) -> None:
+def test_checking_changes_nothing(options: dict[str, Any], step: Callable[..., None]) -> None:
     finished = []
-    for look in (True, False):
+    for check in (True, False):
         torch.manual_seed(2)
         np.random.seed(3)
         random.seed(4)
         model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), Tracking(), nn.Tanh(), nn.Linear(8, 3))
-        engine = whole_batches(model, noise="test", seed=1, self_check=look, **options)
+        engine = whole_batches(model, noise="test", seed=1, self_check=check, **options)
         for _ in range(3):
             step(engine, shaken)
         finished.append(torch.cat([runs.weights(model), model[2].seen[None], torch.rand(1)]))
@@ -329,7 +329,7 @@ def test_a_learning_rate_of_zero_is_waited_for(said: Callable[[], str]) -> None:
     assert "doesn't hold 0.weight, 0.bias" in said()
 
 
-@every_way
+@every_option
 @pytest.mark.parametrize("scale", [1024.0, 2.0**-4])
 @pytest.mark.parametrize("physical", [None, 2])
 def test_scaled_losses_of_a_sound_model_pass(options, scale, physical):
@@ -339,7 +339,7 @@ def test_scaled_losses_of_a_sound_model_pass(options, scale, physical):
     assert engine.steps_taken == len(engine.batches())
 
 
-@every_way
+@every_option
 def test_a_rule_that_sums_otherwise_than_it_measures_is_refused(options: dict[str, Any], monkeypatch) -> None:
     """Whether the sum is formed of what was kept, in a second backward, or group by group."""
     original = OuterProduct.weighted_sum

@@ -1,4 +1,4 @@
-"""The compiled way back through time beside the tensor operations it stands in for, step by step."""
+"""The compiled backward through time equals tensor operations, step by step."""
 
 import os
 import subprocess

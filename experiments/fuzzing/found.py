@@ -32,7 +32,7 @@ FOUND: tuple[Found, ...] = (
         "weights of a Custom policy were compared with those of norms without the rounding margin: an example "
         "whose positions cancel stopped training",
         "b167716, 300 cases from 100000",
-        "fixed; test_engine_guards.py, a planted bug",
+        "fixed; test_weighing.py, a planted bug",
     ),
     Found(
         "a bfloat16 or float16 parameter that is a single number raised IndexError in the engine, and so did "
@@ -65,7 +65,7 @@ FOUND: tuple[Found, ...] = (
         "a model that is one layer, clipped by layer in the loop over single examples: norms without their "
         "group's name",
         "cac0b00, 700604",
-        "fixed; test_one_by_one.py",
+        "fixed: that strategy is removed",
     ),
     Found(
         "an operation in place on a part of a tensor with a bare parameter: one example that isn't finite "
@@ -176,10 +176,10 @@ FOUND: tuple[Found, ...] = (
         "fixed; test_refusals.py",
     ),
     Found(
-        "clipping in passing gave an example the weight NaN whose squares overflow on the way to a margin alone: all "
-        "sums of a group-wise policy were NaN",
+        "clipping each layer by itself gave the weight NaN to an example whose squares overflow only where the margin "
+        "is added: all sums of a group-wise policy were NaN",
         "11ecd7b, 5501777",
-        "fixed: that way of clipping is removed; test_groupwise_weights.py has the other ways",
+        "fixed: that strategy is removed; test_groupwise_weights.py has the others",
     ),
     Found(
         "of as many positions as examples, only one of which has gradients, rows that aren't finite went to the wrong "

@@ -30,12 +30,13 @@ PASSES, FIRST = "ghostclip/clipper/second_pass.py", "ghostclip/clipper/first_pas
 WHOLE, STEP = "ghostclip/norms/whole.py", "ghostclip/engine/step.py"
 RELEASE = "ghostclip/engine/release.py"
 TURNS, UPDATE_CHECK = "ghostclip/engine/turns.py", "ghostclip/engine/update_check.py"
-UPDATES = ("tests/test_engine_updates.py",)
+UPDATES, TAKEN_TURNS = ("tests/test_update_check.py",), ("tests/test_engine_turns.py",)
+RELEASES = ("tests/test_engine_release.py",)
 SUMS, NOISE, SPENDING = "ghostclip/engine/sums.py", "ghostclip/noise/standard.py", "ghostclip/engine/spending.py"
 COMPARISON, COMPARED = "ghostclip/engine/comparison.py", ("tests/test_comparison.py",)
 JOURNAL, RECORDS = "ghostclip/ledger/journal.py", "ghostclip/ledger/records.py"
 LEDGER = ("tests/test_ledger.py", "tests/test_ledger_damage.py")
-CHECKPOINT = ("tests/test_engine_checkpoint.py",)
+CHECKPOINT = ("tests/test_engine_checkpoint.py", "tests/test_checkpoint_spending.py")
 
 CLIPPING = [
     Mutant(
@@ -220,21 +221,21 @@ CLIPPING = [
         "ghostclip/clipper/second_pass.py",
         "            term = term if self._finite is None else term.keep_only(self._finite)\n",
         "",
-        ("tests/test_nonfinite.py", "tests/test_aside.py"),
+        ("tests/test_nonfinite.py", "tests/test_kept_grads.py"),
     ),
     Mutant(
         "a hook of a parameter that runs on no sum",
         PASSES,
         "        if not self._is_hooked():\n",
         "        if True:\n",
-        ("tests/test_aside.py",),
+        ("tests/test_kept_grads.py",),
     ),
     Mutant(
         "a hook of a parameter changes sums that get noise",
         PASSES,
         "        if self.reduced_apart:\n            self._refuse_hooks()\n",
         "",
-        ("tests/test_engine_guards.py", "-k", "hook_on_a_parameter"),
+        ("tests/test_engine_arguments.py", "-k", "hook_on_a_parameter"),
     ),
     Mutant(
         "rounding to narrow gradients left out of the sensitivity",
@@ -262,21 +263,21 @@ CLIPPING = [
         "ghostclip/norms/outer.py",
         "    return ~(squared < CANCELLATION[squared.dtype] * scale)\n",
         "    return ~(squared < 0.0 * scale)\n",
-        ("tests/test_guards.py",),
+        ("tests/test_clipper_guards.py",),
     ),
     Mutant(
         "norms that are to be exact may cancel",
         "ghostclip/planner.py",
         "        if exact:\n",
         "        if False:\n",
-        ("tests/test_looks.py",),
+        ("tests/test_host_sync.py",),
     ),
     Mutant(
         "a norm that needed a look taken for one that isn't finite",
         PASSES,
         "        if not fine and not may_sync(losses.device):\n",
         "        if False:\n",
-        ("tests/test_looks.py",),
+        ("tests/test_host_sync.py",),
     ),
     Mutant(
         "groups each with the whole bound",
@@ -422,7 +423,7 @@ ENGINE = [
         "ghostclip/native/affine.c",
         "inputs, wide, first > 0, tall, 3)",
         "inputs, wide, 0, tall, 3)",
-        ("tests/test_affine.py",),
+        ("tests/test_norms_affine.py",),
     ),
     Mutant(
         "noise on half of the circle",
@@ -436,7 +437,7 @@ ENGINE = [
         "ghostclip/noise/hardened.py",
         "torch.from_numpy(found).to(",
         "torch.from_numpy(found * 1.0000001).to(",
-        ("tests/test_noise_hardened.py",),
+        ("tests/test_noise_lattice.py",),
     ),
     Mutant(
         "shuffle instead of Poisson",
@@ -523,7 +524,7 @@ ACCOUNTING = [
         "ghostclip/engine/snapshots.py",
         "        if not ledger.contains(Head(**head)):\n",
         "        if False:\n",
-        ("tests/test_engine_checkpoint.py", "tests/test_faults.py"),
+        ("tests/test_checkpoint_spending.py", "tests/test_faults.py"),
     ),
     Mutant(
         "step lost from the ledger",
@@ -663,12 +664,12 @@ FUZZED = [
         "ghostclip/engine/weighing.py",
         "    found: Any = policy.weights(norms)\n",
         "    found: Any = policy.weights(norms if isinstance(norms, dict) else norms * 1.01)\n",
-        ("tests/test_engine_guards.py", "-k", "margin_for_rounding"),
+        ("tests/test_weighing.py", "-k", "margin_for_rounding"),
     ),
 ]
 
 CONVOLUTION, BUILD = "ghostclip/norms/convolution.py", "ghostclip/native/build.py"
-APPLICABLE, NATIVE = ("tests/test_applicable.py",), ("tests/test_native.py",)
+APPLICABLE, NATIVE = ("tests/test_planner_applicable.py",), ("tests/test_native.py",)
 INTERRUPTS = ("tests/test_interrupts.py",)
 
 AROUND = [
@@ -705,7 +706,7 @@ AROUND = [
         "ghostclip/native/affine.c",
         "sums[k] = more ? sums[k] + found[k] : found[k];",
         "sums[k] = found[k];",
-        ("tests/test_affine.py",),
+        ("tests/test_norms_affine.py",),
     ),
     Mutant(
         "a library of any content is loaded",
@@ -1110,7 +1111,7 @@ MIXED = [
     ),
 ]
 
-EXCHANGED = ("tests/test_exchanged_layers.py",)
+EXCHANGED = ("tests/test_replaced_layers.py",)
 KEYS = ("tests/test_compiled_keys.py",)
 IN_GRAPHS = ("tests/test_compiled_rounding.py", "-m", "not slow")
 COMPILED = [
@@ -1283,28 +1284,28 @@ MISUSE = [
         TURNS,
         "                raise PrivacyError(NO_STEP)\n",
         "                pass\n",
-        (*UPDATES, "-k", "without_a_step"),
+        (*TAKEN_TURNS, "-k", "without_a_step"),
     ),
     Mutant(
         "an empty batch needs no step",
         TURNS,
         "            if batch is not None and not batch.failed and",
         "            if batch is not None and batch.sizes and not batch.failed and",
-        (*UPDATES, "-k", "without_a_step"),
+        (*TAKEN_TURNS, "-k", "without_a_step"),
     ),
     Mutant(
         "leaving the physical batches is taken for an exception",
         TURNS,
         "not (new_loop and batch.interrupted)",
         "not batch.interrupted",
-        (*UPDATES, "-k", "without_a_step"),
+        (*TAKEN_TURNS, "-k", "without_a_step"),
     ),
     Mutant(
         "an exception excuses a batch that went on",
         STEP,
         "        self._batch.failed = False\n",
         "",
-        (*UPDATES, "-k", "mended"),
+        (*TAKEN_TURNS, "-k", "mended"),
     ),
     Mutant(
         "trials of sizes leave their gradients",
@@ -1332,28 +1333,28 @@ MISUSE = [
         STEP,
         "                self.turns.start(discarded=True)\n                self.release.charge()\n",
         "                self.turns.start(discarded=True)\n",
-        (*UPDATES, "-k", "discard"),
+        (*TAKEN_TURNS, "-k", "discard"),
     ),
     Mutant(
         "a step of an optimizer without the engine's hooks",
         RELEASE,
         "        self._release()\n        self._optimizer.step()\n",
         "        self._optimizer.step()\n",
-        (*UPDATES, "-k", "without_hooks"),
+        (*RELEASES, "-k", "without_hooks"),
     ),
     Mutant(
         "a step without a release passes",
         RELEASE,
         "        self.turns.check_released()\n",
         "",
-        (*UPDATES, "-k", "closure"),
+        (*RELEASES, "-k", "closure"),
     ),
     Mutant(
         "an engine is copied",
         "ghostclip/engine/privacy_engine.py",
         "    def __reduce_ex__(self, protocol: Any) -> Any:\n",
         "    def _reduce(self, protocol: Any) -> Any:\n",
-        (*UPDATES, "-k", "copied"),
+        (*RELEASES, "-k", "copied"),
     ),
     Mutant(
         "a rank without a step leaves the others waiting",

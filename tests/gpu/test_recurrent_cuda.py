@@ -1,4 +1,4 @@
-"""Recurrent layers on cuDNN: the fused kernel's way back beside the loop, its memory, TensorFloat-32, CUDA graphs."""
+"""Recurrent layers on cuDNN: the fused kernel's backward beside the loop, its memory, TensorFloat-32, CUDA graphs."""
 
 from collections.abc import Iterator
 from threading import get_ident
@@ -28,7 +28,7 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], i
 
 @pytest.fixture(params=[False, True], ids=["full precision", "TensorFloat-32"])
 def tensor_float(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """cuDNN with TensorFloat-32, as torch has it unless told otherwise, or without."""
+    """cuDNN with TensorFloat-32, torch's default, or without."""
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = request.param
     yield request.param
@@ -44,14 +44,14 @@ def on_gpu(mode: str, dtype: torch.dtype, bias: bool = True) -> tuple[Trace, Inc
 
 
 def gone_back(way: Way, trace: Trace, incoming: Incoming) -> list[Tensor]:
-    """All gradients of one way back."""
+    """All gradients of one backward."""
     found: GateGradients = way.back(way.keep(trace), trace, incoming)
     return [part for part in (*found[:4], *found.summed()) if part is not None]
 
 
 @on_a_gpu
 @every_mode
-def test_the_way_is_the_fused_kernels(mode):
+def test_the_backward_is_the_fused_kernel_s(mode):
     trace, _ = on_gpu(mode, torch.float32)
     assert way_of(mode, trace) is IDENTITY[mode]
 
@@ -104,7 +104,7 @@ def test_outputs_and_ordinary_gradients_are_torchs(kind, option):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_sink_is_told_in_the_thread_that_goes_back_through_time(kind, monkeypatch):
+def test_the_sink_is_called_in_the_thread_of_the_backward(kind, monkeypatch):
     """Autograd has a thread for each device: norms taken in another one would be two at once, and out of the stream."""
     threads: dict[str, int] = {}
     for name in ("_back", "_for_rule"):

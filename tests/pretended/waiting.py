@@ -60,7 +60,7 @@ def test_once_for_a_batch_in_one_piece(name, policy, second_pass):
     engine, losses = engine_on(name, clipping=POLICIES[policy], second_pass=second_pass)
     first, *_, last = waited(engine, losses, comparison.STEPS + 2)
     assert last == 1
-    assert first > last  # what is proved of a model and measured for its plan is looked at once
+    assert first > last  # the mixing test and the plan's measurements sync in the first batch only
 
 
 @every_pass

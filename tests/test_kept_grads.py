@@ -1,4 +1,4 @@
-"""What "reweight" sets aside in its first pass: small per-example gradients, which its second backward goes without."""
+"""Small per-example gradients that "reweight" keeps in its first pass: its second backward leaves them out."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def losses(model):
 
 
 def clipper(budget=None, **options):
-    """One whose planner finds keeping fastest wherever there is room."""
+    """One whose planner finds keeping fastest wherever the memory budget allows it."""
     found = ghostclip.GhostClipper(network(), 0.5, memory_budget=budget, **options)
     found.passes._planner = Planner("direct", measure=lambda run, device, best: 1.0)
     return found
@@ -49,7 +49,7 @@ def test_a_small_layer_is_left_out_of_the_second_backward():
     assert LOWEST in weight_gradients(clipper(budget=1))
 
 
-def test_what_is_set_aside_changes_no_sum():
+def test_keeping_changes_no_sum():
     sums = []
     for budget in (None, 1):
         each = clipper(budget)

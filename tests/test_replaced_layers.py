@@ -1,4 +1,4 @@
-"""Layers exchanged for others in the middle of training: nothing that was decided for the old one holds for the new."""
+"""Layers replaced in the middle of training: no decision about the old layer is used for the new one."""
 
 import gc
 import weakref
@@ -60,7 +60,7 @@ def test_a_layer_that_mixes_examples_is_refused_in_the_place_of_one_that_did_not
         clipper.backward(losses_of(model, x))
 
 
-def test_layers_that_come_and_go_are_proved_anew_and_summed_right():
+def test_layers_that_come_and_go_are_tested_again_and_summed_right():
     model, x = model_with(half), torch.randn(4, 5, 6)
     clipper = ghostclip.GhostClipper(model, 1e-2)
     for number in range(40):
@@ -75,11 +75,11 @@ def test_layers_that_come_and_go_are_proved_anew_and_summed_right():
         assert_dicts_close(found, gradients(model), 1e-5)
 
 
-def test_what_was_proved_stands_while_no_module_is_exchanged_and_when_one_comes_back(monkeypatch):
-    proofs = []
+def test_decisions_stand_while_no_module_is_replaced_and_when_one_comes_back(monkeypatch):
+    tests_run = []
     lay_out = ghostclip.graph.row_layout.check_mixing
     monkeypatch.setattr(
-        ghostclip.graph.row_layout, "check_mixing", lambda *a, **k: proofs.append(1) or lay_out(*a, **k)
+        ghostclip.graph.row_layout, "check_mixing", lambda *a, **k: tests_run.append(1) or lay_out(*a, **k)
     )
     model, x = model_with(half), torch.randn(4, 6)
     clipper = ghostclip.GhostClipper(model, 1.0)
@@ -88,7 +88,7 @@ def test_what_was_proved_stands_while_no_module_is_exchanged_and_when_one_comes_
         model.zero_grad()
         model[2] = heads[number % 2]
         clipper.backward(losses_of(model, x))
-    assert len(proofs) == 2
+    assert len(tests_run) == 2
 
 
 def test_a_number_is_never_given_again():
@@ -115,10 +115,10 @@ def test_numbers_keep_nothing_alive_and_are_forgotten_with_their_objects():
     assert len(ghostclip.graph.serial._known) <= before
 
 
-def test_versions_of_a_model_are_told_by_every_module_and_parameter():
+def test_every_module_and_parameter_counts_in_a_model_s_version():
     model = model_with(half)
-    index = ParameterNames(model)
-    versions = [index.version]
+    names = ParameterNames(model)
+    versions = [names.version]
     changes = [
         lambda: model.__setitem__(1, By(half)),
         lambda: model.__setitem__(2, torch.nn.Linear(8, 3)),
@@ -127,12 +127,12 @@ def test_versions_of_a_model_are_told_by_every_module_and_parameter():
         lambda: model.__delitem__(3),
     ]
     for change in changes:
-        index.watch()
-        assert index.version == versions[-1]
+        names.watch()
+        assert names.version == versions[-1]
         change()
-        index.watch()
-        versions.append(index.version)
+        names.watch()
+        versions.append(names.version)
     assert len(set(versions)) == len(versions)
     model[0].weight = torch.nn.Parameter(torch.zeros(8, 6))
-    index.name_of(model[0].weight)
-    assert index.version not in versions
+    names.name_of(model[0].weight)
+    assert names.version not in versions

@@ -1,4 +1,4 @@
-"""Compiled C inside of graphs: each operation does there what its function does outside, and says its shapes."""
+"""Custom ops, compiled C inside of graphs: each gives what its function gives outside, and declares its shapes."""
 
 import pytest
 import torch
@@ -41,8 +41,8 @@ def rows(dtype):
     )
 
 
-# The way, what it is a way for, and whether it keeps.
-WAYS = {
+# The strategy, the term it is for, and whether gradients are kept.
+STRATEGIES = {
     "shifts": ("shifts", lambda dtype: convolution(dtype, stride=2), False),
     "shifts, kept": ("shifts", lambda dtype: convolution(dtype, stride=2), True),
     "shifts, groups": ("shifts", lambda dtype: convolution(dtype, groups=2), True),
@@ -54,15 +54,15 @@ WAYS = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_a_graph_gives_what_the_call_gives(name, dtype):
-    way, make, keep = WAYS[name]
+    strategy, make, keep = STRATEGIES[name]
     torch.manual_seed(0)
     inputs, term = make(dtype)
 
     def answer(*inputs):
         made = term(*inputs)
-        found = made.candidates()[way].run(made, keep)
+        found = made.candidates()[strategy].run(made, keep)
         return [found.squared_norms] + ([found.kept] if keep else [])
 
     graph = make_fx(answer)(*inputs)
@@ -85,6 +85,6 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_a_compiler_is_told_of_an_operation_is_so(name):
+def test_what_an_operation_declares_is_so(name):
     operation, arguments = CALLS[name]
     torch.library.opcheck(operation, arguments)

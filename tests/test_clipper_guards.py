@@ -124,7 +124,7 @@ def test_the_input_of_a_frozen_layer_may_change():
 @every_pass
 @pytest.mark.parametrize("second", ["norms", "per_example_grads", "backward"])
 @pytest.mark.parametrize("first", ["norms", "per_example_grads", "backward"])
-def test_a_freed_graph_is_told_in_our_words(first, second, second_pass):
+def test_a_freed_graph_is_named_with_its_remedy(first, second, second_pass):
     _, clipper, losses = ready(case("mlp in place"), second_pass=second_pass)
     getattr(clipper, first)(losses)
     with pytest.raises(GhostClipError, match="retain_graph=True"):

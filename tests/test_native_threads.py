@@ -57,7 +57,7 @@ def test_every_part_is_done_once(count, size, kind, threads):
 
 
 @both_kinds
-def test_a_part_that_fails_is_told(kind, threads):
+def test_a_part_that_fails_is_reported(kind, threads):
     threads(4)
     assert calls.share_out(noted([], fails=True), 64, 8, 1000, (7,))
 
@@ -115,7 +115,7 @@ def test_an_interrupted_draw_is_not_repeated(monkeypatch):
     assert not torch.equal(first, second)
 
 
-def test_threads_have_ended_when_an_interruption_is_told(monkeypatch):
+def test_threads_have_ended_when_an_interruption_is_raised(monkeypatch):
     """What they write to may be freed then."""
     ended = []
 

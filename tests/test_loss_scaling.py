@@ -68,7 +68,7 @@ def test_small_gradients_under_autocast_need_it(second_pass: str) -> None:
     assert float((total - whole).norm() / whole.norm()) < 0.01
 
 
-def test_faint_losses_in_float16_itself_are_proved_apart() -> None:
+def test_faint_losses_in_float16_itself_pass_the_mixing_test() -> None:
     """What float16 can't scale up without overflow is tried with the most that it can."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).half()

@@ -43,7 +43,7 @@ def test_the_first_module_in_which_examples_meet_is_named():
     assert "GroupNorm" in finding.remedy
 
 
-def test_a_layer_that_is_known_to_mix_is_told_once():
+def test_a_layer_that_is_known_to_mix_is_named_once():
     (finding,) = ghostclip.check(network(nn.BatchNorm2d(4)), class_losses, batch())
     assert finding.path == "1"
     assert "BatchNorm2d" in finding.problem

@@ -1,4 +1,4 @@
-"""Linear layers answered for together: compiled C and tensor operations alike, any sizes and strides, and who waits."""
+"""Linear layers measured and summed in one call: compiled C equals tensor operations, at any sizes and strides."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ NAMES = [("weight", "bias"), ("weight",), ("bias",)]
 
 
 @pytest.fixture(params=["C", "C, products by torch", "tensor operations"])
-def way(request, monkeypatch):
+def implementation(request, monkeypatch):
     if request.param == "tensor operations":
         for module in (affines, whole):
             monkeypatch.setattr(module, "function", lambda *arguments: None)
@@ -43,9 +43,9 @@ def per_example(layer):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("names", NAMES)
 @pytest.mark.parametrize("batch", [0, 1, 16, 37, 300])
-def test_norms_and_sums_of_many_layers(batch, names, dtype, way):
+def test_norms_and_sums_of_many_layers(batch, names, dtype, implementation):
     some = layers(batch, dtype, names)
-    assert (affines._in_c("sums", 3, some) is None) == (way == "tensor operations")
+    assert (affines._in_c("sums", 3, some) is None) == (implementation == "tensor operations")
     weights = [torch.rand(batch, dtype=dtype) for _ in some]
     squares = squared_norms_of(some).split(len(names))
     found = zip(some, squares, weighted_sums_of(some, weights), weights, strict=True)
@@ -71,7 +71,7 @@ def test_c_and_tensor_operations_agree_on_strided_tensors(names, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_norms_and_weights_of_groups(dtype):
     rows = torch.rand(3, 700, dtype=dtype)
@@ -87,7 +87,7 @@ def test_norms_and_weights_of_groups(dtype):
     torch.testing.assert_close(odd, torch.tensor([1.0, 0.0, torch.nan, 0.5], dtype=dtype), equal_nan=True)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("spoil", [torch.nan, torch.inf, -torch.inf])
 def test_one_number_that_is_not_finite_is_seen(spoil):
     for size in (1, 33):
@@ -103,7 +103,7 @@ def classifier():
     return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).double()
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("spoil", [None, torch.nan, torch.inf])
 def test_groups_that_wait_for_each_other_do_what_the_others_do(spoil):
     x, y = torch.randn(9, 6).double(), torch.arange(9) % 3

@@ -1,0 +1,190 @@
+"""What an engine is built of and attached to: optimizers, models, settings and hooks that it must refuse."""
+
+from typing import Any
+
+import private_runs as runs
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, WeightedRandomSampler
+
+from ghostclip import PrivacyError, UnsupportedModelError
+from ghostclip.clipping import PerLayer
+from ghostclip.engine import PrivacyEngine
+from ghostclip.engine.privacy_engine import FIXED
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    return runs.network()
+
+
+@pytest.fixture
+def engine(model: nn.Sequential) -> PrivacyEngine:
+    return runs.engine_for(model, noise_multiplier=1.0, clipping=1.0, max_physical_batch_size=2)
+
+
+@pytest.mark.parametrize("name", sorted(FIXED))
+def test_settings_are_not_changed_afterwards(engine: PrivacyEngine, name: str) -> None:
+    before = getattr(engine, name)
+    with pytest.raises(AttributeError, match=rf"{name} of a PrivacyEngine can't be changed.*build a new engine"):
+        setattr(engine, name, 5.0)
+    assert getattr(engine, name) is before
+
+
+@pytest.mark.parametrize("unscale_first", [False, True])
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}])
+def test_a_grad_scaler_is_refused(model: nn.Module, options: dict[str, bool], unscale_first: bool) -> None:
+    optimizer = torch.optim.Adam(model.parameters(), **options)
+    engine = runs.engine_for(model, optimizer, noise_multiplier=1.0, max_physical_batch_size=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))
+    runs.gather(engine, next(runs.nonempty(engine)))
+    if unscale_first:
+        scaler.unscale_(optimizer)
+    runs.assert_refused(
+        engine, PrivacyError, r"a GradScaler called this step.*Call optimizer\.step\(\) itself",
+        lambda: scaler.step(optimizer),
+    )  # fmt: skip
+    engine.detach()
+    assert optimizer.__dict__.get("_step_supports_amp_scaling", False) is ("fused" in options)
+
+
+def test_a_second_engine_on_one_optimizer(engine: PrivacyEngine, model: nn.Module) -> None:
+    with pytest.raises(PrivacyError, match=r"another PrivacyEngine is attached.*detach\(\)"):
+        runs.engine_for(model, engine.optimizer)
+    engine.detach()
+    second = runs.engine_for(model, engine.optimizer, noise_multiplier=1.0)
+    second.step(next(iter(second.batches())), runs.losses_of)
+    assert (engine.steps_taken, second.steps_taken) == (0, 1)
+
+
+def test_detaching_leaves_an_ordinary_optimizer(engine: PrivacyEngine, model: nn.Module) -> None:
+    runs.gather(engine, next(runs.nonempty(engine)))
+    engine.detach()
+    assert all(p.grad is None for p in model.parameters())
+    runs.plain_backward(model)
+    gradient, before = model[0].weight.grad.clone(), model[0].weight.detach().clone()
+    engine.optimizer.step()
+    torch.testing.assert_close(model[0].weight.detach(), before - 0.5 * gradient)
+    with pytest.raises(PrivacyError, match="this engine was detached"):
+        engine.batches()
+
+
+def test_parameters_of_another_model(engine: PrivacyEngine, model: nn.Module) -> None:
+    foreign = nn.Linear(2, 7)
+    with pytest.raises(PrivacyError, match=r"parameter of shape \[7, 2\] \(group 0\) that the model doesn't own"):
+        runs.engine_for(model, torch.optim.SGD([*model.parameters(), *foreign.parameters()], lr=0.1))
+    batch = next(runs.nonempty(engine))
+    engine.optimizer.add_param_group({"params": foreign.parameters()})
+    runs.gather(engine, batch)
+    with pytest.raises(PrivacyError, match=r"parameter of shape \[7, 2\] \(group 1\)"):
+        engine.optimizer.step()
+    assert engine.steps_taken == 0
+
+
+def test_optimizers_and_models_that_can_not_be_used(model: nn.Module) -> None:
+    with pytest.raises(PrivacyError, match="LBFGS evaluates the loss several times"):
+        runs.engine_for(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer; got dict"):
+        runs.engine_for(model, {})
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module; got function"):
+        PrivacyEngine(runs.plain_backward, torch.optim.SGD(model.parameters()), runs.data())  # type: ignore[arg-type]
+    mixing = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(mixing.parameters())
+    with pytest.raises(UnsupportedModelError, match="BatchNorm1d"):
+        runs.engine_for(mixing, optimizer)
+    assert not optimizer._optimizer_step_pre_hooks
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        runs.engine_for(model.requires_grad_(False))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"noise_multiplier": None}, "either noise_multiplier, or target_epsilon .* got neither"),
+        ({"target_epsilon": 3.0, "epochs": 1}, "either noise_multiplier, or target_epsilon .* got both"),
+        ({"epochs": 3}, "epochs and steps say what target_epsilon is to be calibrated for"),
+        ({"steps": 3}, "epochs and steps say what target_epsilon is to be calibrated for"),
+        ({"noise_multiplier": None, "target_epsilon": 3.0}, "give either epochs or steps; got neither"),
+        ({"noise_multiplier": None, "target_epsilon": 3.0, "epochs": 1, "steps": 3}, "epochs or steps; got both"),
+        ({"noise_multiplier": None, "target_epsilon": 3.0, "epochs": 0}, "^epochs must be a whole number >= 1; got 0"),
+        (
+            {"noise_multiplier": None, "target_epsilon": 3.0, "steps": 1.5},
+            "^steps must be a whole number >= 1; got 1.5",
+        ),
+        ({"noise_multiplier": None, "target_epsilon": -1.0, "steps": 1}, "^target_epsilon must be a finite number > 0"),
+        ({"noise_multiplier": -0.1}, "^noise_multiplier must be a finite number >= 0"),
+        ({"noise_multiplier": float("nan")}, "^noise_multiplier must be a finite number >= 0; got nan"),
+        ({"noise_multiplier": 1.0, "target_delta": 0.0}, "^target_delta must be a number in"),
+        ({"noise_multiplier": 1.0, "batch_size": None}, "batch_size must be given with a dataset"),
+        ({"noise_multiplier": 1.0, "batch_size": 25}, r"batch_size must be at most len\(dataset\) = 24"),
+        ({"noise_multiplier": 1.0, "max_physical_batch_size": 0}, "^max_physical_batch_size must be a whole number"),
+        ({"noise_multiplier": 1.0, "clipping": 0.0}, "^clipping must be a finite number > 0"),
+        ({"noise_multiplier": 1.0, "second_pass": "fast"}, "^second_pass must be one of"),
+        ({"noise_multiplier": 1.0, "noise": "loud"}, "^noise must be one of"),
+        ({"noise_multiplier": 1.0, "noise": "test"}, 'noise="test" needs a seed'),
+        ({"noise_multiplier": 1.0, "seed": 1}, "seed=1 would make the noise predictable"),
+    ],
+)
+def test_arguments_out_of_range_or_that_do_not_go_together(
+    model: nn.Module, options: dict[str, Any], message: str
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ValueError, match=message):
+        PrivacyEngine(model, optimizer, runs.data(), **{"noise_multiplier": 1.0, "batch_size": 8, **options})
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_a_misspelt_argument_is_refused(model: nn.Module) -> None:
+    fresh = torch.optim.SGD(model.parameters())
+    with pytest.raises(TypeError, match="noise_multiplyer"):
+        runs.engine_for(model, fresh, noise_multiplyer=1.0)
+
+
+def test_samplers_of_the_users_own_are_refused(model: nn.Module) -> None:
+    loader = DataLoader(runs.data(), 4, sampler=WeightedRandomSampler([1.0] * 24, 24))
+    with pytest.raises(PrivacyError, match="WeightedRandomSampler"):
+        runs.engine_for(model, None, loader)
+
+
+@pytest.mark.parametrize("wrong", [{"delta": 0.0}, {"delta": float("nan")}, {"accountant": "gdp"}])
+def test_epsilon_checks_its_arguments_even_when_it_is_infinite(model: nn.Module, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be "):
+        runs.engine_for(model, noise_multiplier=0.0).epsilon(**wrong)
+
+
+def test_a_model_that_another_engine_trained(model: nn.Sequential, caplog: pytest.LogCaptureFixture, tmp_path) -> None:
+    """Its steps aren't counted by the new one, which says so; in one ledger they are."""
+
+    def trained(ledger: Any = None) -> PrivacyEngine:
+        engine = runs.engine_for(model, noise_multiplier=1.0, clipping=1.0, ledger=ledger)
+        engine.step(next(iter(engine.batches())), runs.losses_of)
+        engine.detach()
+        return engine
+
+    first = trained()
+    assert not caplog.records
+    trained(tmp_path / "run.ledger")
+    assert [record.getMessage() for record in caplog.records] == [
+        "another engine took 1 step with this model before; epsilon() of the new one doesn't count them. Give both the "
+        'same ledger="..." so that they add up, or train a new model'
+    ]
+    del first
+    caplog.clear()
+    trained(tmp_path / "run.ledger")
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("options", [{}, {"second_pass": "cached"}, {"clipping": PerLayer(1.0)}])
+def test_a_hook_on_a_parameter_is_refused(model: nn.Module, register: str, options: dict[str, Any]) -> None:
+    """It could make a clipped sum as large as it likes, before the noise is added."""
+    engine = runs.engine_for(model, max_physical_batch_size=3, **options)
+    engine.step(next(runs.nonempty(engine)), runs.losses_of)
+    handle = getattr(model[0].weight, register)(lambda *given: None)
+    with pytest.raises(PrivacyError, match=r"'0\.weight' has a hook"):
+        engine.step(next(runs.nonempty(engine)), runs.losses_of)
+    handle.remove()
+    engine.step(next(runs.nonempty(engine)), runs.losses_of)
+    assert engine.steps_taken == 2

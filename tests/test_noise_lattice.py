@@ -1,0 +1,209 @@
+"""Noise on a lattice: every released number is one of its points, with exactly the law it claims."""
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import private_runs as runs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from ghostclip.native import library
+from ghostclip.noise import noise_source
+from ghostclip.noise.cipher import KeyStream
+from ghostclip.noise.lattice import CHUNK, FINENESS, LIMIT, Lattice
+from ghostclip.noise.ziggurat import DIGITS, LAYER_BITS, LAYERS, REACH, Ziggurat, ziggurat
+
+# A false alarm once in a million runs for each p-value.
+RARE = 1e-6
+
+
+@pytest.fixture(params=[True, False], ids=["compiled", "numpy"])
+def compiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Both with the C function and without it."""
+    if not request.param:
+        monkeypatch.setattr("ghostclip.noise.lattice.library", lambda name, real: None)
+    elif library("lattice") is None:
+        pytest.skip("no C compiler here")
+    return request.param
+
+
+def released(
+    sums: np.ndarray, std: float, divisor: float = 1.0, key: bytes | None = None, **options: Any
+) -> np.ndarray:
+    return Lattice(std, divisor, **options).release(sums, KeyStream(key))
+
+
+def multiples(numbers: torch.Tensor, std: float, divisor: float) -> torch.Tensor:
+    """The numbers over the lattice's step, which is a power of two, so that nothing is rounded here."""
+    return numbers.double() / Lattice(std, divisor).step
+
+
+SUMS = [0.0, 1e-38, -1e-30, 0.1, -3.7, 1e4, -1e9, 3e30, -3e38, math.inf, -math.inf, math.nan]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("std", "divisor"), [(1.0, 1.0), (1.1, 128.0), (3e-7, 77.0), (5e8, 1000.0), (0.3, 0.7)])
+def test_released_numbers_are_on_the_lattice(dtype: torch.dtype, std: float, divisor: float, compiling: bool) -> None:
+    sums = torch.tensor(SUMS, dtype=dtype).repeat(50)
+    (found,) = noise_source("hardened").release([sums], std, divisor)
+    ratios = multiples(found, std, divisor)
+    assert found.dtype == dtype
+    assert torch.isfinite(found).all()
+    assert torch.equal(ratios, ratios.round())
+    # It is as fine as it says: a thousand of its points within a standard deviation.
+    assert 2**FINENESS <= std / divisor / Lattice(std, divisor).step < 2 ** (FINENESS + 1)
+    assert len(ratios.unique()) > 150
+    for narrow in (torch.bfloat16, torch.float16):
+        cast = multiples(found.to(narrow), std, divisor)
+        cast = cast[torch.isfinite(cast)]
+        assert torch.equal(cast, cast.round())
+
+
+def test_ordinary_gaussian_noise_is_not_on_the_lattice() -> None:
+    (found,) = noise_source().release([torch.zeros(100)], 1.1, 128.0)
+    ratios = multiples(found, 1.1, 128.0)
+    assert not torch.equal(ratios, ratios.round())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_gradient_that_an_optimizer_gets_is_on_the_lattice(dtype: torch.dtype) -> None:
+    model = runs.network(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    seen: list[torch.Tensor] = []
+    engine = runs.engine_for(
+        model, optimizer, runs.data(dtype=dtype), noise="hardened", noise_multiplier=0.9, clipping=1.0
+    )
+    runs.on_step(optimizer, lambda: seen.append(runs.grads(model).clone()))
+    for batch in engine.batches():
+        engine.step(batch, runs.losses_of)
+    assert len(seen) == 3
+    for gradient in seen:
+        ratios = multiples(gradient, 0.9 * engine._steps.release.sensitivity, 8)
+        assert torch.equal(ratios, ratios.round())
+        assert ratios.abs().max() > 100
+
+
+def test_sums_of_any_shape_are_taken_and_odd_ones_refused(compiling: bool) -> None:
+    sums = [torch.ones(3, 5).t(), torch.zeros(0, 4), torch.zeros(()), torch.full((7,), 2.0, dtype=torch.float64)]
+    found = noise_source("hardened").release(sums, 1e-3, 2.0)
+    assert [(part.shape, part.dtype) for part in found] == [(part.shape, part.dtype) for part in sums]
+    for part, total in zip(found, sums, strict=True):
+        assert torch.allclose(part, total / 2, atol=0.01)
+    assert noise_source("hardened").release([], 1.0) == []
+    assert torch.equal(noise_source("hardened").release([torch.ones(3)], 0.0, 4.0)[0], torch.full((3,), 0.25))
+    with pytest.raises(TypeError, match=r"float32 or float64, and cast afterwards; got a sum in torch\.bfloat16"):
+        noise_source("hardened").release([torch.zeros(2, dtype=torch.bfloat16)], 1.0)
+    for wrong in ({"std": -1.0}, {"std": math.nan}, {"std": 1.0, "divisor": 0.0}):
+        with pytest.raises(ValueError, match="must be a finite number"):
+            noise_source("hardened").release([torch.ones(3)], **wrong)
+
+
+@pytest.mark.parametrize(("std", "divisor"), [(5e-324, 1.0), (1e-300, 1e20), (1e300, 1e-20)])
+def test_noise_that_would_be_rounded_away_is_refused(std: float, divisor: float) -> None:
+    with pytest.raises(ValueError, match=r"standard deviation over the batch size must be between .* got .* / "):
+        noise_source("hardened").release([torch.zeros(3)], std, divisor)
+
+
+def test_what_is_no_number_is_bounded(compiling: bool) -> None:
+    lattice = Lattice(1.0, 4.0)
+    found = lattice.release(np.array([math.nan, math.inf, -math.inf, 1e30, -1e300]), KeyStream()) / lattice.step
+    assert abs(found[0]) < REACH * lattice.spread + 1
+    assert np.abs(found[1:] - LIMIT * np.array([1, -1, 1, -1])).max() < REACH * lattice.spread + 1
+
+
+@pytest.mark.parametrize("target", [0.0, 0.3, -0.5, 1e6 + 0.25])
+@pytest.mark.parametrize(("std", "dtype"), [(1.0, np.float32), (1.7, np.float64), (0.999, np.float32)])
+def test_the_law_is_that_of_a_rounded_gaussian(target: float, std: float, dtype: type, compiling: bool) -> None:
+    # A lattice as coarse as the noise shows every probability, and the place of the sum between its points.
+    lattice = Lattice(std, 1.0, fineness=0)
+    found = lattice.release(np.full(100_000, target * lattice.step, dtype), KeyStream()) / lattice.step
+    values, counts = np.unique(found.astype(np.float64), return_counts=True)
+    center = float(np.full(1, target * lattice.step, dtype)[0]) / lattice.step
+    edges = np.arange(math.floor(center) - 4, math.floor(center) + 6) - 0.5
+    expected = np.diff(stats.norm.cdf(np.concatenate([[-np.inf], edges, [np.inf]]), center, lattice.spread))
+    observed = np.array([counts[np.searchsorted(edges, values) == cell].sum() for cell in range(len(expected))])
+    assert stats.chisquare(observed, expected * counts.sum()).pvalue > RARE
+
+
+def test_the_fine_lattice_s_law_is_a_discrete_gaussian_s(compiling: bool) -> None:
+    # At 256 steps and more a standard deviation, rounded and discrete Gaussian probabilities differ by 1e-6 of them.
+    lattice = Lattice(1.0, 1.0)
+    found = np.rint(lattice.release(np.zeros(300_000, np.float32), KeyStream()) / lattice.step).astype(int)
+    reach = int(5 * lattice.spread)
+    points = np.arange(-reach, reach + 1)
+    weights = np.exp(-0.5 * (points / lattice.spread) ** 2)
+    edges = np.searchsorted(np.cumsum(weights) / weights.sum(), np.linspace(0, 1, 201)[1:-1])
+    cells = np.searchsorted(points[edges], found)
+    expected = np.add.reduceat(weights, np.concatenate([[0], edges + 1])) / weights.sum()
+    assert stats.chisquare(np.bincount(cells, minlength=200), expected * len(found)).pvalue > RARE
+    # Every residue is as frequent as another: nothing favours some of the lattice's points.
+    assert stats.chisquare(np.bincount(found % 16, minlength=16)).pvalue > RARE
+
+
+def test_sixty_digits_alone_give_the_same_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing_is_certain(self: Ziggurat, layers: np.ndarray, shares: np.ndarray, stream: KeyStream) -> tuple:
+        return np.zeros(len(layers), bool), np.ones(len(layers), bool), stream.words(len(layers)) >> np.uint64(11)
+
+    monkeypatch.setattr(Ziggurat, "under", nothing_is_certain)
+    monkeypatch.setattr("ghostclip.noise.lattice.library", lambda name, real: None)
+    found = released(np.full(5000, 2.5, np.float32), 1.0, 3.0)
+    assert stats.kstest(found, "norm", args=(2.5 / 3, 1 / 3)).pvalue > RARE
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sums=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=20),
+    std=st.floats(1e-6, 1e6),
+    divisor=st.floats(1e-3, 1e5),
+    key=st.binary(min_size=32, max_size=32),
+)
+def test_what_c_settles_no_further_digit_would_change(sums: list, std: float, divisor: float, key: bytes) -> None:
+    if library("lattice") is None:
+        pytest.skip("no C compiler here")
+    lattice, words = Lattice(std, divisor), KeyStream(key).halves(20 * len(sums))
+    totals = np.array(20 * sums, np.float32)
+    out = np.empty_like(totals)
+    left = lattice._look(totals, out, words)
+    for index in sorted(set(range(len(totals))) - set(left.tolist())):
+        word, total = int(words[index]), Fraction(float(totals[index]))
+        layer, sign = word % LAYERS, -1 if word & LAYERS else 1
+        target = min(max(total / Fraction(divisor) / Fraction(lattice.step), -Fraction(LIMIT)), Fraction(LIMIT))
+        for digits in (word >> (LAYER_BITS + 1), (word >> (LAYER_BITS + 1)) + 1):
+            x = Fraction(float(ziggurat().widths[layer])) * Fraction(digits, 1 << DIGITS)
+            assert ziggurat().certainly_under(layer, x, Fraction(1))
+            nearest = math.floor(target + sign * Fraction(lattice.spread) * x + Fraction(1, 2))
+            assert out[index] == np.float32(nearest * lattice.step)
+
+
+def test_c_leaves_few_and_fills_every_size() -> None:
+    if library("lattice") is None:
+        pytest.skip("no C compiler here")
+    lattice = Lattice(1.0, 1.0)
+    zeros, words = np.zeros(CHUNK, np.float32), KeyStream().halves(CHUNK)
+    assert len(lattice._look(zeros, np.empty_like(zeros), words)) < 0.01 * CHUNK
+    for size in (0, 1, 7, 63, 64, 65, 129, CHUNK - 1, CHUNK + 1, 2 * CHUNK + 3):
+        for dtype in (np.float32, np.float64):
+            found = released(np.full(size, 50.0, dtype), 1.0)
+            assert found.dtype == dtype
+            assert np.all(np.abs(found - 50.0) < REACH)
+
+
+def share_of_multiples(mode: str, total: float, unit: float) -> float:
+    """How many of the small noisy sums of ``total`` are multiples of ``unit``."""
+    (found,) = noise_source(mode).release([torch.full((100_000,), total)], 1.0)
+    small = found[found.abs() < 2**-4].double()
+    return float((small / unit == (small / unit).round()).double().mean())
+
+
+def test_low_digits_tell_sums_apart_in_floating_point_and_not_on_the_lattice() -> None:
+    # 1 + noise in float32 is rounded to 2^-24 near 1 and to 2^-23 beyond, noise alone far finer (Mironov 2012).
+    assert share_of_multiples("standard", 1.0, 2**-25) == 1.0
+    assert share_of_multiples("standard", 0.0, 2**-25) < 0.3
+    assert share_of_multiples("hardened", 1.0, 2**-25) == share_of_multiples("hardened", 0.0, 2**-25) == 1.0
+    step = Lattice(1.0, 1.0).step
+    assert share_of_multiples("hardened", 1.0, step) == share_of_multiples("hardened", 1e-7, step) == 1.0

@@ -1,0 +1,216 @@
+"""Memory that runs out: the batch is divided, or discarded uncharged with an error that says what to do."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import private_runs as runs
+import pytest
+import torch
+from checked_training import NORM, RATE, small_engine
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ghostclip.clipping import Adaptive, PerLayer
+from ghostclip.engine import PrivacyEngine
+from ghostclip.engine.micro_batching import rows_of
+from ghostclip.errors import is_out_of_memory
+
+
+def no_memory() -> Exception:
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def real_failure() -> None:
+    torch.empty(2**50)
+
+
+def raising(error: Callable[[], Exception]) -> Callable[[], None]:
+    def fail() -> None:
+        raise error()
+
+    return fail
+
+
+class Fragile(torch.autograd.Function):
+    """The identity, whose backward fails when a budget of backwards of large batches is spent."""
+
+    left = 0
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if len(grad) > 2:
+            Fragile.left -= 1
+            if Fragile.left < 0:
+                raise no_memory()
+        return grad
+
+
+class FragileNetwork(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.net = runs.network(dtype)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net[2](Fragile.apply(self.net[1](self.net[0](inputs))))
+
+
+def trained(left: int, dtype: torch.dtype = torch.float32, steps: int = 3, **changes: Any) -> PrivacyEngine:
+    """An engine after a few steps, with so many large backwards to go before memory runs out."""
+    Fragile.left = left
+    model = FragileNetwork(dtype)
+    torch.manual_seed(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    options = {"noise": "test", "seed": 4, "noise_multiplier": 1.0, "clipping": NORM, "max_physical_batch_size": 4}
+    engine = runs.engine_for(
+        model, optimizer, runs.data(dtype=dtype), **{**options, "self_check": False, **changes}
+    )  # fmt: skip
+    for batch in engine.batches():
+        if steps:
+            engine.step(batch, runs.losses_of)
+            steps -= 1
+    return engine
+
+
+PLENTY = 10**6
+
+
+@pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+@pytest.mark.parametrize("left", [0, 1, 2, 3])
+def test_a_divided_batch_gives_the_same_step_with_one_draw_and_one_charge(left: int, second_pass: str) -> None:
+    whole, divided = (trained(budget, second_pass=second_pass) for budget in (PLENTY, left))
+    torch.testing.assert_close(runs.weights(divided.model), runs.weights(whole.model), atol=1e-6, rtol=1e-5)
+    assert divided.steps_taken == whole.steps_taken == 3
+    assert divided._snapshots.noise.positions() == whole._snapshots.noise.positions()
+    assert divided._steps.micro_batches.most == 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": torch.float64},
+        {"dtype": torch.bfloat16},
+        {"clipping": PerLayer(NORM)},
+        {"max_physical_batch_size": None},
+        {"unit_ids": [row // 2 for row in range(24)], "batch_size": 4},
+    ],
+    ids=str,
+)
+def test_so_it_does_for_other_types_policies_and_users(changes: dict[str, Any]) -> None:
+    whole, divided = (trained(budget, **changes) for budget in (PLENTY, 3))
+    wide = changes.get("dtype") != torch.bfloat16
+    torch.testing.assert_close(
+        runs.weights(divided.model), runs.weights(whole.model), atol=1e-6 if wide else 1e-2, rtol=1e-5 if wide else 1e-2
+    )
+    assert divided._steps.micro_batches.most is not None
+
+
+def test_a_divided_batch_is_counted_once_by_an_adaptive_norm() -> None:
+    norms = []
+    for budget in (PLENTY, 1):
+        policy = Adaptive(NORM)
+        trained(budget, clipping=policy)
+        norms.append(policy.max_norm)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-9)
+    assert norms[0] != NORM
+
+
+@pytest.mark.parametrize("fail", [raising(no_memory), raising(MemoryError), real_failure])
+def test_what_fits_is_remembered_and_logged(fail: Callable[[], None], caplog: pytest.LogCaptureFixture) -> None:
+    tried: list[int] = []
+
+    def losses_of(model: nn.Module, examples: list[Tensor]) -> Tensor:
+        tried.append(len(examples[1]))
+        if tried[-1] > 3:
+            fail()
+        return runs.losses_of(model, examples)
+
+    engine = small_engine(max_physical_batch_size=None, batch_size=24)
+    for batch in engine.batches():
+        record = engine.step(batch, losses_of)
+    assert tried == [24, 12, 6, *[3] * 8]
+    assert len(record.losses) == len(record.norms) == 24
+    assert "memory ran out with 24 examples in a physical batch" in caplog.text
+    assert "max_physical_batch_size=3 would save the attempt" in caplog.text
+    for batch in engine.batches():
+        engine.step(batch, losses_of)
+    assert max(tried[11:]) == 3
+
+
+@pytest.mark.parametrize(
+    ("labels_of", "message"),
+    [
+        (lambda rows: [int(label) for _, label in rows], "it holds something of type int"),
+        (lambda rows: torch.tensor(3), r"it holds a tensor of shape \[\]"),
+    ],
+)
+def test_what_can_t_be_divided_says_so_and_is_discarded(labels_of: Any, message: str) -> None:
+    def collate(rows: Any) -> Any:
+        return torch.stack([inputs for inputs, _ in rows]), labels_of(rows)
+
+    failing = True
+
+    def losses(model: nn.Module, examples: Any) -> Tensor:
+        if failing:
+            raise no_memory()
+        return model(examples[0]).square().sum(1)
+
+    with pytest.warns(UserWarning, match="is replaced by"):
+        engine = small_engine(data=DataLoader(runs.data(), 8, collate_fn=collate))
+    before = runs.weights(engine.model)
+    with pytest.raises(torch.OutOfMemoryError, match=f"can't be divided: {message}.*smaller max_physical_batch_size"):
+        engine.step(next(runs.nonempty(engine)), losses)
+    assert torch.equal(runs.weights(engine.model), before)
+    assert engine.steps_taken == 0
+    failing = False
+    engine.step(next(runs.nonempty(engine)), losses)
+    assert engine.steps_taken == 1
+
+
+def test_a_single_example_that_does_not_fit() -> None:
+    def losses(model: nn.Module, examples: Any) -> Tensor:
+        raise no_memory()
+
+    engine = small_engine()
+    with pytest.raises(torch.OutOfMemoryError, match="with 1 example in a physical batch, which can't be divided"):
+        engine.step(next(runs.nonempty(engine)), losses)
+    assert engine.steps_taken == 0
+
+
+def test_other_errors_are_not_tried_again() -> None:
+    calls = []
+
+    def losses(model: nn.Module, examples: Any) -> Tensor:
+        calls.append(1)
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    engine = small_engine()
+    with pytest.raises(RuntimeError, match="mat1"):
+        engine.step(next(runs.nonempty(engine)), losses)
+    assert len(calls) == 1
+    assert not is_out_of_memory(KeyboardInterrupt())
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Any
+
+
+class Bag(dict):
+    """A mapping of someone's own."""
+
+
+def test_rows_are_taken_from_any_nesting() -> None:
+    numbers = torch.arange(12).view(6, 2)
+    found = rows_of(Bag(a=[numbers, (numbers, None)], b=Pair(numbers, numbers[:, 0])), 6, 2, 4)
+    assert type(found) is Bag
+    assert type(found["b"]) is Pair
+    for part in (found["a"][0], found["a"][1][0], found["b"].left):
+        assert torch.equal(part, numbers[2:4])
+    assert found["b"].right.tolist() == [4, 6]
+    for wrong in (numbers[:5], torch.tensor(1), ["a"], {"x": 3}, Pair(numbers, "text"), numbers.to_sparse()):
+        with pytest.raises(TypeError, match=r"it holds (a tensor|something)"):
+            rows_of(wrong, 6, 2, 4)
