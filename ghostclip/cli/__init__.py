@@ -69,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         return _end(f"{place}{error.strerror or error}", MISTAKE)
-    except (GhostClipError, ValueError) as error:
-        return _end(str(error), MISTAKE)
+    except (GhostClipError, ValueError, MemoryError) as error:
+        return _end(str(error) or "memory ran out", MISTAKE)
 
 
 def _parser() -> OneLineParser:
