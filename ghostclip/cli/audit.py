@@ -126,14 +126,8 @@ def _training(plan: PlannedRun, data: Data) -> Training:
         model=build(settings.model, data, settings.seed),
         loss_fn=cross_entropy,
         data=data.train,
-        batch_size=settings.batch_size,
-        noise_multiplier=settings.noise_multiplier,
         steps=plan.steps,
-        target_delta=settings.delta,
-        clipping=settings.max_norm,
-        second_pass=settings.method,
-        max_physical_batch_size=settings.max_physical_batch_size,  # type: ignore[arg-type]  # see `_check`
-        noise=settings.noise or "standard",
+        **settings.of_engine,
         optimizer=lambda parameters: OPTIMIZERS[settings.optimizer](parameters, settings.learning_rate),
     )
 

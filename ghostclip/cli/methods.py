@@ -52,6 +52,19 @@ class Settings:
     ledger: str | None = None
     memory_limit: int | None = None
 
+    @property
+    def of_engine(self) -> dict[str, Any]:
+        """What an engine, or an audit of one, is told."""
+        return {
+            "batch_size": self.batch_size,
+            "max_physical_batch_size": self.max_physical_batch_size,
+            "noise_multiplier": self.noise_multiplier,
+            "target_delta": self.delta,
+            "clipping": self.max_norm,
+            "second_pass": self.method,
+            "noise": self.noise or "standard",
+        }
+
 
 class Steps:
     """A run's optimizer steps, taken while iterating, which gives the losses [n] of the examples of each."""
@@ -98,15 +111,9 @@ class Ghost(Steps):
             model,
             self._optimizer,
             data,
-            batch_size=settings.batch_size,
-            max_physical_batch_size=settings.max_physical_batch_size,
-            noise_multiplier=settings.noise_multiplier,
-            target_delta=settings.delta,
-            clipping=settings.max_norm,
-            second_pass=settings.method,
-            noise=settings.noise or "standard",
             ledger=settings.ledger,
             memory_limit=settings.memory_limit,
+            **settings.of_engine,
         )
 
     def __iter__(self) -> Iterator[Tensor]:
