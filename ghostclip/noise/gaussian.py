@@ -70,11 +70,14 @@ class ChaCha(Normal):
     Args:
         compiled: normal.c.
         seed: None for a key of 256 bits of the operating system's entropy.
+
+    Attributes:
+        position: the number of blocks taken from the key stream.
     """
 
     def __init__(self, compiled: ctypes.CDLL, seed: int | None = None) -> None:
         self._key = os.urandom(ENTROPY_BYTES) if seed is None else hashlib.sha256(str(seed).encode()).digest()
-        self._block = 0
+        self.position = 0
         self._key_place = ctypes.cast(ctypes.c_char_p(self._key), ctypes.c_void_p).value
         self._lanes = compiled.ghostclip_lanes()
         self._normal, self._release = compiled.ghostclip_normal, compiled.ghostclip_release
@@ -82,15 +85,6 @@ class ChaCha(Normal):
         self._normal.argtypes, self._release.argtypes = [ctypes.c_ssize_t] * 6, [ctypes.c_ssize_t] * 8
         self._words.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_uint64]
         self._words.restype = ctypes.c_uint64
-
-    @property
-    def position(self) -> int:
-        """The number of blocks taken from the key stream."""
-        return self._block
-
-    @position.setter
-    def position(self, block: int) -> None:
-        self._block = block
 
     def fill(self, out: Tensor, std: float) -> None:
         """See `Normal.fill`."""
@@ -127,8 +121,8 @@ class ChaCha(Normal):
 
     def _take(self, size: int) -> int:
         """Where the blocks for so many numbers begin. They count as taken before they are: Ctrl-C repeats no noise."""
-        block, blocks = self._block, -(-size // (16 * self._lanes)) * self._lanes
-        self._block += blocks
+        block, blocks = self.position, -(-size // (16 * self._lanes)) * self._lanes
+        self.position += blocks
         return block
 
     def words(self, count: int) -> np.ndarray:
