@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ghostclip.audit.bounds import epsilon_from_rates, gaussian_mu, noise_from_rates
 from ghostclip.audit.claim import Claim
-from ghostclip.audit.one_run import most_canaries, one_run
+from ghostclip.audit.one_run import one_run
 from ghostclip.audit.rate import sampled_share
 from ghostclip.audit.result import Audit, Bound, CurvePoint, WhiteBox
 from ghostclip.audit.training import LossFunction, Training
@@ -24,7 +24,7 @@ from ghostclip.validate import open_fraction, positive_int, whole
 
 __all__ = ["Phase", "audit", "audit_training"]
 
-SAMPLED_BATCHES = 200
+SAMPLED_BATCHES, MOST_CANARIES = 200, 1000
 LEAST_RELEASES, LEAST_TRIALS = 100, 20  # below them no bound is worth a point of the curve
 # Three white-box bounds (two of epsilon, one of the rate) and the one-run bound share the failure probability.
 SHARES = 4
@@ -131,7 +131,7 @@ def audit_training(
     """The same of a `Training`; see `audit`."""
     failure = (1.0 - open_fraction(confidence=confidence)) / SHARES
     setting = TrialSetting.of(training, sampled, positive_int(steps_per_trial=steps_per_trial))
-    canaries = most_canaries(training) if canaries is None else whole(canaries=canaries)
+    canaries = min(MOST_CANARIES, training.size // 2) if canaries is None else whole(canaries=canaries)
     least = max(LEAST_RELEASES, LEAST_TRIALS * setting.steps)
     if 0 < whole(draws=draws) < least:
         raise ValueError(
