@@ -12,6 +12,7 @@ from ghostclip import accounting, cli
 from ghostclip.cli import main, train
 
 SAMPLING = ["--examples", "6000", "--batch-size", "60", "--epochs", "2"]
+AUTO = ["--max-physical-batch-size", "auto"]
 NETWORKS = """
 from torch import nn
 
@@ -150,6 +151,13 @@ def test_without_a_command_the_help_is_printed(capsys):
         (["train", "--batch-size", "1438"], "batch_size must be at most the 1437 training examples; got 1438"),
         (["train", "--max-norm", "inf", "--noise-multiplier", "1"], "max_norm must be a finite number > 0; got inf"),
         (["train", "--max-physical-batch-size", "0"], "max_physical_batch_size must be a whole number >= 1; got 0"),
+        (["train", "--max-physical-batch-size", "some"], "expected a whole number or auto; got 'some'"),
+        (["train", "--memory-limit", "4GiB"], "--memory-limit is for --max-physical-batch-size auto; give both"),
+        (["train", *AUTO, "--memory-limit", "4 gigs"], "number with a unit, such as 4GiB or 500MB; got '4 gigs'"),
+        (["train", *AUTO, "--memory-limit", "0"], "expected bytes or a number with a unit"),
+        (["train", *AUTO, "--method", "nxbp"], "--method nxbp takes a number as --max-physical-batch-size"),
+        (["train", *AUTO, "--method", "nonprivate"], "--method nonprivate takes no --max-physical-batch-size"),
+        (["audit", *AUTO], "the audit takes a number as --max-physical-batch-size"),
         (["train", "--learning-rate", "0", "--noise-multiplier", "1"], "learning_rate must be a finite number > 0"),
         (["train", "--seed", "-1"], "seed must be a whole number >= 0; got -1"),
         (["train", "--threads", "0"], "threads must be a whole number >= 1; got 0"),

@@ -8,12 +8,14 @@ import pytest
 import torch
 from test_datasets import write_adult, write_cifar, write_images, write_imdb, write_mnist
 
+import ghostclip
 from ghostclip import accounting, datasets
 from ghostclip.cli import main, train
 from ghostclip.cli.methods import METHODS, Settings
 from ghostclip.cli.recipes import NOISE_PER_STEP, learning_rate
 from ghostclip.cli.training import build
 from ghostclip.cli.training import train as train_once
+from ghostclip.engine import micro_batching
 
 PRIVATE = [method for method in METHODS if method != "nonprivate"]
 QUICK = ["--epochs", "1", "--no-compare", "--json"]
@@ -115,6 +117,37 @@ def test_comparison_trains_lower_targets_and_without_privacy(capsys, monkeypatch
     assert "epsilon=2.00" in shown.err
     page = (tmp_path / "index.html").read_text()
     assert all(name in page for name in (*names, "nxbp"))
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"), [("8GiB", 8 << 30), ("8.5 GB", 8_500_000_000), (str(8 << 30), 8 << 30), (None, None)]
+)
+def test_the_size_of_physical_batches_is_found_within_the_limit(capsys, monkeypatch, tmp_path, text, limit):
+    """The engine gets the limit in bytes, and the report's norms take no more memory than its passes did."""
+    sizes, given = [], []
+    meter, norms = micro_batching.memory_of, ghostclip.GhostClipper.norms
+    monkeypatch.setattr(micro_batching, "memory_of", lambda device, most: given.append(most) or meter(device, most))
+    monkeypatch.setattr(micro_batching.TrialBatches, "_largest_that_fits", lambda self, trial, most: 30)
+    monkeypatch.setattr(
+        ghostclip.GhostClipper, "norms", lambda self, losses: sizes.append(len(losses)) or norms(self, losses)
+    )
+    found = trained(
+        capsys, "--model", "mlp", "--noise-multiplier", "1", "--max-physical-batch-size", "auto", "--report", tmp_path,
+        *([] if text is None else ["--memory-limit", text]), *QUICK,
+    )  # fmt: skip
+    assert (found["settings"]["max_physical_batch_size"], found["settings"]["memory_limit"]) == ("auto", limit)
+    assert given == [limit]
+    assert max(sizes) == 30
+
+
+def test_memory_that_holds_no_example_is_told_in_one_line(capsys):
+    limit = ["--max-physical-batch-size", "auto", "--memory-limit", "1kB"]
+    assert main(["train", "--model", "mlp", "--noise-multiplier", "1", *QUICK, *limit]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    last = shown.err.splitlines()[-1]
+    assert last.startswith("ghostclip: the passes over 2 examples take more than the")
+    assert "memory_limit" in last
 
 
 def test_training_without_noise_is_not_called_private(capsys):

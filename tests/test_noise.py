@@ -156,9 +156,9 @@ def test_the_key_stream_is_chachas() -> None:
     assert struct.pack("<16I", *chacha(bytes(32), 0, rounds=20)).hex() == first
     lanes = compiled().ghostclip_lanes()
     source = ChaCha(compiled())
-    source._block = before = 2**32 - lanes
+    source.position = before = 2**32 - lanes
     words = source.words(2 * 16 * lanes + 1)[: 2 * 16 * lanes].reshape(2, 16, lanes)
-    assert source._block == before + 3 * lanes
+    assert source.position == before + 3 * lanes
     for group in range(2):
         for lane in range(lanes):
             assert words[group, :, lane].tolist() == chacha(source._key, before + group * lanes + lane)
@@ -297,7 +297,7 @@ def test_noise_in_place_is_the_flat_draw_of_all_sums() -> None:
     assert one.add(sums, 3.0, 4.0)
     assert torch.allclose(torch.cat([tensor.flatten() for tensor in sums]), 2.5 + flat, rtol=1e-6)
     assert all(tensor._version > version for tensor, version in zip(sums, before, strict=True))
-    assert one._block == other._block
+    assert one.position == other.position
 
 
 @pytest.mark.parametrize("odd", [torch.ones(4, 6).t(), torch.ones(3, dtype=torch.float64)])

@@ -414,7 +414,7 @@ ENGINE = [
     Mutant(
         "the same noise in every step",
         "ghostclip/noise/gaussian.py",
-        "        self._block += blocks\n",
+        "        self.position += blocks\n",
         "",
         ("tests/test_noise.py",),
     ),

@@ -181,5 +181,6 @@ _LAYERS: dict[type, Callable[[Any, str], Forward]] = {
     nn.LSTM: _recurrent,
 }  # fmt: skip
 _NETWORKS: dict[type, Callable[[Any, str], Forward]] = {
-    models.MLP: _mlp, models.CNN: _cnn, models.RNNClassifier: _on_rows, models.LSTMClassifier: _on_rows, States: _states, Mean: _mean,
+    models.MLP: _mlp, models.CNN: _cnn, models.RNNClassifier: _on_rows, models.LSTMClassifier: _on_rows,
+    States: _states, Mean: _mean,
 }  # fmt: skip

@@ -59,15 +59,16 @@ def _of_one_release(event: SampledRelease, interval: float) -> Any:
             neighboring_relation=relation,
             **grid,
         )
-    if not isinstance(event, FixedSizeGaussian):
-        return distributions.from_gaussian_mechanism(
-            event.noise_multiplier, sampling_prob=event.sample_rate, neighboring_relation=relation, **grid
-        )
-    if event.relation == "replace_one":
-        return _without_replacement(event.noise_multiplier, event.sample_rate, interval)
-    # Where an example is left out of the sample another one takes its place, so a sum moves by twice the bound; and it
-    # is in the sample with the probability of a Poisson sample of that rate (Zhu, Dong, Wang 2022, on subsets).
-    return distributions.from_gaussian_mechanism(event.noise_multiplier / 2, sampling_prob=event.sample_rate, **grid)
+    sigma = event.noise_multiplier
+    if isinstance(event, FixedSizeGaussian):
+        if event.relation == "replace_one":
+            return _without_replacement(sigma, event.sample_rate, interval)
+        # Where an example is left out of the sample another one takes its place, so a sum moves by twice the bound; and
+        # it is in the sample with the probability of a Poisson sample of that rate (Zhu, Dong, Wang 2022, on subsets).
+        sigma /= 2
+    return distributions.from_gaussian_mechanism(
+        sigma, sampling_prob=event.sample_rate, neighboring_relation=relation, **grid
+    )
 
 
 def _without_replacement(noise_multiplier: float, rate: float, interval: float) -> Any:

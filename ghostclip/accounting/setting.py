@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from ghostclip.events import (
-    RELATIONS,
-    SAMPLINGS,
-    FixedSizeGaussian,
-    SampledGaussian,
-    SampledRelease,
-    TruncatedGaussian,
-)
+from ghostclip.events import RELATIONS, FixedSizeGaussian, SampledGaussian, SampledRelease, TruncatedGaussian
 from ghostclip.validate import fraction, one_of, positive_int
 
 __all__ = ["Setting"]
+
+KINDS: dict[str, type[Any]] = {kind.sampling: kind for kind in (SampledGaussian, FixedSizeGaussian, TruncatedGaussian)}
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class Setting:
 
     def __post_init__(self) -> None:
         fraction(sample_rate=self.sample_rate)
-        one_of(SAMPLINGS, sampling=self.sampling)
+        one_of(tuple(KINDS), sampling=self.sampling)
         one_of(RELATIONS, neighboring=self.neighboring)
         for name in ("dataset_size", "max_batch_size"):
             value = getattr(self, name)
@@ -53,17 +49,6 @@ class Setting:
 
     def event(self, noise_multiplier: float, steps: int = 1) -> SampledRelease:
         """What so many steps are charged as."""
-        if self.sampling == "poisson":
-            return SampledGaussian(self.sample_rate, noise_multiplier, steps, self.neighboring)
-        if self.sampling == "without_replacement":
-            return FixedSizeGaussian(self.sample_rate, noise_multiplier, steps, self.neighboring)
-        assert self.dataset_size is not None
-        assert self.max_batch_size is not None
-        return TruncatedGaussian(
-            self.sample_rate,
-            noise_multiplier,
-            steps,
-            self.neighboring,
-            dataset_size=self.dataset_size,
-            max_batch_size=self.max_batch_size,
-        )
+        truncated = self.sampling == "truncated"
+        cut = {"dataset_size": self.dataset_size, "max_batch_size": self.max_batch_size} if truncated else {}
+        return KINDS[self.sampling](self.sample_rate, noise_multiplier, steps, self.neighboring, **cut)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,17 +15,16 @@ from torch.optim import Optimizer
 
 from ghostclip.audit.bounds import epsilon_from_rates, gaussian_mu, noise_from_rates
 from ghostclip.audit.claim import Claim
-from ghostclip.audit.one_run import OneRun, most_canaries, one_run
+from ghostclip.audit.one_run import one_run
 from ghostclip.audit.rate import sampled_share
 from ghostclip.audit.result import Audit, Bound, CurvePoint, WhiteBox
 from ghostclip.audit.training import LossFunction, Training
-from ghostclip.audit.trials import ErrorRates, Trials
 from ghostclip.audit.white_box import TrialSetting, white_box_trials
 from ghostclip.validate import open_fraction, positive_int, whole
 
 __all__ = ["Phase", "audit", "audit_training"]
 
-SAMPLED_BATCHES = 200
+SAMPLED_BATCHES, MOST_CANARIES = 200, 1000
 LEAST_RELEASES, LEAST_TRIALS = 100, 20  # below them no bound is worth a point of the curve
 # Three white-box bounds (two of epsilon, one of the rate) and the one-run bound share the failure probability.
 SHARES = 4
@@ -34,9 +33,8 @@ SHARES = 4
 Phase = Callable[[str, int], Any]
 
 
-@contextmanager
-def _unwatched(name: str, count: int) -> Iterator[Callable[[], None]]:
-    yield lambda: None
+def _unwatched(name: str, count: int) -> Any:
+    return nullcontext(lambda: None)
 
 
 def audit(
@@ -94,6 +92,7 @@ def audit(
         ValueError, TypeError: an argument is out of range.
         GhostClipError: the training can't be run.
     """
+    own = {} if optimizer is None else {"optimizer": optimizer}
     training = Training(
         model,
         loss_fn,
@@ -106,7 +105,7 @@ def audit(
         second_pass,
         max_physical_batch_size,
         noise,
-        **({} if optimizer is None else {"optimizer": optimizer}),
+        **own,
     )
     return audit_training(
         training,
@@ -132,7 +131,7 @@ def audit_training(
     """The same of a `Training`; see `audit`."""
     failure = (1.0 - open_fraction(confidence=confidence)) / SHARES
     setting = TrialSetting.of(training, sampled, positive_int(steps_per_trial=steps_per_trial))
-    canaries = most_canaries(training) if canaries is None else whole(canaries=canaries)
+    canaries = min(MOST_CANARIES, training.size // 2) if canaries is None else whole(canaries=canaries)
     least = max(LEAST_RELEASES, LEAST_TRIALS * setting.steps)
     if 0 < whole(draws=draws) < least:
         raise ValueError(
@@ -140,95 +139,51 @@ def audit_training(
             f"white-box audit); got {draws}"
         )
     started = time.perf_counter()
+    white_box, run = None, None
+    bounds: list[Bound] = []
     with torch.random.fork_rng(devices=[]):
-        white_box = _white_box(training, setting, draws, failure, phase) if draws else None
-        run = _one_run(training, canaries, 1.0 - failure, phase) if canaries else None
-    bounds = []
-    if white_box is not None:
-        bounds += _white_box_bounds(training, setting, white_box)
-    if run is not None:
-        found = run.epsilon(training.target_delta, 1.0 - failure)
-        bounds.append(Bound("one-run", "training", found, training.claim.epsilon))
+        if draws:
+            white_box, bounds = _white_box(training, setting, draws, failure, phase)
+        if canaries:
+            with phase("one run", training.steps) as watch:
+                run = one_run(training, canaries, 1.0 - failure, watch)
+            found = run.epsilon(training.target_delta, 1.0 - failure)
+            bounds.append(Bound("one-run", "training", found, training.claim.epsilon))
     seconds = time.perf_counter() - started
     return Audit(training.claim.epsilon, training.target_delta, confidence, bounds, white_box, run, seconds)
 
 
-def _one_run(training: Training, canaries: int, confidence: float, phase: Phase) -> OneRun:
-    with phase("one run", training.steps) as watch:
-        return one_run(training, canaries, confidence, watch)
-
-
-def _white_box(training: Training, setting: TrialSetting, draws: int, failure: float, phase: Phase) -> WhiteBox:
+def _white_box(
+    training: Training, setting: TrialSetting, draws: int, failure: float, phase: Phase
+) -> tuple[WhiteBox, list[Bound]]:
     """Trials, coins, and the bounds over the number of releases; each bound may fail with ``failure``."""
     count = draws // setting.steps
     with phase("white box", count) as watch:
         trials = white_box_trials(training, setting, count, watch)
     with phase("sampling", SAMPLED_BATCHES) as watch:
         share = sampled_share(training, SAMPLED_BATCHES, watch)
-    rate = share.lower_bound(failure)
-    marks = _marks(count, setting.steps)
+    rate, delta = share.lower_bound(failure), training.target_delta
+    trial = Claim(training.noise_multiplier, setting.sample_rate, setting.steps, delta)
+    epsilon_at = partial(epsilon_from_rates, delta=delta)
+    mu_at = partial(gaussian_mu, sample_rate=setting.sample_rate if setting.steps == 1 else 1.0)
+    curve, marks = [], _marks(count, setting.steps)
     with phase("bounds", len(marks)) as watch:
-        curve = []
         for mark in marks:
-            curve.append(_point(training, setting, trials.first(mark), failure, rate))
+            # Each bound has the threshold that is best for it.
+            direct, gaussian = (trials.first(mark).error_rates(merit, failure) for merit in (epsilon_at, mu_at))
+            noise = noise_from_rates(*gaussian.bounds, setting.sample_rate, setting.steps)
+            shown = float(epsilon_at(*map(np.asarray, direct.bounds)))
+            whole_training = training.claim.with_noise(noise, rate)
+            curve.append(CurvePoint(mark * setting.steps, shown, trial.with_noise(noise), whole_training))
             watch()
-    direct, gaussian = _rates(training, setting, trials, failure)
-    return WhiteBox(
-        releases=count * setting.steps,
-        trials=count,
-        steps_per_trial=setting.steps,
-        sample_rate=setting.sample_rate,
-        clopper_pearson=direct,
-        gaussian=gaussian,
-        noise_multiplier=_noise(gaussian, setting),
-        sampled=share,
-        sample_rate_bound=rate,
-        curve=curve,
-    )
-
-
-def _white_box_bounds(training: Training, setting: TrialSetting, found: WhiteBox) -> list[Bound]:
-    """The last point of the curve, beside the claims."""
-    trial = _trial_claim(training, setting).epsilon
-    point = found.curve[-1]
-    return [
-        Bound("clopper-pearson", "trial", point.clopper_pearson, trial),
-        Bound("gaussian", "trial", point.gaussian, trial),
-        Bound("gaussian", "training", point.training, training.claim.epsilon),
+    last = curve[-1]
+    bounds = [
+        Bound("clopper-pearson", "trial", last.clopper_pearson, trial.epsilon),
+        Bound("gaussian", "trial", last.gaussian, trial.epsilon),
+        Bound("gaussian", "training", last.training, training.claim.epsilon),
     ]
-
-
-def _point(training: Training, setting: TrialSetting, trials: Trials, failure: float, rate: float) -> CurvePoint:
-    """The bounds from these trials."""
-    direct, gaussian = _rates(training, setting, trials, failure)
-    noise = _noise(gaussian, setting)
-    shown = epsilon_from_rates(
-        np.asarray(direct.false_positive_bound), np.asarray(direct.false_negative_bound), training.target_delta
-    )
-    return CurvePoint(
-        releases=len(trials) * setting.steps,
-        clopper_pearson=float(shown),
-        gaussian=_trial_claim(training, setting).with_noise(noise),
-        training=training.claim.with_noise(noise, rate),
-    )
-
-
-def _rates(training: Training, setting: TrialSetting, trials: Trials, failure: float) -> tuple[ErrorRates, ErrorRates]:
-    """Error rates at the best threshold for the direct bound, and for the Gaussian one."""
-    rate = setting.sample_rate if setting.steps == 1 else 1.0
-    return (
-        trials.error_rates(partial(epsilon_from_rates, delta=training.target_delta), failure),
-        trials.error_rates(partial(gaussian_mu, sample_rate=rate), failure),
-    )
-
-
-def _noise(rates: ErrorRates, setting: TrialSetting) -> float:
-    return noise_from_rates(rates.false_positive_bound, rates.false_negative_bound, setting.sample_rate, setting.steps)
-
-
-def _trial_claim(training: Training, setting: TrialSetting) -> Claim:
-    """What a trial's releases claim to spend."""
-    return Claim(training.noise_multiplier, setting.sample_rate, setting.steps, training.target_delta)
+    steps, sample_rate = setting.steps, setting.sample_rate
+    return WhiteBox(last.releases, count, steps, sample_rate, direct, gaussian, noise, share, rate, curve), bounds
 
 
 def _marks(count: int, steps: int) -> list[int]:

@@ -21,7 +21,7 @@ from ghostclip.audit.scores import log_ratios
 from ghostclip.audit.training import LossFunction, Training, endless
 from ghostclip.clipping import as_policy
 
-__all__ = ["OneRun", "most_canaries", "one_run"]
+__all__ = ["OneRun", "one_run"]
 
 PULL = 100.0  # how many times the clipping bound a canary's gradient is
 REHEARSALS = 5
@@ -48,11 +48,6 @@ class OneRun:
         return one_run_epsilon(
             canaries=self.canaries, guesses=self.guesses, correct=self.correct, delta=delta, confidence=confidence
         )
-
-
-def most_canaries(training: Training) -> int:
-    """How many canaries there are by default: half of the data at most, and a thousand at most."""
-    return min(1000, training.size // 2)
 
 
 def one_run(training: Training, canaries: int, confidence: float, watch: Callable[[], None] = lambda: None) -> OneRun:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from scipy.stats import beta
 from torch import nn
 from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
+from ghostclip.audit.bounds import error_bound
 from ghostclip.audit.training import Training, endless
 
 __all__ = ["SampledShare", "sampled_share"]
@@ -36,9 +36,8 @@ class SampledShare:
         It is the mean over all examples, which the rate of the example that is sampled most can't be below. Where all
         were taken every time nothing was left to chance, and it is 1.
         """
-        if self.taken in (0, self.coins):
-            return float(self.taken > 0)
-        return float(beta.ppf(failure, self.taken, self.coins - self.taken + 1))
+        left_out = self.coins - self.taken
+        return 1.0 - float(error_bound(left_out, self.coins, failure)) if left_out else 1.0
 
 
 def sampled_share(training: Training, batches: int, watch: Callable[[], None] = lambda: None) -> SampledShare:

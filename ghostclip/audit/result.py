@@ -113,7 +113,9 @@ class Audit:
                 f"consistent: {sure} the audit found epsilon >= {self.audited:.4g}, and {self.claimed:.4g} is "
                 f"claimed{share}"
             )
-        worst = max((bound for bound in self.bounds if bound.violated), key=_excess)
+        # Bounds about the whole training first, then the one furthest above its claim.
+        violated = (bound for bound in self.bounds if bound.violated)
+        worst = max(violated, key=lambda bound: (bound.about == "training", bound.epsilon - bound.claimed))
         what = "of the training" if worst.about == "training" else "of a white-box trial"
         return (
             f"VIOLATED: the audit found epsilon >= {worst.epsilon:.4g} {what} {sure}, above the claimed "
@@ -134,8 +136,3 @@ class Audit:
             "one_run": asdict(self.one_run) if self.one_run else None,
             "seconds": self.seconds,
         }
-
-
-def _excess(bound: Bound) -> tuple[bool, float]:
-    """Bounds about the whole training first, then the one furthest above its claim."""
-    return bound.about == "training", bound.epsilon - bound.claimed

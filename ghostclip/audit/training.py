@@ -97,7 +97,7 @@ class Training:
         """
         collate = self.data.collate_fn if isinstance(self.data, DataLoader) else default_collate
         rows = _Marked(self.dataset, indices, columns, collate)
-        return DataLoader(rows, batch_size=1, collate_fn=_as_it_is)
+        return DataLoader(rows, batch_size=1, collate_fn=tuple)
 
     def engine(
         self, model: nn.Module, optimizer: Optimizer, data: Any, batch_size: int, self_check: bool = True
@@ -150,7 +150,3 @@ class _Marked(Dataset[Any]):
         else:
             examples = self._collate([self._dataset[index] for index in found.tolist()])
         return (examples, *(column[rows] for column in self._columns))
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

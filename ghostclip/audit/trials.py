@@ -37,6 +37,11 @@ class ErrorRates:
     false_positive_bound: float
     false_negative_bound: float
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Those of false positives and of false negatives."""
+        return self.false_positive_bound, self.false_negative_bound
+
 
 @dataclass(frozen=True)
 class Trials:

@@ -73,11 +73,11 @@ def save(path: str | os.PathLike[str], public: Mapping[str, Any], private: Mappi
         tensors: dict[str, Tensor] = {}
         state[part] = packed(value, tensors, part)
         if tensors:
-            files[f"{part}.safetensors"] = _tensor_bytes(tensors)
+            files[f"{part}.safetensors"] = _safetensors().save(tensors)
     tensors = {}
     files[f"{PRIVATE}.json"] = _canonical(packed(dict(private), tensors, PRIVATE))
     if tensors:
-        files[f"{PRIVATE}.safetensors"] = _tensor_bytes(tensors)
+        files[f"{PRIVATE}.safetensors"] = _safetensors().save(tensors)
     known = {name: {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)} for name, data in files.items()}
     manifest = {"format": FORMAT, "version": VERSION, "files": known, "state": state}
     text = json.dumps({"digest": _digest(manifest), "manifest": manifest}, indent=1, allow_nan=False)
@@ -114,7 +114,7 @@ def _read(place: Path) -> Stored:
             "isn't part of it"
         )
     files = {name: _checked(place / name, known) for name, known in manifest["files"].items()}
-    tensors = {name: _tensors_of(data) for name, data in files.items() if name.endswith(".safetensors")}
+    tensors = {name: _safetensors().load(data) for name, data in files.items() if name.endswith(".safetensors")}
     try:
         public = {
             part: unpacked(value, tensors.get(f"{part}.safetensors", {})) for part, value in manifest["state"].items()
@@ -177,14 +177,6 @@ def _canonical(value: Any) -> bytes:
 
 def _digest(manifest: Any) -> str:
     return hashlib.sha256(_canonical(manifest)).hexdigest()
-
-
-def _tensor_bytes(tensors: dict[str, Tensor]) -> bytes:
-    return _safetensors().save(tensors)
-
-
-def _tensors_of(data: bytes) -> dict[str, Tensor]:
-    return _safetensors().load(data)
 
 
 def _safetensors() -> Any:

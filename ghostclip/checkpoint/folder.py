@@ -38,20 +38,16 @@ def read_file(file: Path) -> bytes:
     Raises:
         PrivacyError: it is something else; OSError: it can't be read.
     """
-    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | _no_link(file))
-    with open(descriptor, "rb") as opened:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise PrivacyError(f"{file} is not a regular file, so it is not part of a checkpoint; remove it")
-        return opened.read()
-
-
-def _no_link(file: Path) -> int:
     if file.is_symlink():
         raise PrivacyError(
             f"{file} is a symbolic link, and a checkpoint's files may not be: what it leads to can change; put the "
             "file itself there"
         )
-    return os.O_NOFOLLOW
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    with open(descriptor, "rb") as opened:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise PrivacyError(f"{file} is not a regular file, so it is not part of a checkpoint; remove it")
+        return opened.read()
 
 
 def replace_folder(
@@ -81,7 +77,8 @@ def replace_folder(
         place.parent.mkdir(parents=True, exist_ok=True)
         with _locked(partial):
             try:
-                _empty(partial)
+                for entry in partial.iterdir():
+                    entry.unlink()
                 for name, content in files.items():
                     _write(partial / name, content, PRIVATE_MODE if name in private else MODE)
                 _flush(partial)
@@ -152,11 +149,6 @@ def _locked(partial: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _empty(folder: Path) -> None:
-    for entry in folder.iterdir():
-        entry.unlink()
 
 
 def _write(file: Path, content: bytes, mode: int) -> None:

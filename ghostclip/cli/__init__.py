@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -42,8 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; None for the process's own.
     """
     try:
-        # dp-accounting logs every Rényi order it leaves out; none of them makes its bound wrong.
-        logging.getLogger("absl").setLevel(logging.ERROR)
         parser = _parser()
         arguments = parser.parse_args(argv)
         status = 0
@@ -69,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         return _end(f"{place}{error.strerror or error}", MISTAKE)
-    except (GhostClipError, ValueError) as error:
-        return _end(str(error), MISTAKE)
+    except (GhostClipError, ValueError, MemoryError) as error:
+        return _end(str(error) or "memory ran out", MISTAKE)
 
 
 def _parser() -> OneLineParser:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import re
 from typing import Any, NoReturn
 
 from ghostclip import accounting
 from ghostclip.report import plain
 
-__all__ = ["OneLineParser", "UsageError", "add_accounting", "add_json", "print_json"]
+__all__ = ["OneLineParser", "UsageError", "add_accounting", "add_json", "as_bytes", "count_or_auto", "print_json"]
+
+BYTES = {"": 1, "B": 1} | {unit: 1000**power for power, unit in enumerate(("kB", "MB", "GB", "TB"), 1)}
+BYTES |= {unit: 1024**power for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), 1)}
 
 
 class UsageError(ValueError):
@@ -47,6 +51,22 @@ def add_accounting(parser: argparse._ActionsContainer, about: str) -> None:
 def add_json(parser: argparse._ActionsContainer) -> None:
     """Adds ``--json``."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def count_or_auto(text: str) -> int | str:
+    """A whole number, or "auto". Raises ArgumentTypeError for anything else."""
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number or auto; got {text!r}") from None
+
+
+def as_bytes(text: str) -> int:
+    """The bytes that ``4294967296``, ``4GiB`` or ``4.5 GB`` stand for. Raises ArgumentTypeError for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text)
+    if found is None or found[2] not in BYTES or (count := int(float(found[1]) * BYTES[found[2]])) < 1:
+        raise argparse.ArgumentTypeError(f"expected bytes or a number with a unit, such as 4GiB or 500MB; got {text!r}")
+    return count
 
 
 def print_json(value: Any) -> None:

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from ghostclip.audit import Audit, Training, audit_training
 from ghostclip.cli.arguments import UsageError, add_json, print_json
-from ghostclip.cli.methods import OPTIMIZERS, Settings, cross_entropy
+from ghostclip.cli.methods import METHODS, OPTIMIZERS, Ghost, Settings, cross_entropy
 from ghostclip.cli.plan import PlannedRun, runs_of
-from ghostclip.cli.progress import IN_A_LOG
+from ghostclip.cli.progress import bar
 from ghostclip.cli.train import add_configuration, load_data, set_threads
 from ghostclip.cli.training import build
 from ghostclip.datasets import Data
 from ghostclip.report import plain
 from ghostclip.report.audit_plot import AuditPanel, audit_plot
 
-__all__ = ["add_arguments", "panels_of", "plot_of", "run"]
+__all__ = ["add_arguments", "panels_of", "run"]
 
-AUDITED = ("auto", "cached", "reweight")
+AUDITED = tuple(name for name, kind in METHODS.items() if kind is Ghost)
 
 DESCRIPTION = """\
 Attacks a training, described as for `ghostclip train`, and says what it must spend at least. White box: real releases
@@ -43,27 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     add_configuration(parser)
     parser.set_defaults(compare=False)
-    attacks = parser.add_argument_group("attacks")
-    attacks.add_argument(
-        "--draws", type=int, default=10_000, metavar="N", help="white-box releases; 0: none (default: 10000)"
-    )
-    attacks.add_argument(
-        "--canaries",
-        type=int,
-        metavar="N",
-        help="in the one run; 0: no such run (default: half of the examples, 1000 at most)",
-    )
-    attacks.add_argument(
-        "--steps-per-trial", type=int, default=1, metavar="N", help="releases a white-box trial sees (default: 1)"
-    )
-    attacks.add_argument(
-        "--sampled",
-        action="store_true",
-        help="leave it to the engine's sampling whether the canary is in a release, and don't tell the adversary",
-    )
-    attacks.add_argument(
-        "--confidence", type=float, default=0.95, help="with which all bounds hold together (default: 0.95)"
-    )
+    add = parser.add_argument_group("attacks").add_argument
+    add("--draws", type=int, default=10_000, metavar="N", help="white-box releases; 0: none (default: 10000)")
+    most = "in the one run; 0: no such run (default: half of the examples, 1000 at most)"
+    add("--canaries", type=int, metavar="N", help=most)
+    each = "releases a white-box trial sees (default: 1)"
+    add("--steps-per-trial", type=int, default=1, metavar="N", help=each)
+    coins = "leave it to the engine's sampling whether the canary is in a release, and don't tell the adversary"
+    add("--sampled", action="store_true", help=coins)
+    add("--confidence", type=float, default=0.95, help="with which all bounds hold together (default: 0.95)")
     output = parser.add_argument_group("output")
     output.add_argument("--out", type=Path, metavar="FILE", help="write all figures as JSON")
     output.add_argument("--plot", type=Path, metavar="FILE", help="write a PNG of the bounds over the releases")
@@ -83,23 +67,18 @@ def run(arguments: argparse.Namespace) -> int:
         sampled=arguments.sampled,
         steps_per_trial=arguments.steps_per_trial,
         confidence=arguments.confidence,
-        phase=_bar,
+        phase=bar,
     )
     figures = plain(found.figures() | {"settings": asdict(plan.settings) | {"data": data.name, "steps": plan.steps}})
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     if arguments.plot is not None:
-        arguments.plot.write_bytes(plot_of(found))
+        arguments.plot.write_bytes(audit_plot(panels_of(found), found.delta, found.confidence))
     if arguments.json:
         print_json(figures)
     else:
         _print(found, plan.settings)
     return 1 if found.violated else 0
-
-
-def plot_of(found: Audit) -> bytes:
-    """The bounds over the number of releases, a panel for each claim they are about."""
-    return audit_plot(panels_of(found), found.delta, found.confidence)
 
 
 def panels_of(found: Audit) -> list[AuditPanel]:
@@ -127,6 +106,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UsageError(
             f"the audit runs the engine, whose methods are {', '.join(AUDITED)}; got --method {arguments.method}"
         )
+    if arguments.max_physical_batch_size == "auto":
+        raise UsageError("the audit takes a number as --max-physical-batch-size; give one, or leave it out")
     if arguments.draws == 0 and arguments.canaries == 0:
         raise UsageError("--draws 0 and --canaries 0 leave nothing to audit; give one of them")
     for path in (arguments.out, arguments.plot):
@@ -145,26 +126,10 @@ def _training(plan: PlannedRun, data: Data) -> Training:
         model=build(settings.model, data, settings.seed),
         loss_fn=cross_entropy,
         data=data.train,
-        batch_size=settings.batch_size,
-        noise_multiplier=settings.noise_multiplier,
         steps=plan.steps,
-        target_delta=settings.delta,
-        clipping=settings.max_norm,
-        second_pass=settings.method,
-        max_physical_batch_size=settings.max_physical_batch_size,
-        noise=settings.noise or "standard",
+        **settings.of_engine,
         optimizer=lambda parameters: OPTIMIZERS[settings.optimizer](parameters, settings.learning_rate),
     )
-
-
-@contextmanager
-def _bar(name: str, count: int) -> Iterator[Callable[[], Any]]:
-    """A progress bar of one part of the audit, on stderr. Needs tqdm."""
-    from tqdm import tqdm
-
-    seconds = 0.1 if sys.stderr.isatty() else IN_A_LOG
-    with tqdm(total=count, desc=name, dynamic_ncols=True, mininterval=seconds) as shown:
-        yield shown.update
 
 
 def _print(found: Audit, settings: Settings) -> None:

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import argparse
 
+from ghostclip.bench import command
+from ghostclip.bench.command import run
+
 __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    from ghostclip.bench import command
-
     parser.description = command.DESCRIPTION
     parser.epilog = "example: ghostclip bench --workloads mlp,cnn --seconds 5"
     command.add_arguments(parser)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Runs the benchmark and prints its table."""
-    from ghostclip.bench import command
-
-    return command.run(arguments)

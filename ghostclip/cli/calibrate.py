@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
+from typing import Any
 
 from ghostclip import accounting
 from ghostclip.cli.arguments import add_accounting, add_json, print_json
-from ghostclip.cli.sampling import add_sampling, sampling_of
+from ghostclip.cli.sampling import add_sampling, fields_of, sampling_of
 
 __all__ = ["add_arguments", "run"]
 
@@ -27,24 +28,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the noise multiplier and what it spends."""
-    sampled = sampling_of(arguments)
-    where = {
-        **sampled.keywords,
-        "steps": sampled.steps,
-        "delta": arguments.delta,
-        "accountant": arguments.accountant,
-    }
+    setting, steps = sampling_of(arguments)
+    choice = {"delta": arguments.delta, "accountant": arguments.accountant}
+    where: dict[str, Any] = {**fields_of(setting), "steps": steps, **choice}
     noise = accounting.noise_multiplier(target_epsilon=arguments.epsilon, **where)
     noise = math.ceil(noise * 10**DIGITS) / 10**DIGITS
-    spent = accounting.epsilon(noise_multiplier=noise, **where) if sampled.steps else 0.0
+    spent = accounting.epsilon(noise_multiplier=noise, **where) if steps else 0.0
     if arguments.json:
         print_json({"noise_multiplier": noise, "epsilon": spent, "target_epsilon": arguments.epsilon, **where})
         return 0
-    event = sampled.event(noise)
+    event = setting.event(noise)
     print(f"noise multiplier {noise:.{DIGITS}f}")
     print(
         f"epsilon {spent:.4g} ({arguments.accountant.upper()}) at delta {arguments.delta:g}, "
-        f"after {sampled.steps:,} steps over {accounting.samples(event)}"
+        f"after {steps:,} steps over {accounting.samples(event)}"
     )
     print(accounting.neighbours(event))
     return 0

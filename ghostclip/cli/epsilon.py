@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from ghostclip import accounting
 from ghostclip.cli.arguments import UsageError, add_accounting, add_json, print_json
-from ghostclip.cli.sampling import Sampled, add_sampling, sampling_of
+from ghostclip.cli.sampling import add_sampling, fields_of, sampling_of
 from ghostclip.report.plots import epsilon_plot
 from ghostclip.validate import positive
 
@@ -36,40 +37,29 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints epsilon by each accountant that bounds it, and draws it over the steps."""
     if arguments.plot is not None and arguments.plot.suffix != ".png":
         raise UsageError(f"--plot must name a .png file; got {arguments.plot}")
-    sampled = sampling_of(arguments)
-    setting = {
-        "noise_multiplier": positive(noise_multiplier=arguments.noise_multiplier),
-        **sampled.keywords,
-        "steps": sampled.steps,
+    sampling, steps = sampling_of(arguments)
+    noise = positive(noise_multiplier=arguments.noise_multiplier)
+    setting: dict[str, Any] = {
+        "noise_multiplier": noise,
+        **fields_of(sampling),
+        "steps": steps,
         "delta": arguments.delta,
     }
-    event = sampled.event(arguments.noise_multiplier)
+    event = sampling.event(noise, steps)
     names = dict.fromkeys([arguments.accountant, *accounting.accountants_for(event)])
     spent = {name: accounting.epsilon(**setting, accountant=name) for name in names}
     if arguments.plot is not None:
-        _plot(sampled, arguments, list(spent))
+        curves = {name.upper(): accounting.epsilon_over_time(**setting, accountant=name) for name in names}
+        marks = next(iter(curves.values()))[0]
+        about = f"{arguments.sampling} sampling, neighbours: {arguments.neighboring}"
+        values = {name: curve for name, (_, curve) in curves.items()}
+        arguments.plot.write_bytes(epsilon_plot(marks, values, arguments.delta, None, about=about))
     if arguments.json:
-        print_json(
-            {"epsilon": spent[arguments.accountant], "accountant": arguments.accountant, "epsilons": spent, **setting}
-        )
+        chosen = arguments.accountant
+        print_json({"epsilon": spent[chosen], "accountant": chosen, "epsilons": spent, **setting})
         return 0
     for name, value in spent.items():
         print(f"epsilon {value:.4g} ({name.upper()})")
-    print(f"at delta {arguments.delta:g}, after {sampled.steps:,} steps over {accounting.samples(event)}")
+    print(f"at delta {arguments.delta:g}, after {steps:,} steps over {accounting.samples(event)}")
     print(accounting.neighbours(event))
     return 0
-
-
-def _plot(sampled: Sampled, arguments: argparse.Namespace, accountants: list[str]) -> None:
-    """Epsilon over the steps, in the file the arguments name."""
-    curves = {}
-    for name in accountants:
-        marks, curves[name.upper()] = accounting.epsilon_over_time(
-            noise_multiplier=arguments.noise_multiplier,
-            steps=sampled.steps,
-            delta=arguments.delta,
-            accountant=name,
-            **sampled.keywords,
-        )
-    about = f"{arguments.sampling} sampling, neighbours: {arguments.neighboring}"
-    arguments.plot.write_bytes(epsilon_plot(marks, curves, arguments.delta, None, about=about))

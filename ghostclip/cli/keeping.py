@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from ghostclip import PrivacyEngine
 from ghostclip.accounting import ACCOUNTANTS
 from ghostclip.checkpoint import previous_of
 from ghostclip.cli.arguments import UsageError
+from ghostclip.cli.methods import METHODS, Ghost
 from ghostclip.validate import positive_int
 
-__all__ = ["History", "Keeping", "add_checkpoints", "keeping_of", "told"]
+__all__ = ["History", "Keeping", "add_checkpoints", "keeping_of"]
 
 
 @dataclass
@@ -45,13 +44,6 @@ class History:
         vars(self).update(state)
 
 
-class Resumable(Protocol):
-    """Steps of an engine that may start in the middle."""
-
-    engine: PrivacyEngine
-    first_epoch: int
-
-
 @dataclass(frozen=True)
 class Keeping:
     """Keeps a run's checkpoints.
@@ -66,35 +58,25 @@ class Keeping:
     every: int | None
     resume: bool
 
-    def start(self, steps: Resumable, history: History) -> None:
-        """Goes on from the checkpoint, where that was asked for."""
-        if not self.resume:
-            return
-        found = steps.engine.restore(self.path, extra={"history": history})
-        steps.first_epoch = found.epoch
-        # A step that was interrupted after its release and before it was noted down.
-        history.losses += [math.nan] * (found.steps - len(history.losses))
-
-    def after_step(self, steps: Resumable, history: History) -> None:
-        """Saves, when it is time to."""
+    @contextmanager
+    def kept(self, steps: Ghost, history: History) -> Iterator[Callable[[], None]]:
+        """Goes on from the checkpoint, where that was asked for; gives what to call after each step."""
+        if self.resume:
+            found = steps.engine.restore(self.path, extra={"history": history})
+            steps.first_epoch = found.epoch
+            # A step that was interrupted after its release and before it was noted down.
+            history.losses += [math.nan] * (found.steps - len(history.losses))
         every = self.every or len(steps.engine.batches())
-        if len(history.losses) % every == 0:
-            self.save(steps, history)
 
-    def save(self, steps: Resumable, history: History) -> None:
-        """Saves now."""
-        steps.engine.save(self.path, extra={"history": history})
+        def after_step() -> None:
+            if len(history.losses) % every == 0:
+                steps.engine.save(self.path, extra={"history": history})
 
-
-@contextmanager
-def told(keeping: Keeping | None) -> Iterator[None]:
-    """Says where an interrupted run is kept, on stderr."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if keeping is not None:
-            print(f"the run is kept at {keeping.path}; add --resume to go on from there", file=sys.stderr)
-        raise
+        try:
+            yield after_step
+        finally:
+            # However it ended: at the last step, by Ctrl-C, or by an error, after which nothing half done is stored.
+            steps.engine.save(self.path, extra={"history": history})
 
 
 def add_checkpoints(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +104,7 @@ def keeping_of(arguments: argparse.Namespace) -> Keeping | None:
             if getattr(arguments, option):
                 raise UsageError(f"--{option} needs --checkpoint DIR, the folder that the run is kept in")
         return None
-    if arguments.method not in ("auto", "cached", "reweight"):
+    if METHODS[arguments.method] is not Ghost:
         raise UsageError(f"--method {arguments.method} is there for comparison and keeps no --checkpoint; leave it out")
     if arguments.compare:
         raise UsageError("the runs beside yours are not kept; give --checkpoint or --compare, not both")

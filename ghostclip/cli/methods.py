@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from ghostclip.noise import noise_source
 from ghostclip.sampling import LogicalBatches
 from ghostclip.validate import nonnegative
 
-__all__ = ["METHODS", "OPTIMIZERS", "Settings", "Step", "Steps", "cross_entropy", "steps_of"]
+__all__ = ["METHODS", "OPTIMIZERS", "Ghost", "Settings", "Steps", "cross_entropy"]
 
 MOMENTUM = 0.9
 OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
@@ -40,7 +40,7 @@ class Settings:
     method: str
     epochs: int
     batch_size: int
-    max_physical_batch_size: int | None
+    max_physical_batch_size: int | str | None
     max_norm: float
     learning_rate: float
     optimizer: str
@@ -50,121 +50,116 @@ class Settings:
     target_epsilon: float | None = None
     noise: str | None = "standard"
     ledger: str | None = None
+    memory_limit: int | None = None
+
+    @property
+    def of_engine(self) -> dict[str, Any]:
+        """What an engine, or an audit of one, is told."""
+        return {
+            "batch_size": self.batch_size,
+            "max_physical_batch_size": self.max_physical_batch_size,
+            "noise_multiplier": self.noise_multiplier,
+            "target_delta": self.delta,
+            "clipping": self.max_norm,
+            "second_pass": self.method,
+            "noise": self.noise or "standard",
+        }
 
 
-@dataclass(frozen=True)
-class Step:
-    """One optimizer step: how many examples it saw and their mean loss (NaN for none)."""
-
-    examples: int
-    loss: float
-
-
-class Steps(Protocol):
-    """A run's optimizer steps, taken while iterating."""
-
-    private: bool
-    noise_multiplier: float | None
-
-    def __iter__(self) -> Iterator[Step]: ...
-
-    def epsilon(self, accountant: str) -> float:
-        """What the steps taken so far spent."""
-        ...
-
-
-def steps_of(settings: Settings, model: nn.Module, data: TensorDataset) -> Steps:
-    """The steps of the method the settings name."""
-    return METHODS[settings.method](settings, model, data)
-
-
-class Nonprivate:
-    """Ordinary training: shuffled batches of a fixed size, the mean loss."""
-
-    private: bool = False
-    noise_multiplier: float | None = None
+class Steps:
+    """A run's optimizer steps, taken while iterating, which gives the losses [n] of the examples of each."""
 
     def __init__(self, settings: Settings, model: nn.Module, data: TensorDataset) -> None:
-        self._model, self._epochs = model, settings.epochs
+        self._settings, self._model, self._data = settings, model, data
         self._optimizer = OPTIMIZERS[settings.optimizer](model.parameters(), settings.learning_rate)
-        self._batches = DataLoader(data, batch_size=min(settings.batch_size, len(data)), shuffle=True)
 
-    def __iter__(self) -> Iterator[Step]:
-        for _ in range(self._epochs):
-            for batch in self._batches:
-                loss = cross_entropy(self._model, batch).mean()
-                loss.backward()
-                self._optimizer.step()
-                self._optimizer.zero_grad()
-                yield Step(len(batch[1]), float(loss.detach()))
+    def __iter__(self) -> Iterator[Tensor]:
+        raise NotImplementedError
 
     def epsilon(self, accountant: str) -> float:
-        """Nothing bounds it."""
+        """What the steps taken so far spent; inf where nothing bounds it."""
         return math.inf
 
+    @property
+    def limit(self) -> int | None:
+        """The most examples that are in memory at once; None: no limit."""
+        return None
 
-class Ghost:
+
+class Nonprivate(Steps):
+    """Ordinary training: shuffled batches of a fixed size, the mean loss."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        size = min(self._settings.batch_size, len(self._data))
+        batches = DataLoader(self._data, batch_size=size, shuffle=True)
+        for _ in range(self._settings.epochs):
+            for batch in batches:
+                losses = cross_entropy(self._model, batch)
+                losses.mean().backward()
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+                yield losses.detach()
+
+
+class Ghost(Steps):
     """PrivacyEngine with one of its second passes, from the first epoch that isn't over."""
 
-    private: bool = True
-    noise_multiplier: float | None
-
     def __init__(self, settings: Settings, model: nn.Module, data: TensorDataset) -> None:
-        self.noise_multiplier = settings.noise_multiplier
-        self._epochs, self.first_epoch = settings.epochs, 0
+        super().__init__(settings, model, data)
+        self.first_epoch = 0
         self.engine = ghostclip.PrivacyEngine(
             model,
-            OPTIMIZERS[settings.optimizer](model.parameters(), settings.learning_rate),
+            self._optimizer,
             data,
-            batch_size=settings.batch_size,
-            max_physical_batch_size=settings.max_physical_batch_size,
-            noise_multiplier=settings.noise_multiplier,
-            target_delta=settings.delta,
-            clipping=settings.max_norm,
-            second_pass=settings.method,
-            noise=settings.noise or "standard",
             ledger=settings.ledger,
+            memory_limit=settings.memory_limit,
+            **settings.of_engine,
         )
 
-    def __iter__(self) -> Iterator[Step]:
-        for _ in range(self.first_epoch, self._epochs):
+    def __iter__(self) -> Iterator[Tensor]:
+        for _ in range(self.first_epoch, self._settings.epochs):
             for batch in self.engine.batches():
-                losses = self.engine.step(batch, cross_entropy).losses
-                yield Step(len(losses), float(losses.mean()))
+                yield self.engine.step(batch, cross_entropy).losses
 
     def epsilon(self, accountant: str) -> float:
-        """What the steps taken so far spent."""
+        """See `Steps.epsilon`."""
         return self.engine.epsilon(accountant=accountant)
 
+    @property
+    def limit(self) -> int | None:
+        """See `Steps.limit`."""
+        return self.engine.batches().limit
 
-class Naive:
+
+class Naive(Steps):
     """One of the two slow ways to the clipped sum, with the engine's own sampling, noise and accounting."""
 
-    private: bool = True
-    noise_multiplier: float | None
-
     def __init__(self, settings: Settings, model: nn.Module, data: TensorDataset) -> None:
-        self.noise_multiplier = self._sigma = nonnegative(noise_multiplier=settings.noise_multiplier)
-        self._settings, self._model = settings, ghostclip.unwrap(model)
+        super().__init__(settings, ghostclip.unwrap(model), data)
+        self._sigma = nonnegative(noise_multiplier=settings.noise_multiplier)
         self._clipped_sum = {"nxbp": naive.nxbp, "multiloss": naive.multiloss}[settings.method]
-        self._optimizer = OPTIMIZERS[settings.optimizer](model.parameters(), settings.learning_rate)
         self._noise, self._charged = noise_source(settings.noise or "standard"), 0
         self._batches = LogicalBatches(
             data,
             batch_size=settings.batch_size,
-            max_physical_batch_size=settings.max_physical_batch_size,
+            max_physical_batch_size=settings.max_physical_batch_size,  # type: ignore[arg-type]  # "auto" is the engine's
             generator=self._noise.generator,
         )
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[Tensor]:
         for _ in range(self._settings.epochs):
             for batch in self._batches:
-                losses: list[Tensor] = []
+                seen = [torch.zeros(0)]
+
+                def noted(model: nn.Module, examples: Sequence[Tensor], seen: list[Tensor] = seen) -> Tensor:
+                    losses = cross_entropy(model, examples)
+                    seen.append(losses.detach())
+                    return losses
+
                 for examples in batch.physical():
-                    self._clipped_sum(self._model, _noting(losses), examples, self._settings.max_norm)
+                    self._clipped_sum(self._model, noted, examples, self._settings.max_norm)
                 self._release()
-                seen = torch.cat(losses) if losses else torch.zeros(0)
-                yield Step(len(seen), float(seen.mean()))
+                yield torch.cat(seen)
 
     def _release(self) -> None:
         """Charges a step, adds its noise, and takes it."""
@@ -178,22 +173,14 @@ class Naive:
         self._optimizer.zero_grad()
 
     def epsilon(self, accountant: str) -> float:
-        """What the steps taken so far spent."""
-        if not self._charged:
-            return 0.0
+        """See `Steps.epsilon`."""
         event = replace(self._batches.event(self._sigma), count=self._charged)
         return epsilon_of([event], delta=self._settings.delta, accountant=accountant)
 
-
-def _noting(seen: list[Tensor]) -> naive.LossFunction:
-    """The loss function, which keeps the losses of the examples."""
-
-    def noted(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-        losses = cross_entropy(model, batch)
-        seen.append(losses.detach())
-        return losses
-
-    return noted
+    @property
+    def limit(self) -> int | None:
+        """See `Steps.limit`."""
+        return self._batches.limit
 
 
 def cross_entropy(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
@@ -202,11 +189,5 @@ def cross_entropy(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     return F.cross_entropy(model(inputs), labels, reduction="none")
 
 
-METHODS: dict[str, Callable[[Settings, nn.Module, TensorDataset], Steps]] = {
-    "nonprivate": Nonprivate,
-    "nxbp": Naive,
-    "multiloss": Naive,
-    "auto": Ghost,
-    "cached": Ghost,
-    "reweight": Ghost,
-}
+METHODS: dict[str, type[Steps]] = {"nonprivate": Nonprivate, "nxbp": Naive, "multiloss": Naive}
+METHODS |= {"auto": Ghost, "cached": Ghost, "reweight": Ghost}

@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from ghostclip import accounting
 from ghostclip.cli.arguments import UsageError
 from ghostclip.cli.methods import Settings
-from ghostclip.cli.recipes import learning_rate, recipe_for
+from ghostclip.cli.recipes import EPOCHS, MAX_NORM, batch_size_for, learning_rate
 from ghostclip.validate import nonnegative, open_fraction, positive, positive_int, whole
 
-__all__ = ["DEFAULT_EPSILON", "PlannedRun", "runs_of", "steps_per_epoch", "wants_comparison"]
+__all__ = ["DEFAULT_EPSILON", "PlannedRun", "runs_of", "wants_comparison"]
 
 DEFAULT_EPSILON = 8.0
 LOWER_TARGETS = (3.0, 1.0)  # shown beside the target asked for, where that is larger
+# Options that training without privacy does not take; beside a private run it has its own of the others, too.
+PRIVATE = ("epsilon", "noise_multiplier", "noise", "max_norm", "max_physical_batch_size", "memory_limit", "ledger")
+OWN = ("optimizer", "batch_size", "learning_rate")
 
 
 @dataclass(frozen=True)
@@ -42,110 +45,81 @@ def runs_of(arguments: argparse.Namespace, examples: int) -> Iterator[PlannedRun
     """
     _check(arguments, examples)
     if arguments.method == "nonprivate":
-        yield _nonprivate(arguments, examples)
+        yield _planned(arguments, examples, "non-private")
         return
     if arguments.noise_multiplier is not None:
         noise = nonnegative(noise_multiplier=arguments.noise_multiplier)
         name = f"private, noise {noise:g}" if noise else "not private, no noise"
-        yield _private(arguments, examples, name, noise, None)
+        yield _planned(arguments, examples, name, noise)
     else:
-        first = DEFAULT_EPSILON if arguments.epsilon is None else arguments.epsilon
+        first = positive(epsilon=DEFAULT_EPSILON if arguments.epsilon is None else arguments.epsilon)
         lower = [target for target in LOWER_TARGETS if target < first and wants_comparison(arguments)]
         for target in (first, *lower):
-            yield _calibrated(arguments, examples, target)
+            yield _planned(arguments, examples, f"private, epsilon {target:g}", target=target)
     if wants_comparison(arguments):
-        yield _nonprivate(arguments, examples)
+        others = dict.fromkeys((*PRIVATE, *OWN)) | {"method": "nonprivate"}
+        yield _planned(argparse.Namespace(**vars(arguments) | others), examples, "non-private")
 
 
 def _check(arguments: argparse.Namespace, examples: int) -> None:
     """Everything that can be told before the first calculation."""
     if arguments.method == "nonprivate":
-        for option in ("epsilon", "noise_multiplier", "noise", "max_norm", "max_physical_batch_size", "ledger"):
+        for option in PRIVATE:
             if getattr(arguments, option) is not None:
                 raise UsageError(f"--method nonprivate takes no --{option.replace('_', '-')}; leave it out")
-    if arguments.ledger is not None and arguments.method in ("nxbp", "multiloss"):
-        raise UsageError(f"--method {arguments.method} is there for comparison and keeps no --ledger; leave it out")
+    if arguments.method in ("nxbp", "multiloss"):
+        if arguments.ledger is not None:
+            raise UsageError(f"--method {arguments.method} is there for comparison and keeps no --ledger; leave it out")
+        if arguments.max_physical_batch_size == "auto":
+            raise UsageError(f"--method {arguments.method} takes a number as --max-physical-batch-size; give one")
     if arguments.ledger is not None and arguments.compare:
         raise UsageError("the runs beside yours would be charged to the --ledger, too; give it or --compare, not both")
     if arguments.epsilon is not None and arguments.noise_multiplier is not None:
         raise UsageError("give --epsilon or --noise-multiplier, not both: each determines the other")
     if arguments.batch_size is not None and positive_int(batch_size=arguments.batch_size) > examples:
         raise ValueError(f"batch_size must be at most the {examples} training examples; got {arguments.batch_size}")
-    if arguments.max_physical_batch_size is not None:
-        positive_int(max_physical_batch_size=arguments.max_physical_batch_size)
+    if arguments.max_physical_batch_size != "auto":
+        if arguments.memory_limit is not None:
+            raise UsageError("--memory-limit is for --max-physical-batch-size auto; give both, or leave it out")
+        if arguments.max_physical_batch_size is not None:
+            positive_int(max_physical_batch_size=arguments.max_physical_batch_size)
     open_fraction(delta=arguments.delta)
-    if not 0 <= whole(seed=arguments.seed) < 2**63:
+    if whole(seed=arguments.seed) >= 2**63:
         raise ValueError(f"seed must be below 2**63; got {arguments.seed}")
 
 
-def steps_per_epoch(examples: int, batch_size: int) -> int:
-    """What the engine calls an epoch."""
-    return max(1, round(examples / batch_size))
-
-
-def _calibrated(arguments: argparse.Namespace, examples: int, target: float) -> PlannedRun:
-    """A private run whose noise meets the target."""
-    batch_size, steps = _batch_size_and_steps(arguments, examples)
-    noise = accounting.noise_multiplier(
-        target_epsilon=positive(epsilon=target), sample_rate=batch_size / examples, steps=steps, delta=arguments.delta
-    )
-    return _private(arguments, examples, f"private, epsilon {target:g}", noise, target)
-
-
-def _batch_size_and_steps(arguments: argparse.Namespace, examples: int) -> tuple[int, int]:
-    """The logical batch size and the number of steps of a private run."""
-    recipe = recipe_for(examples, private=True)
-    batch_size = recipe.batch_size if arguments.batch_size is None else arguments.batch_size
-    epochs = positive_int(epochs=recipe.epochs if arguments.epochs is None else arguments.epochs)
-    return batch_size, epochs * steps_per_epoch(examples, batch_size)
-
-
-def _private(arguments: argparse.Namespace, examples: int, name: str, noise: float, target: float | None) -> PlannedRun:
-    """A run with that much noise."""
-    recipe = recipe_for(examples, private=True)
-    batch_size, steps = _batch_size_and_steps(arguments, examples)
-    max_norm = positive(max_norm=recipe.max_norm if arguments.max_norm is None else arguments.max_norm)
-    optimizer = arguments.optimizer or recipe.optimizer
-    rate = learning_rate(optimizer, noise, batch_size, max_norm)
+def _planned(
+    arguments: argparse.Namespace, examples: int, name: str, noise: float | None = None, target: float | None = None
+) -> PlannedRun:
+    """A run with that much noise, or the least that meets the target."""
+    private = arguments.method != "nonprivate"
+    batch_size = arguments.batch_size or batch_size_for(examples, private)
+    epochs = positive_int(epochs=EPOCHS if arguments.epochs is None else arguments.epochs)
+    # The engine's epochs have steps enough to see each example once, as is expected.
+    steps = epochs * (max(1, round(examples / batch_size)) if private else -(-examples // batch_size))
+    if target is not None:
+        where = {"sample_rate": batch_size / examples, "steps": steps, "delta": arguments.delta}
+        noise = accounting.noise_multiplier(target_epsilon=target, **where)
+    max_norm = positive(max_norm=MAX_NORM if arguments.max_norm is None else arguments.max_norm)
+    optimizer = arguments.optimizer or ("sgd" if private else "adam")
+    rate = arguments.learning_rate
     settings = Settings(
         model=arguments.model,
         method=arguments.method,
-        epochs=recipe.epochs if arguments.epochs is None else arguments.epochs,
+        epochs=epochs,
         batch_size=batch_size,
         max_physical_batch_size=arguments.max_physical_batch_size,
         max_norm=max_norm,
-        learning_rate=rate if arguments.learning_rate is None else positive(learning_rate=arguments.learning_rate),
+        learning_rate=positive(
+            learning_rate=learning_rate(optimizer, noise, batch_size, max_norm) if rate is None else rate
+        ),
         optimizer=optimizer,
         seed=arguments.seed,
         delta=arguments.delta,
         noise_multiplier=noise,
         target_epsilon=target,
-        noise=arguments.noise or "standard",
+        noise=(arguments.noise or "standard") if private else None,
         ledger=arguments.ledger,
+        memory_limit=arguments.memory_limit,
     )
     return PlannedRun(name, settings, steps)
-
-
-def _nonprivate(arguments: argparse.Namespace, examples: int) -> PlannedRun:
-    """Ordinary training: as asked when it is the method asked for, beside another with settings that suit it."""
-    recipe = recipe_for(examples, private=False)
-    asked = arguments.method == "nonprivate"
-    optimizer = (arguments.optimizer if asked else None) or recipe.optimizer
-    batch_size = (arguments.batch_size if asked else None) or recipe.batch_size
-    rate = (arguments.learning_rate if asked else None) or learning_rate(optimizer, None, batch_size, recipe.max_norm)
-    epochs = positive_int(epochs=recipe.epochs if arguments.epochs is None else arguments.epochs)
-    settings = Settings(
-        model=arguments.model,
-        method="nonprivate",
-        epochs=epochs,
-        batch_size=batch_size,
-        max_physical_batch_size=None,
-        max_norm=recipe.max_norm,
-        learning_rate=positive(learning_rate=rate),
-        optimizer=optimizer,
-        seed=arguments.seed,
-        delta=arguments.delta,
-        noise_multiplier=None,
-        noise=None,
-    )
-    return PlannedRun("non-private", settings, epochs * -(-examples // batch_size))

@@ -6,32 +6,19 @@ private data such a search would spend privacy of its own: start from settings t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+__all__ = ["EPOCHS", "MAX_NORM", "batch_size_for", "learning_rate"]
 
-__all__ = ["Recipe", "learning_rate", "recipe_for"]
-
+EPOCHS, MAX_NORM = 30, 1.0
 LARGE_FROM = 10_000  # examples
 # The standard deviation that one step's noise may give a weight, before momentum, and the largest useful rate.
 NOISE_PER_STEP, LARGEST_RATE = 0.002, 0.5
 ADAM_RATE = 1e-3
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """Settings that do not depend on the noise; ``batch_size`` is the expected one of a Poisson sample."""
-
-    batch_size: int
-    epochs: int
-    optimizer: str
-    max_norm: float = 1.0
-
-
-def recipe_for(examples: int, private: bool) -> Recipe:
-    """The defaults for a training set of that size."""
-    if not private:
-        return Recipe(batch_size=min(64, examples), epochs=30, optimizer="adam")
-    batch_size = 1024 if examples >= LARGE_FROM else 512
-    return Recipe(batch_size=min(batch_size, examples), epochs=30, optimizer="sgd")
+def batch_size_for(examples: int, private: bool) -> int:
+    """For a training set of that size; that of a Poisson sample is an expected one."""
+    usual = 64 if not private else 1024 if examples >= LARGE_FROM else 512
+    return min(usual, examples)
 
 
 def learning_rate(optimizer: str, noise: float | None, batch_size: int, max_norm: float) -> float:

@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from typing import Any
 
 from ghostclip import accounting
 from ghostclip.cli.arguments import UsageError
-from ghostclip.events import RELATIONS, SAMPLINGS, SampledRelease
+from ghostclip.events import RELATIONS, SAMPLINGS
 from ghostclip.validate import fraction, positive_int, whole
 
-__all__ = ["Sampled", "add_sampling", "sampling_of"]
+__all__ = ["add_sampling", "fields_of", "sampling_of"]
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """Steps of one kind, as the accounting functions take them.
-
-    Attributes:
-        steps: how many.
-        setting: how each one's batch was drawn, and the neighbours.
-    """
-
-    steps: int
-    setting: accounting.Setting
-
-    def event(self, noise_multiplier: float) -> SampledRelease:
-        """What all of them are charged as."""
-        return self.setting.event(noise_multiplier, self.steps)
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """The setting as arguments, without those that are left out."""
-        return {name: value for name, value in vars(self.setting).items() if value is not None}
+def fields_of(setting: accounting.Setting) -> dict[str, Any]:
+    """The setting as arguments of the accounting functions, without those that are left out."""
+    return {name: value for name, value in vars(setting).items() if value is not None}
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -61,8 +43,8 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def sampling_of(arguments: argparse.Namespace) -> Sampled:
-    """What the arguments of `add_sampling` say.
+def sampling_of(arguments: argparse.Namespace) -> tuple[accounting.Setting, int]:
+    """What the arguments of `add_sampling` say: how each step's batch is drawn, and how many steps there are.
 
     Raises:
         UsageError: the steps are given in neither way or in both; ValueError: a number is out of range.
@@ -72,10 +54,10 @@ def sampling_of(arguments: argparse.Namespace) -> Sampled:
     if arguments.sampling != "truncated":
         if arguments.max_batch_size is not None:
             raise UsageError("--max-batch-size is for --sampling truncated")
-        return Sampled(steps, accounting.Setting(rate, *kind))
+        return accounting.Setting(rate, *kind), steps
     if arguments.examples is None or arguments.max_batch_size is None:
         raise UsageError("--sampling truncated needs --examples, --batch-size, --epochs and --max-batch-size")
-    return Sampled(steps, accounting.Setting(rate, *kind, arguments.examples, arguments.max_batch_size))
+    return accounting.Setting(rate, *kind, arguments.examples, arguments.max_batch_size), steps
 
 
 def _rate_and_steps(arguments: argparse.Namespace) -> tuple[float, int]:

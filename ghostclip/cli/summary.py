@@ -12,29 +12,24 @@ __all__ = ["run_table", "speed_table"]
 def run_table(runs: Sequence[TrainingRun], delta: float) -> str:
     """One line a run: accuracy, epsilon by each accountant, noise, time."""
     accountants = list(dict.fromkeys(name for run in runs for name in run.epsilons))
-    header = [
-        "training",
-        "test accuracy",
-        *(f"epsilon ({name})" for name in accountants),
-        "noise",
-        "examples/s",
-        "seconds",
-    ]
-    lines = [
-        [
-            run.name,
-            f"{run.accuracy:.1%}",
-            *(f"{run.epsilons[name]:.3f}" if name in run.epsilons else "-" for name in accountants),
-            "-" if run.noise_multiplier is None else f"{run.noise_multiplier:.3f} {run.noise or ''}".rstrip(),
-            f"{run.examples_per_second:,.0f}",
-            f"{run.seconds:.1f}",
-        ]
+    rows = [
+        {
+            "training": run.name,
+            "test accuracy": f"{run.accuracy:.1%}",
+            **{
+                f"epsilon ({name})": f"{run.epsilons[name]:.3f}" if name in run.epsilons else "-"
+                for name in accountants
+            },
+            "noise": "-" if run.noise_multiplier is None else f"{run.noise_multiplier:.3f} {run.noise or ''}".rstrip(),
+            "examples/s": f"{run.examples_per_second:,.0f}",
+            "seconds": f"{run.seconds:.1f}",
+        }
         for run in runs
     ]
     note = (
         f"\nepsilon is at delta {delta:g}, for data sets that differ by one example's presence" if accountants else ""
     )
-    return _aligned([header, *lines]) + note
+    return _aligned([list(rows[0]), *(list(row.values()) for row in rows)]) + note
 
 
 def speed_table(speeds: Mapping[str, float], batch_size: int, baseline: str = "nonprivate") -> str:

@@ -11,9 +11,9 @@ import torch
 
 from ghostclip import datasets, models, report
 from ghostclip.bench.machine import describe
-from ghostclip.cli.arguments import UsageError, add_json, print_json
+from ghostclip.cli.arguments import UsageError, add_json, as_bytes, count_or_auto, print_json
 from ghostclip.cli.forecast import with_forecast
-from ghostclip.cli.keeping import add_checkpoints, keeping_of, told
+from ghostclip.cli.keeping import add_checkpoints, keeping_of
 from ghostclip.cli.methods import METHODS, OPTIMIZERS, Settings
 from ghostclip.cli.plan import DEFAULT_EPSILON, PlannedRun, runs_of, wants_comparison
 from ghostclip.cli.progress import bar
@@ -63,42 +63,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_configuration(parser: argparse.ArgumentParser) -> None:
     """Adds what a training is made of, for every command that runs or examines one."""
     parser.set_defaults(ledger=None)
-    what = parser.add_argument_group("what to train")
-    what.add_argument("--model", choices=models.NAMES, default="cnn", help="default: cnn")
-    what.add_argument("--data", choices=datasets.NAMES, default="digits", help="default: digits, which are embedded")
-    what.add_argument("--data-dir", type=Path, metavar="DIR", help="folder that holds the data set's files")
-    what.add_argument("--vocabulary", type=Path, metavar="FILE", help="for imdb: public words, one a line")
-    what.add_argument(
-        "--method",
-        choices=tuple(METHODS),
-        default="auto",
-        help="how per-example gradients are clipped (default: auto)",
-    )
-    what.add_argument("--seed", type=int, default=0, help="of the initial weights, never of the noise (default: 0)")
-    privacy = parser.add_argument_group("privacy")
-    privacy.add_argument("--epsilon", type=float, help=f"target (default: {DEFAULT_EPSILON:g})")
-    privacy.add_argument(
-        "--noise-multiplier", type=float, metavar="SIGMA", help="instead of --epsilon; 0 is not private"
-    )
-    privacy.add_argument(
-        "--noise",
-        choices=("standard", "hardened"),
-        help="hardened: from a cipher, rounded to a lattice, so that no digit gives data away (default: standard)",
-    )
-    privacy.add_argument("--delta", type=float, default=1e-5, help="default: 1e-5")
-    privacy.add_argument("--max-norm", type=float, metavar="C", help="clipping norm")
-    training = parser.add_argument_group("training", "defaults depend on the size of the training set")
-    training.add_argument("--epochs", type=int)
-    training.add_argument("--batch-size", type=int, metavar="B", help="expected size of a Poisson-sampled batch")
-    training.add_argument("--max-physical-batch-size", type=int, metavar="N", help="most examples in memory at once")
-    training.add_argument("--learning-rate", type=float, metavar="RATE")
-    training.add_argument("--optimizer", choices=tuple(OPTIMIZERS))
-    training.add_argument(
-        "--threads",
-        type=int,
-        metavar="N",
-        help="processor threads torch may use (default: torch's own choice; 1 for digits)",
-    )
+    add = parser.add_argument_group("what to train").add_argument
+    add("--model", choices=models.NAMES, default="cnn", help="default: cnn")
+    add("--data", choices=datasets.NAMES, default="digits", help="default: digits, which are embedded")
+    add("--data-dir", type=Path, metavar="DIR", help="folder that holds the data set's files")
+    add("--vocabulary", type=Path, metavar="FILE", help="for imdb: public words, one a line")
+    add("--method", choices=METHODS, default="auto", help="how per-example gradients are clipped (default: auto)")
+    add("--seed", type=int, default=0, help="of the initial weights, never of the noise (default: 0)")
+    add = parser.add_argument_group("privacy").add_argument
+    add("--epsilon", type=float, help=f"target (default: {DEFAULT_EPSILON:g})")
+    add("--noise-multiplier", type=float, metavar="SIGMA", help="instead of --epsilon; 0 is not private")
+    how = "hardened: from a cipher, rounded to a lattice, so that no digit gives data away (default: standard)"
+    add("--noise", choices=("standard", "hardened"), help=how)
+    add("--delta", type=float, default=1e-5, help="default: 1e-5")
+    add("--max-norm", type=float, metavar="C", help="clipping norm")
+    about = "defaults depend on the size of the training set"
+    add = parser.add_argument_group("training", about).add_argument
+    add("--epochs", type=int)
+    add("--batch-size", type=int, metavar="B", help="expected size of a Poisson-sampled batch")
+    most = "most examples in memory at once; auto: as many as fit, found at the first step (default: a whole batch)"
+    add("--max-physical-batch-size", type=count_or_auto, metavar="N", help=most)
+    limit = "for auto: memory of the whole process, in bytes or such as 4GiB (default: nine tenths of what is left)"
+    add("--memory-limit", type=as_bytes, metavar="SIZE", help=limit)
+    add("--learning-rate", type=float, metavar="RATE")
+    add("--optimizer", choices=OPTIMIZERS)
+    threads = "processor threads torch may use (default: torch's own choice; 1 for digits)"
+    add("--threads", type=int, metavar="N", help=threads)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -108,17 +98,21 @@ def run(arguments: argparse.Namespace) -> int:
     keeping = keeping_of(arguments)
     set_threads(arguments)
     data = load_data(arguments)
-    build(
-        arguments.model, data, arguments.seed
-    )  # a network that does not take such inputs is told before anything runs
+    # A network that does not take such inputs is told before anything runs.
+    build(arguments.model, data, arguments.seed)
     _warn(arguments, len(data.train))
     planned: list[PlannedRun] = []
     outcomes: list[Outcome] = []
     for plan in runs_of(arguments, len(data.train)):
         planned.append(plan)
         marks = _marks(plan.steps) if not outcomes else ()
-        with bar(plan.name, plan.steps) as watch, told(keeping):
-            outcomes.append(train(plan.settings, data, plan.name, watch, marks, keeping))
+        try:
+            with bar(plan.name, plan.steps, "step") as watch:
+                outcomes.append(train(plan.settings, data, plan.name, watch, marks, keeping))
+        except KeyboardInterrupt:
+            if keeping is not None:
+                print(f"the run is kept at {keeping.path}; add --resume to go on from there", file=sys.stderr)
+            raise
     record = _record(arguments, data, planned[0].settings, outcomes)
     page = report.write(record, arguments.report) if arguments.report is not None else None
     if arguments.json:
@@ -146,14 +140,13 @@ def set_threads(arguments: argparse.Namespace) -> None:
 
 def _record(arguments: argparse.Namespace, data: Data, main: Settings, outcomes: list[Outcome]) -> Record:
     """Everything the report tells."""
-    first = outcomes[0]
-    speeds = {}
+    first, speeds = outcomes[0], {}
     if wants_comparison(arguments):
         fresh = build(main.model, data, main.seed)
         speeds = examples_per_second(fresh, data.train, SPEED_BATCH, SPEED_SECONDS)
     snapshot = None
     if arguments.report is not None and main.noise_multiplier is not None:
-        snapshot = NormSnapshot(norms_of(first.model, data.train, main), main.max_norm)
+        snapshot = NormSnapshot(norms_of(first, data.train, main.max_norm), main.max_norm)
     return Record(
         title=f"{main.model.upper() if len(main.model) < 5 else main.model.title()} on {data.name}",
         settings=asdict(main) | {"training examples": len(data.train), "test examples": len(data.test)},

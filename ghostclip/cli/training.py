@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ghostclip import GhostClipper, models
 from ghostclip.accounting import ACCOUNTANTS
 from ghostclip.cli.keeping import History, Keeping
-from ghostclip.cli.methods import Ghost, Settings, Steps, cross_entropy, steps_of
+from ghostclip.cli.methods import METHODS, Ghost, Settings, Steps, cross_entropy
 from ghostclip.datasets import Data
 from ghostclip.report import PrivacyCurve, TrainingRun
 
@@ -28,11 +29,17 @@ Watch = Callable[[float, "float | None"], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """A trained model with its figures; ``curve`` holds epsilon at the steps where it was computed."""
+    """A trained model with its figures.
+
+    Attributes:
+        curve: epsilon at the steps where it was computed; None where nothing bounds it.
+        limit: the most examples that were in memory at once; None: no limit.
+    """
 
     model: nn.Module
     run: TrainingRun
     curve: PrivacyCurve | None
+    limit: int | None
 
 
 def build(name: str, data: Data, seed: int) -> nn.Module:
@@ -65,42 +72,13 @@ def train(
         OSError: a checkpoint can't be written or read.
     """
     model = build(settings.model, data, settings.seed)
-    steps = steps_of(settings, model, data.train)
-    seen = History()
-    if keeping is not None and isinstance(steps, Ghost):
-        keeping.start(steps, seen)
+    steps, seen = METHODS[settings.method](settings, model, data.train), History()
+    private = settings.noise_multiplier is not None
+    kept = keeping.kept(steps, seen) if keeping and isinstance(steps, Ghost) else nullcontext(lambda: None)
+    with kept as after_step:
         for loss in seen.losses:
             watch(loss, None)
-        try:
-            _take(steps, seen, watch, marks, lambda: keeping.after_step(steps, seen))
-        finally:
-            # However it ended: at the last step, by Ctrl-C, or by an error, after which nothing half done is stored.
-            keeping.save(steps, seen)
-    else:
-        _take(steps, seen, watch, marks, lambda: None)
-    return _outcome(settings, data, name, marks, model, steps, seen)
-
-
-def _take(steps: Steps, seen: History, watch: Watch, marks: Sequence[int], after_step: Callable[[], None]) -> None:
-    """All steps that are left."""
-    iterator, started = iter(steps), time.perf_counter()
-    while (step := next(iterator, None)) is not None:
-        seen.seconds += time.perf_counter() - started
-        seen.losses.append(step.loss)
-        seen.examples += step.examples
-        if steps.private and len(seen.losses) in marks:
-            for accountant, values in seen.epsilons.items():
-                values.append(steps.epsilon(accountant))
-        watch(step.loss, seen.epsilons["pld"][-1] if seen.epsilons["pld"] else None)
-        after_step()
-        started = time.perf_counter()
-
-
-def _outcome(
-    settings: Settings, data: Data, name: str, marks: Sequence[int], model: nn.Module, steps: Steps, seen: History
-) -> Outcome:
-    """The figures of a run that is over."""
-    curve = seen.epsilons
+        _take(steps, seen, watch, marks if private else (), after_step)
     run = TrainingRun(
         name=name,
         method=settings.method,
@@ -109,22 +87,38 @@ def _outcome(
         steps=len(seen.losses),
         seconds=seen.seconds,
         examples_per_second=seen.examples / seen.seconds if seen.seconds else 0.0,
-        noise_multiplier=steps.noise_multiplier,
-        noise=settings.noise if steps.noise_multiplier else None,
-        epsilons={key.upper(): steps.epsilon(key) for key in ACCOUNTANTS} if steps.private else {},
+        noise_multiplier=settings.noise_multiplier,
+        noise=settings.noise if settings.noise_multiplier else None,
+        epsilons={key.upper(): steps.epsilon(key) for key in ACCOUNTANTS} if private else {},
         losses=seen.losses,
         optimizer=settings.optimizer,
         learning_rate=settings.learning_rate,
         batch_size=settings.batch_size,
     )
-    bounded = len(curve["pld"]) == len(marks) > 0 and all(
-        math.isfinite(value) for values in curve.values() for value in values
-    )
-    return Outcome(model, run, _curve(settings, marks, curve) if bounded else None)
+    return Outcome(model, run, _curve(settings, marks, seen.epsilons), steps.limit)
 
 
-def _curve(settings: Settings, marks: Sequence[int], epsilons: dict[str, list[float]]) -> PrivacyCurve:
-    """Epsilon at the marks, from nothing spent at step 0."""
+def _take(steps: Steps, seen: History, watch: Watch, marks: Sequence[int], after_step: Callable[[], None]) -> None:
+    """All steps that are left."""
+    started = time.perf_counter()
+    for losses in steps:
+        loss = float(losses.mean())
+        seen.seconds += time.perf_counter() - started
+        seen.losses.append(loss)
+        seen.examples += len(losses)
+        if len(seen.losses) in marks:
+            for accountant, values in seen.epsilons.items():
+                values.append(steps.epsilon(accountant))
+        watch(loss, seen.epsilons["pld"][-1] if seen.epsilons["pld"] else None)
+        after_step()
+        started = time.perf_counter()
+
+
+def _curve(settings: Settings, marks: Sequence[int], epsilons: dict[str, list[float]]) -> PrivacyCurve | None:
+    """Epsilon at the marks, from nothing spent at step 0; None unless it is known and finite at all of them."""
+    known = [value for values in epsilons.values() for value in values if math.isfinite(value)]
+    if not known or len(known) != len(epsilons) * len(marks):
+        return None
     return PrivacyCurve(
         steps=[0, *marks],
         epsilons={name.upper(): [0.0, *values] for name, values in epsilons.items()},
@@ -146,11 +140,8 @@ def accuracy(model: nn.Module, examples: TensorDataset) -> float:
     return correct / len(examples)
 
 
-def norms_of(model: nn.Module, examples: TensorDataset, settings: Settings) -> list[float]:
-    """Every training example's gradient norm under the model; private data."""
-    clipper = GhostClipper(model, settings.max_norm)
-    batch_size = min(EVALUATION_BATCH, settings.max_physical_batch_size or EVALUATION_BATCH)
-    norms: list[float] = []
-    for batch in DataLoader(examples, batch_size=batch_size):
-        norms += clipper.norms(cross_entropy(model, batch)).tolist()
-    return norms
+def norms_of(outcome: Outcome, examples: TensorDataset, max_norm: float) -> list[float]:
+    """Every training example's gradient norm under the trained model; private data."""
+    clipper = GhostClipper(outcome.model, max_norm)
+    batches = DataLoader(examples, batch_size=min(EVALUATION_BATCH, outcome.limit or EVALUATION_BATCH))
+    return torch.cat([clipper.norms(cross_entropy(outcome.model, batch)) for batch in batches]).tolist()

@@ -18,7 +18,7 @@ from ghostclip.datasets.base import Data, DataError, folder_of, read_text
 __all__ = ["FEATURES", "adult"]
 
 MISSING = "?"
-LABELS = {"<=50K": 0.0, ">50K": 1.0}
+LABELS = {"<=50K": 0, ">50K": 1}
 
 
 def _over(constant: float) -> Callable[[float], float]:
@@ -106,7 +106,7 @@ def _encode(cells: list[str], place: str) -> tuple[list[float], int]:
     income = cells[-1].rstrip(".")
     if income not in LABELS:
         raise DataError(f"{place}: expected an income of <=50K or >50K; got {cells[-1]!r}")
-    return features, int(LABELS[income])
+    return features, LABELS[income]
 
 
 def _one_hot(cell: str, name: str, categories: tuple[str, ...], place: str) -> list[float]:

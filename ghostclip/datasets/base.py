@@ -38,14 +38,18 @@ class Data:
     vocabulary: int | None = None
 
 
-def folder_of(folder: str | Path | None, expected: str) -> Path:
-    """``folder`` as an existing directory; otherwise a DataError that says which files it should hold."""
+def folder_of(folder: str | Path | None, expected: str, unpacked: str = "") -> Path:
+    """``folder`` as an existing directory, or the one called ``unpacked`` in it, where that is there.
+
+    Raises:
+        DataError: it is none; the message says which files it should hold.
+    """
     if folder is None:
         raise DataError(f"no data folder was given; give the folder that holds {expected}")
     path = Path(folder)
     if not path.is_dir():
         raise DataError(f"{path} is not a folder; give the folder that holds {expected}")
-    return path
+    return path / unpacked if (path / unpacked).is_dir() else path
 
 
 def read_bytes(path: Path, expected: str) -> bytes:

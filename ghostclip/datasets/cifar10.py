@@ -21,9 +21,8 @@ def cifar10(folder: str | Path | None) -> Data:
 
     Images ``[3, 32, 32]`` in [0, 1]. Raises DataError when a file is missing, damaged, or of the Python version.
     """
-    root = folder_of(folder, "data_batch_1.bin .. data_batch_5.bin and test_batch.bin (CIFAR-10 binary version)")
-    if (root / UNPACKED).is_dir():
-        root = root / UNPACKED
+    expected = "data_batch_1.bin .. data_batch_5.bin and test_batch.bin (CIFAR-10 binary version)"
+    root = folder_of(folder, expected, UNPACKED)
     parts = [_read_batch(root / name) for name in TRAINING_FILES]
     train = TensorDataset(torch.cat([images for images, _ in parts]), torch.cat([labels for _, labels in parts]))
     test = TensorDataset(*_read_batch(root / "test_batch.bin"))

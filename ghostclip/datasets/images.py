@@ -54,9 +54,5 @@ def _read(path: Path, size: int) -> torch.Tensor:
             resized = image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR)
             return torch.from_numpy(np.array(resized)).permute(2, 0, 1)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path} cannot be read as an image ({_one_line(error)}); replace or remove it") from None
-
-
-def _one_line(error: Exception) -> str:
-    """The error's message without line breaks."""
-    return " ".join(str(error).split()) or type(error).__name__
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{path} cannot be read as an image ({why}); replace or remove it") from None

@@ -40,15 +40,13 @@ def imdb(folder: str | Path | None, vocabulary: str | Path | None, positions: in
         DataError: no vocabulary was given, or a file or folder is missing or malformed.
     """
     positive_int(positions=positions)
-    root = folder_of(folder, "train/pos, train/neg, test/pos and test/neg")
+    root = folder_of(folder, "train/pos, train/neg, test/pos and test/neg", UNPACKED)
     if vocabulary is None:
         raise DataError(
             "imdb needs a vocabulary file of public words, one a line; it is not built from the reviews, because a "
             "word list made from private texts would have to be charged to the privacy budget"
         )
     ids = read_vocabulary(Path(vocabulary))
-    if (root / UNPACKED).is_dir():
-        root = root / UNPACKED
     train, test = (_split(root / split, ids, positions) for split in ("train", "test"))
     return Data("imdb", train, test, input_shape=(positions,), classes=2, vocabulary=len(ids) + 2)
 

@@ -34,7 +34,7 @@ def spending_of(ranks: Alone, event: Event, plan: Plan, **options: Any) -> Spend
     return Spending(event, plan, **options)
 
 
-class SharedNoise:
+class SharedNoise(Noise):
     """Noise that is drawn once for all ranks, by the one that leads, on the sums of all.
 
     Args:

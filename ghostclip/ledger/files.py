@@ -105,11 +105,9 @@ def read(path: Path, descriptor: int | None = None) -> bytes:
 def is_at(path: Path, descriptor: int) -> bool:
     """Whether the path leads to the descriptor's file."""
     mine = os.fstat(descriptor)
-    try:
-        there = os.stat(path)
-    except OSError:
-        return False
-    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+    with suppress(OSError):
+        return os.path.samestat(mine, os.stat(path))
+    return False
 
 
 def check_place(path: Path, descriptor: int) -> None:

@@ -74,8 +74,7 @@ class Journal:
     def check(self, run: str, event: Event, most: Most) -> None:
         """Raises what `reserve` would, where the next step needs a new block and may not have it."""
         self._check_owner()
-        block = self._blocks.get(run)
-        if block is None or not block.left or block.event != event:
+        if self._block_for(run, event) is None:
             most(*self._spent_for(run))
 
     def _spent_for(self, run: str) -> tuple[int, dict[str, Counter[Event]]]:
@@ -89,11 +88,15 @@ class Journal:
     def take(self, run: str, event: Event) -> bool:
         """Takes one from the run's block; False when a new block is needed."""
         self._check_owner()
-        block = self._blocks.get(run)
-        if block is None or not block.left or block.event != event:
+        if (block := self._block_for(run, event)) is None:
             return False
         block.left -= 1
         return True
+
+    def _block_for(self, run: str, event: Event) -> Block | None:
+        """The run's block, where it has such events left."""
+        block = self._blocks.get(run)
+        return block if block is not None and block.left and block.event == event else None
 
     def end(self, run: str) -> None:
         """Gives back what is left of the run's block."""

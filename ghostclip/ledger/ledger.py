@@ -105,13 +105,13 @@ class Ledger:
         Raises:
             LedgerError: the file can't be read or is damaged.
         """
-        totals = _taken(self.path)
-        return listed(self._contents().totals if totals is None else totals)
+        used = _in_use(self.path)
+        return listed(self._contents().totals if used is None else used[1])
 
     def _contents(self) -> Contents:
         """What the file says: as this process wrote it, or as it is there now."""
-        if (contents := _in_use(self.path)) is not None:
-            return contents
+        if (used := _in_use(self.path)) is not None:
+            return used[0]
         # In this order, since another process may be writing.
         noted = Head.read(files.noted(self.path))
         contents = parsed(files.read(self.path), self.path)
@@ -181,17 +181,10 @@ class Account:
 
 
 @in_turn
-def _taken(path: Path) -> dict[str, Counter[Event]] | None:
-    """What each run spent from the ledger that this process has open; None where it hasn't."""
+def _in_use(path: Path) -> tuple[Contents, dict[str, Counter[Event]]] | None:
+    """What the ledger says that this process has open, and what each run took; None where it hasn't."""
     journal = found(path)
-    return None if journal is None else journal.taken()
-
-
-@in_turn
-def _in_use(path: Path) -> Contents | None:
-    """What the ledger says that this process has open; None where it hasn't."""
-    journal = found(path)
-    return None if journal is None else journal.contents
+    return None if journal is None else (journal.contents, journal.taken())
 
 
 def _any_number(written: int, spent: object) -> int:

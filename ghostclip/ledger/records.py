@@ -127,7 +127,8 @@ class Contents:
         """
         kind, number = record["kind"], len(self.hashes)
         if number == 0:
-            _check_format(record)
+            if kind != FORMAT:
+                raise ValueError(f"the first record must be of kind {FORMAT!r}; got {kind!r}")
         elif kind == "intent":
             event = decoded(record["event"])
             positive_int(count=event.count)
@@ -249,11 +250,6 @@ def _check_version(record: Mapping[str, Any], number: int, path: Any) -> None:
             f"the ledger {path} is of version {record['version']}, and this is ghostclip's version {VERSION} of the "
             "format; read it with the version of ghostclip that wrote it"
         )
-
-
-def _check_format(record: Mapping[str, Any]) -> None:
-    if record["kind"] != FORMAT:
-        raise ValueError(f"the first record must be of kind {FORMAT!r}; got {record['kind']!r}")
 
 
 def _completion(last: bytes, contents: Contents, path: Any) -> bytes:

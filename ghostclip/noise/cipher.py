@@ -37,14 +37,8 @@ class KeyStream:
                 name=error.name,
             ) from error
         counter = modes.CTR(block.to_bytes(BLOCK_BYTES, "big"))
-        self._encrypt = (
-            Cipher(algorithms.AES(self.fresh_key() if key is None else key), counter).encryptor().update_into
-        )
-
-    @staticmethod
-    def fresh_key() -> bytes:
-        """A key of the operating system's entropy."""
-        return os.urandom(KEY_BYTES)
+        key = os.urandom(KEY_BYTES) if key is None else key
+        self._encrypt = Cipher(algorithms.AES(key), counter).encryptor().update_into
 
     def words(self, count: int) -> np.ndarray:
         """The next ``count`` words, uint64."""

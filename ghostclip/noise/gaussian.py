@@ -19,8 +19,8 @@ import hashlib
 import math
 import os
 from array import array
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,14 +40,20 @@ SMALL = 1 << 12
 WORK = 32
 
 
-class Normal(Protocol):
-    """A stream of independent normal numbers."""
+class Normal:
+    """A stream of independent normal numbers, made of random words."""
 
     # How far the stream has come, as plain data; kept of repeatable streams only.
     position: Any
 
+    def words(self, count: int) -> np.ndarray:
+        """The next ``count`` words, uint32."""
+        raise NotImplementedError
+
     def fill(self, out: Tensor, std: float) -> None:
         """Overwrites ``out`` [n], contiguous float32 or float64, with numbers of standard deviation ``std``."""
+        for part in out.split(CHUNK):
+            box_muller(self.words, part, std)
 
 
 def normal_on(device: torch.device, seed: int | None) -> Normal:
@@ -58,17 +64,20 @@ def normal_on(device: torch.device, seed: int | None) -> Normal:
     return Pcg(seed) if compiled is None else ChaCha(compiled, seed)
 
 
-class ChaCha:
+class ChaCha(Normal):
     """Normal numbers on the CPU from the key stream of ChaCha12 (RFC 8439 with 12 rounds).
 
     Args:
         compiled: normal.c.
         seed: None for a key of 256 bits of the operating system's entropy.
+
+    Attributes:
+        position: the number of blocks taken from the key stream.
     """
 
     def __init__(self, compiled: ctypes.CDLL, seed: int | None = None) -> None:
         self._key = os.urandom(ENTROPY_BYTES) if seed is None else hashlib.sha256(str(seed).encode()).digest()
-        self._block = 0
+        self.position = 0
         self._key_place = ctypes.cast(ctypes.c_char_p(self._key), ctypes.c_void_p).value
         self._lanes = compiled.ghostclip_lanes()
         self._normal, self._release = compiled.ghostclip_normal, compiled.ghostclip_release
@@ -77,22 +86,12 @@ class ChaCha:
         self._words.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_uint64]
         self._words.restype = ctypes.c_uint64
 
-    @property
-    def position(self) -> int:
-        """The number of blocks taken from the key stream."""
-        return self._block
-
-    @position.setter
-    def position(self, block: int) -> None:
-        self._block = block
-
     def fill(self, out: Tensor, std: float) -> None:
-        """Overwrites ``out`` [n], contiguous float32 or float64, with numbers of standard deviation ``std``."""
-        if out.dtype == torch.float32:
-            self._share_out(self._normal, out.numel(), (out, float(std)))
-            torch.autograd.graph.increment_version(out)
-        else:
-            _fill_by_parts(out, std, self.words)
+        """See `Normal.fill`."""
+        if out.dtype != torch.float32:
+            return super().fill(out, std)
+        self._share_out(self._normal, out.numel(), (out, float(std)))
+        return torch.autograd.graph.increment_version(out)
 
     def add(self, sums: Sequence[Tensor], std: float, divisor: float) -> bool:
         """Turns each sum into sum / divisor + noise of standard deviation ``std``, in one read of it.
@@ -122,8 +121,8 @@ class ChaCha:
 
     def _take(self, size: int) -> int:
         """Where the blocks for so many numbers begin. They count as taken before they are: Ctrl-C repeats no noise."""
-        block, blocks = self._block, -(-size // (16 * self._lanes)) * self._lanes
-        self._block += blocks
+        block, blocks = self.position, -(-size // (16 * self._lanes)) * self._lanes
+        self.position += blocks
         return block
 
     def words(self, count: int) -> np.ndarray:
@@ -133,7 +132,7 @@ class ChaCha:
         return found
 
 
-class Pcg:
+class Pcg(Normal):
     """Normal numbers on the CPU from PCG64-DXSM, where no C compiler is.
 
     Args:
@@ -154,16 +153,12 @@ class Pcg:
     def position(self, state: Any) -> None:
         self._bits.state = state
 
-    def fill(self, out: Tensor, std: float) -> None:
-        """Overwrites ``out`` [n], contiguous float32 or float64, with numbers of standard deviation ``std``."""
-        _fill_by_parts(out, std, self.words)
-
     def words(self, count: int) -> np.ndarray:
         """The next ``count`` words, uint32."""
         return self._bits.random_raw((count + 1) // 2).view(np.uint32)[:count]
 
 
-class DeviceNormal:
+class DeviceNormal(Normal):
     """Normal numbers by torch's generator of a device.
 
     Args:
@@ -185,28 +180,18 @@ class DeviceNormal:
         self._generator.set_state(torch.tensor(state, dtype=torch.uint8, device="cpu"))
 
     def fill(self, out: Tensor, std: float) -> None:
-        """Overwrites ``out`` [n] with numbers of standard deviation ``std``."""
+        """See `Normal.fill`."""
         out.normal_(0.0, std, generator=self._generator)
 
 
-def _fill_by_parts(out: Tensor, std: float, words: Words) -> None:
-    for part in out.split(CHUNK):
-        box_muller(words, part, std)
-
-
-class Words(Protocol):
-    """A source of random words: how many -> uint32 array."""
-
-    def __call__(self, count: int, /) -> np.ndarray: ...
-
-
 @torch.no_grad()
-def box_muller(words: Words, out: Tensor, std: float) -> None:
+def box_muller(words: Callable[[int], np.ndarray], out: Tensor, std: float) -> None:
     """Overwrites ``out`` [n] with std * sqrt(-2 ln u) (cos t, sin t), u in (0, 1], t in [-pi, pi) (Box, Muller 1958).
 
     Args:
-        words: gives n words for float32 and 2n for float64, one pair more for an odd n; and one for each small float32
-            u, which has 63 bits then as all of float64's have, so that numbers reach 9.4 standard deviations.
+        words: how many -> uint32; asked for n for float32 and 2n for float64, one pair more for an odd n, and one for
+            each small float32 u, which has 63 bits then as all of float64's have, so that numbers reach 9.4 standard
+            deviations.
         out: float32 (31 bits of u where it isn't small) or float64.
         std: standard deviation.
     """

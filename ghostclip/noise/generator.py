@@ -6,12 +6,13 @@ point, from a generator that its output gives away; here each example has a coin
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from ghostclip.noise.cipher import BLOCK_BYTES, KeyStream
+from ghostclip.noise.cipher import BLOCK_BYTES, KEY_BYTES, KeyStream
 from ghostclip.validate import fraction, whole
 
 __all__ = ["CipherGenerator"]
@@ -28,7 +29,7 @@ class CipherGenerator:
     """
 
     def __init__(self, key: bytes | None = None) -> None:
-        self._key = KeyStream.fresh_key() if key is None else key
+        self._key = os.urandom(KEY_BYTES) if key is None else key
         self._block = 0
         self._stream = KeyStream(self._key)
 

@@ -11,8 +11,7 @@ one of them, on the sums of all, and what it returns is given to the others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,18 +19,13 @@ from torch import Tensor
 from ghostclip.noise.cipher import KeyStream
 from ghostclip.noise.generator import CipherGenerator
 from ghostclip.noise.lattice import Lattice
-from ghostclip.noise.release import check_release, flat, on_flat
+from ghostclip.noise.release import Noise, check_release, flat, on_flat
 
 __all__ = ["HardenedNoise"]
 
 
-class HardenedNoise:
+class HardenedNoise(Noise):
     """Gaussian noise, fresh at each release, that leaves its sums on a lattice.
-
-    Attributes:
-        mode: "hardened".
-        private: True; there is no seed.
-        draws: releases that got noise so far.
 
     Raises:
         ModuleNotFoundError: the `cryptography` package is not installed.
@@ -46,17 +40,7 @@ class HardenedNoise:
 
     @torch.no_grad()
     def release(self, sums: Sequence[Tensor], std: float, divisor: float = 1.0) -> list[Tensor]:
-        """(sum + noise) / divisor for each of ``sums``, rounded exactly to multiples of a power of two.
-
-        Args:
-            sums: float32 or float64.
-            std: standard deviation of the noise in a sum, finite and >= 0; 0 gives sum / divisor, on no lattice.
-            divisor: the public number the sums are divided by, > 0.
-
-        Raises:
-            TypeError: a sum is in a narrower type than float32.
-            ValueError: ``std`` or ``divisor`` is out of range.
-        """
+        """See `Noise.release`; rounded exactly to multiples of a power of two, but for a ``std`` of 0."""
         check_release(sums, std, divisor)
         if std == 0:
             return [tensor / divisor for tensor in sums]
@@ -70,12 +54,5 @@ class HardenedNoise:
         return on_flat(sums, released)
 
     def generator(self, key: bytes | None = None) -> CipherGenerator:
-        """A fresh generator for sampling, from the same cipher under a key of its own or the one given."""
+        """See `Noise.generator`; from the same cipher."""
         return CipherGenerator(key)
-
-    def positions(self) -> dict[str, Any]:
-        """{}: there is nothing that a checkpoint could hold."""
-        return {}
-
-    def resume(self, positions: Mapping[str, Any]) -> None:
-        """Does nothing: every release starts afresh."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from ghostclip.validate import nonnegative, positive
 __all__ = ["Noise", "check_release", "flat", "on_flat", "precision"]
 
 
-class Noise(Protocol):
+class Noise:
     """A source of Gaussian noise.
 
     Attributes:
@@ -39,7 +39,7 @@ class Noise(Protocol):
             TypeError: a sum is in a narrower type than float32, where noise would be rounded away.
             ValueError: ``std`` or ``divisor`` is out of range.
         """
-        ...
+        raise NotImplementedError
 
     def generator(self, key: bytes | None = None) -> Any:
         """A fresh generator for sampling: as much of `numpy.random.Generator` as `binomial` and `choice`.
@@ -47,15 +47,14 @@ class Noise(Protocol):
         Args:
             key: 32 random bytes that several processes share, which then draw the same; None: fresh ones, for one.
         """
-        ...
+        raise NotImplementedError
 
     def positions(self) -> dict[str, Any]:
         """How far a repeatable source has come, for a checkpoint; {} for a private one, which nobody may repeat."""
-        ...
+        return {}
 
     def resume(self, positions: Mapping[str, Any]) -> None:
         """Goes on from `positions` of a source with the same seed; a private source starts afresh instead."""
-        ...
 
 
 def check_release(sums: Sequence[Tensor], std: float, divisor: float) -> None:
@@ -75,7 +74,10 @@ def on_flat(like: Sequence[Tensor], make: Callable[[list[Tensor]], Tensor]) -> l
         make: gets some of them, and returns a vector of as many numbers as they have.
     """
     views: list[Tensor] = [torch.empty(0)] * len(like)
-    for indices in _by_device_and_precision(like):
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, tensor in enumerate(like):
+        groups.setdefault((tensor.device, precision(tensor)), []).append(index)
+    for indices in groups.values():
         some = [like[index] for index in indices]
         for index, view in zip(indices, _unflatten_dense_tensors(make(some), some), strict=True):
             views[index] = view
@@ -90,11 +92,3 @@ def flat(tensors: list[Tensor]) -> Tensor:
 def precision(tensor: Tensor) -> torch.dtype:
     """The type in which a tensor's noise is made: float32 or wider."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def _by_device_and_precision(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Indices of the tensors one flat draw can serve."""
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        groups.setdefault((tensor.device, precision(tensor)), []).append(index)
-    yield from groups.values()

@@ -14,24 +14,19 @@ import torch
 from torch import Tensor
 
 from ghostclip.noise.gaussian import ChaCha, Normal, normal_on
-from ghostclip.noise.release import check_release, on_flat, precision
+from ghostclip.noise.release import Noise, check_release, on_flat, precision
 from ghostclip.validate import nonnegative
 
 __all__ = ["StandardNoise"]
 
 
-class StandardNoise:
+class StandardNoise(Noise):
     """Draws Gaussian noise, fresh in every process and after every fork unless it has a seed.
 
     The numbers have the resolution of float32 (float64 for float64 sums); see `ghostclip.noise.gaussian`.
 
     Args:
         seed: None, or a whole number that makes the noise repeatable and worthless for privacy.
-
-    Attributes:
-        mode: "standard", or "test" when seeded.
-        private: False when seeded.
-        draws: releases that got noise so far.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -77,17 +72,7 @@ class StandardNoise:
             self._stream(out.device).fill(out, std)
 
     def release(self, sums: Sequence[Tensor], std: float, divisor: float = 1.0) -> list[Tensor]:
-        """(sum + noise) / divisor for each of ``sums``, with noise of standard deviation ``std``.
-
-        Args:
-            sums: float32 or float64; not to be used afterwards, since they are overwritten where that is faster.
-            std: standard deviation of the noise in a sum, finite and >= 0.
-            divisor: the public number the sums are divided by, > 0.
-
-        Raises:
-            TypeError: a sum is in a narrower type than float32, where noise would be rounded away.
-            ValueError: ``std`` or ``divisor`` is out of range.
-        """
+        """See `Noise.release`; sums are overwritten where that is faster."""
         check_release(sums, std, divisor)
         if not sums:
             return []
@@ -96,27 +81,26 @@ class StandardNoise:
                 torch._foreach_div_(list(sums), float(divisor))
             return list(sums)
         self.draws += 1
-        if sums[0].is_cpu and isinstance(stream := self._stream(sums[0].device), ChaCha):
-            added = stream.add(sums, std / divisor, divisor)
-            if added:
-                return list(sums)
+        stream = self._stream(sums[0].device)
+        if isinstance(stream, ChaCha) and stream.add(sums, std / divisor, divisor):
+            return list(sums)
         with torch.no_grad():
             noise = self.draw(sums, std / divisor)
             torch._foreach_add_(noise, list(sums), alpha=1.0 / divisor)
         return noise
 
     def generator(self, key: bytes | None = None) -> np.random.Generator:
-        """A fresh generator for sampling, filled from the operating system's entropy or ``key``."""
+        """See `Noise.generator`."""
         if key is not None:
             return np.random.default_rng(int.from_bytes(key, "little"))
         return np.random.default_rng()
 
     def positions(self) -> dict[str, Any]:
-        """{device: how far its stream has come}, for a seeded source; {} for a private one, which nobody may repeat."""
+        """See `Noise.positions`: {device: how far its stream has come}."""
         return {} if self.private else {str(device): stream.position for device, stream in self._streams.items()}
 
     def resume(self, positions: Mapping[str, Any]) -> None:
-        """Goes on from `positions` of a source with the same seed; a private source starts afresh instead."""
+        """See `Noise.resume`."""
         if not self.private:
             self._streams = {}
             for device, position in positions.items():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ghostclip
 from ghostclip.report.plots import epsilon_plot, loss_plot, norm_plot
@@ -19,17 +19,10 @@ PAGE, FIGURES = "index.html", "report.json"
 ROOM = 4 << 20  # bytes; several times what a report takes
 
 
-@dataclass(frozen=True)
-class _Plot:
-    """A plot with its file name and caption."""
-
+class _Plot(NamedTuple):
     file: str
     caption: str
     png: bytes
-
-    @property
-    def base64(self) -> str:
-        return base64.b64encode(self.png).decode("ascii")
 
 
 def prepare(folder: str | Path) -> Path:
@@ -121,7 +114,7 @@ def _page(record: Record, plots: list[_Plot]) -> str:
 
     loader = jinja2.PackageLoader("ghostclip.report", ".")
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters["figure"] = _figure
+    environment.filters |= {"figure": _figure, "base64": lambda png: base64.b64encode(png).decode()}
     accountants = list(dict.fromkeys(name for run in record.runs for name in run.epsilons))
     modes = {run.noise for run in record.runs} - {None}
     template = environment.get_template("page.html.jinja")

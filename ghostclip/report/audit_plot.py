@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ghostclip.report.plots import COLOURS, GREY, RESOLUTION, _png
+from ghostclip.report.plots import COLOURS, GREY, RESOLUTION, label, png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,25 +49,18 @@ def audit_plot(panels: Sequence[AuditPanel], delta: float, confidence: float) ->
     figure.suptitle(f"Claimed and audited epsilon (delta = {delta:g}, lower bounds at confidence {confidence:.8g})")
     for number, panel in enumerate(panels, 1):
         _draw(figure.add_subplot(rows, columns, number), panel)
-    return _png(figure)
+    return png(figure)
 
 
 def _draw(axes: Axes, panel: AuditPanel) -> None:
     """One panel: the claim as a dashed line, bounds with markers, levels dotted."""
-    axes.set_title(panel.title, fontsize=11)
-    axes.set_xlabel("audited releases" if panel.lines else "")
-    axes.set_ylabel("epsilon")
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    claim = f"claimed: {panel.claimed:.3g}"
-    axes.axhline(panel.claimed, color=GREY, linewidth=1.2, linestyle="--", label=claim)
+    label(axes, panel.title, "audited releases" if panel.lines else "", "epsilon")
+    axes.axhline(panel.claimed, color=GREY, linewidth=1.2, linestyle="--", label=f"claimed: {panel.claimed:.3g}")
     colours = iter(COLOURS)
     for method, values in panel.lines.items():
         shown = [value if math.isfinite(value) else math.nan for value in values]
-        label = f"{method}: {values[-1]:.3g}"
-        axes.plot(panel.releases, shown, color=next(colours), linewidth=1.8, marker="o", markersize=4, label=label)
+        last = f"{method}: {values[-1]:.3g}"
+        axes.plot(panel.releases, shown, color=next(colours), linewidth=1.8, marker="o", markersize=4, label=last)
     for method, value in panel.levels.items():
         axes.axhline(value, color=next(colours), linewidth=1.8, linestyle=":", label=f"{method}: {value:.3g}")
     if panel.lines:

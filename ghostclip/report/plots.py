@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["epsilon_plot", "loss_plot", "norm_plot"]
+__all__ = ["COLOURS", "GREY", "RESOLUTION", "epsilon_plot", "label", "loss_plot", "norm_plot", "png"]
 
 # Okabe & Ito's colours, told apart by colour-blind readers too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -31,14 +32,14 @@ def loss_plot(losses: Mapping[str, tuple[int, Sequence[float]]]) -> bytes:
         losses: {run: (epochs, loss of each step)}; a loss that is not finite (an empty batch has none) leaves a gap.
     """
     figure, axes = _axes(f"Training loss\n({NOT_PRIVATE})", "epoch", "mean cross-entropy (nats)")
-    for colour, (run, (epochs, values)) in zip(_cycle(len(losses)), losses.items(), strict=True):
+    for colour, (run, (epochs, values)) in zip(cycle(COLOURS), losses.items(), strict=False):
         passed = epochs * (np.arange(len(values)) + 1) / max(len(values), 1)
         axes.plot(passed, values, color=colour, alpha=0.25, linewidth=0.8)
         axes.plot(passed, _smoothed(values), color=colour, linewidth=1.8, label=run)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     _legend(axes)
-    return _png(figure)
+    return png(figure)
 
 
 def epsilon_plot(
@@ -61,7 +62,7 @@ def epsilon_plot(
     """
     title = f"Privacy spent (delta = {delta:g})" + (f"\n{about}" if about else "")
     figure, axes = _axes(title, "steps", "epsilon")
-    for colour, (accountant, values) in zip(_cycle(len(epsilons)), epsilons.items(), strict=True):
+    for colour, (accountant, values) in zip(cycle(COLOURS), epsilons.items(), strict=False):
         axes.plot(steps, values, color=colour, linewidth=1.8, marker="o", markersize=3, label=accountant)
         if forecast is not None:
             axes.plot(forecast[0], forecast[1][accountant], color=colour, linewidth=1.4, linestyle=":")
@@ -72,7 +73,7 @@ def epsilon_plot(
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     _legend(axes)
-    return _png(figure)
+    return png(figure)
 
 
 def norm_plot(norms: Sequence[float], max_norm: float) -> bytes:
@@ -93,15 +94,21 @@ def norm_plot(norms: Sequence[float], max_norm: float) -> bytes:
     clipped = NormSnapshot(norms, max_norm).clipped
     axes.plot([], [], color=COLOURS[1], linewidth=6, label=f"clipped: {clipped:.0%} of examples")
     _legend(axes, location="upper left")
-    return _png(figure)
+    return png(figure)
 
 
 def _axes(title: str, x: str, y: str) -> tuple[Figure, Axes]:
-    """One plot with its labels, in the house's look."""
+    """One plot with its labels."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4.0), dpi=RESOLUTION, layout="constrained")
     axes = figure.add_subplot()
+    label(axes, title, x, y)
+    return figure, axes
+
+
+def label(axes: Axes, title: str, x: str, y: str) -> None:
+    """Title, labels and grid, in the house's look."""
     axes.set_title(title, fontsize=11)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -109,18 +116,12 @@ def _axes(title: str, x: str, y: str) -> tuple[Figure, Axes]:
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    return figure, axes
 
 
 def _legend(axes: Axes, location: Literal["best", "upper left"] = "best") -> None:
     """A legend without a box, where there is anything to tell apart."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc=location, fontsize=9, framealpha=0.9, edgecolor="none")
-
-
-def _cycle(count: int) -> list[str]:
-    """As many colours as there are lines."""
-    return [COLOURS[i % len(COLOURS)] for i in range(count)]
 
 
 def _smoothed(values: Sequence[float]) -> np.ndarray:
@@ -146,7 +147,7 @@ def _log_edges(norms: np.ndarray, max_norm: float) -> np.ndarray:
     return np.concatenate([below, above[1:]])
 
 
-def _png(figure: Figure) -> bytes:
+def png(figure: Figure) -> bytes:
     """The figure as a PNG file's bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")

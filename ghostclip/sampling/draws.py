@@ -60,15 +60,12 @@ class Draws:
             return False
         self._before.append(self._generator.bit_generator.state)
         chosen = self._scheme.draw(self._generator)
-        self._digests.append(self._digest_of(chosen) if self._compared else "")
+        named = np.array([self._handed + len(self._before), *chosen], np.int64).tobytes() if self._compared else b""
+        self._digests.append(hashlib.sha256(named).hexdigest()[:DIGITS] if named else "")
         physical = self._divide(chosen)
         self._to_load.append(physical)
         self._to_hand_out.append(physical)
         return True
-
-    def _digest_of(self, chosen: list[int]) -> str:
-        place = self._handed + len(self._before)
-        return hashlib.sha256(np.array([place, *chosen], np.int64).tobytes()).hexdigest()[:DIGITS]
 
     def indices(self) -> Iterator[list[int]]:
         """The epoch's physical batches one after another, for the data loader, which may run ahead."""

@@ -100,7 +100,7 @@ def loader_of(dataset: Any, given: DataLoader[Any] | None, chunks: Iterable[list
     kept = {} if given is None else {name: getattr(given, name) for name in KEPT}
     plain = given is None or (given.collate_fn is default_collate and given.num_workers == 0)
     if type(dataset) is TensorDataset and plain:
-        return DataLoader(_LoadedRows(dataset), batch_sampler=chunks, **{**kept, "collate_fn": _as_they_are})
+        return DataLoader(_LoadedRows(dataset), batch_sampler=chunks, **{**kept, "collate_fn": list})
     return DataLoader(dataset, batch_sampler=chunks, **kept)
 
 
@@ -113,7 +113,3 @@ class _LoadedRows(Dataset[Any]):
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
         rows = torch.tensor(indices, device="cpu")
         return [tensor[rows] for tensor in self._tensors]
-
-
-def _as_they_are(batch: Any) -> Any:
-    return batch

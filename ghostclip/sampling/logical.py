@@ -31,17 +31,10 @@ class BatchOwner(Protocol):
 class Unowned:
     """Nobody: batches are drawn and no steps are taken with them."""
 
-    def ready(self, new_loop: bool) -> None:
-        """See `BatchOwner.ready`."""
+    def ready(self, *_: Any, **__: Any) -> None:
+        """Does nothing, as for all else that a `BatchOwner` is told."""
 
-    def begin(self, batch: LogicalBatch | None) -> None:
-        """See `BatchOwner.begin`."""
-
-    def left(self, batch: LogicalBatch) -> None:
-        """See `BatchOwner.left`."""
-
-    def discard(self, batch: LogicalBatch | None) -> None:
-        """See `BatchOwner.discard`."""
+    begin = left = discard = ready
 
 
 class LogicalBatch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -33,6 +33,7 @@ class Scheme(ABC):
         unit: what a unit is, among `ghostclip.events.UNITS`.
     """
 
+    kind: ClassVar[type[SampledRelease]]
     population: int
     batch_size: int
     relation: str = "add_or_remove_one"
@@ -52,10 +53,6 @@ class Scheme(ABC):
         """About the most units in a batch: by chance it is hardly ever six standard deviations above ``batch_size``."""
         return min(self.population, self.batch_size + 6 * math.isqrt(self.batch_size) + 6)
 
-    @abstractmethod
-    def event(self, noise_multiplier: float) -> SampledRelease:
-        """What a noisy sum over one batch is to be charged as."""
-
     @property
     @abstractmethod
     def words(self) -> str:
@@ -66,22 +63,25 @@ class Scheme(ABC):
         chosen = generator.choice(self.population, self.count(generator), replace=False, shuffle=False)
         return np.sort(chosen).tolist()
 
+    def event(self, noise_multiplier: float) -> SampledRelease:
+        """What a noisy sum over one batch is to be charged as."""
+        return self.kind(self.sample_rate, noise_multiplier, relation=self.relation, unit=self.unit, **self._cut)
+
     @property
-    def _fields(self) -> dict[str, Any]:
-        return {"relation": self.relation, "unit": self.unit}
+    def _cut(self) -> dict[str, Any]:
+        """What the event says of batches that are cut down."""
+        return {}
 
 
 @dataclass(frozen=True)
 class Poisson(Scheme):
     """Each unit is in a batch with probability ``batch_size / population``, independently of the others."""
 
+    kind: ClassVar[type[SampledRelease]] = SampledGaussian
+
     def count(self, generator: np.random.Generator) -> int:
         """A binomial number: that of independent coins, one for each unit."""
         return int(generator.binomial(self.population, self.sample_rate))
-
-    def event(self, noise_multiplier: float) -> SampledRelease:
-        """The event of a Poisson sample."""
-        return SampledGaussian(self.sample_rate, noise_multiplier, **self._fields)
 
     @property
     def words(self) -> str:
@@ -93,6 +93,8 @@ class Poisson(Scheme):
 class WithoutReplacement(Scheme):
     """Exactly ``batch_size`` units, every set of them equally likely, drawn anew for every batch."""
 
+    kind = FixedSizeGaussian
+
     def count(self, generator: np.random.Generator) -> int:
         """``batch_size``."""
         return self.batch_size
@@ -101,10 +103,6 @@ class WithoutReplacement(Scheme):
     def largest(self) -> int:
         """``batch_size``."""
         return self.batch_size
-
-    def event(self, noise_multiplier: float) -> SampledRelease:
-        """The event of a sample of fixed size."""
-        return FixedSizeGaussian(self.sample_rate, noise_multiplier, **self._fields)
 
     @property
     def words(self) -> str:
@@ -113,29 +111,24 @@ class WithoutReplacement(Scheme):
 
 
 @dataclass(frozen=True)
-class Truncated(Scheme):
+class Truncated(Poisson):
     """A Poisson sample, of which ``max_batch_size`` units are kept, drawn uniformly, where it has more."""
 
+    kind = TruncatedGaussian
     max_batch_size: int = 0
 
     def count(self, generator: np.random.Generator) -> int:
         """A binomial number, at most ``max_batch_size``."""
-        return min(int(generator.binomial(self.population, self.sample_rate)), self.max_batch_size)
+        return min(super().count(generator), self.max_batch_size)
 
     @property
     def largest(self) -> int:
         """See `Scheme.largest`."""
         return min(super().largest, self.max_batch_size)
 
-    def event(self, noise_multiplier: float) -> SampledRelease:
-        """The event of a truncated Poisson sample."""
-        return TruncatedGaussian(
-            self.sample_rate,
-            noise_multiplier,
-            **self._fields,
-            dataset_size=self.population,
-            max_batch_size=self.max_batch_size,
-        )
+    @property
+    def _cut(self) -> dict[str, Any]:
+        return {"dataset_size": self.population, "max_batch_size": self.max_batch_size}
 
     @property
     def words(self) -> str:
