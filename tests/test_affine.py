@@ -8,7 +8,7 @@ import ghostclip
 from ghostclip.clipping import PerLayer
 from ghostclip.native import library
 from ghostclip.norms import affine as affines
-from ghostclip.norms import whole
+from ghostclip.norms import reduce
 from ghostclip.norms.affine import LinearPair, squared_norms_of, weighted_sums_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -19,7 +19,7 @@ NAMES = [("weight", "bias"), ("weight",), ("bias",)]
 @pytest.fixture(params=["C", "C, products by torch", "tensor operations"])
 def way(request, monkeypatch):
     if request.param == "tensor operations":
-        for module in (affines, whole):
+        for module in (affines, reduce):
             monkeypatch.setattr(module, "function", lambda *arguments: None)
     elif library("affine") is None:
         pytest.skip("no C compiler here")
@@ -75,15 +75,15 @@ def test_c_and_tensor_operations_agree_on_strided_tensors(names, monkeypatch):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_norms_and_weights_of_groups(dtype):
     rows = torch.rand(3, 700, dtype=dtype)
-    found = whole.group_norms([[rows, rows[0]], [rows[1]]], dtype)
+    found = reduce.group_norms([[rows, rows[0]], [rows[1]]], dtype)
     expected = torch.stack([(rows.sum(0) + rows[0]).sqrt(), rows[1].sqrt()])
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(whole.norms([rows[2], rows], dtype), (rows.sum(0) + rows[2]).sqrt())
-    weights = whole.bounded_weights(found, [0.5, 2.0])
+    torch.testing.assert_close(reduce.norms([rows[2], rows], dtype), (rows.sum(0) + rows[2]).sqrt())
+    weights = reduce.bounded_weights(found, [0.5, 2.0])
     bounds = torch.tensor([[0.5], [2.0]], dtype=dtype)
     torch.testing.assert_close(weights, (bounds / expected).clamp(max=1.0))
     assert (weights * found <= bounds).all()
-    odd = whole.bounded_weights(torch.tensor([0.0, torch.inf, torch.nan, 4.0], dtype=dtype), [2.0])
+    odd = reduce.bounded_weights(torch.tensor([0.0, torch.inf, torch.nan, 4.0], dtype=dtype), [2.0])
     torch.testing.assert_close(odd, torch.tensor([1.0, 0.0, torch.nan, 0.5], dtype=dtype), equal_nan=True)
 
 
@@ -93,9 +93,9 @@ def test_one_number_that_is_not_finite_is_seen(spoil):
     for size in (1, 33):
         fine, spoilt = torch.rand(size), torch.rand(size)
         spoilt[-1] = spoil
-        assert whole.all_finite(fine, fine.half(), fine.double())
-        assert not whole.all_finite(fine, spoilt)
-        assert not whole.all_finite(spoilt.double(), fine)
+        assert reduce.all_finite(fine, fine.half(), fine.double())
+        assert not reduce.all_finite(fine, spoilt)
+        assert not reduce.all_finite(spoilt.double(), fine)
 
 
 def classifier():

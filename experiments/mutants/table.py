@@ -27,7 +27,7 @@ PITFALLS = ("tests/test_pitfalls.py",)
 CLIPPER = ("tests/test_clipper.py",)
 ROUNDING = ("tests/test_rounding.py",)
 PASSES, FIRST = "ghostclip/clipper/second_pass.py", "ghostclip/clipper/first_pass.py"
-WHOLE, STEP = "ghostclip/norms/whole.py", "ghostclip/engine/step.py"
+WHOLE, STEP = "ghostclip/norms/reduce.py", "ghostclip/engine/step.py"
 RELEASE = "ghostclip/engine/release.py"
 TURNS, UPDATE_CHECK = "ghostclip/engine/turns.py", "ghostclip/engine/update_check.py"
 UPDATES = ("tests/test_engine_updates.py",)
@@ -76,15 +76,15 @@ CLIPPING = [
     Mutant(
         "bias not summed over positions",
         "ghostclip/nn/linear.py",
-        "wide(grad).sum(1))",
-        "wide(grad)[:, 0])",
+        "to_float32(grad).sum(1))",
+        "to_float32(grad)[:, 0])",
         ("tests/test_layers.py", "-k", "linear_3"),
     ),
     Mutant(
         "a product with patches leaves the weights out",
         "ghostclip/norms/convolution.py",
         "        images, grads = self._scaled(weights)\n",
-        "        images, grads = wide(self.images), wide(self.grads)\n",
+        "        images, grads = to_float32(self.images), to_float32(self.grads)\n",
         ("tests/test_norms_convolution.py",),
     ),
     Mutant(
@@ -1214,7 +1214,7 @@ COMPILED = [
     ),
     Mutant(
         "weights in a graph have no rounding margin",
-        "ghostclip/compiled/straight.py",
+        "ghostclip/compiled/trace_friendly.py",
         "weights, whole = policy.weights(bounds) * keep, norms",
         "weights, whole = policy.weights(norms) * keep, norms",
         IN_GRAPHS,

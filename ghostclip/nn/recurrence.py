@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ghostclip.norms.term import is_traced, wide
+from ghostclip.norms.term import is_traced, to_float32
 
 from .base import NOTHING, PROBE, LayerCall, _top_hooks
 from .fused import fused_forward
@@ -67,7 +67,7 @@ class Left:
         self.call = call
         self.content: tuple[Seen, GateGradients] | None = None
 
-    def take(self) -> tuple[Seen, GateGradients] | None:
+    def pop(self) -> tuple[Seen, GateGradients] | None:
         content, self.content = self.content, None
         return content
 
@@ -91,7 +91,7 @@ class Weights(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple:
         nothing = (None,) * len(ctx.needs_input_grad)
-        call, content = ctx.left.call, ctx.left.take()
+        call, content = ctx.left.call, ctx.left.pop()
         if content is None:
             return nothing
         seen, found = content
@@ -153,8 +153,8 @@ class Recurrence(torch.autograd.Function):
         if repeat is not None and repeat.begun and isinstance(ctx.kept, Found):
             seen, found, weights, into_x = ctx.kept
         else:
-            last = (None if grad is None else wide(grad[0]) for grad in (h_n, c_n))
-            incoming = Incoming(None if output is None else wide(output), *last)
+            last = (None if grad is None else to_float32(grad[0]) for grad in (h_n, c_n))
+            incoming = Incoming(None if output is None else to_float32(output), *last)
             seen, found, weights = (_back if ctx.order is None else _back_packed)(ctx, incoming)
             into_x = None
         if not _stays():
@@ -227,8 +227,8 @@ def _back(ctx: Any, incoming: Incoming) -> tuple[Seen, GateGradients, list[Any]]
     x, states, c0, *saved = ctx.saved_tensors
     if ctx.output is not None and ctx.output._version:
         states = _states_again(ctx.mode, x, states[:1], c0, saved)
-    weights: list[Any] = [None if weight is None else wide(weight) for weight in saved]
-    trace = Trace(wide(x).contiguous(), wide(states), None if c0 is None else wide(c0[0]), *weights)
+    weights: list[Any] = [None if weight is None else to_float32(weight) for weight in saved]
+    trace = Trace(to_float32(x).contiguous(), to_float32(states), None if c0 is None else to_float32(c0[0]), *weights)
     known = ctx.kept if ctx.kept is not None and not isinstance(ctx.kept, Found) else None
     way, kept = (way_of(ctx.mode, trace), None) if known is None else known
     if known is None:
@@ -250,12 +250,12 @@ def _back_packed(ctx: Any, incoming: Incoming) -> tuple[Seen, GateGradients, lis
     """Through a packed sequence."""
     x, output, h0, c0, *saved = ctx.saved_tensors
     order = ctx.order
-    weights: list[Any] = [None if weight is None else wide(weight) for weight in saved]
-    x = order.turned(wide(x)).contiguous()
+    weights: list[Any] = [None if weight is None else to_float32(weight) for weight in saved]
+    x = order.turned(to_float32(x)).contiguous()
     runs = ctx.kept
     if runs is None:
-        first_cell = None if c0 is None else wide(c0[0])
-        packed = PackedTrace(order, x, order.turned(wide(output)), wide(h0[0]), first_cell, tuple(weights))
+        first_cell = None if c0 is None else to_float32(c0[0])
+        packed = PackedTrace(order, x, order.turned(to_float32(output)), to_float32(h0[0]), first_cell, tuple(weights))
         runs = forward_runs(packed, lambda trace: way_of(ctx.mode, trace))
     ctx.kept = runs if _stays() else None
     came = None if incoming.output is None else order.turned(incoming.output)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ghostclip.native.calls import function
 
 from .dense import squared_norms
-from .term import is_traced, wide, zero_examples
+from .term import is_traced, to_float32, zero_examples
 
 __all__ = ["LinearPair", "squared_norms_of", "weighted_sums_of"]
 
@@ -57,9 +57,10 @@ class LinearPair:
 
     def weighted_sums(self, weights: Tensor) -> list[Tensor]:
         """``sum_i weights[i] * gradient[i]`` for each name, for weights [B]."""
-        scaled = wide(self.left) * weights.to(wide(self.left).dtype).unsqueeze(1)
+        scaled = to_float32(self.left) * weights.to(to_float32(self.left).dtype).unsqueeze(1)
         return [
-            torch.sum(scaled, 0) if name == "bias" else torch.mm(scaled.t(), wide(self.right)) for name in self.names
+            torch.sum(scaled, 0) if name == "bias" else torch.mm(scaled.t(), to_float32(self.right))
+            for name in self.names
         ]
 
     def keep_only(self, keep: Tensor) -> LinearPair:
