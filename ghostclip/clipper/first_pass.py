@@ -21,11 +21,11 @@ from ghostclip.errors import LossShapeError, StaleInputError, UnsupportedModelEr
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import first_pass, free_graph, read_graph
 from ghostclip.graph.row_layout import RowLayouts
+from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import LayerCall, Repeat
 from ghostclip.nn.fallback import FallbackCall
 from ghostclip.norms.host_sync import may_sync
 from ghostclip.norms.reduce import all_finite
-from ghostclip.norms.term import is_traced
 from ghostclip.planner import Planner, StrategyChoice
 
 __all__ = ["FirstPasses", "check_losses", "in_our_words", "without_autocast"]

@@ -1,9 +1,8 @@
 """One direction of one recurrent layer as two nodes of the graph: torch's fused kernel forwards, an own way back.
 
 torch's own backward can't stop at the gates, so `Recurrence` goes back instead: it recomputes the gates and goes back
-through time (on the CPU by time_loop.py, on cuDNN by identity_input.py, elsewhere by gates.py and through_time.py; run
-by run for packed sequences, packed.py). Both nodes are their own capture: in a first pass `Weights` tells the sink the
-gate gradients and forms no weight gradient.
+through time (time_kernels.py; run by run for packed sequences, packed.py). Both nodes are their own capture: in a first
+pass `Weights` tells the sink the gate gradients and forms no weight gradient.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ghostclip.norms.term import is_traced, to_float32
+from ghostclip.native.custom_ops import is_traced
+from ghostclip.norms.term import to_float32
 
 from .base import NOTHING, PROBE, LayerCall, _top_hooks
 from .fused import fused_forward
 from .gates import Trace
-from .identity_input import IDENTITY, serves
 from .packed import Order, PackedTrace, forward_runs, way_back
-from .through_time import LOOPS, GateGradients, Incoming, Way
-from .time_loop import COMPILED, available
+from .through_time import GateGradients, Incoming
+from .time_kernels import way_of
 
-__all__ = ["attached", "way_of"]
+__all__ = ["attached"]
 
 # The inputs' gradient is kept for a second pass if the gates' have so many times its numbers.
 SMALL = 2
@@ -207,19 +206,6 @@ def attached(
 def _stays() -> bool:
     """Whether another pass may follow over this graph, so that what was recomputed should be kept for it."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
-
-
-def way_of(mode: str, trace: Trace) -> Way:
-    """Compiled on the CPU, torch's fused kernel on cuDNN, where these can be had; else tensor operations.
-
-    While a graph is written down it is one operation.
-    """
-    if is_traced() and trace.weight_hr is None:
-        from .time_operations import WRITTEN
-
-        return WRITTEN[mode]
-    ways = COMPILED if available(trace) else IDENTITY if serves(trace) else LOOPS
-    return ways[mode]
 
 
 def _back(ctx: Any, incoming: Incoming) -> tuple[Seen, GateGradients, list[Any]]:

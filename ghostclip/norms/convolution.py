@@ -21,14 +21,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ghostclip.native.gram import half_gram_is_there, half_windows, half_windows_are_there
+from ghostclip.native.shifts import shifted_products, shifts_are_there
+
 from .dense import Dense, squared_norms
-from .half_gram import half_gram_is_there
-from .half_windows import half_windows, half_windows_are_there
 from .im2col import Geometry, patches, rows_of_patches
 from .memory import FRESH, Memory
 from .outer import OuterProduct, chunks, reliable
 from .rounding import product_of_sizes
-from .shifts import shifted_products, shifts_are_there
 from .term import NormResult, PerExampleGrads, Strategy, StrategyRun, size_class, to_float32, zero_examples
 from .windows import windowed_gram
 
@@ -147,9 +147,9 @@ class ConvGrads(PerExampleGrads):
         images, grads = self._folded(to_float32(self.images)), self._folded(to_float32(self.grads))
         geometry = self.geometry
         axes = self.shape[2:], geometry.stride, geometry.padding, geometry.dilation
-        squared, kept = shifted_products(images, grads, *axes, keep, memory)
+        squared, *kept = shifted_products(images, grads, *axes, keep, empty=memory.to_keep)
         squared = squared.view(-1, geometry.groups).sum(1)
-        return NormResult(squared, None if kept is None else kept.view(-1, *self.shape))
+        return NormResult(squared, kept[0].view(-1, *self.shape) if keep else None)
 
     def _by_gram(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
         return self._by_pairs(OuterProduct.by_gram, memory)

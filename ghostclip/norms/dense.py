@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .term import NormResult, PerExampleGrads, is_traced, split_examples, to_float32, zero_examples
+from ghostclip.native.custom_ops import is_traced
+
+from .term import NormResult, PerExampleGrads, split_examples, to_float32, zero_examples
 
 __all__ = ["Dense", "squared_norms"]
 

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ghostclip.native.gram import half_gram, half_gram_is_there
+
 from .dense import Dense, squared_norms
-from .half_gram import half_gram, half_gram_is_there
 from .host_sync import may_sync
 from .memory import FRESH, Memory
 from .rounding import product_of_sizes

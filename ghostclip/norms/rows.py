@@ -18,7 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .chained_rows import add_rows, chained_squared_norms, chains_are_there
+from ghostclip.native.custom_ops import is_traced
+from ghostclip.native.rows import add_rows, chained_squared_norms, chains_are_there
+
 from .dense import squared_norms
 from .memory import FRESH, Memory
 from .outer import chunks, reliable
@@ -27,7 +29,6 @@ from .term import (
     NormResult,
     PerExampleGrads,
     Strategy,
-    is_traced,
     size_class,
     split_examples,
     to_float32,

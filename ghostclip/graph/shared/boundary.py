@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.norms.term import is_traced, split_examples, to_float32
+from ghostclip.native.custom_ops import is_traced
+from ghostclip.norms.term import split_examples, to_float32
 
 __all__ = ["ELEMENTWISE", "EXPAND", "REPEAT", "BroadcastBoundary", "Edge", "broadcasts", "shape_of"]
 
