@@ -22,9 +22,9 @@ def fixed_seed() -> None:
 def every_backward(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """All backward passes through time: the compiled loop, tensor operations without a compiler, and cuDNN's."""
     if request.param != "compiled":
-        monkeypatch.setattr("ghostclip.nn.recurrence.available", lambda trace: False)
+        monkeypatch.setattr("ghostclip.nn.time_kernels.available", lambda trace: False)
         if request.param == "identity input":
-            monkeypatch.setattr("ghostclip.nn.recurrence.serves", possible)
+            monkeypatch.setattr("ghostclip.nn.time_kernels.serves", possible)
     elif library("time_loop") is None:
         pytest.skip("no C compiler here")
 

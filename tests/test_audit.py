@@ -205,7 +205,7 @@ def audited(model=None, dataset=None, **changes):
 
 
 def clip_doubled(monkeypatch):
-    from ghostclip.norms.whole import bounded_weights
+    from ghostclip.norms.reduce import bounded_weights
 
     def loose(norms, bounds):
         return bounded_weights(norms, [2 * bound for bound in bounds])

@@ -6,8 +6,8 @@ from torch import nn
 from torch.fx import Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ghostclip.compiled.pooling import leave_pooling_alone
 from ghostclip.compiled.region import Region
+from ghostclip.native.pooling import leave_pooling_alone
 
 POOLS = {
     "averages side by side": nn.AvgPool2d(2),

@@ -3,14 +3,18 @@
 import importlib
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from ghostclip.bench import reference
+from ghostclip.native import library
 
 ROOT = Path(__file__).resolve().parents[1]
+needs_compiler = pytest.mark.skipif(library("gram") is None, reason="no C compiler here")
 
 
 def script(name: str) -> ModuleType:
@@ -152,3 +156,57 @@ def test_demo_accuracy_repeats_what_make_demo_runs(tmp_path):
     assert count == 2
     assert 0.95 < low <= median <= high <= 1.0
     assert f"| non-private | none | 690 | 2 | {median:.1%} |" in (tmp_path / "demo_accuracy.md").read_text()
+
+
+@needs_compiler
+def test_kernels_are_timed_beside_their_twins(tmp_path):
+    module = script("kernels")
+    words = ["--kernels", "linear layers on one position", "noise", "--workloads", "mlp", "--seconds", "0"]
+    assert module.main([*words, "--batch-size", "4", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
+    assert [(row["file"], row["workload"], row["batch_size"]) for row in rows] == [
+        ("native/affine.c", "mlp", 4),
+        ("native/normal.c", "mlp", 4),
+    ]
+    assert all(row["ratio"]["rounds"] >= 3 and row["ratio"]["median"] > 0 for row in rows)
+    assert "| noise | `native/normal.c` |" in (tmp_path / "kernels.md").read_text()
+
+
+def test_every_c_function_that_python_calls_is_timed():
+    module = script("kernels")
+    folder = ROOT / "ghostclip" / "native"
+    assert {kernel.file for kernel in module.KERNELS} | set(module.OTHERS) == {path.stem for path in folder.glob("*.c")}
+    timed = {name for kernel in module.KERNELS for name in kernel.functions}
+    helpers = {"padded", "pack", "pack_gates", "ghostclip_lanes"}
+    for file in {kernel.file for kernel in module.KERNELS}:
+        text = (folder / f"{file}.c").read_text()
+        exported = set(re.findall(r"^(?:int|void|long|u?int64_t) (?:NAME\()?(\w+)\)?\(", text, re.MULTILINE))
+        assert exported
+        assert exported <= timed | helpers
+
+
+def asked(kernel):
+    """What a kernel's binding finds, for each function or for the file."""
+    binding = kernel.binding
+    if hasattr(binding, "library"):
+        return [binding.library(kernel.file)]
+    return [binding.function(kernel.file, name, torch.float32, 4) for name in kernel.functions]
+
+
+@needs_compiler
+def test_without_a_kernel_its_binding_says_so():
+    module = script("kernels")
+    for kernel in module.KERNELS:
+        before = asked(kernel)
+        with module.without(kernel):
+            assert asked(kernel) == [None] * len(before)
+        assert asked(kernel) == before
+        assert None not in before
+
+
+def test_the_table_has_the_workload_that_gains_most():
+    rows = [
+        {"kernel": kernel, "workload": workload, "ratio": {"median": ratio}}
+        for kernel, workload, ratio in (("a", "mlp", 0.97), ("b", "cnn", 1.0), ("a", "cnn", 0.8), ("a", "rnn", 0.9))
+    ]
+    assert [row["workload"] for row in script("kernels").best(rows)] == ["cnn", "cnn"]

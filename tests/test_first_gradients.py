@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import ghostclip
 from ghostclip import GhostClipper, UnsupportedModelError, clipping
-from ghostclip.graph import row_layout as regroup
+from ghostclip.graph import row_layout
 
 EXAMPLES, MAX_NORM = 4, 0.3
 EACH = clipping.PerLayer(max_norm=MAX_NORM)
@@ -165,9 +165,9 @@ def _without_end(engine: Any) -> Any:
 @ways
 def test_a_branch_that_stays_off_is_proved_once_and_costs_no_backward(way: str, monkeypatch: Any) -> None:
     proved: list[int] = []
-    original = regroup.check_mixing
+    original = row_layout.check_mixing
     monkeypatch.setattr(
-        regroup, "check_mixing", lambda losses, *a: (proved.append(len(losses)), original(losses, *a))[1]
+        row_layout, "check_mixing", lambda losses, *a: (proved.append(len(losses)), original(losses, *a))[1]
     )
     model = ghostclip.wrap(Branched("of_positions").double())
     clipper = GhostClipper(model, **WAYS[way])

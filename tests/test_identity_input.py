@@ -14,7 +14,7 @@ from torch import nn
 
 import ghostclip
 from ghostclip.clipping import PerLayer
-from ghostclip.nn import fused, identity_input, recurrence
+from ghostclip.nn import fused, identity_input, time_kernels
 from ghostclip.nn.gates import Trace
 from ghostclip.nn.identity_input import IDENTITY, possible
 from ghostclip.nn.through_time import LOOPS
@@ -32,8 +32,8 @@ every_row = pytest.mark.parametrize("name", ROWS)
 def served(monkeypatch):
     """The traces that went through the identity input, which is used wherever it applies from now on."""
     traces = []
-    monkeypatch.setattr(recurrence, "available", lambda trace: False)
-    monkeypatch.setattr(recurrence, "serves", lambda trace: possible(trace) and not traces.append(trace))
+    monkeypatch.setattr(time_kernels, "available", lambda trace: False)
+    monkeypatch.setattr(time_kernels, "serves", lambda trace: possible(trace) and not traces.append(trace))
     return traces
 
 

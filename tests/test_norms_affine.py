@@ -6,9 +6,8 @@ from comparing import assert_dicts_close, gradients
 
 import ghostclip
 from ghostclip.clipping import PerLayer
-from ghostclip.native import library
-from ghostclip.norms import affine as affines
-from ghostclip.norms import whole
+from ghostclip.native import affine, library
+from ghostclip.norms import reduce
 from ghostclip.norms.affine import LinearPair, squared_norms_of, weighted_sums_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -19,12 +18,11 @@ NAMES = [("weight", "bias"), ("weight",), ("bias",)]
 @pytest.fixture(params=["C", "C, products by torch", "tensor operations"])
 def implementation(request, monkeypatch):
     if request.param == "tensor operations":
-        for module in (affines, whole):
-            monkeypatch.setattr(module, "function", lambda *arguments: None)
+        monkeypatch.setattr(affine, "function", lambda *arguments: None)
     elif library("affine") is None:
         pytest.skip("no C compiler here")
     elif request.param != "C":
-        monkeypatch.setattr(affines, "MOST_WORK", 0)
+        monkeypatch.setattr(affine, "MOST_WORK", 0)
     return request.param
 
 
@@ -45,7 +43,7 @@ def per_example(layer):
 @pytest.mark.parametrize("batch", [0, 1, 16, 37, 300])
 def test_norms_and_sums_of_many_layers(batch, names, dtype, implementation):
     some = layers(batch, dtype, names)
-    assert (affines._in_c("sums", 3, some) is None) == (implementation == "tensor operations")
+    assert (affine._for_all("sums", 3, some) is None) == (implementation == "tensor operations")
     weights = [torch.rand(batch, dtype=dtype) for _ in some]
     squares = squared_norms_of(some).split(len(names))
     found = zip(some, squares, weighted_sums_of(some, weights), weights, strict=True)
@@ -65,7 +63,7 @@ def test_c_and_tensor_operations_agree_on_strided_tensors(names, monkeypatch):
     weights = [torch.rand(38)[::2], torch.rand(19)]
     found = [squared_norms_of([rows, columns]), weighted_sums_of([rows, columns], weights)]
     found += [squared_norms_of([rows]), weighted_sums_of([rows], [torch.ones(19)])]
-    monkeypatch.setattr(affines, "function", lambda *arguments: None)
+    monkeypatch.setattr(affine, "function", lambda *arguments: None)
     expected = [squared_norms_of([rows, columns]), weighted_sums_of([rows, columns], weights)]
     expected += [squared_norms_of([rows]), weighted_sums_of([rows], [torch.ones(19)])]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -75,15 +73,15 @@ def test_c_and_tensor_operations_agree_on_strided_tensors(names, monkeypatch):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_norms_and_weights_of_groups(dtype):
     rows = torch.rand(3, 700, dtype=dtype)
-    found = whole.group_norms([[rows, rows[0]], [rows[1]]], dtype)
+    found = reduce.group_norms([[rows, rows[0]], [rows[1]]], dtype)
     expected = torch.stack([(rows.sum(0) + rows[0]).sqrt(), rows[1].sqrt()])
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(whole.norms([rows[2], rows], dtype), (rows.sum(0) + rows[2]).sqrt())
-    weights = whole.bounded_weights(found, [0.5, 2.0])
+    torch.testing.assert_close(reduce.norms([rows[2], rows], dtype), (rows.sum(0) + rows[2]).sqrt())
+    weights = reduce.bounded_weights(found, [0.5, 2.0])
     bounds = torch.tensor([[0.5], [2.0]], dtype=dtype)
     torch.testing.assert_close(weights, (bounds / expected).clamp(max=1.0))
     assert (weights * found <= bounds).all()
-    odd = whole.bounded_weights(torch.tensor([0.0, torch.inf, torch.nan, 4.0], dtype=dtype), [2.0])
+    odd = reduce.bounded_weights(torch.tensor([0.0, torch.inf, torch.nan, 4.0], dtype=dtype), [2.0])
     torch.testing.assert_close(odd, torch.tensor([1.0, 0.0, torch.nan, 0.5], dtype=dtype), equal_nan=True)
 
 
@@ -93,9 +91,9 @@ def test_one_number_that_is_not_finite_is_seen(spoil):
     for size in (1, 33):
         fine, spoilt = torch.rand(size), torch.rand(size)
         spoilt[-1] = spoil
-        assert whole.all_finite(fine, fine.half(), fine.double())
-        assert not whole.all_finite(fine, spoilt)
-        assert not whole.all_finite(spoilt.double(), fine)
+        assert reduce.all_finite(fine, fine.half(), fine.double())
+        assert not reduce.all_finite(fine, spoilt)
+        assert not reduce.all_finite(spoilt.double(), fine)
 
 
 def classifier():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ghostclip.native import library
-from ghostclip.norms.chained_rows import add_rows, chained_squared_norms
+from ghostclip.native.rows import add_rows, chained_squared_norms
 from ghostclip.norms.outer import OuterProduct, gram
 from ghostclip.norms.rows import LookupGrads, pairs_squared_norms, repeats_squared_norms, runs_squared_norms
 

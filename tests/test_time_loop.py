@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from ghostclip import GhostClipper
-from ghostclip.native import build, calls
-from ghostclip.nn import time_loop
+from ghostclip.native import build, calls, gram, library, time_loop
 from ghostclip.nn.gates import Trace
 from ghostclip.nn.through_time import LOOPS, Incoming
-from ghostclip.nn.time_loop import COMPILED, library
-from ghostclip.norms import half_gram
+from ghostclip.nn.time_kernels import COMPILED
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
 every_mode = pytest.mark.parametrize("mode", GATES)
@@ -153,7 +151,7 @@ def test_processor_settings_are_left_as_they_were():
 
 @pytest.mark.parametrize("missing", ["compiler", "permission"])
 def test_without_a_compiler_tensor_operations_do_it(missing, monkeypatch, tmp_path, caplog):
-    for module in (time_loop, half_gram):
+    for module in (time_loop, gram):
         # Without its memory, which would keep what is missing here from all tests to come.
         monkeypatch.setattr(module, "library", build.library.__wrapped__)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -175,7 +173,7 @@ def test_without_a_compiler_tensor_operations_do_it(missing, monkeypatch, tmp_pa
 @pytest.mark.slow  # test_native.py has the quick one
 def test_processes_may_race_for_the_cache(tmp_path):
     script = (
-        "import torch; from ghostclip.nn import time_loop as t; from ghostclip.nn import LSTM;"
+        "import torch; from ghostclip.native import time_loop as t; from ghostclip.nn import LSTM;"
         "assert t.library('time_loop') is not None; m = LSTM(2, 3); m(torch.randn(4, 2, 2))[0].sum().backward();"
         "assert m.weight_hh_l0.grad.isfinite().all()"
     )

@@ -43,7 +43,7 @@ KNOBS: dict[str, dict[str, Values]] = {
         f"{module}:may_sync": (lambda device: False,)
         for module in ("norms.outer", "clipper.first_pass", "clipper.second_pass")
     },
-    "at once": {"norms.affine:MOST_WORK": (0, 64), "norms.affine:MOST_NUMBERS": (0, 64)},
+    "at once": {"native.affine:MOST_WORK": (0, 64), "native.affine:MOST_NUMBERS": (0, 64)},
     "chunks": {"norms.outer:CHUNK_BYTES": (1, 200), "norms.outer:KEPT_CHUNK_BYTES": (1, 200)},
     "blocks": {"norms.outer:BLOCK_ROWS": (1, 2), "norms.outer:SCALED_ROWS": (1, 3)},
     "narrow": {"norms.outer:NARROW": (2, 4), "norms.outer:WIDER": (1, 2)},
@@ -51,10 +51,10 @@ KNOBS: dict[str, dict[str, Values]] = {
     "inner products": {"norms.dense:INNER_LEAST": (1, 8), "norms.dense:INNER_MOST": (8, 16)},
     "pairs of rows": {"norms.rows:PAIRED_POSITIONS": (0, 2)},
     "windows": {"norms.convolution:MOST_POSITIONS": (0, 4), "norms.convolution:SUM_BYTES": (1, 100)},
-    "images": {"norms.normalized:FEW": (1, 2)},
+    "images": {"native.normalize:FEW": (1, 2)},
     "spans": {"nn.gates:SPAN_BYTES": (1, 100)},
     "states": {"nn.recurrence:SMALL": (0, 100)},
-    "no time loop": {"nn.recurrence:available": (lambda trace: False,)},
+    "no time loop": {"nn.time_kernels:available": (lambda trace: False,)},
 }  # fmt: skip
 CACHED_ANSWERS = (native.library, native.calls.function)
 

@@ -18,9 +18,9 @@ from ghostclip.nn.base import LayerCall, Repeat
 from ghostclip.norms.affine import LinearPair, squared_norms_of, weighted_sums_of
 from ghostclip.norms.combine import combine
 from ghostclip.norms.dense import Dense
+from ghostclip.norms.reduce import norms
 from ghostclip.norms.rounding import rounding_margin
-from ghostclip.norms.term import NormResult, PerExampleGrads, wide
-from ghostclip.norms.whole import norms
+from ghostclip.norms.term import NormResult, PerExampleGrads, to_float32
 from ghostclip.planner import SOLE, Planner, StrategyChoice, kept_bytes
 
 __all__ = ["Keep", "NormCollector", "Wanted", "norm_dtype"]
@@ -118,8 +118,8 @@ class NormCollector:
         self.choices: dict[int, StrategyChoice] = {}
         self._wanted, self._groups, self._room = wanted, groups, room
         # What is computed again in order not to be kept is not kept here, either.
-        packed = any(call.packed for call in calls) and groups is None and not wanted.materialise
-        again = [call for call in calls if call.packed or call.rows] if packed else []
+        hooked = any(call.has_saved_tensor_hooks for call in calls) and groups is None and not wanted.materialise
+        again = [call for call in calls if call.has_saved_tensor_hooks or call.rows] if hooked else []
         self._not_kept = {id(call.layer._parameters[name]) for call in again for name in call.parameters}
         self._planner, self._index = planner, index
         self._padded = overlapping_parts(calls)
@@ -205,7 +205,7 @@ class NormCollector:
         if self._groups is not None:
             rows = torch.split_with_sizes(together, [len(parts) for parts, _ in waited])
             for (parts, affine), squared in zip(waited, rows, strict=True):
-                self._groups.take(parts, squared, None, affine)
+                self._groups.add(parts, squared, None, affine)
         elif self._wanted.keep is Keep.ALL:
             self._affines += [([owner for owner, _ in parts], affine) for parts, affine in waited]
 
@@ -213,7 +213,7 @@ class NormCollector:
         term = call.term(name, inputs, grad)
         count = row_count(call, self._examples, name)
         if count != 1:
-            term = term.regroup(count, self.row_orders[id(call)])
+            term = term.split_rows(count, self.row_orders[id(call)])
         parameter = call.layer._parameters[name]
         assert parameter is not None
         if id(parameter) in self._padded:
@@ -264,7 +264,7 @@ class NormCollector:
             held.update(tensor.untyped_storage().data_ptr() for tensor in term.tensors)
         term = term if answer.kept is None else Dense(answer.kept)
         if self._groups is not None:
-            self._groups.take([part], answer.squared_norms, absolute, term)
+            self._groups.add([part], answer.squared_norms, absolute, term)
         elif keep and (self._wanted.keep is Keep.ALL or isinstance(term, Dense)):
             self._terms[part] = term
             self._room -= term.nbytes
@@ -358,7 +358,7 @@ class NormCollector:
             if (whole := parts.get((id(parameter), None))) is not None and len(parts) == 1:
                 found[name] = whole.per_example()
                 continue
-            full = wide(parameter.detach()).new_zeros(self._examples, *parameter.shape)
+            full = to_float32(parameter.detach()).new_zeros(self._examples, *parameter.shape)
             for (_, rows), term in parts.items():
                 full[:, slice(*rows) if rows else slice(None)] += term.per_example()
             found[name] = full

@@ -21,11 +21,11 @@ from ghostclip.errors import LossShapeError, StaleInputError, UnsupportedModelEr
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import first_pass, free_graph, read_graph
 from ghostclip.graph.row_layout import RowLayouts
+from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import LayerCall, Repeat
 from ghostclip.nn.fallback import FallbackCall
 from ghostclip.norms.host_sync import may_sync
-from ghostclip.norms.term import is_traced
-from ghostclip.norms.whole import all_finite
+from ghostclip.norms.reduce import all_finite
 from ghostclip.planner import Planner, StrategyChoice
 
 __all__ = ["FirstPasses", "check_losses", "in_our_words", "without_autocast"]
@@ -121,7 +121,8 @@ class FirstPasses:
             chosen = wanted.keep is Keep.CHOSEN
             wanted = replace(wanted, keep=self._keep_of(wanted.keep, calls))
             repeat = Repeat() if chosen and wanted.keep is Keep.SMALL and not retain_graph else None
-            holds_graph = retain_graph or (chosen and (wanted.keep is Keep.SMALL or any(c.packed for c in calls)))
+            hooked = any(call.has_saved_tensor_hooks for call in calls)
+            holds_graph = retain_graph or (chosen and (wanted.keep is Keep.SMALL or hooked))
             parameter_bytes = sum([parameter.nbytes for _, parameter in trained])
             room = room_for_small(calls, parameter_bytes, self._memory_budget)
             collector = NormCollector(
@@ -139,7 +140,7 @@ class FirstPasses:
                     free_graph(losses, calls)
             if groups is not None:
                 groups.calls = calls
-                groups.close()
+                groups.finalize()
         self.choices = collector.choices
         return collector
 
@@ -254,7 +255,7 @@ def _expect_again(losses: Tensor, calls: list[LayerCall], repeat: Repeat | None)
     """Tells layers with a row for each example that another pass may follow, or that this one stands for itself."""
     repeat = None if any(isinstance(call, FallbackCall) for call in calls) else repeat
     for call in calls:
-        call.repeat = None if call.packed or call.shape[call.batch_dim] != len(losses) else repeat
+        call.repeat = None if call.has_saved_tensor_hooks or call.shape[call.batch_dim] != len(losses) else repeat
 
 
 def bytes_to_keep(calls: Sequence[LayerCall]) -> int:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.affine import LinearPair, weighted_sums_of
+from ghostclip.norms.reduce import bounded_weights, group_norms
 from ghostclip.norms.rounding import rounding_margin
 from ghostclip.norms.term import PerExampleGrads
-from ghostclip.norms.whole import bounded_weights, group_norms
 from ghostclip.planner import Planner
 
 __all__ = ["POSTPONED_BYTES", "GroupSums", "Part"]
@@ -83,7 +83,7 @@ class GroupSums:
         """Whether the parts can be answered for together."""
         return len({self._group_of[owner] for owner, _ in parts}) == 1
 
-    def take(
+    def add(
         self, parts: list[Part], squared: Tensor, absolute: Tensor | None, held: PerExampleGrads | LinearPair
     ) -> None:
         """Takes parts of one group, in one order.
@@ -101,9 +101,9 @@ class GroupSums:
             self._complete.append(group)
             self._complete_bytes += sum([term.nbytes for *_, term in self._open[group]])
             if self._complete_bytes > POSTPONED_BYTES:
-                self.close()
+                self.finalize()
 
-    def taken(self) -> Iterator[tuple[Part, Tensor]]:
+    def pop(self) -> Iterator[tuple[Part, Tensor]]:
         """The clipped sums, which are let go of one after another."""
         while self.sums:
             yield self.sums.pop()
@@ -123,7 +123,7 @@ class GroupSums:
         return norms, bounded_weights(bounds, [self._bounds[group] for group in groups])
 
     @torch.no_grad()
-    def close(self) -> None:
+    def finalize(self) -> None:
         """Turns the groups that are complete into their clipped sums; to be called once more when all terms came."""
         if not self._complete:
             return

@@ -20,13 +20,13 @@ from ghostclip.clipper.groupwise import POSTPONED_BYTES, GroupSums, Part
 from ghostclip.clipping import Groupwise, Policy, Thresholds
 from ghostclip.errors import PrivacyError
 from ghostclip.graph.parameter_names import ParameterNames
-from ghostclip.graph.reader import WIDE, first_pass, free_graph
+from ghostclip.graph.reader import AT_LEAST_FLOAT32, first_pass, free_graph
 from ghostclip.graph.row_layout import row_count
 from ghostclip.nn.base import LayerCall
 from ghostclip.nn.fallback import FallbackCall
 from ghostclip.norms.affine import LinearPair, weighted_sums_of
 from ghostclip.norms.host_sync import may_sync
-from ghostclip.norms.whole import all_finite
+from ghostclip.norms.reduce import all_finite
 from ghostclip.planner import Planner
 
 __all__ = ["Reweighting", "TwoPasses"]
@@ -232,7 +232,7 @@ class TwoPasses(FirstPasses):
 
     def _groups_added(self, losses: Tensor, sums: GroupSums) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Adds the sums to the p.grads; returns norms and weights of all groups, those that took no part included."""
-        taken = sums.taken()
+        taken = sums.pop()
         if self.scale != 1.0:
             taken = ((part, amount / self.scale) for part, amount in taken)
             sums.norms = {group: norms / self.scale for group, norms in sums.norms.items()}
@@ -261,7 +261,7 @@ class TwoPasses(FirstPasses):
             total[slice(*rows) if rows else ...] += amount
             return
         add_to_gradient(parameter, rows, amount)
-        if self.wide_sums is not None and parameter.dtype not in WIDE:
+        if self.wide_sums is not None and parameter.dtype not in AT_LEAST_FLOAT32:
             if owner not in self.wide_sums:
                 self.wide_sums[owner] = torch.zeros_like(parameter, dtype=torch.float32)
             self.wide_sums[owner][slice(*rows) if rows else ...] += amount
@@ -328,7 +328,7 @@ class Reweighting:
             term = call.term(name, inputs, grad)
             count = row_count(call, self._examples, name)
             if count != 1:
-                term = term.regroup(count, self._row_orders[id(call)])
+                term = term.split_rows(count, self._row_orders[id(call)])
             term = term if self._finite is None else term.keep_only(self._finite)
             self._take(self._part(call, name), self._planner.weighted_sum(term, self._weights))
 

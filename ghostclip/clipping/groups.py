@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.clipping.policies import flat_weights
-from ghostclip.norms.whole import margin
+from ghostclip.norms.reduce import margin
 from ghostclip.validate import nonnegative, positive
 
 __all__ = ["CustomGroups", "Grouped", "Groupwise", "PerLayer", "Thresholds"]

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ghostclip.norms.whole import bounded_weights, margin
+from ghostclip.norms.reduce import bounded_weights, margin
 from ghostclip.validate import nonnegative, positive
 
 __all__ = ["Automatic", "Custom", "Flat", "Policy", "clamped", "flat_weights"]

@@ -19,7 +19,7 @@ from ghostclip.clipper.replay import Replay
 from ghostclip.clipper.second_pass import TwoPasses
 from ghostclip.compiled.region import Region, trace
 from ghostclip.compiled.signature import CompileRequest, ModelState, capacity_for, function_key, pad, settings_of
-from ghostclip.compiled.straight import Clipped, Groups, eager, learn, put_together, straight, taken_apart
+from ghostclip.compiled.trace_friendly import Clipped, Groups, eager, learn, put_together, taken_apart, trace_friendly
 from ghostclip.compiled.trial import TRIALS, Trial, difference, timed
 
 __all__ = [
@@ -228,7 +228,7 @@ class CompiledClip:
 
         def step(*inputs: Tensor) -> tuple[Tensor, ...]:
             batch = tree_unflatten(list(inputs[len(held) : -1]), asked.structure)
-            fine, result = straight(self.passes, loss_fn(self.model, batch), inputs[-1])
+            fine, result = trace_friendly(self.passes, loss_fn(self.model, batch), inputs[-1])
             vectors, plan.groups = taken_apart(result)
             plan.present = [total is not None for total in result.sums]
             outputs = [fine, *vectors, *(total for total in result.sums if total is not None)]

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from ghostclip.compiled.pooling import leave_pooling_alone
 from ghostclip.errors import UnsupportedModelError
+from ghostclip.native.pooling import leave_pooling_alone
 
 __all__ = ["Region", "trace", "write_back"]
 

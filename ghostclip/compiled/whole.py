@@ -18,7 +18,7 @@ from ghostclip.clipper.replay import Replay
 from ghostclip.compiled.clip import CompiledClip, LossFunction, in_a_line, rolled
 from ghostclip.compiled.region import Region, trace, write_back
 from ghostclip.compiled.signature import CompileRequest
-from ghostclip.compiled.straight import Clipped, Groups, put_together, straight, taken_apart
+from ghostclip.compiled.trace_friendly import Clipped, Groups, put_together, taken_apart, trace_friendly
 from ghostclip.compiled.trial import Trial
 from ghostclip.compiled.update import Update
 
@@ -130,7 +130,9 @@ class CompiledStep:
 
         def step(*inputs: Tensor) -> tuple[Tensor, ...]:
             *leaves, keep, noise, numbers = inputs[start:]
-            fine, result = straight(clip.passes, loss_fn(clip.model, tree_unflatten(leaves, asked.structure)), keep)
+            fine, result = trace_friendly(
+                clip.passes, loss_fn(clip.model, tree_unflatten(leaves, asked.structure)), keep
+            )
             vectors, plan.groups = taken_apart(result)
             totals = dict(zip(trained, result.sums, strict=True))
             before = [tensor.detach() for tensor in inputs[: len(written)]]

@@ -16,7 +16,7 @@ from ghostclip.clipper.groupwise import Part
 from ghostclip.clipper.second_pass import TwoPasses
 from ghostclip.clipping import Groupwise
 from ghostclip.errors import VerificationError
-from ghostclip.norms.whole import all_finite
+from ghostclip.norms.reduce import all_finite
 
 __all__ = ["gradients_agree"]
 
@@ -95,7 +95,7 @@ def _errors_of_sums(
     parts: Iterable[tuple[Part, Tensor]]
     if isinstance(passes.clipping, Groupwise):
         given = dict.fromkeys(passes.partition().values(), picked)
-        taken = passes.group_pass(losses, passes.clipping, given, None).taken()
+        taken = passes.group_pass(losses, passes.clipping, given, None).pop()
         parts = ((part, amount / passes.scale) for part, amount in taken)
     else:
         parts = passes.weighted_sums(losses, picked, run)

@@ -27,7 +27,7 @@ from ghostclip.graph.shared.subgraph import from_below, inputs_of
 from ghostclip.nn.base import CAPTURE, NOTHING, PROBE, LayerCall
 from ghostclip.nn.fallback import FallbackCall
 
-__all__ = ["WIDE", "Uses", "first_pass", "free_graph", "gradients_at", "read_graph"]
+__all__ = ["AT_LEAST_FLOAT32", "Uses", "first_pass", "free_graph", "gradients_at", "read_graph"]
 
 ACCUMULATE = type(torch.zeros((), device="cpu", requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
@@ -41,7 +41,7 @@ REORDERING = {
 # Functions that normalize by the statistics of a batch, whatever module calls them.
 BATCH_STATISTICS = {f"{name}BatchNormBackward0" for name in ("Native", "Cudnn", "Miopen")}
 # Types in which sums may be formed.
-WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+AT_LEAST_FLOAT32 = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 # Nodes of torch's own that more has to be known of than where they lead.
 TOLD = REORDERING | BATCH_STATISTICS
 
@@ -68,7 +68,10 @@ class Uses:
 
     def key(self, examples: int) -> tuple:
         """What graphs have in common of which one thing holds, for batches of that size."""
-        uses = [(serial_number(c.layer), c.parameters, c.batch_dim, c.shape, c.dtype, c.packed) for c in self.calls]
+        uses = [
+            (serial_number(c.layer), c.parameters, c.batch_dim, c.shape, c.dtype, c.has_saved_tensor_hooks)
+            for c in self.calls
+        ]
         return (examples, self.size, *uses)
 
 

@@ -79,15 +79,15 @@ class LayerCall:
         shape, dtype, device: of the pre-activation.
         sources: where the graph goes on below the layer: gradient nodes of the inputs, or leaf inputs themselves.
         registered: how many hooks of any kind ever were when the layer was used.
-        packed: whether what is saved goes through hooks, as activation checkpointing has it computed again.
+        has_saved_tensor_hooks: whether hooks keep what is saved; activation checkpointing recomputes it by them.
         sink: told (call, inputs, gradient at the pre-activation) during a first pass; None at any other time.
         repeat: the pass that is going by is one of these two; None where it stands for itself.
         ends: whether the pass that is going by goes on elsewhere, not below this layer; for those who end in `capture`.
     """
 
     __slots__ = (
-        "batch_dim", "device", "dtype", "ends", "extra", "layer", "packed", "parameters", "registered", "repeat",
-        "rows", "shape", "sink", "sources",
+        "batch_dim", "device", "dtype", "ends", "extra", "has_saved_tensor_hooks", "layer", "parameters", "registered",
+        "repeat", "rows", "shape", "sink", "sources",
     )  # fmt: skip
 
     def __init__(
@@ -104,7 +104,7 @@ class LayerCall:
         self.batch_dim, self.shape = batch_dim, preactivation.shape
         self.dtype, self.device = preactivation.dtype, preactivation.device
         self.sources = [t.grad_fn or t for t in inputs if t.requires_grad]
-        self.packed = _top_hooks(False) is not None
+        self.has_saved_tensor_hooks = _top_hooks(False) is not None
         self.registered = RemovableHandle.next_id
         self.sink: Sink | None = None
         self.repeat: Repeat | None = None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.norms.outer import OuterProduct
-from ghostclip.norms.term import PerExampleGrads, wide
+from ghostclip.norms.term import PerExampleGrads, to_float32
 
 from .base import GhostLayer, LayerCall
 from .linear import examples_first, summed_positions
@@ -24,11 +24,11 @@ class Bilinear(GhostLayer, torch.nn.Bilinear, wraps=torch.nn.Bilinear):
         grad = examples_first(grad, call.batch_dim)
         if name == "bias":
             return summed_positions(grad)
-        first, second = (wide(examples_first(tensor, call.batch_dim)) for tensor in inputs)
+        first, second = (to_float32(examples_first(tensor, call.batch_dim)) for tensor in inputs)
         outputs, width1, width2 = self.weight.shape
         # An outer product of two sides, one of which is itself an outer product: the smaller one is multiplied out.
         if outputs * width1 + width2 <= outputs + width1 * width2:
-            return OuterProduct(_products(wide(grad), first), second, self.weight.shape)
+            return OuterProduct(_products(to_float32(grad), first), second, self.weight.shape)
         return OuterProduct(grad, _products(first, second), self.weight.shape)
 
 

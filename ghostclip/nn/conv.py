@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.norms.convolution import ConvGrads, Geometry
 from ghostclip.norms.dense import Dense
-from ghostclip.norms.term import PerExampleGrads, wide
+from ghostclip.norms.term import PerExampleGrads, to_float32
 
 from .base import GhostLayer, LayerCall, is_capturing, place_of
 
@@ -41,7 +41,7 @@ class _ConvNd(GhostLayer):
     def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         grad = grad.movedim(call.batch_dim, 0)
         if name == "bias":
-            return Dense(wide(grad).flatten(2).sum(2))
+            return Dense(to_float32(grad).flatten(2).sum(2))
         images, padding = inputs[0].movedim(call.batch_dim, 0), self.padding
         if self.padding_mode != "zeros" or isinstance(padding, str):
             amounts = self._reversed_padding_repeated_twice

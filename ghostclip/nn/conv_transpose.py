@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.norms.convolution import ConvGrads, Geometry
 from ghostclip.norms.dense import Dense
-from ghostclip.norms.term import PerExampleGrads, wide
+from ghostclip.norms.term import PerExampleGrads, to_float32
 
 from .base import GhostLayer, LayerCall, is_capturing, place_of
 
@@ -42,7 +42,7 @@ class _ConvTransposeNd(GhostLayer):
 
     def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         if name == "bias":
-            return Dense(wide(grad).flatten(2).sum(2))
+            return Dense(to_float32(grad).flatten(2).sum(2))
         images, padding = self._as_images(grad, inputs[0].shape[2:])
         return ConvGrads(
             images, inputs[0], self.weight.shape, Geometry(self.stride, padding, self.dilation, self.groups)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.norms.bags import BagGrads
 from ghostclip.norms.rows import LookupGrads
-from ghostclip.norms.term import PerExampleGrads, wide
+from ghostclip.norms.term import PerExampleGrads, to_float32
 
 from .base import LayerCall, is_capturing, place_of
 from .embedding import Table
@@ -65,11 +65,11 @@ class EmbeddingBag(Table, torch.nn.EmbeddingBag, wraps=torch.nn.EmbeddingBag):
         if self.padding_idx is not None:
             counting = indices != self.padding_idx
             present = counting if present is None else present & counting
-        grad = wide(grad)
+        grad = to_float32(grad)
         if self.mode == "mean":
             count = indices.shape[1] if present is None else present.sum(1, keepdim=True).clamp(min=1)
             grad = grad / count
-        factors = None if weights is None else wide(weights)
+        factors = None if weights is None else to_float32(weights)
         if present is not None:
             factors = present.to(grad.dtype) if factors is None else torch.where(present, factors, 0.0)
         return BagGrads(grad, indices.long(), factors, self.weight.shape)

@@ -59,7 +59,7 @@ class FallbackCall(LayerCall):
         self.layer: Any = _Owner(parameters)
         self.parameters, self.rows, self.batch_dim, self.shape = trained, {}, 0, torch.Size(shape)
         self.dtype, self.device, self.sources, self.extra = like.dtype, like.device, [], None
-        self.sink, self.answer, self.packed = None, answer, False
+        self.sink, self.answer, self.has_saved_tensor_hooks = None, answer, False
         self.region: Any = None
         self.gathered: dict[str, list[Tensor]] = {name: [] for name in trained}
 
@@ -141,13 +141,13 @@ def _repeated(call: LayerCall, name: str, inputs: tuple[Tensor, ...], grad: Tens
     sizes[dim] = examples
     repeated = once.unsqueeze(dim).expand(sizes).flatten(dim, dim + 1)
     term = many.term(name, (repeated,), grad)
-    return term if rows == 1 else term.regroup(rows, "example")
+    return term if rows == 1 else term.split_rows(rows, "example")
 
 
 def one_example(call: LayerCall, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Tensor:
     """The layer's rule for one example's gradient, all rows being that example's; [1, *shape of the parameter]."""
     term, rows = call.term(name, inputs, grad), call.shape[call.batch_dim]
-    return (term if rows == 1 else term.regroup(rows, "example")).per_example()
+    return (term if rows == 1 else term.split_rows(rows, "example")).per_example()
 
 
 def _one_by_one(call: LayerCall, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import _VF, Tensor
 
+from ghostclip.native.custom_ops import custom_op, is_traced
 from ghostclip.nn.grad_mode import keeping_grad_mode
-from ghostclip.norms.term import is_traced
 
 __all__ = ["KERNELS", "fused_forward", "in_one_chunk", "native", "native_packed", "on_cudnn"]
 
@@ -29,11 +29,8 @@ def native(
     mode: str, x: Tensor, initial: tuple[Tensor, ...], weights: list[Tensor], bias: bool, training: bool
 ) -> tuple[Tensor, ...]:
     """torch's output and last states of one direction, detached, with the values of a training forward."""
-    if is_traced() and len(weights) in (2, 4):
-        from .time_operations import forward
-
-        return forward(mode, x, initial, weights, bias, training)
-    return fused_forward(mode, x, initial, weights, bias, training)
+    forward = _forward_as_one if is_traced() and len(weights) in (2, 4) else fused_forward
+    return forward(mode, x, initial, weights, bias, training)
 
 
 @keeping_grad_mode
@@ -50,6 +47,28 @@ def fused_forward(
             initial = tuple(state.detach() for state in initial)
         hidden, weights = initial if len(initial) > 1 else initial[0], in_one_chunk(mode, weights, bias)
         return KERNELS[mode](x, hidden, weights, bias, 1, 0.0, training, False, False)
+
+
+@custom_op(
+    "recurrence(str mode, Tensor x, Tensor[] initial, Tensor[] weights, bool bias, bool training) -> Tensor[]",
+    lambda mode, x, initial, *rest: [x.new_empty(x.shape[0], *initial[0].shape[1:]), *map(torch.empty_like, initial)],
+)
+def _forward(
+    mode: str, x: Tensor, initial: list[Tensor], weights: list[Tensor], bias: bool, training: bool
+) -> list[Tensor]:
+    """Output and last states of one direction; memory of their own."""
+    output, *lasts = fused_forward(mode, x, tuple(initial), weights, bias, training)
+    return [output.contiguous(), *(last.clone() for last in lasts)]
+
+
+@keeping_grad_mode
+def _forward_as_one(
+    mode: str, x: Tensor, initial: tuple[Tensor, ...], weights: list[Tensor], bias: bool, training: bool
+) -> tuple[Tensor, ...]:
+    """`native` as one operation of a graph."""
+    with torch.no_grad():
+        states, weights = ([each.detach() for each in tensors] for tensors in (initial, weights))
+        return tuple(_forward(mode, x.detach(), states, weights, bias, training))
 
 
 @keeping_grad_mode

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ghostclip.errors import UnsupportedModelError
+from ghostclip.native.normalize import by_channel
 from ghostclip.norms.dense import Dense
-from ghostclip.norms.normalized import by_channel
-from ghostclip.norms.term import PerExampleGrads, wide
+from ghostclip.norms.term import PerExampleGrads, to_float32
 
 from .base import GhostLayer, LayerCall, is_capturing, place_of
 from .normalization import over_channels
@@ -55,11 +55,11 @@ class _InstanceNorm(GhostLayer):
 
     def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         if name == "bias":
-            return over_channels(wide(grad))
-        images = wide(inputs[0])
+            return over_channels(to_float32(grad))
+        images = to_float32(inputs[0])
         if self.running_mean is None:
-            return Dense(by_channel(images, wide(grad), images.shape[1], self.eps, self._normalized))
-        return over_channels(wide(grad) * self._normalized(images))
+            return Dense(by_channel(images, to_float32(grad), images.shape[1], self.eps, self._normalized))
+        return over_channels(to_float32(grad) * self._normalized(images))
 
     def _normalized(self, images: Tensor) -> Tensor:
         if self.running_mean is None:

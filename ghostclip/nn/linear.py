@@ -11,7 +11,7 @@ from torch import Tensor
 from ghostclip.norms.affine import LinearPair
 from ghostclip.norms.dense import Dense
 from ghostclip.norms.outer import OuterProduct
-from ghostclip.norms.term import PerExampleGrads, wide
+from ghostclip.norms.term import PerExampleGrads, to_float32
 
 from .base import GhostLayer, LayerCall
 
@@ -26,7 +26,7 @@ def examples_first(tensor: Tensor, batch_dim: int) -> Tensor:
 
 def summed_positions(grad: Tensor) -> Dense:
     """The term of a bias: grad [B, T, p] summed over positions."""
-    return Dense(grad.squeeze(1) if grad.shape[1] == 1 else wide(grad).sum(1))
+    return Dense(grad.squeeze(1) if grad.shape[1] == 1 else to_float32(grad).sum(1))
 
 
 class Linear(GhostLayer, torch.nn.Linear, wraps=torch.nn.Linear):

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ghostclip.errors import UnsupportedModelError
+from ghostclip.native.normalize import by_channel, by_feature
 from ghostclip.norms.dense import Dense
-from ghostclip.norms.normalized import by_channel, by_feature
-from ghostclip.norms.term import PerExampleGrads, wide
+from ghostclip.norms.term import PerExampleGrads, to_float32
 
 from .base import GhostLayer, LayerCall, is_capturing, place_of
 
@@ -48,10 +48,10 @@ class LayerNorm(GhostLayer, torch.nn.LayerNorm, wraps=torch.nn.LayerNorm):
         return self.capture(super().forward(input), input)
 
     def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
-        grads, dims = wide(grad), len(self.normalized_shape)
+        grads, dims = to_float32(grad), len(self.normalized_shape)
         if name == "bias":
             return _over_positions(grads, call.batch_dim, dims)
-        first, second = (side.movedim(call.batch_dim, 0) for side in (wide(inputs[0]), grads))
+        first, second = (side.movedim(call.batch_dim, 0) for side in (to_float32(inputs[0]), grads))
         return Dense(by_feature(first, second, dims, True, self.eps, self._normalized))
 
     def _normalized(self, inputs: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class RMSNorm(GhostLayer, torch.nn.RMSNorm, wraps=torch.nn.RMSNorm):
         return self.capture(super().forward(x), x, parameters=("weight",))
 
     def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
-        first, second = (side.movedim(call.batch_dim, 0) for side in (wide(inputs[0]), wide(grad)))
+        first, second = (side.movedim(call.batch_dim, 0) for side in (to_float32(inputs[0]), to_float32(grad)))
         # Without an eps torch takes that of the type it computes in.
         eps = torch.finfo(first.dtype).eps if self.eps is None else self.eps
         return Dense(by_feature(first, second, len(self.normalized_shape), False, eps, self._normalized))
@@ -95,8 +95,8 @@ class GroupNorm(GhostLayer, torch.nn.GroupNorm, wraps=torch.nn.GroupNorm):
 
     def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         if name == "bias":
-            return over_channels(wide(grad))
-        return Dense(by_channel(wide(inputs[0]), wide(grad), self.num_groups, self.eps, self._normalized))
+            return over_channels(to_float32(grad))
+        return Dense(by_channel(to_float32(inputs[0]), to_float32(grad), self.num_groups, self.eps, self._normalized))
 
     def _normalized(self, images: Tensor) -> Tensor:
         return F.group_norm(images, self.num_groups, None, None, self.eps)
@@ -135,9 +135,9 @@ class _BatchNorm(GhostLayer):
         return module.training or module.running_mean is None
 
     def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
-        products = wide(grad)
+        products = to_float32(grad)
         if name == "weight":
-            images = wide(inputs[0])
+            images = to_float32(inputs[0])
             products = products * F.batch_norm(images, self.running_mean, self.running_var, eps=self.eps)
         return over_channels(products)
 

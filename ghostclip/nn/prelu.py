@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.norms.dense import Dense
-from ghostclip.norms.term import PerExampleGrads, wide
+from ghostclip.norms.term import PerExampleGrads, to_float32
 
 from .base import GhostLayer, LayerCall
 
@@ -22,7 +22,7 @@ class PReLU(GhostLayer, torch.nn.PReLU, wraps=torch.nn.PReLU):
         return self.capture(super().forward(input), input, parameters=("weight",), batch_dim=batch_dim)
 
     def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
-        products = wide(grad) * wide(inputs[0]).clamp(max=0)
+        products = to_float32(grad) * to_float32(inputs[0]).clamp(max=0)
         products = products.movedim(call.batch_dim, 0)
         if self.num_parameters == 1:
             return Dense(products.flatten(1).sum(1, keepdim=True))

@@ -1,9 +1,8 @@
 """One direction of one recurrent layer as two nodes of the graph: torch's fused kernel forwards, an own way back.
 
 torch's own backward can't stop at the gates, so `Recurrence` goes back instead: it recomputes the gates and goes back
-through time (on the CPU by time_loop.py, on cuDNN by identity_input.py, elsewhere by gates.py and through_time.py; run
-by run for packed sequences, packed.py). Both nodes are their own capture: in a first pass `Weights` tells the sink the
-gate gradients and forms no weight gradient.
+through time (time_kernels.py; run by run for packed sequences, packed.py). Both nodes are their own capture: in a first
+pass `Weights` tells the sink the gate gradients and forms no weight gradient.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ghostclip.norms.term import is_traced, wide
+from ghostclip.native.custom_ops import is_traced
+from ghostclip.norms.term import to_float32
 
 from .base import NOTHING, PROBE, LayerCall, _top_hooks
 from .fused import fused_forward
 from .gates import Trace
-from .identity_input import IDENTITY, serves
 from .packed import Order, PackedTrace, forward_runs, way_back
-from .through_time import LOOPS, GateGradients, Incoming, Way
-from .time_loop import COMPILED, available
+from .through_time import GateGradients, Incoming
+from .time_kernels import way_of
 
-__all__ = ["attached", "way_of"]
+__all__ = ["attached"]
 
 # The inputs' gradient is kept for a second pass if the gates' have so many times its numbers.
 SMALL = 2
@@ -67,7 +66,7 @@ class Left:
         self.call = call
         self.content: tuple[Seen, GateGradients] | None = None
 
-    def take(self) -> tuple[Seen, GateGradients] | None:
+    def pop(self) -> tuple[Seen, GateGradients] | None:
         content, self.content = self.content, None
         return content
 
@@ -91,7 +90,7 @@ class Weights(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple:
         nothing = (None,) * len(ctx.needs_input_grad)
-        call, content = ctx.left.call, ctx.left.take()
+        call, content = ctx.left.call, ctx.left.pop()
         if content is None:
             return nothing
         seen, found = content
@@ -153,8 +152,8 @@ class Recurrence(torch.autograd.Function):
         if repeat is not None and repeat.begun and isinstance(ctx.kept, Found):
             seen, found, weights, into_x = ctx.kept
         else:
-            last = (None if grad is None else wide(grad[0]) for grad in (h_n, c_n))
-            incoming = Incoming(None if output is None else wide(output), *last)
+            last = (None if grad is None else to_float32(grad[0]) for grad in (h_n, c_n))
+            incoming = Incoming(None if output is None else to_float32(output), *last)
             seen, found, weights = (_back if ctx.order is None else _back_packed)(ctx, incoming)
             into_x = None
         if not _stays():
@@ -209,26 +208,13 @@ def _stays() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def way_of(mode: str, trace: Trace) -> Way:
-    """Compiled on the CPU, torch's fused kernel on cuDNN, where these can be had; else tensor operations.
-
-    While a graph is written down it is one operation.
-    """
-    if is_traced() and trace.weight_hr is None:
-        from .time_operations import WRITTEN
-
-        return WRITTEN[mode]
-    ways = COMPILED if available(trace) else IDENTITY if serves(trace) else LOOPS
-    return ways[mode]
-
-
 def _back(ctx: Any, incoming: Incoming) -> tuple[Seen, GateGradients, list[Any]]:
     """Through padded sequences."""
     x, states, c0, *saved = ctx.saved_tensors
     if ctx.output is not None and ctx.output._version:
         states = _states_again(ctx.mode, x, states[:1], c0, saved)
-    weights: list[Any] = [None if weight is None else wide(weight) for weight in saved]
-    trace = Trace(wide(x).contiguous(), wide(states), None if c0 is None else wide(c0[0]), *weights)
+    weights: list[Any] = [None if weight is None else to_float32(weight) for weight in saved]
+    trace = Trace(to_float32(x).contiguous(), to_float32(states), None if c0 is None else to_float32(c0[0]), *weights)
     known = ctx.kept if ctx.kept is not None and not isinstance(ctx.kept, Found) else None
     way, kept = (way_of(ctx.mode, trace), None) if known is None else known
     if known is None:
@@ -250,12 +236,12 @@ def _back_packed(ctx: Any, incoming: Incoming) -> tuple[Seen, GateGradients, lis
     """Through a packed sequence."""
     x, output, h0, c0, *saved = ctx.saved_tensors
     order = ctx.order
-    weights: list[Any] = [None if weight is None else wide(weight) for weight in saved]
-    x = order.turned(wide(x)).contiguous()
+    weights: list[Any] = [None if weight is None else to_float32(weight) for weight in saved]
+    x = order.turned(to_float32(x)).contiguous()
     runs = ctx.kept
     if runs is None:
-        first_cell = None if c0 is None else wide(c0[0])
-        packed = PackedTrace(order, x, order.turned(wide(output)), wide(h0[0]), first_cell, tuple(weights))
+        first_cell = None if c0 is None else to_float32(c0[0])
+        packed = PackedTrace(order, x, order.turned(to_float32(output)), to_float32(h0[0]), first_cell, tuple(weights))
         runs = forward_runs(packed, lambda trace: way_of(ctx.mode, trace))
     ctx.kept = runs if _stays() else None
     came = None if incoming.output is None else order.turned(incoming.output)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.norms.dense import Dense
-from ghostclip.norms.term import PerExampleGrads, wide
+from ghostclip.norms.term import PerExampleGrads, to_float32
 
 from .base import GhostLayer, LayerCall
 
@@ -59,9 +59,9 @@ class Scaling(GhostLayer):
         return self.capture(super().forward(*args, **kwargs), input)
 
     def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
-        products = wide(grad)
+        products = to_float32(grad)
         if name == "weight":
-            products = products * self._slope(wide(inputs[0]))
+            products = products * self._slope(to_float32(inputs[0]))
         products = products.movedim((call.batch_dim, self.form.dim), (0, -1))
         return Dense(products if products.dim() == 2 else products.flatten(1, -2).sum(1))
 

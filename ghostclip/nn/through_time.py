@@ -2,7 +2,7 @@
 
 The factors of gates.py hold all that can be computed for all steps at once, so that a step is a product with W_hh and a
 few multiplications into preallocated memory (Lee & Kifer 2020, section 5.3: each weight's gradient is made of dL/dz_t).
-time_loop.py does the same in compiled code and identity_input.py by cuDNN; this is the way where neither can be had.
+native/time_loop.py does the same in compiled code and identity_input.py by cuDNN; this is the way without either.
 """
 
 from __future__ import annotations

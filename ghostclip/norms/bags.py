@@ -11,12 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .chained_rows import chained_squared_norms, chains_are_there
+from ghostclip.native.custom_ops import is_traced
+from ghostclip.native.rows import chained_squared_norms, chains_are_there
+
 from .dense import squared_norms
 from .outer import chunks
 from .rounding import product_of_sizes
 from .rows import LookupGrads, runs_squared_norms
-from .term import NormResult, PerExampleGrads, is_traced, size_class, wide, zero_examples
+from .term import NormResult, PerExampleGrads, size_class, to_float32, zero_examples
 
 __all__ = ["BagGrads"]
 
@@ -48,13 +50,13 @@ class BagGrads(PerExampleGrads):
 
     def rows(self, part: slice = slice(None)) -> LookupGrads:
         """Those of some examples with a gradient for every position."""
-        indices, gradients = self.indices[part], wide(self.gradients[part]).unsqueeze(1)
+        indices, gradients = self.indices[part], to_float32(self.gradients[part]).unsqueeze(1)
         if self.factors is None:
             return LookupGrads(indices, gradients.expand(-1, indices.shape[1], -1), self.shape)
         return LookupGrads(indices, self.factors[part].unsqueeze(2) * gradients, self.shape)
 
     def closed_form(self, keep: bool) -> NormResult:
-        gradients, factors = wide(self.gradients), self.factors
+        gradients, factors = to_float32(self.gradients), self.factors
         if factors is None:
             factors = gradients.new_ones(()).expand(self.indices.shape)
         each = factors.unsqueeze(2)
@@ -75,7 +77,7 @@ class BagGrads(PerExampleGrads):
         return self.rows().per_example()
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        total = wide(self.gradients).new_zeros(self.shape)
+        total = to_float32(self.gradients).new_zeros(self.shape)
         for part in chunks(self.examples, total[:1].nbytes * self.indices.shape[1]):
             self.rows(part).add_weighted(total, weights[part])
         return total
@@ -84,5 +86,5 @@ class BagGrads(PerExampleGrads):
         factors = None if self.factors is None else zero_examples(self.factors, keep)
         return BagGrads(zero_examples(self.gradients, keep), self.indices, factors, self.shape)
 
-    def regroup(self, count: int, row_order: str) -> LookupGrads:
-        return self.rows().regroup(count, row_order)
+    def split_rows(self, count: int, row_order: str) -> LookupGrads:
+        return self.rows().split_rows(count, row_order)

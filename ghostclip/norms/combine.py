@@ -16,7 +16,7 @@ from .memory import FRESH, Memory
 from .outer import OuterProduct, chunks, gram_is_reliable, reliable
 from .rounding import product_of_sizes
 from .rows import LookupGrads, runs_squared_norms
-from .term import NormResult, PerExampleGrads, Strategy, StrategyRun, wide
+from .term import NormResult, PerExampleGrads, Strategy, StrategyRun, to_float32
 
 __all__ = ["Tied", "combine", "cross"]
 
@@ -85,7 +85,7 @@ def cross(outer: OuterProduct, rows: LookupGrads) -> tuple[Tensor, Tensor]:
     Returns:
         The products, and at least the sum of the absolute values that they are added up from.
     """
-    left, right, gradients = wide(outer.left), wide(outer.right), wide(rows.gradients)
+    left, right, gradients = to_float32(outer.left), to_float32(outer.right), to_float32(rows.gradients)
     out, sizes = left.new_empty(left.shape[0]), left.new_empty(left.shape[0])
     positions, lookups = left.shape[1], rows.indices.shape[1]
     for part in chunks(left.shape[0], 3 * positions * lookups * left.element_size()):
@@ -118,14 +118,14 @@ class Tied(PerExampleGrads):
 
     def _joined(self, outer: NormResult) -> NormResult:
         """Squared norms of the sums of both uses; where the two cancel, of the gradients themselves."""
-        apart = outer.squared_norms + runs_squared_norms(self.rows.indices, wide(self.rows.gradients))
+        apart = outer.squared_norms + runs_squared_norms(self.rows.indices, to_float32(self.rows.gradients))
         products, sizes = cross(self.outer, self.rows)
         squared, scale = apart + 2 * products, CANCELLING_USES * apart + sizes
         return NormResult(reliable(squared, scale, partial(self._measured_again, squared, scale)))
 
     def exact_squared_norms(self) -> Tensor:
         rows = [squared_norms(self._example(example).per_example()) for example in range(self.examples)]
-        return torch.cat(rows) if rows else wide(self.outer.left).new_zeros(0)
+        return torch.cat(rows) if rows else to_float32(self.outer.left).new_zeros(0)
 
     def _measured_again(self, squared: Tensor, scale: Tensor) -> Tensor:
         """``squared`` [B] with what `_joined` can't rely on replaced; one gradient is materialised at a time."""
@@ -167,7 +167,7 @@ class Tied(PerExampleGrads):
     def keep_only(self, keep: Tensor) -> Tied:
         return Tied(self.outer.keep_only(keep), self.rows.keep_only(keep))
 
-    def regroup(self, count: int, row_order: str) -> Tied:
-        outer = self.outer.regroup(count, row_order)
+    def split_rows(self, count: int, row_order: str) -> Tied:
+        outer = self.outer.split_rows(count, row_order)
         assert isinstance(outer, OuterProduct)
-        return Tied(outer, self.rows.regroup(count, row_order))
+        return Tied(outer, self.rows.split_rows(count, row_order))

@@ -21,15 +21,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ghostclip.native.gram import half_gram_is_there, half_windows, half_windows_are_there
+from ghostclip.native.shifts import shifted_products, shifts_are_there
+
 from .dense import Dense, squared_norms
-from .half_gram import half_gram_is_there
-from .half_windows import half_windows, half_windows_are_there
 from .im2col import Geometry, patches, rows_of_patches
 from .memory import FRESH, Memory
 from .outer import OuterProduct, chunks, reliable
 from .rounding import product_of_sizes
-from .shifts import shifted_products, shifts_are_there
-from .term import NormResult, PerExampleGrads, Strategy, StrategyRun, size_class, wide, zero_examples
+from .term import NormResult, PerExampleGrads, Strategy, StrategyRun, size_class, to_float32, zero_examples
 from .windows import windowed_gram
 
 __all__ = ["ConvGrads", "Geometry", "weight_gradient"]
@@ -86,7 +86,7 @@ class ConvGrads(PerExampleGrads):
 
     def outer(self, part: slice = slice(None), memory: Memory = FRESH) -> OuterProduct:
         """The examples of ``part`` as outer products over positions; groups folded into the batch."""
-        images, grads = wide(self.images[part]), wide(self.grads[part])
+        images, grads = to_float32(self.images[part]), to_float32(self.grads[part])
         columns = patches(images, self.shape[2:], self.grads.shape[2:], self.geometry, memory)
         left, right = self._folded(grads.flatten(2)), self._folded(columns)
         return OuterProduct(left.mT, right.mT, self.shape, self.geometry.groups)
@@ -128,7 +128,7 @@ class ConvGrads(PerExampleGrads):
 
     def _empty(self, memory: Memory, keep: bool) -> tuple[Tensor, Tensor | None]:
         """Room for the squared norms and, where asked, for the gradients."""
-        like = wide(self.grads[:0])
+        like = to_float32(self.grads[:0])
         batch = self.grads.shape[0]
         return like.new_empty(batch), (memory.to_keep(like, batch, *self.shape) if keep else None)
 
@@ -144,12 +144,12 @@ class ConvGrads(PerExampleGrads):
         return NormResult(squared, kept)
 
     def _shifts(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
-        images, grads = self._folded(wide(self.images)), self._folded(wide(self.grads))
+        images, grads = self._folded(to_float32(self.images)), self._folded(to_float32(self.grads))
         geometry = self.geometry
         axes = self.shape[2:], geometry.stride, geometry.padding, geometry.dilation
-        squared, kept = shifted_products(images, grads, *axes, keep, memory)
+        squared, *kept = shifted_products(images, grads, *axes, keep, empty=memory.to_keep)
         squared = squared.view(-1, geometry.groups).sum(1)
-        return NormResult(squared, None if kept is None else kept.view(-1, *self.shape))
+        return NormResult(squared, kept[0].view(-1, *self.shape) if keep else None)
 
     def _by_gram(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
         return self._by_pairs(OuterProduct.by_gram, memory)
@@ -168,19 +168,19 @@ class ConvGrads(PerExampleGrads):
 
     def _by_positions(self, part: slice, memory: Memory) -> OuterProduct:
         """As `outer`, with positions first and channels last, which copies whole runs where outputs are small."""
-        images, grads = self._folded(wide(self.images[part])), self._folded(wide(self.grads[part]))
+        images, grads = self._folded(to_float32(self.images[part])), self._folded(to_float32(self.grads[part]))
         rows = rows_of_patches(images, self.shape[2:], self.grads.shape[2:], self.geometry, memory)
         return OuterProduct(grads.flatten(2).mT, rows, self.shape, self.geometry.groups)
 
     def _windows(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
-        images, grads = self._folded(wide(self.images)), self._folded(wide(self.grads))
+        images, grads = self._folded(to_float32(self.images)), self._folded(to_float32(self.grads))
         geometry = self.geometry
         return self._by_windows(
             windowed_gram(images, grads, self.shape[2:], geometry.padding, geometry.dilation, memory), memory
         )
 
     def _half_windows(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
-        images, grads = self._folded(wide(self.images)), self._folded(wide(self.grads))
+        images, grads = self._folded(to_float32(self.images)), self._folded(to_float32(self.grads))
         geometry = self.geometry
         found = half_windows(images, grads, self.shape[2:], geometry.padding, geometry.dilation)
         return self._by_windows(found, memory)
@@ -192,7 +192,7 @@ class ConvGrads(PerExampleGrads):
         return NormResult(squared, absolute=scale * positions)
 
     def _grouped(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
-        images, grads = wide(self.images), wide(self.grads)
+        images, grads = to_float32(self.images), to_float32(self.grads)
         squared, kept = self._empty(memory, keep)
         # The kernel copies images and gradients into a layout of its own.
         copied = math.prod(images.shape[1:]) + math.prod(grads.shape[1:])
@@ -210,7 +210,7 @@ class ConvGrads(PerExampleGrads):
         return NormResult(squared, kept)
 
     def _native(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
-        images, grads = wide(self.images), wide(self.grads)
+        images, grads = to_float32(self.images), to_float32(self.grads)
         squared, kept = self._empty(memory, keep)
         for example in range(grads.shape[0]):
             part = slice(example, example + 1)
@@ -226,7 +226,7 @@ class ConvGrads(PerExampleGrads):
         geometry = self.geometry
         axes = zip(self.shape[2:], geometry.stride, geometry.dilation, strict=True)
         # No pixel is in more patches than this.
-        patches_of_one = math.prod(-(-size * math.gcd(step, wide) // step) for size, step, wide in axes)
+        patches_of_one = math.prod(-(-size * math.gcd(step, dilation) // step) for size, step, dilation in axes)
         return product_of_sizes(self.grads, self.images) * patches_of_one
 
     def per_example(self) -> Tensor:
@@ -234,7 +234,7 @@ class ConvGrads(PerExampleGrads):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         if self.examples == 0:
-            return wide(self.grads).new_zeros(self.shape)
+            return to_float32(self.grads).new_zeros(self.shape)
         return weight_gradient(*self._scaled(weights), self.shape, self.geometry)
 
     def sums(self) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -267,14 +267,14 @@ class ConvGrads(PerExampleGrads):
 
     def _scaled(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Images and gradients, one of them times the weights: linear in both, the smaller one is copied."""
-        images, grads = wide(self.images), wide(self.grads)
+        images, grads = to_float32(self.images), to_float32(self.grads)
         scale = weights.to(grads.dtype).view(-1, *[1] * (grads.dim() - 1))
         return (images * scale, grads) if images.numel() < grads.numel() else (images, grads * scale)
 
     def keep_only(self, keep: Tensor) -> ConvGrads:
         return replace(self, images=zero_examples(self.images, keep), grads=zero_examples(self.grads, keep))
 
-    def regroup(self, count: int, row_order: str) -> PerExampleGrads:
+    def split_rows(self, count: int, row_order: str) -> PerExampleGrads:
         if self.geometry.groups > 1:
-            return Dense(self.per_example()).regroup(count, row_order)
-        return self.outer().regroup(count, row_order)
+            return Dense(self.per_example()).split_rows(count, row_order)
+        return self.outer().split_rows(count, row_order)

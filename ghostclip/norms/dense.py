@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .term import NormResult, PerExampleGrads, is_traced, split_examples, wide, zero_examples
+from ghostclip.native.custom_ops import is_traced
+
+from .term import NormResult, PerExampleGrads, split_examples, to_float32, zero_examples
 
 __all__ = ["Dense", "squared_norms"]
 
@@ -20,7 +22,7 @@ INNER_LEAST, INNER_MOST = 1 << 16, 1 << 18
 
 def squared_norms(gradients: Tensor) -> Tensor:
     """Squared L2 norms of the rows of ``gradients`` [B, ...]; returns [B] in float32 or wider."""
-    gradients = wide(gradients)
+    gradients = to_float32(gradients)
     dims = gradients.dim()
     if dims == 1:
         return gradients.square()
@@ -90,10 +92,10 @@ class Dense(PerExampleGrads):
         return self.added_up
 
     def per_example(self) -> Tensor:
-        return wide(self.gradients)
+        return to_float32(self.gradients)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        gradients = wide(self.gradients)
+        gradients = to_float32(self.gradients)
         if gradients.dim() == 2:
             return torch.mv(gradients.t(), weights.to(gradients.dtype))
         if gradients.dim() == 3 and not gradients.is_contiguous() and gradients.mT.is_contiguous():
@@ -106,5 +108,5 @@ class Dense(PerExampleGrads):
     def keep_only(self, keep: Tensor) -> Dense:
         return Dense(zero_examples(self.gradients, keep))
 
-    def regroup(self, count: int, row_order: str) -> Dense:
-        return Dense(split_examples(wide(self.gradients), count, row_order).sum(1))
+    def split_rows(self, count: int, row_order: str) -> Dense:
+        return Dense(split_examples(to_float32(self.gradients), count, row_order).sum(1))

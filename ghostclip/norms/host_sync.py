@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .term import is_traced
+from ghostclip.native.custom_ops import is_traced
 
 __all__ = ["may_sync"]
 

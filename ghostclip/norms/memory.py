@@ -16,7 +16,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from .term import is_traced
+from ghostclip.native.custom_ops import is_traced
 
 __all__ = ["FRESH", "Memory", "MemoryTrials", "first_touch"]
 

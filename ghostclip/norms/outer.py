@@ -18,12 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ghostclip.native.gram import half_gram, half_gram_is_there
+
 from .dense import Dense, squared_norms
-from .half_gram import half_gram, half_gram_is_there
 from .host_sync import may_sync
 from .memory import FRESH, Memory
 from .rounding import product_of_sizes
-from .term import NormResult, PerExampleGrads, Strategy, size_class, split_examples, wide, zero_examples
+from .term import NormResult, PerExampleGrads, Strategy, size_class, split_examples, to_float32, zero_examples
 
 __all__ = ["OuterProduct", "chunks", "direct", "gram", "gram_is_reliable", "reliable", "scaled_product"]
 
@@ -204,21 +205,21 @@ class OuterProduct(PerExampleGrads):
 
     def by_gram(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
         """The Gram form; the direct one where it can't be relied on."""
-        return self._reliable(*gram(wide(self.left), wide(self.right), memory), memory)
+        return self._reliable(*gram(to_float32(self.left), to_float32(self.right), memory), memory)
 
     def by_half_gram(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
         """The same by compiled C."""
-        return self._reliable(*half_gram(wide(self.left), wide(self.right)), memory)
+        return self._reliable(*half_gram(to_float32(self.left), to_float32(self.right)), memory)
 
     def _reliable(self, squared: Tensor, scale: Tensor, memory: Memory) -> NormResult:
         """The answer of a Gram form, as `gram` returns it; the direct one where it can't be relied on."""
-        left, right = wide(self.left), wide(self.right)
+        left, right = to_float32(self.left), to_float32(self.right)
         squared = reliable(squared, scale, lambda: direct(left, right, memory))
         return NormResult(self._by_example(squared), absolute=self._by_example(scale) * left.shape[1])
 
     def by_direct(self, keep: bool = False, memory: Memory = FRESH, kept: Tensor | None = None) -> NormResult:
         """The direct form; ``keep`` keeps the gradients, in ``kept`` [B, *shape] where that is given."""
-        left, right = wide(self.left), wide(self.right)
+        left, right = to_float32(self.left), to_float32(self.right)
         if kept is not None:
             squared = direct(left, right, memory, kept.view(left.shape[0], left.shape[2], right.shape[2]))
             return NormResult(self._by_example(squared), kept)
@@ -234,13 +235,13 @@ class OuterProduct(PerExampleGrads):
         return None if self.left.shape[1] == 1 else self._by_example(product_of_sizes(self.left, self.right))
 
     def per_example(self) -> Tensor:
-        gradients = torch.bmm(wide(self.left).mT, wide(self.right))
+        gradients = torch.bmm(to_float32(self.left).mT, to_float32(self.right))
         return gradients.reshape(-1, *self.shape)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         if self.groups > 1:
             return self._weighted_sum_of_groups(weights)
-        left, right = wide(self.left), wide(self.right)
+        left, right = to_float32(self.left), to_float32(self.right)
         scale = weights.to(left.dtype).view(-1, 1, 1)
         if left.shape[1] == 1:
             return ((left * scale).squeeze(1).t() @ right.squeeze(1)).view(self.shape)
@@ -249,7 +250,7 @@ class OuterProduct(PerExampleGrads):
         return scaled_product(left, right, scale.expand(*left.shape[:2], 1)).reshape(self.shape)
 
     def _weighted_sum_of_groups(self, weights: Tensor) -> Tensor:
-        left, right = wide(self.left), wide(self.right)
+        left, right = to_float32(self.left), to_float32(self.right)
         left = (left * weights.to(left.dtype).repeat_interleave(self.groups).view(-1, 1, 1)).unflatten(
             0, (-1, self.groups)
         )
@@ -260,8 +261,8 @@ class OuterProduct(PerExampleGrads):
         rows = keep.repeat_interleave(self.groups)
         return OuterProduct(zero_examples(self.left, rows), zero_examples(self.right, rows), self.shape, self.groups)
 
-    def regroup(self, count: int, row_order: str) -> PerExampleGrads:
+    def split_rows(self, count: int, row_order: str) -> PerExampleGrads:
         if self.groups > 1:
-            return Dense(self.per_example()).regroup(count, row_order)
+            return Dense(self.per_example()).split_rows(count, row_order)
         left, right = (split_examples(side, count, row_order).flatten(1, 2) for side in (self.left, self.right))
         return OuterProduct(left, right, self.shape)

@@ -18,12 +18,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .chained_rows import add_rows, chained_squared_norms, chains_are_there
+from ghostclip.native.custom_ops import is_traced
+from ghostclip.native.rows import add_rows, chained_squared_norms, chains_are_there
+
 from .dense import squared_norms
 from .memory import FRESH, Memory
 from .outer import chunks, reliable
 from .rounding import squared_sizes
-from .term import NormResult, PerExampleGrads, Strategy, is_traced, size_class, split_examples, wide, zero_examples
+from .term import (
+    NormResult,
+    PerExampleGrads,
+    Strategy,
+    size_class,
+    split_examples,
+    to_float32,
+    zero_examples,
+)
 
 __all__ = ["LookupGrads", "pairs_squared_norms", "repeats_squared_norms", "runs_squared_norms"]
 
@@ -119,7 +129,7 @@ class LookupGrads(PerExampleGrads):
         numbers, positions = float(self.gradients.numel()), self.indices.shape[1]
         # Sorting and adding by index are not counted in flops; these factors are what they were measured to cost.
         found = {"runs": Strategy("direct", LookupGrads._by_runs, 60 * numbers)}
-        if chains_are_there(self.indices, wide(self.gradients)):
+        if chains_are_there(self.indices, to_float32(self.gradients)):
             found["chains"] = Strategy("direct", LookupGrads._by_chains, 10 * numbers)
         if self.gradients.device.type == "cpu":
             found["repeats"] = Strategy("direct", LookupGrads._by_repeats, 50 * numbers, traces=False)
@@ -128,17 +138,17 @@ class LookupGrads(PerExampleGrads):
         return found
 
     def _by_runs(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
-        return NormResult(runs_squared_norms(self.indices, wide(self.gradients)))
+        return NormResult(runs_squared_norms(self.indices, to_float32(self.gradients)))
 
     def _by_chains(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
-        squared, sizes = chained_squared_norms(self.indices, wide(self.gradients))
+        squared, sizes = chained_squared_norms(self.indices, to_float32(self.gradients))
         return NormResult(squared, absolute=sizes * self.indices.shape[1])
 
     def _by_repeats(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
-        return NormResult(repeats_squared_norms(self.indices, wide(self.gradients)))
+        return NormResult(repeats_squared_norms(self.indices, to_float32(self.gradients)))
 
     def _by_pairs(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
-        return NormResult(pairs_squared_norms(self.indices, wide(self.gradients), memory))
+        return NormResult(pairs_squared_norms(self.indices, to_float32(self.gradients), memory))
 
     def head(self, count: int) -> LookupGrads:
         return LookupGrads(self.indices[:count], self.gradients[:count], self.shape)
@@ -148,20 +158,20 @@ class LookupGrads(PerExampleGrads):
         return None if positions == 1 else squared_sizes(self.gradients) * positions
 
     def per_example(self) -> Tensor:
-        gradients = wide(self.gradients)
+        gradients = to_float32(self.gradients)
         table = gradients.new_zeros(self.indices.shape[0], *self.shape)
         rows = table.view(len(table), self.shape.numel() // self.width, self.width)
         rows.scatter_add_(1, self.indices.unsqueeze(2).expand_as(gradients), gradients)
         return table
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        table = wide(self.gradients[:0]).new_zeros(self.shape)
+        table = to_float32(self.gradients[:0]).new_zeros(self.shape)
         self.add_weighted(table, weights)
         return table
 
     def add_weighted(self, table: Tensor, weights: Tensor) -> None:
         """Adds `weighted_sum` to a contiguous table [*shape]."""
-        gradients = wide(self.gradients)
+        gradients = to_float32(self.gradients)
         weights = weights.to(gradients.dtype)
         if chains_are_there(self.indices, gradients) and not is_traced():
             add_rows(table, self.indices, gradients, weights)
@@ -172,6 +182,6 @@ class LookupGrads(PerExampleGrads):
     def keep_only(self, keep: Tensor) -> LookupGrads:
         return LookupGrads(self.indices, zero_examples(self.gradients, keep), self.shape)
 
-    def regroup(self, count: int, row_order: str) -> LookupGrads:
+    def split_rows(self, count: int, row_order: str) -> LookupGrads:
         indices, gradients = (split_examples(t, count, row_order).flatten(1, 2) for t in (self.indices, self.gradients))
         return LookupGrads(indices, gradients, self.shape)

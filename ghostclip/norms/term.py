@@ -17,12 +17,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .memory import Memory
 
-__all__ = ["SAMPLE", "NormResult", "PerExampleGrads", "Strategy", "is_traced", "size_class", "wide"]
+__all__ = ["SAMPLE", "NormResult", "PerExampleGrads", "Strategy", "size_class", "to_float32"]
 
 # (number of an example, its squared norm) -> its weight, a finite number.
 Weigh = Callable[[int, float], float]
-
-_dispatch_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
 
 # Costs are measured on at most this many examples: beyond, they grow with their number.
 SAMPLE = 32
@@ -139,13 +137,8 @@ class PerExampleGrads(ABC):
         """The same term with what belongs to examples where ``keep`` [B] is False replaced by zeros."""
 
     @abstractmethod
-    def regroup(self, count: int, row_order: str) -> PerExampleGrads:
+    def split_rows(self, count: int, row_order: str) -> PerExampleGrads:
         """The term of B/count examples when each had ``count`` rows: in "example" order (b k) or "row" order (k b)."""
-
-
-def is_traced() -> bool:
-    """Whether operations are being written down as a graph, where no value is known."""
-    return _dispatch_mode(_PROXY) is not None or torch.compiler.is_compiling()
 
 
 def size_class(examples: int) -> int:
@@ -153,7 +146,7 @@ def size_class(examples: int) -> int:
     return min(SAMPLE, 1 << (examples - 1).bit_length())
 
 
-def wide(tensor: Tensor) -> Tensor:
+def to_float32(tensor: Tensor) -> Tensor:
     """The tensor in float32 (or complex64), or as it is when it is no narrower already."""
     if tensor.dtype in (torch.float32, torch.float64):
         return tensor

@@ -14,8 +14,8 @@ from ghostclip import GhostClipper
 from ghostclip.nn import recurrence
 from ghostclip.nn.gates import Trace
 from ghostclip.nn.identity_input import IDENTITY
-from ghostclip.nn.recurrence import way_of
 from ghostclip.nn.through_time import LOOPS, GateGradients, Incoming, Way
+from ghostclip.nn.time_kernels import way_of
 
 DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")

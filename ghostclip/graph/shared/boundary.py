@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.norms.term import is_traced, split_examples, wide
+from ghostclip.native.custom_ops import is_traced
+from ghostclip.norms.term import split_examples, to_float32
 
 __all__ = ["ELEMENTWISE", "EXPAND", "REPEAT", "BroadcastBoundary", "Edge", "broadcasts", "shape_of"]
 
@@ -105,7 +106,9 @@ class BroadcastBoundary:
             elif (indices := self._rows_read()) is not None:
                 yield edge, self._of_table(grad, indices, shape)
             elif (factor := self.factor(place)) is not None:
-                x, dz = (split_examples(rows, self.count, self.row_order) for rows in (wide(factor), wide(grad)))
+                x, dz = (
+                    split_examples(rows, self.count, self.row_order) for rows in (to_float32(factor), to_float32(grad))
+                )
                 yield edge, torch.bmm(x.mH, dz)
             elif name in ELEMENTWISE or (name == "AddmmBackward0" and place == 0):
                 unsummed = self._inputs_gradients(grad) if unsummed is None else unsummed
@@ -145,7 +148,7 @@ class BroadcastBoundary:
     def _summed(self, grad: Tensor, shape: torch.Size) -> Tensor:
         """A gradient of the output's shape summed to [B, *shape], for an input broadcast to the output."""
         whole = grad.dim()
-        grad = self._examples_first(wide(grad)).sum(1).unsqueeze(self.dim + 1)
+        grad = self._examples_first(to_float32(grad)).sum(1).unsqueeze(self.dim + 1)
         padded = (1,) * (whole - len(shape)) + tuple(shape)
         repeated = [1 + dim for dim, size in enumerate(padded) if size == 1 and grad.shape[1 + dim] != 1]
         return (grad.sum(repeated, keepdim=True) if repeated else grad).reshape(grad.shape[0], *shape)
@@ -156,7 +159,7 @@ class BroadcastBoundary:
         own = padded[self.dim]
         if own != 1 and (self.count % own or self.row_order != "example"):
             return None
-        rows = self._examples_first(wide(grad)).unflatten(1, (-1, own)).sum(1).movedim(1, self.dim + 1)
+        rows = self._examples_first(to_float32(grad)).unflatten(1, (-1, own)).sum(1).movedim(1, self.dim + 1)
         for dim, size in enumerate(padded, 1):
             rows = rows.unflatten(dim, (-1, size)).sum(dim)
         return rows.reshape(rows.shape[0], *shape)
@@ -176,7 +179,7 @@ class BroadcastBoundary:
     def _of_table(self, grad: Tensor, indices: Tensor, shape: torch.Size) -> Tensor:
         """Gradients [B, *shape] of a table whose rows were looked up."""
         rows = self._examples_first(indices).flatten(1)
-        values = self._examples_first(wide(grad)).flatten(1, indices.dim())
+        values = self._examples_first(to_float32(grad)).flatten(1, indices.dim())
         padding = getattr(self.node, "_saved_padding_idx", -1)
         if 0 <= padding < shape[0]:
             values = values.masked_fill((rows == padding).view(*rows.shape, *[1] * (values.dim() - 2)), 0)
@@ -189,7 +192,7 @@ class BroadcastBoundary:
         """Gradients of a filter (place 1) or a bias (2), by torch's own kernel on one example after another."""
         node = self.node
         if place == 2:
-            return self._examples_first(wide(grad)).sum(1).flatten(2).sum(2)
+            return self._examples_first(to_float32(grad)).sum(1).flatten(2).sum(2)
         input, found = self._examples_first(node._saved_input), []
         geometry = [node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed]
         geometry += [node._saved_output_padding, node._saved_groups]

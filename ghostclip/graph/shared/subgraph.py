@@ -18,9 +18,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.shared.boundary import BroadcastBoundary, Edge, shape_of
+from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import CAPTURE, PROBE, LayerCall, place_of
 from ghostclip.nn.fallback import FallbackCall, bare, one_example, product, spread, spread_one_by_one
-from ghostclip.norms.term import is_traced
 
 __all__ = ["SharedSubgraph", "from_below", "inputs_of"]
 

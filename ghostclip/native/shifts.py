@@ -1,4 +1,4 @@
-"""Per-example gradients of a convolution's weights without patches, by compiled C: native/shifts.c.
+"""Per-example gradients of a convolution's weights without patches, by compiled C: shifts.c.
 
 Its products read the image where it lies, shifted by each of the kernel's taps; outputs are the lanes of its vectors,
 and each square is taken while the gradient is in the registers. It takes a third to three quarters of the time of the
@@ -7,17 +7,19 @@ fastest of torch's ways where places are many and weights few.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from ghostclip.native import library
+from ghostclip.native.build import library
 from ghostclip.native.calls import run_examples
-
-from .half_windows import in_plane
-from .memory import FRESH, Memory
-from .term import is_traced
+from ghostclip.native.custom_ops import traceable
+from ghostclip.native.gram import in_plane
 
 __all__ = ["shifted_products", "shifts_are_there"]
+
+Sizes = tuple[int, ...]
 
 
 def shifts_are_there(images: Tensor) -> bool:
@@ -25,36 +27,41 @@ def shifts_are_there(images: Tensor) -> bool:
     return images.device.type == "cpu" and images.dim() in (3, 4) and library("shifts") is not None
 
 
+def _shapes(images: Tensor, grads: Tensor, kernel: Sizes, *rest: object) -> list[Tensor]:
+    shapes = [(len(grads),), (len(grads), grads.shape[1], images.shape[1], *kernel)]
+    return [grads.new_empty(shape) for shape in shapes[: 1 + bool(rest[-1])]]
+
+
+@traceable(
+    "shifted_products(Tensor images, Tensor grads, int[] kernel, int[] stride, int[] padding, int[] dilation, "
+    "bool keep) -> Tensor[]",
+    _shapes,
+)
 def shifted_products(
     images: Tensor,
     grads: Tensor,
-    kernel: tuple[int, ...],
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    dilation: tuple[int, ...],
+    kernel: Sizes,
+    stride: Sizes,
+    padding: Sizes,
+    dilation: Sizes,
     keep: bool,
-    memory: Memory = FRESH,
-) -> tuple[Tensor, Tensor | None]:
+    empty: Callable[..., Tensor] = Tensor.new_empty,
+) -> list[Tensor]:
     """Squared norms [B] of the weight's gradients and, where asked, these, [B, P, C, *kernel].
 
     Args:
         images, grads: float32 or float64, [B, C, *S] and [B, P, *O], gradients at the pre-activation.
         kernel, stride, padding, dilation: of the convolution, one entry a spatial dimension; padding with zeros.
         keep: whether the gradients are to be kept.
-        memory: lends their room.
+        empty: like Tensor.new_empty, makes their room.
     """
-    if is_traced():
-        from . import written
-
-        squared, *formed = written.shifted_products(images, grads, [*kernel], [*stride], [*padding], [*dilation], keep)
-        return squared, formed[0] if keep else None
     images, grads = images.contiguous(), grads.contiguous()
     axes = [in_plane(sizes) for sizes in (images.shape[2:], grads.shape[2:], kernel)]
     steps = [in_plane(padding, 0), in_plane(dilation), in_plane(stride)]
-    batch = grads.shape[0]
-    squared = grads.new_empty(batch)
-    kept = memory.to_keep(grads, batch, grads.shape[1], images.shape[1], *kernel) if keep else None
+    squared = grads.new_empty(len(grads))
+    kept = [empty(grads, len(grads), grads.shape[1], images.shape[1], *kernel)] if keep else []
     sizes = (images.shape[1], grads.shape[1], *(size for axis in (*axes, *steps) for size in axis))
     work = grads.numel() * images.shape[1] * torch.Size(kernel).numel()
-    run_examples("shifts", "shifts", grads.dtype, batch, work, (images, grads, squared, kept, *sizes))
-    return squared, kept
+    arguments = (images, grads, squared, kept[0] if keep else None, *sizes)
+    run_examples("shifts", "shifts", grads.dtype, len(grads), work, arguments)
+    return [squared, *kept]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ghostclip.norms import normalized
-from ghostclip.norms.normalized import by_channel, by_feature
+from ghostclip.native import normalize
+from ghostclip.native.normalize import by_channel, by_feature
 
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 
@@ -25,9 +25,9 @@ def close(found, expected, dtype):
 def test_channels(sizes, dtype):
     batch, channels, groups, *places = sizes
     images, grads = torch.randn(2, batch, channels, *places, dtype=dtype) + 2
-    normalize = partial(F.group_norm, num_groups=groups)
-    found = by_channel(images, grads, groups, 1e-5, normalize)
-    assert close(found, (grads * normalize(images)).flatten(2).sum(2), dtype)
+    by_tensors = partial(F.group_norm, num_groups=groups)
+    found = by_channel(images, grads, groups, 1e-5, by_tensors)
+    assert close(found, (grads * by_tensors(images)).flatten(2).sum(2), dtype)
 
 
 @TYPES
@@ -40,34 +40,34 @@ def test_features(sizes, lies, centred, dtype):
         turn = (0, 1) if lies == "positions first" else (1, 2)
         inputs, grads = (side.transpose(*turn).contiguous().transpose(*turn) for side in (inputs, grads))
     shape = inputs.shape[2:]
-    normalize = partial(F.layer_norm if centred else F.rms_norm, normalized_shape=shape, eps=1e-5)
-    found = by_feature(inputs, grads, 1, centred, 1e-5, normalize)
-    assert close(found, (grads * normalize(inputs)).sum(1), dtype)
+    by_tensors = partial(F.layer_norm if centred else F.rms_norm, normalized_shape=shape, eps=1e-5)
+    found = by_feature(inputs, grads, 1, centred, 1e-5, by_tensors)
+    assert close(found, (grads * by_tensors(inputs)).sum(1), dtype)
 
 
 def test_far_from_zero_no_digits_are_lost():
     """The variance of numbers around 10,000 is found as torch finds it."""
     images, grads = torch.randn(2, 2, 4, 50, 60)
     images += 1e4
-    normalize = partial(F.group_norm, num_groups=2)
-    exact = (grads.double() * normalize(images.double())).flatten(2).sum(2)
-    found = by_channel(images, grads, 2, 1e-5, normalize)
+    by_tensors = partial(F.group_norm, num_groups=2)
+    exact = (grads.double() * by_tensors(images.double())).flatten(2).sum(2)
+    found = by_channel(images, grads, 2, 1e-5, by_tensors)
     assert (found - exact).norm() < 1e-3 * exact.norm()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_bad_example_stays_by_itself(bad):
     images, grads = torch.randn(2, 3, 4, 40)
-    normalize = partial(F.group_norm, num_groups=2)
-    clean = by_channel(images, grads, 2, 1e-5, normalize)
+    by_tensors = partial(F.group_norm, num_groups=2)
+    clean = by_channel(images, grads, 2, 1e-5, by_tensors)
     images[1, 0, 5] = bad
-    found = by_channel(images, grads, 2, 1e-5, normalize)
+    found = by_channel(images, grads, 2, 1e-5, by_tensors)
     assert not found[1, :2].isfinite().any()
     assert torch.equal(found[[0, 2]], clean[[0, 2]])
 
 
 def test_without_a_compiler(monkeypatch):
-    monkeypatch.setattr(normalized, "library", lambda name: None)
+    monkeypatch.setattr(normalize, "library", lambda name: None)
     inputs, grads = torch.randn(2, 3, 5, 40)
-    normalize = partial(F.layer_norm, normalized_shape=(40,))
-    assert torch.equal(by_feature(inputs, grads, 1, True, 1e-5, normalize), (grads * normalize(inputs)).sum(1))
+    by_tensors = partial(F.layer_norm, normalized_shape=(40,))
+    assert torch.equal(by_feature(inputs, grads, 1, True, 1e-5, by_tensors), (grads * by_tensors(inputs)).sum(1))

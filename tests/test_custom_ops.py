@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ghostclip.native import library
-from ghostclip.norms import written
+from ghostclip.native import gram, library, shifts
+from ghostclip.native import rows as chains
 from ghostclip.norms.convolution import ConvGrads
 from ghostclip.norms.im2col import Geometry
 from ghostclip.norms.outer import OuterProduct
@@ -76,15 +76,15 @@ def test_a_graph_gives_what_the_call_gives(name, dtype):
 AXES = [3, 2], [2, 1], [1, 0], [1, 2]
 IMAGES, GRADS = torch.randn(3, 4, 7, 6), torch.randn(3, 6, 4, 4)
 CALLS = {
-    "shifts": (written.shifted_products, (IMAGES, GRADS, *AXES, False)),
-    "shifts, kept": (written.shifted_products, (IMAGES, GRADS, *AXES, True)),
-    "windows": (written.half_windows, (IMAGES, torch.randn(3, 6, 7, 4), [3, 2], [1, 0], [1, 2])),
-    "gram": (written.half_gram, (torch.randn(3, 9, 5), torch.randn(3, 9, 4))),
-    "rows": (written.chained_squared_norms, (torch.randint(0, 4, (3, 8)), torch.randn(3, 8, 5))),
+    "shifts": (shifts.shifted_products, (IMAGES, GRADS, *AXES, False)),
+    "shifts, kept": (shifts.shifted_products, (IMAGES, GRADS, *AXES, True)),
+    "windows": (gram.half_windows, (IMAGES, torch.randn(3, 6, 7, 4), [3, 2], [1, 0], [1, 2])),
+    "gram": (gram.half_gram, (torch.randn(3, 9, 5), torch.randn(3, 9, 4))),
+    "rows": (chains.chained_squared_norms, (torch.randint(0, 4, (3, 8)), torch.randn(3, 8, 5))),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_an_operation_declares_is_so(name):
-    operation, arguments = CALLS[name]
-    torch.library.opcheck(operation, arguments)
+def test_what_a_compiler_is_told_of_an_operation_is_so(name):
+    function, arguments = CALLS[name]
+    torch.library.opcheck(function.operation, arguments)

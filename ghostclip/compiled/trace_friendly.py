@@ -11,9 +11,9 @@ from torch import Tensor
 from ghostclip.clipper.collector import Keep, Wanted, norm_dtype
 from ghostclip.clipper.second_pass import TwoPasses
 from ghostclip.clipping import Automatic, Flat, Groupwise, Thresholds
-from ghostclip.graph.reader import WIDE, read_graph
+from ghostclip.graph.reader import AT_LEAST_FLOAT32, read_graph
 
-__all__ = ["Clipped", "Groups", "eager", "learn", "put_together", "straight", "taken_apart"]
+__all__ = ["Clipped", "Groups", "eager", "learn", "put_together", "taken_apart", "trace_friendly"]
 
 # The names of the groups that norms and weights are of; None for a policy without groups.
 Groups = tuple[list[str] | None, list[str] | None]
@@ -78,7 +78,7 @@ def learn(passes: TwoPasses, losses: Tensor, padded: bool) -> str | None:
     uses = read_graph(losses, passes.index)
     if uses.reorders:
         return "its forward may order examples differently from batch to batch, which is proved anew for each"
-    if any(parameter.dtype not in WIDE for _, parameter in passes.index.trained()):
+    if any(parameter.dtype not in AT_LEAST_FLOAT32 for _, parameter in passes.index.trained()):
         return "sums of parameters narrower than float32 are gathered in float32, which a graph doesn't do"
     run = passes.first_pass(losses, Wanted(Keep.ALL), retain_graph=False)
     if not run.keeps_all:
@@ -86,7 +86,7 @@ def learn(passes: TwoPasses, losses: Tensor, padded: bool) -> str | None:
     return "no gradient has reached some layer so far" if passes.is_open else None
 
 
-def straight(passes: TwoPasses, losses: Tensor, keep: Tensor) -> tuple[Tensor, Clipped]:
+def trace_friendly(passes: TwoPasses, losses: Tensor, keep: Tensor) -> tuple[Tensor, Clipped]:
     """Both passes without a look at any value, so that they can be written down as one graph.
 
     Args:
@@ -107,7 +107,7 @@ def straight(passes: TwoPasses, losses: Tensor, keep: Tensor) -> tuple[Tensor, C
         groups = dict.fromkeys(passes.partition().values())
         norms = {group: sums.norms.get(group, torch.zeros_like(keep)) for group in groups}
         weights = {group: sums.weights.get(group, keep) for group in groups}
-        whole, parts = torch.stack(list(norms.values())).sum(0), sums.taken()
+        whole, parts = torch.stack(list(norms.values())).sum(0), sums.pop()
     else:
         assert not isinstance(policy, Groupwise)
         # Whatever the second pass is, sums are formed of the gradients that were measured.

@@ -1,4 +1,4 @@
-"""Rows of a table by compiled C: native/rows.c chains the positions of an example that have the same index.
+"""Rows of a table by compiled C: rows.c chains the positions of an example that have the same index.
 
 It reads each gradient once and needs no memory beside a row and a few numbers a position.
 """
@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ghostclip.native import library
+from ghostclip.native.build import library
 from ghostclip.native.calls import run_examples
-
-from .term import is_traced
+from ghostclip.native.custom_ops import traceable
 
 __all__ = ["add_rows", "chained_squared_norms", "chains_are_there"]
 
@@ -25,30 +24,32 @@ def chains_are_there(indices: Tensor, gradients: Tensor) -> bool:
     return known and gradients.device.type == "cpu" and library("rows") is not None
 
 
+@traceable(
+    "chained_squared_norms(Tensor indices, Tensor gradients) -> (Tensor, Tensor)",
+    lambda indices, gradients: (gradients.new_empty(len(gradients)), gradients.new_empty(len(gradients))),
+)
 def chained_squared_norms(indices: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     """As `ghostclip.norms.rows.runs_squared_norms`, for indices [B, T] and gradients [B, T, d] on the CPU.
 
     Returns:
         The squared norms [B], and ``sum_t |gradients_t|^2`` [B], which the rounding margin follows from.
     """
-    if is_traced():
-        from . import written
-
-        return written.chained_squared_norms(indices, gradients)
     batch, positions, width = gradients.shape
-    gradients = gradients if gradients.stride(2) == 1 else gradients.contiguous()
     squared, sizes = gradients.new_empty(batch), gradients.new_empty(batch)
-    arguments = (indices, *indices.stride(), gradients, *gradients.stride()[:2], squared, sizes, positions, width)
+    arguments = (*_sides(indices, gradients), squared, sizes, positions, width)
     run_examples("rows", "rows_squared", gradients.dtype, batch, gradients.numel(), arguments)
     return squared, sizes
 
 
 def add_rows(table: Tensor, indices: Tensor, gradients: Tensor, weights: Tensor) -> None:
     """``table[indices[b, t]] += weights[b] * gradients[b, t]``, for a contiguous table [rows, d] and weights [B]."""
-    batch, positions, width = gradients.shape
-    gradients = gradients if gradients.stride(2) == 1 else gradients.contiguous()
-    sides = (indices, *indices.stride(), gradients, *gradients.stride()[:2], weights.contiguous(), table)
+    width, work = gradients.shape[2], gradients.numel()
+    arguments = (*_sides(indices, gradients), weights.contiguous(), table, *gradients.shape)
     # Threads share the columns: no two of them write to the same number.
-    run_examples(
-        "rows", "rows_added", gradients.dtype, width, gradients.numel(), (*sides, batch, positions, width), COLUMNS
-    )
+    run_examples("rows", "rows_added", gradients.dtype, width, work, arguments, COLUMNS)
+
+
+def _sides(indices: Tensor, gradients: Tensor) -> tuple[Tensor | int, ...]:
+    """Both with the strides that C wants."""
+    gradients = gradients if gradients.stride(2) == 1 else gradients.contiguous()
+    return (indices, *indices.stride(), gradients, *gradients.stride()[:2])

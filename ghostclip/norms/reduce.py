@@ -1,4 +1,4 @@
-"""From squared norms of parts to norms of groups, and on to the weights that clip them, by one C call each."""
+"""From squared norms of parts to norms of groups, and on to the weights that clip them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ghostclip.native.calls import function
-
-from .term import is_traced
+from ghostclip.native import affine as native
 
 __all__ = ["all_finite", "bounded_weights", "group_norms", "margin", "norms"]
 
@@ -25,18 +23,8 @@ def norms(squared: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 def group_norms(squared: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> Tensor:
     """The same for several groups of parts, [groups, B]."""
-    add = function("affine", "norms", dtype, 4)
-    parts = [part for group in squared for part in group]
-    if add is None or is_traced() or not all(_is_plain(part, dtype) for part in parts):
-        return torch.stack([_added_up(group, dtype) for group in squared])
-    blocks = array("q")
-    for group in squared:
-        for part in group:
-            blocks.extend((part.data_ptr(), 1 if part.dim() == 1 else part.shape[0], 0))
-        blocks[-1] = 1
-    found = parts[0].new_empty(len(squared), parts[0].shape[-1])
-    add(blocks.buffer_info()[0], len(parts), found.shape[1], found.data_ptr())
-    return found
+    found = native.group_norms(squared, dtype)
+    return torch.stack([_added_up(group, dtype) for group in squared]) if found is None else found
 
 
 def _added_up(squared: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -48,9 +36,9 @@ def _added_up(squared: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 def all_finite(*vectors: Tensor) -> bool:
     """Whether all numbers of vectors of one shape are finite; one look at the device."""
-    look = function("affine", "finite", vectors[0].dtype, 2)
-    if look is not None and all(_is_plain(vector, vectors[0].dtype) for vector in vectors):
-        return all(look(vector.data_ptr(), vector.numel()) for vector in vectors)
+    found = native.all_finite(vectors)
+    if found is not None:
+        return found
     # Sums are finite only where all that goes into them is; one that overflows costs a second look and no more.
     total = vectors[0].sum()
     for vector in vectors[1:]:
@@ -72,16 +60,9 @@ def bounded_weights(norms: Tensor, bounds: Sequence[float]) -> Tensor:
         bounds: one for each group.
     """
     limits = array("d", [bound * margin(norms.dtype) for bound in bounds])
-    weigh = function("affine", "weights", norms.dtype, 5)
-    if weigh is not None and not is_traced() and _is_plain(norms, norms.dtype):
-        found = torch.empty_like(norms)
-        weigh(norms.data_ptr(), limits.buffer_info()[0], len(limits), norms.shape[-1], found.data_ptr())
+    found = native.bounded_weights(norms, limits)
+    if found is not None:
         return found
     if norms.dim() == 1:
         return (limits[0] / norms).clamp_(max=1.0)
     return torch.stack([(limit / row).clamp_(max=1.0) for limit, row in zip(limits, norms.unbind(), strict=True)])
-
-
-def _is_plain(vector: Tensor, dtype: torch.dtype) -> bool:
-    """Whether C can read it."""
-    return type(vector) is Tensor and vector.is_cpu and vector.dtype == dtype and vector.is_contiguous()

@@ -1,6 +1,6 @@
 """Gradients of the scales of normalizations, example by example, without forming the normalized inputs.
 
-dL_i/dw = sum_t dz[i, t] * n(x)[i, t], where n is the normalization; native/normalize.c reads inputs and gradients once
+dL_i/dw = sum_t dz[i, t] * n(x)[i, t], where n is the normalization; normalize.c reads inputs and gradients once
 where tensor operations write and read the normalized inputs and the products.
 """
 
@@ -10,10 +10,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ghostclip.native import library
+from ghostclip.native.build import library
 from ghostclip.native.calls import NAMES, run_examples
-
-from .term import is_traced
+from ghostclip.native.custom_ops import is_traced
 
 __all__ = ["by_channel", "by_feature"]
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ghostclip.native import library
+from ghostclip.native.gram import half_gram
 from ghostclip.norms import outer
-from ghostclip.norms.half_gram import half_gram
 from ghostclip.norms.outer import OuterProduct, gram
 from ghostclip.planner import Planner
 
