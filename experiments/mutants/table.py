@@ -928,8 +928,8 @@ PROVED = [
     Mutant(
         "a branch that stays off is proved again at every batch",
         "ghostclip/graph/row_layout.py",
-        "                self._tried |= {keys[id(call)]: max(examples, self._tried.get(keys[id(call)], 0)) for call in pending}\n",
-        "                pass\n",
+        "self._tried.get(keys[id(call)], 0)) for call in pending}",
+        "self._tried.get(keys[id(call)], 0)) for call in ()}",
         (*LATE, "stays_off"),
     ),
     Mutant(
