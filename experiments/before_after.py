@@ -23,7 +23,10 @@ WARM_UP = 6
 WORKER = """
 import sys, time, torch
 torch.set_num_threads(1)
-from ghostclip.bench.methods import CONTENDERS
+try:
+    from ghostclip.bench.methods import CONTENDERS
+except ModuleNotFoundError:  # an older checkout
+    from ghostclip.bench.roster import CONTENDERS
 from ghostclip.bench.workloads import WORKLOADS
 torch.manual_seed(0)
 workload = WORKLOADS[sys.argv[1]]

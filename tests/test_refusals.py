@@ -434,7 +434,9 @@ def test_no_message_is_left_unread() -> None:
         f"{file.relative_to(ROOT)}:{line}: {text}"
         for file in FILES
         for line, pattern, text in templates(file.read_text())
-        if text not in OTHERS and not any(re.search(pattern, message, re.DOTALL) for message in messages)
+        if text not in OTHERS
+        and "-> Tensor" not in text  # a custom operation's schema
+        and not any(re.search(pattern, message, re.DOTALL) for message in messages)
     ]
     assert unread == []
 
