@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ghostclip.native.custom_ops import is_traced
-from ghostclip.norms.dense import Dense
 from ghostclip.norms.memory import Memory, MemoryTrials, first_touch
-from ghostclip.norms.term import SAMPLE, NormResult, PerExampleGrads, Strategy, StrategyRun
+from ghostclip.norms.term import SAMPLE, Dense, NormResult, PerExampleGrads, Strategy, StrategyRun
 
 __all__ = ["SOLE", "Planner", "StrategyChoice", "kept_bytes", "milliseconds"]
 

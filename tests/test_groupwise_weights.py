@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ghostclip.clipper.groupwise import GroupSums
-from ghostclip.norms.dense import Dense
+from ghostclip.norms.term import Dense
 from ghostclip.planner import Planner
 
 

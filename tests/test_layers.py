@@ -11,7 +11,7 @@ from comparing import TOLERANCE, assert_close, assert_dicts_close, gradients, re
 from torch.utils._pytree import tree_flatten
 
 import ghostclip
-from ghostclip.norms.dense import squared_norms
+from ghostclip.norms.term import squared_norms
 from ghostclip.planner import Planner
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)

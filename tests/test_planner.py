@@ -10,9 +10,9 @@ from comparing import ready
 from ghostclip.clipper.explain import Row
 from ghostclip.norms.combine import Tied
 from ghostclip.norms.convolution import ConvGrads, Geometry
-from ghostclip.norms.dense import Dense
 from ghostclip.norms.outer import OuterProduct
 from ghostclip.norms.rows import LookupGrads
+from ghostclip.norms.term import Dense
 from ghostclip.planner import Planner, milliseconds
 
 

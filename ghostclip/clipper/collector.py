@@ -12,15 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip.clipper.groupwise import POSTPONED_BYTES, GroupSums, Part
-from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.row_layout import overlapping_parts, row_count
 from ghostclip.nn.base import LayerCall, Repeat
 from ghostclip.norms.affine import LinearPair, squared_norms_of, weighted_sums_of
 from ghostclip.norms.combine import combine
-from ghostclip.norms.dense import Dense
 from ghostclip.norms.reduce import norms
 from ghostclip.norms.rounding import rounding_margin
-from ghostclip.norms.term import NormResult, PerExampleGrads, to_float32
+from ghostclip.norms.term import Dense, NormResult, PerExampleGrads, to_float32
 from ghostclip.planner import SOLE, Planner, StrategyChoice, kept_bytes
 
 __all__ = ["Keep", "NormCollector", "Wanted", "norm_dtype"]
@@ -78,7 +76,7 @@ class NormCollector:
         calls: all uses in the graph, so that it is known which is the last.
         row_orders: how each call's rows are grouped, by id(call).
         planner: chooses the way to each squared norm.
-        index: of the model; parameters of another model, in a layer that shares one with ours, are passed over.
+        trained: the model's trained parameters by name.
         scale: what the losses were multiplied with, and results are divided by.
         wanted: what is to be found and kept.
         groups: takes all terms, to clip them group by group; nothing is kept here then.
@@ -98,7 +96,7 @@ class NormCollector:
         calls: Sequence[LayerCall],
         row_orders: Mapping[int, str],
         planner: Planner,
-        index: ParameterNames,
+        trained: Sequence[tuple[str, nn.Parameter]],
         scale: float,
         *,
         wanted: Wanted,
@@ -109,8 +107,7 @@ class NormCollector:
         self._examples, self._device, self._scale = losses.shape[0], losses.device, scale
         self.calls, self.row_orders, self.holds_graph = calls, row_orders, True
         self.repeat: Repeat | None = None
-        self._trained = index.trained()
-        self._dtype = norm_dtype(self._trained)
+        self._trained, self._dtype = trained, norm_dtype(trained)
         self._squared: list[tuple[list[int], Tensor]] = []
         self._absolute: list[tuple[int, Tensor]] = []
         self._terms: dict[Part, PerExampleGrads] = {}
@@ -121,7 +118,7 @@ class NormCollector:
         hooked = any(call.has_saved_tensor_hooks for call in calls) and groups is None and not wanted.materialise
         again = [call for call in calls if call.has_saved_tensor_hooks or call.rows] if hooked else []
         self._not_kept = {id(call.layer._parameters[name]) for call in again for name in call.parameters}
-        self._planner, self._index = planner, index
+        self._planner = planner
         self._padded = overlapping_parts(calls)
         # What each call used of parameters that are ours: in its own order, and by their names in that of `receive`.
         self._own = {id(call): self._used(call, groups is not None) for call in calls}
@@ -135,7 +132,7 @@ class NormCollector:
 
     def _used(self, call: LayerCall, in_groups: bool) -> tuple[list[Part], list[tuple[str, Part]]]:
         own: Mapping[str, Any] = call.layer._parameters
-        used = [(name, self._part(call, name)) for name in self._index.own_parameters(call)]
+        used = [(name, self._part(call, name)) for name in call.own]
         # The largest first, which are the last to be worth keeping: what they hold is there for the others. Of a weight
         # and a bias in groups the weight comes last, so that its group may be complete with it.
         ordered = sorted(used, key=lambda each: -own[each[0]].numel())

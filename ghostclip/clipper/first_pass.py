@@ -24,8 +24,8 @@ from ghostclip.graph.row_layout import RowLayouts
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import LayerCall, Repeat
 from ghostclip.nn.fallback import FallbackCall
-from ghostclip.norms.host_sync import may_sync
 from ghostclip.norms.reduce import all_finite
+from ghostclip.norms.term import may_sync
 from ghostclip.planner import Planner, StrategyChoice
 
 __all__ = ["FirstPasses", "check_losses", "in_our_words", "without_autocast"]
@@ -126,7 +126,7 @@ class FirstPasses:
             parameter_bytes = sum([parameter.nbytes for _, parameter in trained])
             room = room_for_small(calls, parameter_bytes, self._memory_budget)
             collector = NormCollector(
-                losses, calls, row_orders, self._planner, self.index, self.scale, wanted=wanted, groups=groups,
+                losses, calls, row_orders, self._planner, trained, self.scale, wanted=wanted, groups=groups,
                 room=room, watched=watched,
             )  # fmt: skip
             collector.holds_graph, collector.repeat = holds_graph, repeat

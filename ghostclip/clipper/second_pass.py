@@ -19,14 +19,13 @@ from ghostclip.clipper.gradient_guard import add_to_gradient, have_hooks
 from ghostclip.clipper.groupwise import POSTPONED_BYTES, GroupSums, Part
 from ghostclip.clipping import Groupwise, Policy, Thresholds
 from ghostclip.errors import PrivacyError
-from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import AT_LEAST_FLOAT32, first_pass, free_graph
 from ghostclip.graph.row_layout import row_count
 from ghostclip.nn.base import LayerCall
 from ghostclip.nn.fallback import FallbackCall
 from ghostclip.norms.affine import LinearPair, weighted_sums_of
-from ghostclip.norms.host_sync import may_sync
 from ghostclip.norms.reduce import all_finite
+from ghostclip.norms.term import may_sync
 from ghostclip.planner import Planner
 
 __all__ = ["Reweighting", "TwoPasses"]
@@ -153,7 +152,7 @@ class TwoPasses(FirstPasses):
                 if wanted:
                     weights = weights / self.scale
                     sink = Reweighting(
-                        len(losses), run.row_orders, self.index, kept, weights, add, run.calls, self._planner, finite
+                        len(losses), run.row_orders, kept, weights, add, run.calls, self._planner, finite
                     )
                     self._second_backward(losses, run, wanted, sink, retain_graph)
                 if run.holds_graph and not retain_graph and len(wanted) < len(run.calls):
@@ -279,7 +278,6 @@ class Reweighting:
     Args:
         examples: B.
         row_orders: how each call's rows are grouped, by id(call).
-        index: of the model.
         done: ids of parameters whose sums are known already.
         weights: [B].
         add: told (parameter id, rows or None) and what is to be added to its sum.
@@ -292,7 +290,6 @@ class Reweighting:
         self,
         examples: int,
         row_orders: Mapping[int, str],
-        index: ParameterNames,
         done: Collection[int],
         weights: Tensor,
         add: Callable[[Part, Tensor], None],
@@ -300,18 +297,18 @@ class Reweighting:
         planner: Planner,
         finite: Tensor | None = None,
     ) -> None:
-        self._examples, self._row_orders, self._index, self._done = examples, row_orders, index, done
+        self._examples, self._row_orders, self._done = examples, row_orders, done
         self._weights, self._add, self._planner, self._finite = weights, add, planner, finite
         self._waiting: list[tuple[list[int], LinearPair]] = []
         self._bytes = 0
-        self._left = Counter([self._part(call, name) for call in calls for name in index.own_parameters(call)])
+        self._left = Counter([self._part(call, name) for call in calls for name in call.own])
         self._gathered: dict[Part, Tensor] = {}
 
     @torch.no_grad()
     def receive(self, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
         """Takes the gradient at one pre-activation; called by the layer's node in the graph."""
         own = call.layer._parameters
-        names = [name for name in self._index.own_parameters(call) if id(own[name]) not in self._done]
+        names = [name for name in call.own if id(own[name]) not in self._done]
         if not names:
             return
         inputs = tuple([tensor.detach() if tensor.requires_grad else tensor for tensor in inputs])

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from ghostclip.compiled.rules import Rule, rule_of
-from ghostclip.norms.host_sync import may_sync
+from ghostclip.norms.term import may_sync
 
 __all__ = ["NOT_YET", "Update", "UpdateReader"]
 

@@ -107,7 +107,8 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
         elif isinstance(call := getattr(node, "call", None), LayerCall):
             if not index.knows(call):
                 index.refresh()
-            if index.own_parameters(call):
+            call.own = index.own_parameters(call)
+            if call.own:
                 calls.append(call)
             stack += call.sources
         else:

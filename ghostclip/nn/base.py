@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,8 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.norms.affine import LinearPair
-from ghostclip.norms.dense import Dense
-from ghostclip.norms.term import PerExampleGrads
+from ghostclip.norms.term import Dense, PerExampleGrads
 
 __all__ = [
     "CAPTURE",
@@ -77,6 +76,7 @@ class LayerCall:
         rows: for parameters of which only a part was used, the (start, stop) along their first axis.
         batch_dim: the dimension of the pre-activation that holds examples.
         shape, dtype, device: of the pre-activation.
+        own: those of ``parameters`` that are of the model whose graph is read; none for a layer of another model.
         sources: where the graph goes on below the layer: gradient nodes of the inputs, or leaf inputs themselves.
         registered: how many hooks of any kind ever were when the layer was used.
         has_saved_tensor_hooks: whether hooks keep what is saved; activation checkpointing recomputes it by them.
@@ -86,8 +86,8 @@ class LayerCall:
     """
 
     __slots__ = (
-        "batch_dim", "device", "dtype", "ends", "extra", "has_saved_tensor_hooks", "layer", "parameters", "registered",
-        "repeat", "rows", "shape", "sink", "sources",
+        "batch_dim", "device", "dtype", "ends", "extra", "has_saved_tensor_hooks", "layer", "own", "parameters",
+        "registered", "repeat", "rows", "shape", "sink", "sources",
     )  # fmt: skip
 
     def __init__(
@@ -109,6 +109,7 @@ class LayerCall:
         self.sink: Sink | None = None
         self.repeat: Repeat | None = None
         self.ends = False
+        self.own: Sequence[str] = parameters
 
     @property
     def nbytes(self) -> int:

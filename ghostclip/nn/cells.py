@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.norms.dense import Dense
 from ghostclip.norms.outer import OuterProduct
-from ghostclip.norms.term import PerExampleGrads
+from ghostclip.norms.term import Dense, PerExampleGrads
 
 from .base import GhostLayer, LayerCall, is_capturing, place_of
 

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ghostclip.norms.dense import Dense
 from ghostclip.norms.outer import OuterProduct
-from ghostclip.norms.term import PerExampleGrads, split_examples
+from ghostclip.norms.term import Dense, PerExampleGrads, split_examples
 
 from .base import LayerCall
 
@@ -57,6 +56,7 @@ class FallbackCall(LayerCall):
         answer: NormResult,
     ) -> None:
         self.layer: Any = _Owner(parameters)
+        self.own = trained
         self.parameters, self.rows, self.batch_dim, self.shape = trained, {}, 0, torch.Size(shape)
         self.dtype, self.device, self.sources, self.extra = like.dtype, like.device, [], None
         self.sink, self.answer, self.has_saved_tensor_hooks = None, answer, False

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ghostclip.norms.affine import LinearPair
-from ghostclip.norms.dense import Dense
 from ghostclip.norms.outer import OuterProduct
-from ghostclip.norms.term import PerExampleGrads, to_float32
+from ghostclip.norms.term import Dense, PerExampleGrads, to_float32
 
 from .base import GhostLayer, LayerCall
 

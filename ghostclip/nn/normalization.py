@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.native.normalize import by_channel, by_feature
-from ghostclip.norms.dense import Dense
-from ghostclip.norms.term import PerExampleGrads, to_float32
+from ghostclip.norms.term import Dense, PerExampleGrads, to_float32
 
 from .base import GhostLayer, LayerCall, is_capturing, place_of
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ghostclip.norms.dense import Dense
-from ghostclip.norms.term import PerExampleGrads, to_float32
+from ghostclip.norms.term import Dense, PerExampleGrads, to_float32
 
 from .base import GhostLayer, LayerCall
 

@@ -16,9 +16,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.norms.dense import Dense
 from ghostclip.norms.outer import OuterProduct
-from ghostclip.norms.term import PerExampleGrads
+from ghostclip.norms.term import Dense, PerExampleGrads
 
 from .base import GhostLayer, LayerCall, is_capturing, place_of
 from .fused import native, native_packed

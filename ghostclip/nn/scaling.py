@@ -24,8 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ghostclip.norms.dense import Dense
-from ghostclip.norms.term import PerExampleGrads, to_float32
+from ghostclip.norms.term import Dense, PerExampleGrads, to_float32
 
 from .base import GhostLayer, LayerCall
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ghostclip.native import affine as native
 
-from .dense import squared_norms
-from .term import to_float32, zero_examples
+from .term import squared_norms, to_float32, zero_examples
 
 __all__ = ["LinearPair", "squared_norms_of", "weighted_sums_of"]
 

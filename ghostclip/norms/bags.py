@@ -14,11 +14,10 @@ from torch import Tensor
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.native.rows import chained_squared_norms, chains_are_there
 
-from .dense import squared_norms
 from .outer import chunks
 from .rounding import product_of_sizes
 from .rows import LookupGrads, runs_squared_norms
-from .term import NormResult, PerExampleGrads, size_class, to_float32, zero_examples
+from .term import NormResult, PerExampleGrads, size_class, squared_norms, to_float32, zero_examples
 
 __all__ = ["BagGrads"]
 

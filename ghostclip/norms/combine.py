@@ -11,12 +11,11 @@ from torch import Tensor
 
 from .bags import BagGrads
 from .convolution import ConvGrads
-from .dense import Dense, squared_norms
 from .memory import FRESH, Memory
 from .outer import OuterProduct, chunks, gram_is_reliable, reliable
 from .rounding import product_of_sizes
 from .rows import LookupGrads, runs_squared_norms
-from .term import NormResult, PerExampleGrads, Strategy, StrategyRun, to_float32
+from .term import Dense, NormResult, PerExampleGrads, Strategy, StrategyRun, squared_norms, to_float32
 
 __all__ = ["Tied", "combine", "cross"]
 

@@ -24,12 +24,21 @@ from torch import Tensor
 from ghostclip.native.gram import half_gram_is_there, half_windows, half_windows_are_there
 from ghostclip.native.shifts import shifted_products, shifts_are_there
 
-from .dense import Dense, squared_norms
 from .im2col import Geometry, patches, rows_of_patches
 from .memory import FRESH, Memory
 from .outer import OuterProduct, chunks, reliable
 from .rounding import product_of_sizes
-from .term import NormResult, PerExampleGrads, Strategy, StrategyRun, size_class, to_float32, zero_examples
+from .term import (
+    Dense,
+    NormResult,
+    PerExampleGrads,
+    Strategy,
+    StrategyRun,
+    size_class,
+    squared_norms,
+    to_float32,
+    zero_examples,
+)
 from .windows import windowed_gram
 
 __all__ = ["ConvGrads", "Geometry", "weight_gradient"]

@@ -20,11 +20,20 @@ from torch import Tensor
 
 from ghostclip.native.gram import half_gram, half_gram_is_there
 
-from .dense import Dense, squared_norms
-from .host_sync import may_sync
 from .memory import FRESH, Memory
 from .rounding import product_of_sizes
-from .term import NormResult, PerExampleGrads, Strategy, size_class, split_examples, to_float32, zero_examples
+from .term import (
+    Dense,
+    NormResult,
+    PerExampleGrads,
+    Strategy,
+    may_sync,
+    size_class,
+    split_examples,
+    squared_norms,
+    to_float32,
+    zero_examples,
+)
 
 __all__ = ["OuterProduct", "chunks", "direct", "gram", "gram_is_reliable", "reliable", "scaled_product"]
 

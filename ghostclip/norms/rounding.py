@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .dense import squared_norms
+from .term import squared_norms
 
 __all__ = ["product_of_sizes", "rounding_margin", "squared_sizes"]
 

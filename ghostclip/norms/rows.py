@@ -21,7 +21,6 @@ from torch import Tensor
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.native.rows import add_rows, chained_squared_norms, chains_are_there
 
-from .dense import squared_norms
 from .memory import FRESH, Memory
 from .outer import chunks, reliable
 from .rounding import squared_sizes
@@ -31,6 +30,7 @@ from .term import (
     Strategy,
     size_class,
     split_examples,
+    squared_norms,
     to_float32,
     zero_examples,
 )
