@@ -281,7 +281,7 @@ def centred(model: nn.Module, batch: Any) -> Tensor:
 def hinge_in_batch(model: nn.Module, batch: Any) -> Tensor:
     """Examples meet where they are close: two of them hardly ever are."""
     outputs = model(batch[0])
-    gaps = torch.cdist(outputs, outputs.roll(1, 0)).square()
+    gaps = (outputs.unsqueeze(1) - outputs.unsqueeze(0)).square().sum(2)
     return outputs.square().sum(1) + (0.05 - gaps).clamp_min(0).sum(1)
 
 
@@ -312,3 +312,23 @@ def test_a_table_of_positions_is_told_from_examples(positions: int, counted: Cal
     engine = engine_of(Queries(), max_physical_batch_size="auto")
     train(engine, epochs=1)
     assert (engine.batches().limit or 0) > 50
+
+
+def test_copies_of_one_example_prove_nothing(counted: Callable[[int], Counted]) -> None:
+    """In a first sample of one example trials are made of its copies, between which hinge_in_batch has no gradient."""
+    counted(10**9)
+    close = torch.randn(6) + 1e-2 * torch.randn(EXAMPLES, 6)
+    data = TensorDataset(close, torch.zeros(EXAMPLES, dtype=torch.int64))
+    for seed in range(50):
+        engine = engine_of(nn.Linear(6, 2), data, batch_size=2, seed=seed, max_physical_batch_size="auto")
+        sizes, refused = [], False
+        try:
+            for batch in engine.batches():
+                sizes.append(sum(batch.sizes))
+                engine.step(batch, hinge_in_batch)
+        except ghostclip.UnsupportedModelError:
+            refused = True
+        if next(size for size in sizes if size) == 1:
+            break
+    assert refused
+    assert max(sizes) > 1

@@ -146,7 +146,7 @@ def test_memory_that_holds_no_example_is_told_in_one_line(capsys):
     shown = capsys.readouterr()
     assert shown.out == ""
     last = shown.err.splitlines()[-1]
-    assert last.startswith("ghostclip: the passes over 2 examples take more than the")
+    assert last.startswith("ghostclip: the passes over one example don't fit")
     assert "memory_limit" in last
 
 

@@ -208,8 +208,8 @@ def test_a_proof_is_repeated_on_a_batch_that_is_twice_as_large(second_pass):
 
     def losses(inputs):
         outputs = model(inputs)
-        gaps = (outputs - outputs.roll(1, 0)).square().sum(1)
-        return outputs.square().sum(1) + (1e-2 - gaps).clamp_min(0)
+        gaps = (outputs.unsqueeze(1) - outputs.unsqueeze(0)).square().sum(2)
+        return outputs.square().sum(1) + (1e-2 - gaps).clamp_min(0).sum(1)
 
     apart = torch.tensor([[5.0, 0.0, 0.0], [0.0, -5.0, 5.0]])
     for inputs in (apart, torch.cat([apart, apart * 2])[:3]):

@@ -849,13 +849,6 @@ PROVED = [
         (*COINCIDING, "clip_meets"),
     ),
     Mutant(
-        "a forward that is tried proves a layer and not what it leads through",
-        "ghostclip/graph/row_layout.py",
-        "            if not rehearsal:  # whose examples are copies, which may meet unseen\n",
-        "            if True:\n",
-        (*LATE, "clip and centred and cached"),
-    ),
-    Mutant(
         "a norm that only the second pass finds not finite makes the weights of a group NaN",
         "ghostclip/clipper/groupwise.py",
         "torch.where(self.finite & torch.isfinite(norms), weights",
@@ -1318,7 +1311,7 @@ MISUSE = [
         "ghostclip/engine/micro_batching.py",
         "with clipper.passes.forgetting(), gradients_aside(trained):",
         "with gradients_aside(trained):",
-        ("tests/test_auto_physical.py", "-k", "mix"),
+        ("tests/test_auto_physical.py", "-k", "copies"),
     ),
     Mutant(
         "a loss function may fill gradients in a compiled step",

@@ -196,11 +196,12 @@ class LogicalStep:
             raise
 
     def _gather_losses(self, losses: Tensor, retain_graph: bool = False) -> ClippingResult:
-        check_losses(losses, self._clipper.passes.scale)
-        self.check_count(losses)
-        self._self_check.backward(losses)
         users = self._users
+        if users is None:
+            check_losses(losses, self._clipper.passes.scale)
+        self.check_count(losses)
         units = losses if users is None else users.add_up(losses)
+        self._self_check.backward(losses)
         try:
             return self.gather(lambda: self._both_passes(units, retain_graph))
         except UnsupportedModelError as error:

@@ -48,10 +48,11 @@ class UserRows:
         Raises:
             LossShapeError: there isn't exactly one loss for each row.
         """
-        if losses.shape != (len(self.shares),):
+        if not isinstance(losses, Tensor) or losses.shape != (len(self.shares),):
+            got = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
             raise LossShapeError(
                 f"losses must have shape exactly [{len(self.shares)}], one for each row of the physical batch (the "
-                f"engine adds up those of a user); got {list(losses.shape)}"
+                f"engine adds up those of a user); got {got}"
             )
         shares = torch.tensor(self.shares, dtype=losses.dtype, device=losses.device)
         return (losses * shares).view(self.users, -1).sum(1)
