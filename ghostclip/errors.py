@@ -1,4 +1,4 @@
-"""Everything that can go wrong, as types; the messages are written where the facts are known."""
+"""Everything that can go wrong, as types, and how memory that ran out is told; messages are written where facts are."""
 
 import torch
 

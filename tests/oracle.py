@@ -89,3 +89,12 @@ def clipped_sum(grads: Grads, max_norm: float) -> Grads:
     """sum_i min(1, C / ||g_i||) g_i, ``{name: shape}``."""
     weights = clip_weights(grads, max_norm)
     return {name: torch.einsum("i,i...->...", weights, grad) for name, grad in grads.items()}
+
+
+def clipped_sum_by_layer(grads: Grads, bound: float, layers: Sequence[str]) -> Grads:
+    """`clipped_sum` of each layer (a beginning of names) by itself, to ``bound / sqrt(number of layers)``."""
+    sums = {}
+    for layer in layers:
+        own = {name: grad for name, grad in grads.items() if name.startswith(layer)}
+        sums |= clipped_sum(own, bound / len(layers) ** 0.5)
+    return {name: sums[name] for name in grads}

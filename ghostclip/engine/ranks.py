@@ -21,7 +21,7 @@ __all__ = ["Alone", "Ranks", "refuse_differences"]
 
 T = TypeVar("T")
 # What is raised on the other ranks as what it was on one.
-KINDS = {name: getattr(errors, name) for name in errors.__all__ if name.endswith("Error")}
+KINDS = {name: kind for name in errors.__all__ if isinstance(kind := getattr(errors, name), type)}
 KINDS |= {kind.__name__: kind for kind in (ValueError, TypeError, OSError, MemoryError, ModuleNotFoundError)}
 
 
