@@ -100,7 +100,7 @@ def ours(sigma: float, rate: float, steps: int, delta: float) -> dict[str, float
 
 def within_prv(pld: float, prv: float) -> bool:
     """Whether PLD's figure is what the bound of a PRV accountant allows."""
-    return prv - PRV_SLACK <= pld <= prv + PLD_ROUNDING * prv
+    return prv - PRV_SLACK - PLD_ROUNDING * prv <= pld <= prv + PLD_ROUNDING * prv
 
 
 def compute() -> dict[str, Any]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ghostclip.validate import positive
@@ -55,11 +56,12 @@ class AutoS:
 
 @dataclass(frozen=True)
 class AutoV:
-    """``C / n``: every gradient gets the norm C; one of norm zero stays zero."""
+    """``C / n``: every gradient gets the norm C; 0 for norms so near zero that the quotient overflows."""
 
     def __call__(self, norms: Tensor, threshold: Tensor, /) -> Tensor:
         """Weights of the shape of ``norms``."""
-        return (threshold / norms).masked_fill(norms == 0, 0.0)
+        found = threshold / norms
+        return found.masked_fill(torch.isinf(found), 0.0)
 
 
 @dataclass(frozen=True)
