@@ -21,8 +21,8 @@ class AdamBC(Optimizer):
     """Adam with the noise's variance subtracted from its second moments (Tang et al. 2023, algorithm 1).
 
     With noise of standard deviation s in each entry of the private gradient g, the average of g^2 is that of the
-    clipped gradient plus s^2. Adam divides by its root, so that all entries where noise prevails move alike. Here entry i moves
-    by ``lr * m_i / sqrt(max(v_i - s^2, floor))``, m and v Adam's averages of g and g^2, corrected for their start.
+    clipped gradient plus s^2. Adam divides by its root, so that all entries where noise prevails move alike. Here entry
+    i moves by ``lr * m_i / sqrt(max(v_i - s^2, floor))``, m and v Adam's averages of g and g^2, corrected for their start.
 
     ``optimizer.noise_std = engine.noise_std`` says how much noise there is; without it `step` raises PrivacyError.
 
