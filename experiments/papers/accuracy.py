@@ -46,7 +46,9 @@ RATES, MORE_RATES = (0.1, 0.3, 1.0), (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 FIRST_TUNING_SEED = 1000
 
 
-def tuned(name: str, data: datasets.Data, seeds: int, rates: Sequence[float], base: Callable[..., Setting]) -> dict[str, Any]:
+def tuned(
+    name: str, data: datasets.Data, seeds: int, rates: Sequence[float], base: Callable[..., Setting]
+) -> dict[str, Any]:
     """The setting with the best mean accuracy over the tuning seeds, and all that were tried."""
     tried = []
     for number, rate in product(QUANTILES if "adaptive" in name else NORMS, rates):
@@ -83,7 +85,9 @@ def write(results: dict[str, Any], folder: Path) -> None:
     """The page and the plot."""
     methods, rows = results["methods"], []
     for name, row in methods.items():
-        low, high = stats.t.interval(0.95, len(row["accuracies"]) - 1, mean(row["accuracies"]), stats.sem(row["accuracies"]))
+        low, high = stats.t.interval(
+            0.95, len(row["accuracies"]) - 1, mean(row["accuracies"]), stats.sem(row["accuracies"])
+        )
         cells = [name, f"{row['best']['number']:g}", f"{row['best']['learning_rate']:.3g}",
                  f"{mean(row['accuracies']):.1%} ({low:.1%} to {high:.1%})"]  # fmt: skip
         if name == "flat":
