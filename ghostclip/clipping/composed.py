@@ -1,0 +1,113 @@
+"""A group-wise policy composed of a partition, a threshold rule, a scaling and a noise allocation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ghostclip.clipping.allocation import GlobalNoise, NoiseAllocation
+from ghostclip.clipping.groups import Groupwise
+from ghostclip.clipping.partitions import ByLayer, Partition
+from ghostclip.clipping.scaling import Clip, Scaling
+from ghostclip.clipping.thresholds import EqualShare, Quantiles, ThresholdRule
+from ghostclip.errors import PrivacyError
+from ghostclip.norms.reduce import margin
+
+__all__ = ["Composed"]
+
+
+class Composed(Groupwise):
+    """Each group k of a partition is scaled to its threshold C_k by itself, and gets its own share of the noise.
+
+    One example's whole contribution is at most sqrt(sum_k C_k^2), the sensitivity. Any four parts go together.
+
+    Args:
+        partition: which parameters are clipped together; see `ghostclip.clipping.partitions`.
+        thresholds: the rule for the C_k, see `ghostclip.clipping.thresholds`; a number C is ``EqualShare(C)``.
+        scaling: from norms and thresholds to weights, see `ghostclip.clipping.scaling`; a function of the user's may
+            return any weights: they are clamped so that no weighted norm exceeds its threshold.
+        noise: how noise is allocated to the groups, see `ghostclip.clipping.allocation`.
+
+    Raises:
+        TypeError: an argument is none of these.
+    """
+
+    def __init__(
+        self,
+        partition: Partition | None = None,
+        thresholds: ThresholdRule | float = 1.0,
+        scaling: Scaling | None = None,
+        noise: NoiseAllocation | None = None,
+    ) -> None:
+        self.partition_rule = ByLayer() if partition is None else partition
+        self.rule = thresholds if isinstance(thresholds, ThresholdRule) else EqualShare(thresholds)
+        self.scaling = Clip() if scaling is None else scaling
+        self.noise = GlobalNoise() if noise is None else noise
+        parts = {"partition": (self.partition_rule, Partition), "noise": (self.noise, NoiseAllocation)}
+        for name, (given, kind) in parts.items():
+            if not isinstance(given, kind):
+                raise TypeError(f"{name} must be a {kind.__name__} of ghostclip.clipping; got {given!r}")
+        if not callable(self.scaling):
+            raise TypeError(f"scaling must be a function of (norms, threshold); got {self.scaling!r}")
+        self._sizes: dict[str, int] = {}
+
+    def __repr__(self) -> str:
+        return f"Composed({self.partition_rule!r}, {self.rule!r}, {self.scaling!r}, {self.noise!r})"
+
+    def partition(self, sizes: Mapping[str, int]) -> dict[str, str]:
+        """{parameter name: group} for {parameter name: number of entries}; thresholds are for these groups from now."""
+        groups = self.partition_rule.groups(sizes)
+        if set(groups) != set(sizes):
+            raise ValueError(f"a partition must give a group for each of {list(sizes)}; got {groups}")
+        self._sizes = dict.fromkeys(groups.values(), 0)
+        for name, group in groups.items():
+            self._sizes[group] += sizes[name]
+        self.rule.thresholds(self._sizes)  # refuses groups that it isn't about
+        return groups
+
+    @property
+    def thresholds(self) -> dict[str, float]:
+        """{group: C_k} as they are now; PrivacyError before the policy is given to a model."""
+        if not self._sizes:
+            raise PrivacyError("the groups of a Composed policy are known once it is given to a GhostClipper or engine")
+        return self.rule.thresholds(self._sizes)
+
+    @property
+    def sensitivity(self) -> float:
+        """The root of the sum of the squared thresholds."""
+        return math.hypot(*self.thresholds.values())
+
+    def weights(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """{group: weights [B]} from {group: norms [B]}."""
+        stacked = torch.stack(list(norms.values()))
+        bounds = self.thresholds
+        limits = stacked.new_tensor([bounds[group] * margin(stacked.dtype) for group in norms]).unsqueeze(1)
+        found = self.scaling(stacked, limits)
+        if not isinstance(found, Tensor) or found.shape != stacked.shape:
+            shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(f"a scaling must return weights of the shape of its norms, {list(stacked.shape)}; got {shape}")
+        most = limits / stacked.clamp_min(torch.finfo(stacked.dtype).tiny)
+        weights = torch.nan_to_num(found.to(stacked.dtype), nan=0.0)
+        return dict(zip(norms, torch.minimum(torch.maximum(weights, -most), most).unbind(), strict=True))
+
+    def noise_stds(self, sigma: float) -> dict[str, float]:
+        """{group: standard deviation of the noise in its sum} for the noise multiplier ``sigma``."""
+        return self.noise.stds(sigma, self.thresholds, self._sizes)
+
+    @property
+    def adapts(self) -> Quantiles | None:
+        """The rule that moves the thresholds by noisy counts; None where they are fixed."""
+        return self.rule if isinstance(self.rule, Quantiles) else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What training changes: the state of the threshold rule."""
+        return self.adapts.state_dict() if self.adapts is not None else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes a `state_dict` back."""
+        if self.adapts is not None:
+            self.adapts.load_state_dict(state)
