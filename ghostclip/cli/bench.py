@@ -12,6 +12,5 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser.description = command.DESCRIPTION
     parser.epilog = "example: ghostclip bench --workloads mlp,cnn --seconds 5"
     command.add_arguments(parser)

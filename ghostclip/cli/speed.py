@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from ghostclip.bench.losses import class_losses
-from ghostclip.bench.measure import take_turns
+from ghostclip.bench.measure import take_turns, timed
 from ghostclip.bench.methods import CONTENDERS
 
 __all__ = ["examples_per_second"]
@@ -33,7 +32,7 @@ def examples_per_second(model: nn.Module, data: TensorDataset, batch_size: int, 
     inputs, labels = (tensor[:batch_size] for tensor in data.tensors)
     state = torch.get_rng_state()
     turns = {
-        name: partial(CONTENDERS[name].prepare(copy.deepcopy(model), class_losses, 1.0).step, inputs, labels)
+        name: timed(CONTENDERS[name].prepare(copy.deepcopy(model), class_losses, 1.0).turn(inputs, labels))
         for name in METHODS
     }
     timings = take_turns(turns, seconds, baseline=BASELINE)
