@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ghostclip import native
 from ghostclip.bench import CONTENDERS, WORKLOADS
 from ghostclip.bench.machine import busy_warning, describe, in_words
-from ghostclip.bench.measure import alternate, timed
+from ghostclip.bench.measure import take_turns, timed
 from ghostclip.bench.processes import keep_freed_memory
 from ghostclip.noise import noise_source
 
@@ -152,7 +152,7 @@ def measure(kernel: Kernel, name: str, seconds: float, size: int | None) -> dict
     size = size or workload.batch_size
     model, batch = workload.model(), workload.batch(size)
     turns = {way: turn_of(kernel, way == "kernel", copy.deepcopy(model), workload, batch) for way in ("kernel", "twin")}
-    timings = alternate(turns, seconds, baseline="kernel")
+    timings = take_turns(turns, seconds, baseline="kernel")
     return {
         "kernel": kernel.name,
         "file": f"native/{kernel.file}.c",

@@ -19,8 +19,8 @@ __all__ = ["main"]
 
 
 def _add_bench(parser: OneLineParser) -> None:
-    """Adds the benchmark's arguments, and its own description."""
-    parser.description, parser.epilog = bench.DESCRIPTION, "example: ghostclip bench --workloads mlp,cnn --seconds 5"
+    """Adds the benchmark's arguments."""
+    parser.epilog = "example: ghostclip bench --workloads mlp,cnn --seconds 5"
     bench.add_arguments(parser)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from torch.utils.data import TensorDataset
 from ghostclip import accounting
 from ghostclip.bench.losses import class_losses
 from ghostclip.bench.machine import describe
-from ghostclip.bench.measure import take_turns
+from ghostclip.bench.measure import take_turns, timed
 from ghostclip.bench.methods import CONTENDERS
 from ghostclip.cli.methods import Settings
 from ghostclip.cli.training import Outcome, build, norms_of
@@ -64,7 +63,7 @@ def _examples_per_second(model: nn.Module, data: TensorDataset) -> dict[str, flo
     inputs, labels = (tensor[:SPEED_BATCH] for tensor in data.tensors)
     state = torch.get_rng_state()
     turns = {
-        name: partial(CONTENDERS[name].prepare(copy.deepcopy(model), class_losses, 1.0).step, inputs, labels)
+        name: timed(CONTENDERS[name].prepare(copy.deepcopy(model), class_losses, 1.0).turn(inputs, labels))
         for name in TIMED
     }
     timings = take_turns(turns, SPEED_SECONDS, baseline=BASELINE)
