@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.graph.parameter_names import ParameterNames
-from ghostclip.graph.reader import first_pass, gradients_at
-from ghostclip.graph.shared.boundary import Edge
+from ghostclip.graph.reader import Edge, first_pass
 from ghostclip.graph.shared.search import (
     OTHER,
     PICKED,
@@ -362,7 +361,8 @@ def _edge_sketches(
     base: Mapping[Any, _Sketch] = MappingProxyType({}),
 ) -> dict[Any, _Sketch]:
     """The same for each candidate and each of its dimensions, by (edge, dimension)."""
-    grads = gradients_at([candidate.edge for candidate in candidates], losses, factors)
+    edges = [candidate.edge for candidate in candidates]
+    grads = first_pass(losses, (), None, factors, retain_graph=True, edges=edges)
     grads = [losses.new_zeros(()).expand(c.shape) if g is None else g for c, g in zip(candidates, grads, strict=True)]
     return {
         (candidate.edge, dim): _sketch(grad, dim, base.get((candidate.edge, dim)))

@@ -19,9 +19,8 @@ from torch import Tensor
 from ghostclip.errors import LossShapeError, UnsupportedModelError
 from ghostclip.graph.mixing_test import Verdict, check_mixing, decide
 from ghostclip.graph.parameter_names import ParameterNames
-from ghostclip.graph.reader import Uses
+from ghostclip.graph.reader import Edge, Uses, from_below
 from ghostclip.graph.serial import serial_number
-from ghostclip.graph.shared.boundary import Edge
 from ghostclip.graph.shared.positions import are_positions
 from ghostclip.graph.shared.search import (
     TOO_SMALL,
@@ -32,13 +31,10 @@ from ghostclip.graph.shared.search import (
     Search,
     settle,
 )
-from ghostclip.graph.shared.subgraph import SharedSubgraph, from_below
+from ghostclip.graph.shared.subgraph import SharedSubgraph, parameters_of
 from ghostclip.nn.base import LayerCall
 
 __all__ = ["RowLayout", "RowLayouts", "row_count"]
-
-# So many graphs are remembered as a whole.
-MOST_GRAPHS = 1000
 
 
 def row_count(call: LayerCall, examples: int, name: str) -> int:
@@ -116,13 +112,7 @@ class RowLayouts:
         # Uses, and how many alike, of a shape that a batch of another size had too: as no multiple of it, so that they
         # saw no examples.
         self._constant: set[tuple] = set()
-        # How the calls' rows are grouped for a batch size and a graph in which all is proved.
-        self._settled: dict[tuple, list[str]] = {}
         self._places: dict[tuple[int, int], DecisionCache] = {}
-
-    def is_settled(self, graph: tuple, uses: Uses) -> bool:
-        """Whether all was proved of graphs with that key, and needn't be proved again for these ``uses``."""
-        return graph in self._settled and not (uses.reorders or uses.leaves or self._positions)
 
     def lay_out(
         self,
@@ -149,10 +139,6 @@ class RowLayouts:
             UnsupportedModelError: rows of other examples move with one example's loss, or the grouping can't be told.
         """
         examples = losses.shape[0]
-        graph = uses.key(examples)
-        if self.is_settled(graph, uses):
-            row_orders = {id(call): row_order for call, row_order in zip(uses.calls, self._settled[graph], strict=True)}
-            return RowLayout(uses.calls, row_orders, [], True)
         tables = self._constant.intersection(_alike(uses.calls, uses).items()) if self._constant else ()
         known = {key for key, _ in tables}
         odd = [
@@ -198,8 +184,6 @@ class RowLayouts:
             id(call): self._row_order(call, keys[id(call)], found.get(call), examples, index) for call in calls
         }
         left = [call for call in calls if keys[id(call)] not in self._proved] if examples > 1 else []
-        if region is None and all(key in self._proved for key in keys.values()) and len(self._settled) < MOST_GRAPHS:
-            self._settled[uses.key(examples)] = list(row_orders.values())
         calls = calls if region is None else [*calls, *region.uses]
         return RowLayout(calls, row_orders, [call for call in left if call not in pending], not left)
 
@@ -250,10 +234,7 @@ class RowLayouts:
         leaves = {node: node.variable for node in uses.leaves}
         examples = losses.shape[0]
         if examples <= 1:
-            alone = {id(call) for call in odd}
-            nodes = from_below(losses) if odd else []
-            calls = {node: node.call for node in nodes if id(getattr(node, "call", None)) in alone}
-            return SharedSubgraph(examples, [], leaves, calls)
+            return _without_boundaries(losses, uses, odd)
         places = DecisionCache() if uses.reorders else self._places.setdefault(uses.size, DecisionCache())
         search = Search(losses, odd, leaves, index, places)
 
@@ -268,7 +249,7 @@ class RowLayouts:
         except (NotShared, UnsupportedModelError) as refused:
             if search.dark or unsure:
                 # Nobody knows what one backward an example would not tell, and nothing is refused for what it is.
-                return SharedSubgraph(examples, [], leaves, search.calls)
+                return _without_boundaries(losses, uses, list(search.calls.values()))
             if isinstance(refused, NotShared):
                 raise not_a_batch(refused.call, examples, index.layer(refused.call)) from None
             raise
@@ -296,6 +277,19 @@ class RowLayouts:
                 f"doesn't show how; give it inputs [B, positions, features] instead"
             )
         return str(verdict.row_order)
+
+
+def _without_boundaries(losses: Tensor, uses: Uses, shared: list[LayerCall]) -> SharedSubgraph:
+    """All of the graph below which parameters are that are used by ``shared`` or outside of layers."""
+    while True:
+        parameters = {id(node.variable) for node in uses.leaves}.union(*map(parameters_of, shared))
+        users = [call for call in uses.calls if not parameters.isdisjoint(parameters_of(call))]
+        if len(users) == len(shared):
+            break
+        shared = users
+    ids = set(map(id, users))
+    calls = {node: node.call for node in from_below(losses) if id(getattr(node, "call", None)) in ids}
+    return SharedSubgraph(len(losses), [], {node: node.variable for node in uses.leaves}, calls)
 
 
 def _may_be_a_table(call: LayerCall, examples: int) -> bool:

@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 from ghostclip.errors import UnsupportedModelError
+from ghostclip.graph.reader import Edge, shape_of
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.norms.term import split_examples, to_float32
 
-__all__ = ["ELEMENTWISE", "EXPAND", "REPEAT", "BroadcastBoundary", "Edge", "broadcasts", "shape_of"]
-
-# (node, number of its output): a tensor of the graph.
-Edge = tuple[Any, int]
+__all__ = ["ELEMENTWISE", "EXPAND", "REPEAT", "BroadcastBoundary", "broadcasts"]
 
 # Their backward gives a gradient of the output's shape to an input that was broadcast, and leaves summing to autograd.
 ELEMENTWISE = {
@@ -33,12 +31,6 @@ ELEMENTWISE = {
     for variant in (0, 1)
 }  # fmt: skip
 EXPAND, REPEAT = "ExpandBackward0", "RepeatBackward0"
-
-
-def shape_of(edge: Edge) -> torch.Size:
-    """The shape of a tensor of the graph."""
-    node, number = edge
-    return torch.Size(tuple(node._input_metadata[number].shape))
 
 
 def broadcasts(shape: torch.Size, whole: torch.Size, dim: int) -> bool:

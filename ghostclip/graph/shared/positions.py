@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ghostclip.graph.shared.boundary import ELEMENTWISE, EXPAND, REPEAT, Edge, broadcasts, shape_of
-from ghostclip.graph.shared.subgraph import from_below, inputs_of
+from ghostclip.graph.reader import Edge, from_below, inputs_of, shape_of
+from ghostclip.graph.shared.boundary import ELEMENTWISE, EXPAND, REPEAT, broadcasts
 from ghostclip.nn.base import LayerCall
 
 __all__ = ["are_positions"]

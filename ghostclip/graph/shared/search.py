@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.parameter_names import ParameterNames
+from ghostclip.graph.reader import Edge, from_below, inputs_of, shape_of
 from ghostclip.graph.serial import serial_number
-from ghostclip.graph.shared.boundary import ELEMENTWISE, EXPAND, REPEAT, BroadcastBoundary, Edge, broadcasts, shape_of
-from ghostclip.graph.shared.subgraph import SharedSubgraph, from_below, inputs_of
+from ghostclip.graph.shared.boundary import ELEMENTWISE, EXPAND, REPEAT, BroadcastBoundary, broadcasts
+from ghostclip.graph.shared.subgraph import SharedSubgraph
 from ghostclip.nn.base import LayerCall
 
 __all__ = [
