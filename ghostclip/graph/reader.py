@@ -33,6 +33,7 @@ __all__ = [
     "from_below",
     "inputs_of",
     "read_graph",
+    "saved_dimensions",
     "shape_of",
     "without_hooks",
 ]
@@ -131,10 +132,8 @@ def _moves_first_dimension(node: Any) -> bool:
     """Whether a node of a REORDERING kind may move entries along dimension 0; where it doesn't say, it may."""
     if type(node.next_functions[0][0]) is ACCUMULATE:
         return False  # a lookup in a table
-    for saved in ("_saved_dim", "_saved_dims"):
-        if hasattr(node, saved):
-            dims = getattr(node, saved)
-            return 0 in (dims if isinstance(dims, (tuple, list)) else (dims,))
+    if dimensions := saved_dimensions(node, len(shape_of((node, 0)))):
+        return 0 in dimensions
     indices = getattr(node, "_saved_indices", False)
     first: Any = indices[0] if isinstance(indices, tuple) else False
     if first is None:
@@ -157,6 +156,14 @@ def shape_of(edge: Edge) -> torch.Size:
     """The shape of a tensor of the graph."""
     node, number = edge
     return torch.Size(tuple(node._input_metadata[number].shape))
+
+
+def saved_dimensions(node: Any, total: int) -> list[int]:
+    """Along which of so many dimensions an operation went, counted from the front; [] where it doesn't say."""
+    saved = getattr(node, "_saved_dims", None)
+    saved = [node._saved_dim] if saved is None and hasattr(node, "_saved_dim") else saved or []
+    # Where they were negative they are saved as numbers of 64 bits that wrapped around.
+    return [((dim + (1 << 63)) % (1 << 64) - (1 << 63)) % total for dim in saved]
 
 
 def inputs_of(node: Any) -> Sequence[Edge]:

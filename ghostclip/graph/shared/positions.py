@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ghostclip.graph.reader import Edge, from_below, inputs_of, shape_of
+from ghostclip.graph.reader import Edge, from_below, inputs_of, saved_dimensions, shape_of
 from ghostclip.graph.shared.boundary import ELEMENTWISE, EXPAND, REPEAT, broadcasts
 from ghostclip.nn.base import LayerCall
 
@@ -69,7 +69,7 @@ def _leaves_rows(node: Any, call: LayerCall) -> bool:
     """Whether an operation takes one of the entries of every row."""
     if node.name() != SELECT:
         return False
-    return node._saved_dim % (1 << 64) not in (call.batch_dim, (1 << 64) + call.batch_dim - len(call.shape))
+    return call.batch_dim not in saved_dimensions(node, len(call.shape))
 
 
 def _has_both(edge: Edge, examples: int) -> bool:

@@ -47,14 +47,14 @@ class SharedSubgraph:
 
     def __post_init__(self) -> None:
         # Uses as a factor of a product, with the number of the boundary; the other inputs of each boundary.
-        self._products: list[tuple[int, int, FallbackCall]] = []
+        self._products: list[tuple[int, FallbackCall]] = []
         self._dense: list[list[tuple[int, Edge]]] = []
         for number, boundary in enumerate(self.boundaries):
             places = []
             for place, edge in boundary.shared:
                 if (found := self._parameter_of(edge)) is not None and boundary.is_product(place):
                     use = product(found[0], self.examples, boundary.count, boundary.row_order, found[1])
-                    self._products.append((number, place, use))
+                    self._products.append((number, use))
                 else:
                     places.append((place, edge))
             self._dense.append(places)
@@ -72,7 +72,7 @@ class SharedSubgraph:
         # Where autograd gives each use its gradient: a parameter, or the output of a layer that reads constants.
         self._bare = {bare(parameter, self.examples): parameter for parameter in reached.values()}
         self._tables = {spread(call, self.examples): node for node, call in tables.items()}
-        self.uses = [use for _, _, use in self._products] + [*self._bare, *self._tables]
+        self.uses = [use for _, use in self._products] + [*self._bare, *self._tables]
         for use in self.uses:
             use.region = self
 
@@ -104,10 +104,9 @@ class SharedSubgraph:
             losses, seed: [B], and their gradient.
             sink: as in a first pass.
         """
-        for number, place, use in self._products:
+        for number, use in self._products:
             grad, boundary = grads[number], self.boundaries[number]
-            factor = boundary.factor(place)
-            assert factor is not None
+            factor = boundary.factor()
             sink(use, (factor,), factor.new_zeros(shape_of(boundary.edge)) if grad is None else grad)
         shares: dict[Edge, Tensor] = {}
         if not self.boundaries and self.examples:
