@@ -55,3 +55,15 @@ def test_every_use_counts_once(name, batch, second_pass):
     assert_dicts_close(clipper.per_example_grads(project(model(x))), expected, 1e-10)
     clipper.backward(project(model(x)))
     assert_dicts_close(gradients(model), oracle.clipped_sum(expected, 0.5), 1e-10)
+
+
+@pytest.mark.parametrize("whole_first", [True, False])
+def test_attention_whose_weight_is_used_as_a_whole_and_by_parts(whole_first):
+    def wiring(m, x, other):
+        h = m.layer(x, x, x)[0] if whole_first else m.layer(x, other, other)[0]
+        return m.layer(h, other, other)[0] if whole_first else m.layer(h, h, h)[0]
+
+    model = Wired(wiring, layer=nn.MultiheadAttention(4, 2, batch_first=True)).double()
+    inputs = torch.randn(3, 5, 4, dtype=torch.float64), torch.randn(3, 6, 4, dtype=torch.float64)
+    expected = oracle.norms(oracle.per_example_grads(model, project, inputs))
+    assert_close(ghostclip.GhostClipper(model).norms(project(model(*inputs))), expected, 1e-10)

@@ -956,8 +956,8 @@ PROVED = [
     Mutant(
         "an entry of each row of a table is no table",
         "ghostclip/graph/shared/positions.py",
-        "    if node.name() != SELECT:\n        return False\n",
-        "    return False\n",
+        "    return node.name() == SELECT and ",
+        "    return False and ",
         (*COINCIDING, "all_sizes and bias"),
     ),
     Mutant(
@@ -1298,6 +1298,20 @@ MISUSE = [
         "        self._batch.failed = False\n",
         "",
         (*TAKEN_TURNS, "-k", "mended"),
+    ),
+    Mutant(
+        "a part of a parameter and the whole of it are measured apart",
+        "ghostclip/graph/row_layout.py",
+        "    return None in parts or any(",
+        "    return any(",
+        ("tests/test_shared_parameters.py", "-k", "as_a_whole_and_by_parts"),
+    ),
+    Mutant(
+        "the first dimension, counted from the last, is another one",
+        "ghostclip/graph/reader.py",
+        "- (1 << 63)) % total for dim",
+        "- (1 << 63)) for dim",
+        ("tests/test_mixing.py", "-k", "order_that_changes"),
     ),
     Mutant(
         "a proof is not repeated on a larger batch",

@@ -19,6 +19,7 @@ from torch import Tensor
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.reader import Edge, shape_of
 from ghostclip.native.custom_ops import is_traced
+from ghostclip.norms.rows import LookupGrads
 from ghostclip.norms.term import split_examples, to_float32
 
 __all__ = ["ELEMENTWISE", "EXPAND", "REPEAT", "BroadcastBoundary", "broadcasts"]
@@ -94,6 +95,8 @@ class BroadcastBoundary:
                 rows = [to_float32(self.factor()), to_float32(grad)]
                 x, dz = (split_examples(each, self.count, self.row_order) for each in rows)
                 yield edge, torch.bmm(x.mT, dz)
+            elif (indices := self._rows_read()) is not None:
+                yield edge, self._of_table(grad, indices, shape_of(edge))
             elif name == "ConvolutionBackward0" and place > 0 and self.dim == 0:
                 yield edge, self._of_convolution(grad, place)
             else:
@@ -130,6 +133,28 @@ class BroadcastBoundary:
         padded = (1,) * (whole - len(shape)) + tuple(shape)
         repeated = [1 + dim for dim, size in enumerate(padded) if size == 1 and grad.shape[1 + dim] != 1]
         return (grad.sum(repeated, keepdim=True) if repeated else grad).reshape(grad.shape[0], *shape)
+
+    def _rows_read(self) -> Tensor | None:
+        """The indices at which an operation looked up rows of a table, for each example its own; None for another."""
+        node = self.node
+        if node.name() == "EmbeddingBackward0":
+            indices = node._saved_indices
+        elif node.name() == "IndexSelectBackward0" and node._saved_dim == 0:
+            indices = node._saved_index
+        elif node.name() == "IndexBackward0" and len(node._saved_indices) == 1:
+            (indices,) = node._saved_indices
+        else:
+            return None
+        return indices if indices.dtype not in (torch.bool, torch.uint8) and self.dim < indices.dim() else None
+
+    def _of_table(self, grad: Tensor, indices: Tensor, shape: torch.Size) -> Tensor:
+        """Gradients [B, *shape] of a table whose rows were looked up."""
+        rows = self._examples_first(indices).flatten(1)
+        values = self._examples_first(to_float32(grad)).reshape(*rows.shape, -1)
+        if 0 <= (padding := getattr(self.node, "_saved_padding_idx", -1)) < shape[0]:
+            values = values.masked_fill((rows == padding).unsqueeze(2), 0)
+        table = torch.Size((shape[0], values.shape[2]))
+        return LookupGrads(rows % shape[0], values, table).per_example().reshape(-1, *shape)
 
     def _of_convolution(self, grad: Tensor, place: int) -> Tensor:
         """Gradients of a filter (place 1) or a bias (2), by torch's own kernel on one example after another."""
