@@ -893,7 +893,7 @@ PROVED = [
     Mutant(
         "a frozen gain counts as data",
         "ghostclip/graph/shared/search.py",
-        ">= candidate.inputs.count(NOTHING):\n",
+        ">= constants:\n",
         "> len(kept):\n",
         (*SHARED_NONFINITE, "trains_at_one_size and gain"),
     ),
@@ -1309,7 +1309,7 @@ MISUSE = [
     Mutant(
         "the first dimension, counted from the last, is another one",
         "ghostclip/graph/reader.py",
-        "- (1 << 63)) % total for dim",
+        "- (1 << 63)) % max(1, total) for dim",
         "- (1 << 63)) for dim",
         ("tests/test_mixing.py", "-k", "order_that_changes"),
     ),

@@ -9,7 +9,7 @@ nothing: a decision is made by all others, whichever examples they belong to, or
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,28 +39,32 @@ ABOVE_SUBNORMAL = 2.0**14
 
 def check_mixing(losses: Tensor, calls: Sequence[LayerCall], pending: Sequence[LayerCall]) -> dict[LayerCall, Verdict]:
     """How rows of the ``pending`` among ``calls`` are grouped; calls that no gradient reached are left out."""
-    found = verdicts(losses, calls, pending)
+    found = verdicts(losses, calls, _batch_dims(pending))
     most = 2.0 ** (math.frexp(torch.finfo(losses.dtype).max)[1] - 1)
     for lift in LIFTS if any(call.dtype == torch.float16 for call in calls) else ():
         if mixing := [call for call, verdict in found.items() if verdict.best is None]:
-            again = verdicts(losses, calls, mixing, min(lift, most))
+            again = verdicts(losses, calls, _batch_dims(mixing), min(lift, most))
             # What overflowed for the lift alone shows nothing.
             found |= {call: v for call, v in again.items() if v.best is not None and not v.spoilt}
     return {call: verdict for call, verdict in found.items() if verdict.reached}
 
 
+def _batch_dims(calls: Sequence[LayerCall]) -> dict[Any, list[int]]:
+    return {call: [call.batch_dim] for call in calls}
+
+
 def verdicts(
-    losses: Tensor, calls: Sequence[LayerCall], subjects: Sequence[Any], lift: float = 1.0
+    losses: Tensor, calls: Sequence[LayerCall], subjects: Mapping[Any, list[int]], lift: float = 1.0
 ) -> dict[Any, Verdict]:
     """What is found of each of the subjects.
 
     Args:
         losses: [B].
         calls: of layers with rows for each example; by these it is known how large an example's gradients are.
-        subjects: some of ``calls``, or candidates: each has an ``edge`` and the ``dims`` that may hold examples.
+        subjects: some of ``calls``, or edges, with the dimensions that may hold examples.
         lift: a power of two, that losses are multiplied with.
     """
-    base = _sketches(losses, {**dict.fromkeys(calls), **dict.fromkeys(subjects)}, torch.full_like(losses, lift), {})
+    base = _sketches(losses, {**_batch_dims(calls), **subjects}, torch.full_like(losses, lift), {})
     scale, finite = torch.zeros(losses.shape, dtype=torch.float64, device=losses.device), losses.detach().isfinite()
     for (subject, _), sketch in base.items():
         if isinstance(subject, LayerCall) and len(sketch.rows) == len(losses):
@@ -228,7 +232,7 @@ def _sizes(rows: Tensor) -> Tensor:
 
 
 def _sketches(
-    losses: Tensor, subjects: Iterable[Any], factors: Tensor, base: Mapping[Any, _Sketch]
+    losses: Tensor, subjects: Mapping[Any, list[int]], factors: Tensor, base: Mapping[Any, _Sketch]
 ) -> dict[Any, _Sketch]:
     """{(subject, dimension): sketch of the gradient there} for weighted losses; ``base`` is for other weights."""
     found: dict[Any, _Sketch] = {}
@@ -237,13 +241,12 @@ def _sketches(
         found[call, call.batch_dim] = _sketch(grad, call.batch_dim, base.get((call, call.batch_dim)))
 
     calls = [each for each in subjects if isinstance(each, LayerCall)]
-    candidates = [each for each in subjects if not isinstance(each, LayerCall)]
-    edges = [candidate.edge for candidate in candidates]
+    edges = [each for each in subjects if not isinstance(each, LayerCall)]
     grads = first_pass(losses, calls, look, factors, retain_graph=True, edges=edges)
-    for candidate, grad in zip(candidates, grads, strict=True):
-        grad = losses.new_zeros(()).expand(shape_of(candidate.edge)) if grad is None else grad
-        for dim in candidate.dims:
-            found[candidate, dim] = _sketch(grad, dim, base.get((candidate, dim)))
+    for edge, grad in zip(edges, grads, strict=True):
+        grad = losses.new_zeros(()).expand(shape_of(edge)) if grad is None else grad
+        for dim in subjects[edge]:
+            found[edge, dim] = _sketch(grad, dim, base.get((edge, dim)))
     return found
 
 

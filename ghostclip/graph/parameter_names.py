@@ -80,14 +80,14 @@ class ParameterNames:
         """(name, Parameter) of every parameter that requires a gradient now."""
         return [item for item in self._named if item[1].requires_grad]
 
-    def knows(self, call: LayerCall) -> bool:
-        """Whether the layer and the parameters of ``call`` are the ones that were read."""
-        own = call.layer._parameters
-        return id(call.layer) in self.layers and {id(own[name]) for name in call.parameters} <= self.names.keys()
-
     def own_parameters(self, call: LayerCall) -> list[str]:
-        """Those of the call's parameters that are this model's; none for a layer of another model in the graph."""
+        """Those of the call's parameters that are this model's; none for a layer of another model in the graph.
+
+        Reads the model again for a layer or parameter it doesn't know.
+        """
         own = call.layer._parameters
+        if id(call.layer) not in self.layers or any(id(own[name]) not in self.names for name in call.parameters):
+            self.refresh()
         return [name for name in call.parameters if id(own[name]) in self.names]
 
     def name_of(self, leaf: Tensor) -> str | None:

@@ -101,8 +101,6 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
         elif isinstance(node, Tensor):
             stack.append(get_gradient_edge(node).node)
         elif isinstance(call := getattr(node, "call", None), LayerCall):
-            if not index.knows(call):
-                index.refresh()
             call.own = index.own_parameters(call)
             if call.own:
                 calls.append(call)
@@ -163,7 +161,7 @@ def saved_dimensions(node: Any, total: int) -> list[int]:
     saved = getattr(node, "_saved_dims", None)
     saved = [node._saved_dim] if saved is None and hasattr(node, "_saved_dim") else saved or []
     # Where they were negative they are saved as numbers of 64 bits that wrapped around.
-    return [((dim + (1 << 63)) % (1 << 64) - (1 << 63)) % total for dim in saved]
+    return [((dim + (1 << 63)) % (1 << 64) - (1 << 63)) % max(1, total) for dim in saved]
 
 
 def inputs_of(node: Any) -> Sequence[Edge]:
@@ -174,11 +172,11 @@ def inputs_of(node: Any) -> Sequence[Edge]:
     return node.next_functions
 
 
-def from_below(losses: Tensor) -> list[Any]:
-    """Every node behind ``losses``, each after all of its inputs."""
+def from_below(*starts: Any) -> list[Any]:
+    """The nodes ``starts`` and all behind them, over the inside of layers, each after all of its inputs."""
     ordered: list[Any] = []
     seen: set[Any] = set()
-    stack: list[tuple[Any, bool]] = [(losses.grad_fn, False)]
+    stack: list[tuple[Any, bool]] = [(node, False) for node in starts]
     while stack:
         node, done = stack.pop()
         if done:
@@ -252,7 +250,7 @@ def _edges_below(losses: Tensor, wanted: Collection[LayerCall]) -> Iterator[Grad
     """
     ids = {id(call) for call in wanted}
     above: set[Any] = set()
-    for node in from_below(losses):
+    for node in from_below(losses.grad_fn):
         reaches = any(below in above for below, _ in inputs_of(node))
         call = getattr(node, "call", None)
         if isinstance(call, LayerCall) and id(call) in ids:

@@ -83,16 +83,14 @@ class RowLayouts:
         rehearsal: bool = False,
         reached: bool = False,
     ) -> RowLayout:
-        """Every use of a parameter, and how each call's rows are grouped.
+        """Every use of a parameter behind ``losses`` [B], and how each call's rows are grouped.
 
         Runs extra backwards on first meeting a layer with so many rows an example in a graph of so many nodes, and when
         a gradient reaches one that isn't proved; and none otherwise, but for a graph that may order its examples
         differently every time.
 
         Args:
-            losses: [B].
-            uses: what is behind them.
-            index: of the model.
+            losses, uses, index: what `read_graph` was given and found.
             rehearsal: the graph is that of other examples, met to see which layers see none.
             reached: this batch's gradient reached something that is open.
 
@@ -238,7 +236,7 @@ def _without_boundaries(losses: Tensor, uses: Uses, shared: list[LayerCall]) -> 
             break
         shared = users
     ids = set(map(id, users))
-    calls = {node: node.call for node in from_below(losses) if id(getattr(node, "call", None)) in ids}
+    calls = {node: node.call for node in from_below(losses.grad_fn) if id(getattr(node, "call", None)) in ids}
     return SharedSubgraph(len(losses), [], leaves, calls)
 
 

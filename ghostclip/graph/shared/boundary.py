@@ -110,8 +110,7 @@ class BroadcastBoundary:
         backward = getattr(getattr(self.node, "_forward_cls", None), "backward", None)
         if backward is None:
             found = self.node(*[grad if number == self.number else None for number, _ in outputs])
-            found = found if isinstance(found, tuple) else (found,)
-            return tuple(None if each is None else each.to_dense() for each in found)
+            return found if isinstance(found, tuple) else (found,)
         # A Function written in Python answers for all its arguments, the graph knows of those that need gradients.
         whole = [
             grad if number == self.number else torch.zeros(tuple(of.shape), dtype=of.dtype, device=of.device)

@@ -44,7 +44,7 @@ def are_positions(losses: Tensor, calls: Sequence[LayerCall]) -> bool:
     consumers: dict[Any, list[Any]] = {}
     tainted: set[Any] = set()
     starts = []
-    for node in from_below(losses):
+    for node in from_below(losses.grad_fn):
         below = [edge[0] for edge in inputs_of(node) if edge[0] is not None]
         for each in below:
             consumers.setdefault(each, []).append(node)

@@ -46,45 +46,14 @@ class Decision:
 
     Attributes:
         dim, count, row_order: as in `BroadcastBoundary`.
-        batch: multiples, as in `BoundaryCandidate`, and number of examples of the batch in which it was found; a shared
-            tensor is looked at again where another batch has as many rows as it has.
+        batch: how many times the batch went into each dimension, and its number of examples; a shared tensor is looked
+            at again where another batch has as many rows as it has.
     """
 
     dim: int | None
     count: int = 0
     row_order: str = "example"
     batch: tuple[tuple[int, ...], int] = ((), 0)
-
-
-@dataclass(eq=False)
-class BoundaryCandidate:
-    """An output that may be a boundary, until it is known.
-
-    Attributes:
-        edge: of the graph.
-        key: what the same output has in every batch's graph.
-        multiples: how many times the batch goes into each dimension, 0 where it doesn't.
-        dims: dimensions that may hold examples.
-        inputs: what went in: numbers of shared tensors' places, NOTHING or OTHER.
-        names: of the parameters it comes from.
-    """
-
-    edge: Edge
-    key: tuple
-    multiples: tuple[int, ...]
-    dims: list[int]
-    inputs: tuple[int, ...]
-    names: str
-
-    def refusal(self, why: str) -> UnsupportedModelError:
-        """The error for an output that is neither a boundary nor shared."""
-        operation = self.edge[0].name().removesuffix("Backward0")
-        return UnsupportedModelError(
-            f"{self.names} is used outside of a layer with a gradient rule, in an operation ({operation}, result of "
-            f"shape {list(shape_of(self.edge))}) where {why}. Give each example its own copy first "
-            "(parameter.expand(B, ...)), register what is constant there as a buffer, write a rule "
-            "(class MyLayer(GhostLayer, wraps=...)), or freeze the parameter"
-        )
 
 
 @dataclass
@@ -121,7 +90,7 @@ class Search:
         self._odd = {id(call) for call in odd}
         self._batched = [call for call in uses.calls if id(call) not in self._odd]
         self._leaves = {node: node.variable for node in uses.leaves}
-        self._nodes = from_below(losses)
+        self._nodes = from_below(losses.grad_fn)
         self._outputs: dict[Any, set[int]] = {losses.grad_fn: {losses.output_nr}}
         for node in self._nodes:
             for below, number in inputs_of(node):
@@ -136,14 +105,13 @@ class Search:
             UnsupportedModelError, LossShapeError: examples mix, or this batch doesn't show whether; layers that read no
                 examples are all there are, and nothing but the shape of the losses says so; no example enters at all.
         """
-        while candidates := self._walk():
+        while unknown := self._walk():
             dark = self.dark
-            for candidate, verdict in verdicts(self._losses, self._batched, candidates).items():
-                decision, sure = self._decide(candidate, verdict)
-                self._decided[candidate.edge] = decision
+            for edge, verdict in verdicts(self._losses, self._batched, unknown).items():
+                self._decided[edge], sure = self._decide(edge, unknown[edge], verdict)
                 dark = dark or (not sure and (verdict.spoilt or verdict.lone))
                 if sure:
-                    self._places.decisions[candidate.key] = decision
+                    self._places.decisions[self._key(edge)] = self._decided[edge]
             self.dark = dark
         shared, losses = self._status[self._losses.grad_fn] >= 0, len(self._losses)
         untold = [call for call in self.calls.values() if not call.sources]
@@ -157,23 +125,25 @@ class Search:
             )
         return SharedSubgraph(losses, self._boundaries, self._leaves, self.calls)
 
-    def _walk(self) -> list[BoundaryCandidate]:
-        """Goes as far as what is known reaches; returns what has to be decided before it can go on."""
+    def _walk(self) -> dict[Edge, list[int]]:
+        """Goes as far as what is known reaches; returns the outputs that have to be decided before it can go on.
+
+        With the dimensions of each that may hold examples.
+        """
         self._status: dict[Any, int] = {}
         self._names: dict[Any, str] = {}
         self.calls: dict[Any, LayerCall] = {}
         self._boundaries: list[BroadcastBoundary] = []
         self._by_layers: set[Any] = set()
         self._reads_examples = False
-        candidates: list[BoundaryCandidate] = []
+        unknown: dict[Edge, list[int]] = {}
         for node in self._nodes:
             if node in self._leaves:
                 parameter = self._leaves[node]
                 self._status[node] = self._places.number("parameter", serial_number(parameter))
                 self._names[node] = self._index.name_of(parameter) or ""
                 continue
-            edges = inputs_of(node)
-            inputs = tuple(NOTHING if below is None else self._status[below] for below, _ in edges)
+            inputs = self._inputs(node)
             if OPEN in inputs:
                 self._status[node] = OPEN
             elif isinstance(call := getattr(node, "call", None), LayerCall):
@@ -181,10 +151,14 @@ class Search:
             elif not inputs or max(inputs) < 0:
                 self._status[node] = OTHER
             else:
-                found = list(dict.fromkeys(self._names[e[0]] for e, i in zip(edges, inputs, strict=True) if i >= 0))
-                self._names[node] = found[0] if len(found) == 1 else ", ".join(found)[:200]
-                candidates += self._enter(node, inputs)
-        return candidates
+                found = dict.fromkeys(self._names[e[0]] for e, i in zip(inputs_of(node), inputs, strict=True) if i >= 0)
+                self._names[node] = ", ".join(found)[: 200 if len(found) > 1 else None]
+                unknown |= self._enter(node, inputs)
+        return unknown
+
+    def _inputs(self, node: Any) -> tuple[int, ...]:
+        """What went in: numbers of shared tensors' places, or one of NOTHING, OTHER and OPEN."""
+        return tuple(NOTHING if below is None else self._status[below] for below, _ in inputs_of(node))
 
     def _status_of_call(self, node: Any, call: LayerCall, inputs: tuple[int, ...]) -> int:
         """Of a layer's output: shared if all it read is, or if it read nothing autograd knows of and no batch."""
@@ -197,77 +171,78 @@ class Search:
             raise not_a_batch(call, len(self._losses), name)
         self._names[node] = name
         self._by_layers.add(node)
-        if self._index.own_parameters(call):
+        if call.own:
             self.calls[node] = call
         return self._places.number("layer", serial_number(call.layer), call.parameters, len(call.shape), *inputs)
 
-    def _enter(self, node: Any, inputs: tuple[int, ...]) -> list[BoundaryCandidate]:
-        """Takes in an operation that shared tensors go into; returns what is not known of it."""
-        name = node.name()
-        place = self._status[node] = self._places.number(name, *inputs)
+    def _enter(self, node: Any, inputs: tuple[int, ...]) -> dict[Edge, list[int]]:
+        """Takes in an operation that shared tensors go into; returns the outputs of which nothing is known."""
+        self._status[node] = self._places.number(node.name(), *inputs)
         shared = [(slot, node.next_functions[slot]) for slot, status in enumerate(inputs) if status >= 0]
         if any(tensor[0] in self._by_layers for _, tensor in shared):
             self._by_layers.add(node)
-        if min(inputs) >= 0 and name not in CREATORS:
-            return []
+        if min(inputs) >= 0 and node.name() not in CREATORS:
+            return {}
         if getattr(node, "_saved_scale_grad_by_freq", False):
             raise UnsupportedModelError(
                 f"{self._names[node]} is looked up with scale_grad_by_freq=True, which divides an example's gradient "
                 "by how often others of the batch have the index, and so mixes examples; leave scale_grad_by_freq out"
             )
-        known: list[tuple[BoundaryCandidate, Decision]] = []
-        unknown = []
-        for number in sorted(self._outputs[node]):
-            candidate = self._candidate((node, number), place, inputs, shared)
-            if not candidate.dims and OTHER in inputs:
+        known: dict[Edge, Decision] = {}
+        unknown: dict[Edge, list[int]] = {}
+        for edge in [(node, number) for number in sorted(self._outputs[node])]:
+            dims = [dim for dim, count in enumerate(self._multiples(edge)) if count]
+            if node.name() in BROADCASTING:
+                dims = [d for d in dims if all(broadcasts(shape_of(each), shape_of(edge), d) for _, each in shared)]
+            if not dims and OTHER in inputs:
                 # What examples went into has more to hand down than shared tensors have.
-                raise candidate.refusal(PICKED)
-            decision = self._known(candidate) if candidate.dims else Decision(None)
+                raise self._refusal(edge, PICKED)
+            decision = self._known(edge, dims) if dims else Decision(None)
             if decision is None:
-                unknown.append(candidate)
+                unknown[edge] = dims
             else:
-                known.append((candidate, decision))
+                known[edge] = decision
         if unknown:
             self._status[node] = OPEN
-        elif any(decision.dim is not None for _, decision in known):
+        elif any(decision.dim is not None for decision in known.values()):
             self._status[node] = OTHER
-            for candidate, each in known:
-                if each.dim is None:
-                    raise candidate.refusal("only some of its results are the examples'")
-                boundary = BroadcastBoundary(*candidate.edge, each.dim, each.count, each.row_order, shared)
-                self._boundaries.append(boundary)
+            for edge, found in known.items():
+                if found.dim is None:
+                    raise self._refusal(edge, "only some of its results are the examples'")
+                self._boundaries.append(BroadcastBoundary(*edge, found.dim, found.count, found.row_order, shared))
         return unknown
 
-    def _candidate(
-        self, edge: Edge, place: int, inputs: tuple[int, ...], shared: list[tuple[int, Edge]]
-    ) -> BoundaryCandidate:
-        shape, examples = shape_of(edge), len(self._losses)
-        multiples = tuple([0 if size % examples else size // examples for size in shape])
-        dims = [dim for dim, count in enumerate(multiples) if count]
-        if edge[0].name() in BROADCASTING:
-            dims = [d for d in dims if all(broadcasts(shape_of(tensor), shape, d) for _, tensor in shared)]
-        return BoundaryCandidate(edge, (place, edge[1], len(shape)), multiples, dims, inputs, self._names[edge[0]])
+    def _multiples(self, edge: Edge) -> tuple[int, ...]:
+        """How many times the batch goes into each dimension, 0 where it doesn't."""
+        examples = len(self._losses)
+        return tuple([0 if size % examples else size // examples for size in shape_of(edge)])
 
-    def _known(self, candidate: BoundaryCandidate) -> Decision | None:
+    def _key(self, edge: Edge) -> tuple:
+        """What the same output has in every batch's graph."""
+        node, number = edge
+        return self._places.number(node.name(), *self._inputs(node)), number, len(shape_of(edge))
+
+    def _known(self, edge: Edge, dims: list[int]) -> Decision | None:
         """What was decided of the output in this batch or an earlier one, if it holds for this."""
-        known = self._decided.get(candidate.edge) or self._places.decisions.get(candidate.key)
+        known, multiples = self._decided.get(edge) or self._places.decisions.get(self._key(edge)), self._multiples(edge)
         if known is None:
             return None
         if known.dim is None:
-            holds = known.batch == (candidate.multiples, len(self._losses))
+            holds = known.batch == (multiples, len(self._losses))
         else:
-            holds = known.dim in candidate.dims and candidate.multiples[known.dim] == known.count
+            holds = known.dim in dims and multiples[known.dim] == known.count
         return known if holds else None
 
-    def _decide(self, candidate: BoundaryCandidate, verdict: Verdict) -> tuple[Decision, bool]:
-        """What a candidate is, a boundary in a way not contradicted or else shared, and whether that was shown.
+    def _decide(self, edge: Edge, dims: list[int], verdict: Verdict) -> tuple[Decision, bool]:
+        """What an output is, a boundary in a way not contradicted or else shared, and whether that was shown.
 
         Raises:
             UnsupportedModelError: it can be neither.
         """
-        best, inputs = verdict.best, candidate.inputs
-        may_be_shared = OTHER not in inputs and (min(inputs) >= 0 or _constants_only(candidate, self._index))
-        shared = Decision(None, batch=(candidate.multiples, len(self._losses)))
+        best, inputs = verdict.best, self._inputs(edge[0])
+        constants = inputs.count(NOTHING)
+        may_be_shared = OTHER not in inputs and (not constants or _constants_only(edge, constants, self._index))
+        shared = Decision(None, batch=(self._multiples(edge), len(self._losses)))
         if not verdict.shown and may_be_shared and (verdict.unclear or best is None):
             # Finite rows of examples' own would follow their factors. What isn't sure counts as shared, which is safe:
             # were it examples' own, each would be given its own rows' gradients all the same, or nothing that follows
@@ -277,11 +252,22 @@ class Search:
             return shared, False
         if best is not None:
             return Decision(best.dim, best.count, best.row_order), verdict.sure
-        if OTHER in inputs and shape_of(candidate.edge)[0] != 1 and 0 not in candidate.dims:
-            raise candidate.refusal(PICKED)
+        if OTHER in inputs and shape_of(edge)[0] != 1 and 0 not in dims:
+            raise self._refusal(edge, PICKED)
         too_small = TOO_SMALL if any(p.dtype == torch.float16 for _, p in self._index.trained()) else ""
-        raise candidate.refusal(
-            f"the loss of one example depends on what belongs to others, so examples mix before or after it{too_small}"
+        raise self._refusal(
+            edge,
+            f"the loss of one example depends on what belongs to others, so examples mix before or after it{too_small}",
+        )
+
+    def _refusal(self, edge: Edge, why: str) -> UnsupportedModelError:
+        """The error for an output that is neither a boundary nor shared."""
+        operation = edge[0].name().removesuffix("Backward0")
+        return UnsupportedModelError(
+            f"{self._names[edge[0]]} is used outside of a layer with a gradient rule, in an operation ({operation}, "
+            f"result of shape {list(shape_of(edge))}) where {why}. Give each example its own copy first "
+            "(parameter.expand(B, ...)), register what is constant there as a buffer, write a rule "
+            "(class MyLayer(GhostLayer, wraps=...)), or freeze the parameter"
         )
 
 
@@ -307,21 +293,21 @@ def _is_broadcast(boundary: BroadcastBoundary) -> bool:
     return all(broadcasts(shape_of(edge), shape_of(boundary.edge), boundary.dim) for _, edge in boundary.shared)
 
 
-def _constants_only(candidate: BoundaryCandidate, index: ParameterNames) -> bool:
+def _constants_only(edge: Edge, constants: int, index: ParameterNames) -> bool:
     """Whether what the operation was given beside shared tensors, as large as a batch, is the model's own."""
-    node = candidate.edge[0]
+    node = edge[0]
     if node.name() in ("CatBackward0", "StackBackward0"):
-        return index.holds_shape(_size_of_constant(candidate))
+        return index.holds_shape(_size_of_constant(edge))
     kept = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
     kept = [tensor for tensor in kept if isinstance(tensor, Tensor)]
-    if sum([index.is_own(tensor) for tensor in kept if not tensor.requires_grad]) >= candidate.inputs.count(NOTHING):
+    if sum([index.is_own(tensor) for tensor in kept if not tensor.requires_grad]) >= constants:
         return True  # whatever else it keeps it made itself
     return bool(kept) and all(index.holds(tensor) for tensor in kept)
 
 
-def _size_of_constant(candidate: BoundaryCandidate) -> torch.Size | None:
+def _size_of_constant(edge: Edge) -> torch.Size | None:
     """The shape of the one constant among concatenated (or stacked) tensors; None where there are several."""
-    node, whole = candidate.edge[0], shape_of(candidate.edge)
+    node, whole = edge[0], shape_of(edge)
     shapes = [shape_of(edge) for edge in node.next_functions if edge[0] is not None]
     if len(node.next_functions) != len(shapes) + 1:
         return None

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.graph.reader import Edge, inputs_of, shape_of, without_hooks
+from ghostclip.graph.reader import Edge, from_below, shape_of, without_hooks
 from ghostclip.graph.shared.boundary import BroadcastBoundary
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import CAPTURE, LayerCall
@@ -58,15 +58,11 @@ class SharedSubgraph:
                 else:
                     places.append((place, edge))
             self._dense.append(places)
-        starts = self._below([edge[0] for places in self._dense for _, edge in places])
-        reached = {id(p): p for node, p in self.leaves.items() if node in starts or not self.boundaries}
+        nodes = set(from_below(*(edge[0] for places in self._dense for _, edge in places)))
+        reached = {id(p): p for node, p in self.leaves.items() if node in nodes or not self.boundaries}
         tables = dict(self.calls)
-        while others := [
-            n
-            for n, call in tables.items()
-            if not _is_table(n, call) or not reached.keys().isdisjoint(parameters_of(call))
-        ]:
-            # A gradient from autograd has all of a parameter's uses below the boundaries.
+        # A gradient from autograd has all of a parameter's uses below the boundaries.
+        while others := [node for node, call in tables.items() if not _is_table(node, call, reached)]:
             for node in others:
                 reached |= parameters_of(tables.pop(node))
         # Where autograd gives each use its gradient: a parameter, or the output of a layer that reads constants.
@@ -83,17 +79,6 @@ class SharedSubgraph:
             transposed ^= node.name() == "TBackward0"
             node = node.next_functions[0][0]
         return (self.leaves[node], transposed) if node in self.leaves else None
-
-    def _below(self, nodes: list[Any]) -> set[Any]:
-        """The nodes reached from ``nodes`` downwards, over the inside of layers."""
-        seen, stack = set(), list(nodes)
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            stack += [below for below, _ in inputs_of(node)]
-        return seen
 
     @torch.no_grad()
     def hand_over(self, grads: list[Any], losses: Tensor, seed: Tensor, sink: Sink) -> None:
@@ -145,9 +130,9 @@ class SharedSubgraph:
         return found
 
 
-def _is_table(node: Any, call: LayerCall) -> bool:
-    """Whether a layer read constants alone, and its node keeps what its rule needs."""
-    return not call.sources and node.name() == CAPTURE
+def _is_table(node: Any, call: LayerCall, others: dict[int, Any]) -> bool:
+    """Whether a layer read constants alone, by a node that keeps what its rule needs, with no parameter of others."""
+    return not call.sources and node.name() == CAPTURE and others.keys().isdisjoint(parameters_of(call))
 
 
 def parameters_of(call: LayerCall) -> dict[int, Any]:
