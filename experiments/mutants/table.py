@@ -296,8 +296,8 @@ CLIPPING = [
     Mutant(
         "mixing not looked for",
         "ghostclip/graph/mixing_test.py",
-        "    if not (left := [rows for rows in ways if not rows.contradicted]):\n",
-        "    if not (left := ways):\n",
+        "        left = [test for test in tests if not test.contradicted]\n",
+        "        left = tests\n",
         ("tests/test_mixing.py", "tests/test_pitfalls.py"),
     ),
     Mutant(
@@ -487,8 +487,8 @@ ACCOUNTING = [
     Mutant(
         "NaN sigma accepted",
         "ghostclip/validate.py",
-        '        raise ValueError(f"{name} must be a finite number >= 0; got {value!r}")\n',
-        "        pass\n",
+        "lambda value: 0 <= value < math.inf",
+        "lambda value: not value < 0",
         PITFALLS,
     ),
     Mutant(
@@ -816,8 +816,8 @@ PROVED = [
     Mutant(
         "beside a large example rows in another order look like rounding",
         "ghostclip/graph/mixing_test.py",
-        "key=lambda rows: (-rows.owners, rows.harmed, rows.spoilt, rows.faint))\n",
-        "key=lambda rows: (rows.harmed, rows.spoilt, rows.faint))\n",
+        "        return -self.owners, self.harmed,",
+        "        return 0, self.harmed,",
         ("tests/test_mixing_scales.py", "-k", "order_of_rows and rows_by_time and dtype2"),
     ),
     Mutant(
@@ -830,15 +830,15 @@ PROVED = [
     Mutant(
         "rows that aren't finite go to an example whose loss is",
         "ghostclip/graph/mixing_test.py",
-        "int(finite[self._spoilt].sum())",
-        "len(self._spoilt)",
+        "int(finite[spoilt].sum())",
+        "len(spoilt)",
         ("tests/test_mixing_scales.py", "-k", "whose_loss_is_not"),
     ),
     Mutant(
         "positions are taken for the examples of which one is large",
         "ghostclip/graph/mixing_test.py",
-        "            return -rows.owners, rows.harmed,",
-        "            return 0, rows.harmed,",
+        "        return -self.owners, self.harmed,",
+        "        return 0, self.harmed,",
         ("tests/test_mixing_scales.py", "-k", "order_of_rows and matrix_by_position"),
     ),
     Mutant(
@@ -878,9 +878,9 @@ PROVED = [
     ),
     Mutant(
         "what all share is an example's where nothing is finite",
-        "ghostclip/graph/mixing_test.py",
-        "    if not shown and may_be_shared and (unclear or not left):",
-        "    if may_be_shared and not left:",
+        "ghostclip/graph/shared/search.py",
+        "        if not verdict.shown and may_be_shared and (verdict.unclear or best is None):",
+        "        if may_be_shared and best is None:",
         (*SHARED_NONFINITE, "first_batch and (index or gain)"),
     ),
     Mutant(
@@ -893,7 +893,7 @@ PROVED = [
     Mutant(
         "a frozen gain counts as data",
         "ghostclip/graph/shared/search.py",
-        ">= candidate.inputs.count(NOTHING):\n",
+        ">= constants:\n",
         "> len(kept):\n",
         (*SHARED_NONFINITE, "trains_at_one_size and gain"),
     ),
@@ -907,8 +907,8 @@ PROVED = [
     Mutant(
         "a new way is not looked at in layers that are proved",
         "ghostclip/graph/row_layout.py",
-        "keys, examples, rehearsal or reached)",
-        "keys, examples, rehearsal)",
+        "keys, examples, uses.reorders or rehearsal or reached)",
+        "keys, examples, uses.reorders or rehearsal)",
         (*LATE, "switched_on_late"),
     ),
     Mutant(
@@ -921,8 +921,8 @@ PROVED = [
     Mutant(
         "a branch that stays off is proved again at every batch",
         "ghostclip/graph/row_layout.py",
-        "self._tried.get(keys[id(call)], 0)) for call in pending}",
-        "self._tried.get(keys[id(call)], 0)) for call in ()}",
+        "self._tried.get(keys[call], 0)) for call in pending}",
+        "self._tried.get(keys[call], 0)) for call in ()}",
         (*LATE, "stays_off"),
     ),
     Mutant(
@@ -934,9 +934,9 @@ PROVED = [
     ),
     Mutant(
         "what is spoilt in part only is the examples' own",
-        "ghostclip/graph/mixing_test.py",
-        "    if not shown and may_be_shared and (unclear or not left):",
-        "    if not shown and may_be_shared and all(rows.spoilt == examples for _, rows in left):",
+        "ghostclip/graph/shared/search.py",
+        "        if not verdict.shown and may_be_shared and (verdict.unclear or best is None):",
+        "        if not verdict.shown and may_be_shared and (best is None or best.spoilt == len(self._losses)):",
         (*COINCIDING, "all_sizes and stack"),
     ),
     Mutant(
@@ -956,8 +956,8 @@ PROVED = [
     Mutant(
         "an entry of each row of a table is no table",
         "ghostclip/graph/shared/positions.py",
-        "    if node.name() != SELECT:\n        return False\n",
-        "    return False\n",
+        "    return node.name() == SELECT and ",
+        "    return False and ",
         (*COINCIDING, "all_sizes and bias"),
     ),
     Mutant(
@@ -991,8 +991,8 @@ PROVED = [
     Mutant(
         "a batch too small to tell settles what keeps examples apart",
         "ghostclip/graph/mixing_test.py",
-        "    unclear = best.faint or bool(base.spoilt.any())\n",
-        "    unclear = bool(base.spoilt.any())\n",
+        "        self.unclear = self.spoilt or any(test.faint for test in shown or left)\n",
+        "        self.unclear = self.spoilt\n",
         (*COINCIDING, "too_small_to_tell and False"),
     ),
 ]
@@ -1116,7 +1116,7 @@ COMPILED = [
     ),
     Mutant(
         "decisions are keyed by ids that are given again",
-        "ghostclip/graph/serial.py",
+        "ghostclip/graph/parameter_names.py",
         "    number = next(_numbers)\n",
         "    number = address\n",
         EXCHANGED,
@@ -1300,10 +1300,24 @@ MISUSE = [
         (*TAKEN_TURNS, "-k", "mended"),
     ),
     Mutant(
+        "a part of a parameter and the whole of it are measured apart",
+        "ghostclip/graph/row_layout.py",
+        "    return None in parts or any(",
+        "    return any(",
+        ("tests/test_shared_parameters.py", "-k", "as_a_whole_and_by_parts"),
+    ),
+    Mutant(
+        "the first dimension, counted from the last, is another one",
+        "ghostclip/graph/reader.py",
+        "- (1 << 63)) % max(1, total) for dim",
+        "- (1 << 63)) for dim",
+        ("tests/test_mixing.py", "-k", "order_that_changes"),
+    ),
+    Mutant(
         "a proof is not repeated on a larger batch",
         "ghostclip/graph/row_layout.py",
-        "if examples >= 2 * self._tried.get(keys[id(call)], 0)]",
-        "if keys[id(call)] not in self._tried]",
+        "if anew or examples >= 2 * self._tried.get(key, 0)]",
+        "if anew or key not in self._tried]",
         ("tests/test_mixing.py", "-k", "twice_as_large"),
     ),
     Mutant(
