@@ -32,7 +32,7 @@ RELEASE = "ghostclip/engine/release.py"
 TURNS, UPDATE_CHECK = "ghostclip/engine/turns.py", "ghostclip/engine/update_check.py"
 UPDATES, TAKEN_TURNS = ("tests/test_update_check.py",), ("tests/test_engine_turns.py",)
 RELEASES = ("tests/test_engine_release.py",)
-SUMS, NOISE, SPENDING = "ghostclip/engine/sums.py", "ghostclip/noise/standard.py", "ghostclip/engine/spending.py"
+SUMS, NOISE, SPENDING = "ghostclip/engine/sums.py", "ghostclip/noise/standard.py", "ghostclip/engine/budget.py"
 COMPARISON, COMPARED = "ghostclip/engine/comparison.py", ("tests/test_comparison.py",)
 JOURNAL, RECORDS = "ghostclip/ledger/journal.py", "ghostclip/ledger/records.py"
 LEDGER = ("tests/test_ledger.py", "tests/test_ledger_damage.py")
@@ -320,22 +320,22 @@ ENGINE = [
     Mutant(
         "sigma without C",
         RELEASE,
-        "std = self._noise_multiplier * self.sensitivity\n        if",
-        "std = self._noise_multiplier\n        if",
+        "std = self._noise_multiplier * self.sensitivity\n",
+        "std = self._noise_multiplier\n",
         PITFALLS,
     ),
     Mutant(
         "noise twice",
         RELEASE,
-        "        return self._noise.release(sums, std, self.batch_size)\n",
-        "        return self._noise.release(self._noise.release(sums, std, self.batch_size), std / self.batch_size)\n",
+        "self._noise.release(totals, std, self.batch_size)",
+        "self._noise.release(self._noise.release(totals, std, self.batch_size), std / self.batch_size)",
         PITFALLS,
     ),
     Mutant(
         "noise never",
         RELEASE,
-        "        return self._noise.release(sums, std, self.batch_size)\n",
-        "        return self._noise.release(sums, 0.0, self.batch_size)\n",
+        "self._noise.release(totals, std, self.batch_size)",
+        "self._noise.release(totals, 0.0, self.batch_size)",
         PITFALLS,
     ),
     Mutant(
@@ -561,43 +561,42 @@ ACCOUNTING = [
     ),
 ]
 
-SHARED, RANKS = "ghostclip/engine/shared.py", ("tests/test_ranks.py",)
+DISTRIBUTED, RANKS = "ghostclip/engine/distributed.py", ("tests/test_ranks.py",)
 
 SEVERAL_RANKS = [
     Mutant(
         "noise drawn on every rank",
-        SHARED,
-        "        totals = self._ranks.total(sums)\n",
-        "        totals = self._ranks.total(self._source.release(sums, std))\n",
+        RELEASE,
+        "self.batch_size), every)\n",
+        "self.batch_size), self._noise.release(every, std))\n",
         (*RANKS, "-k", "noise"),
     ),
     Mutant(
         "no noise on several ranks",
-        SHARED,
-        "self._source.release(totals, std, divisor)",
-        "self._source.release(totals, 0.0, divisor)",
+        RELEASE,
+        "self._noise.release(totals, std, self.batch_size)",
+        "self._noise.release(totals, std * (self.turns.ranks.size == 1), self.batch_size)",
         (*RANKS, "-k", "noise"),
     ),
     Mutant(
         "each rank steps with noise of its own",
-        SHARED,
-        "        self._ranks.led(work)\n        self.draws = self._source.draws\n"
-        "        return self._ranks.spread(totals)\n",
-        "        work()\n        self.draws = self._source.draws\n        return totals\n",
+        DISTRIBUTED,
+        "        self.led(work)\n        return self.spread(totals)\n",
+        "        work()\n        return totals\n",
         (*RANKS, "-k", "drawn_once"),
     ),
     Mutant(
         "the adaptive count of one rank only",
-        "ghostclip/engine/ranks.py",
-        "        return on_flat(tensors, summed)\n",
-        "        return [*on_flat(tensors[:-1], summed), tensors[-1]]\n",
+        DISTRIBUTED,
+        "        totals = on_flat(sums, total)\n",
+        "        totals = [*on_flat(sums[:-1], total), sums[-1]]\n",
         (*RANKS, "-k", "adaptive"),
     ),
     Mutant(
         "sums averaged over ranks",
-        "ghostclip/engine/ranks.py",
-        "            return numbers\n\n        return on_flat(tensors, summed)\n",
-        "            return numbers / self.size\n\n        return on_flat(tensors, summed)\n",
+        DISTRIBUTED,
+        "            return numbers\n\n        totals = on_flat(sums, total)\n",
+        "            return numbers / self.size\n\n        totals = on_flat(sums, total)\n",
         (*RANKS, "-k", "steps_of_one"),
     ),
     Mutant(
@@ -609,9 +608,9 @@ SEVERAL_RANKS = [
     ),
     Mutant(
         "every rank draws a sample of its own",
-        SHARED,
-        "self._source.generator(derived if key is None else key)",
-        "self._source.generator(key)",
+        DISTRIBUTED,
+        'source.generator(hashlib.sha256(key + next(made).to_bytes(8, "big")).digest())',
+        "source.generator()",
         (*RANKS, "-k", "drawn_once"),
     ),
     Mutant(
@@ -623,14 +622,14 @@ SEVERAL_RANKS = [
     ),
     Mutant(
         "every rank charges the ledger",
-        SHARED,
-        "        return SharedSpending(ranks, event, plan, **options)\n",
-        "        return Spending(event, plan, **options)\n",
+        SPENDING,
+        "        if self._ranks.size == 1:\n",
+        "        if True:\n",
         (*RANKS, "-k", "charges"),
     ),
     Mutant(
         "DistributedDataParallel averages unseen",
-        "ghostclip/engine/processes.py",
+        DISTRIBUTED,
         "        wrapper.require_backward_grad_sync = False\n",
         "        pass\n",
         (*RANKS, "-k", "steps_of_one"),
@@ -1379,7 +1378,7 @@ MISUSE = [
     Mutant(
         "a rank without a step leaves the others waiting",
         TURNS,
-        "                self._ranks.refuse(problem)\n",
+        "                self.ranks.refuse(problem)\n",
         "                pass\n",
         (*RANKS, "-k", "refused_on_all and (forgotten or moved)"),
     ),

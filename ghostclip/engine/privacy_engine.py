@@ -18,13 +18,12 @@ from ghostclip import accounting
 from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.clipping import as_policy
 from ghostclip.engine.adaptation import step_event
+from ghostclip.engine.budget import Spending, plan_for
+from ghostclip.engine.distributed import keep_unsynchronised, ranks_of
 from ghostclip.engine.earlier import warn_of_earlier
 from ghostclip.engine.micro_batching import MicroBatches, is_auto, trial_batches
 from ghostclip.engine.optimizers import check_optimizer
-from ghostclip.engine.plan import plan_for
-from ghostclip.engine.processes import keep_unsynchronised, ranks_of
 from ghostclip.engine.scaling import LossScaling
-from ghostclip.engine.shared import shared_noise, spending_of
 from ghostclip.engine.snapshots import Restored, Snapshots, Stateful
 from ghostclip.engine.step import LogicalStep, StepRecord, refuse_second_engine
 from ghostclip.errors import PrivacyError
@@ -147,7 +146,7 @@ class PrivacyEngine:
         auto = is_auto(max_physical_batch_size, memory_limit, unit_ids)
         refuse_second_engine(optimizer)
         self._ranks = ranks = ranks_of(model, process_group)
-        source = shared_noise(noise_source(noise, seed), ranks)
+        source = noise_source(noise, seed)
         loader = LogicalBatches(
             data,
             batch_size=batch_size,
@@ -158,7 +157,7 @@ class PrivacyEngine:
             unit_ids=unit_ids,
             max_rows_per_unit=max_rows_per_unit,
             seed=seed,
-            generator=source.generator,
+            generator=ranks.generators(source),
             share=(ranks.rank, ranks.size),
         )
         event_of = partial(step_event, loader, as_policy(clipping))
@@ -182,7 +181,7 @@ class PrivacyEngine:
         micro_batches = trial_batches(model, memory_limit, loader) if auto else MicroBatches()
         # Noise that can be foretold protects no one, so it is charged as none.
         self._event = event_of(plan.noise_multiplier if source.private else 0.0)
-        self._spending = spending_of(ranks, self._event, plan, max_epsilon=max_epsilon, ledger=ledger, noise=noise)
+        self._spending = Spending(ranks, self._event, plan, max_epsilon, ledger, noise)
         self.max_epsilon, self.ledger = self._spending.max_epsilon, self._spending.ledger
         charge = self._spending.charge
         self._steps = LogicalStep(
@@ -190,7 +189,8 @@ class PrivacyEngine:
             micro_batches,
         )  # fmt: skip
         loader.owner = self._steps
-        agreed = plan.agreed | {"noise": noise, "seed": seed}
+        agreed: dict[str, Any] = {"noise_multiplier": plan.noise_multiplier, "target_epsilon": plan.target_epsilon}
+        agreed |= {"planned_steps": plan.steps, "noise": noise, "seed": seed}
         self._snapshots = Snapshots(
             model, optimizer, clipper.clipping, loader, source, self._spending, self._steps, agreed, ranks
         )

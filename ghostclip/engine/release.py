@@ -209,9 +209,11 @@ class Release:
 
     def _make_private(self, sums: list[Tensor]) -> list[Tensor]:
         std = self._noise_multiplier * self.sensitivity
-        if self._adaptation is not None:
-            return self._adaptation.release(sums, std, self._noise)
-        return self._noise.release(sums, std, self.batch_size)
+
+        def release(every: list[Tensor]) -> list[Tensor]:
+            return self.turns.ranks.released(lambda totals: self._noise.release(totals, std, self.batch_size), every)
+
+        return release(sums) if self._adaptation is None else self._adaptation.release(sums, std, release)
 
     @property
     def draws_ahead(self) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ghostclip import checkpoint
+from ghostclip.engine.budget import Spending
 from ghostclip.engine.contents import (
     configuration_of,
     describe_model,
@@ -21,10 +22,8 @@ from ghostclip.engine.contents import (
     optimizer_state,
     put_optimizer_state,
 )
-from ghostclip.engine.processes import start_alike
+from ghostclip.engine.distributed import Ranks, refuse_differences, start_alike
 from ghostclip.engine.randomness import random_states, set_random_states
-from ghostclip.engine.ranks import Alone, refuse_differences
-from ghostclip.engine.spending import Spending
 from ghostclip.engine.step import LogicalStep
 from ghostclip.errors import LedgerError, PrivacyError
 from ghostclip.ledger import Head
@@ -85,7 +84,7 @@ class Snapshots:
     spending: Spending
     steps: LogicalStep
     agreed: dict[str, Any]
-    ranks: Alone
+    ranks: Ranks
 
     def __post_init__(self) -> None:
         # Steps that were charged and that the model has not behind it.

@@ -14,8 +14,8 @@ from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.clipper.first_pass import check_losses
 from ghostclip.clipper.other_size import shows_at_another_size
 from ghostclip.engine.compiled_steps import CompiledSteps, LossFunction
+from ghostclip.engine.distributed import Ranks
 from ghostclip.engine.micro_batching import MicroBatches
-from ghostclip.engine.ranks import Alone
 from ghostclip.engine.release import Release
 from ghostclip.engine.scaling import LossScaling
 from ghostclip.engine.self_check import SelfCheck
@@ -64,7 +64,7 @@ class LogicalStep:
         charge: Callable[[], None],
         self_check: bool = True,
         scaling: LossScaling | None = None,
-        ranks: Alone | None = None,
+        ranks: Ranks | None = None,
         micro_batches: MicroBatches | None = None,
     ) -> None:
         self._clipper, self._optimizer, self._model = clipper, optimizer, clipper.model
@@ -73,7 +73,7 @@ class LogicalStep:
         self._self_check = SelfCheck(clipper, optimizer, self_check)
         self._scaling = LossScaling(1.0, optimizer) if scaling is None else scaling
         self.updates = UpdateCheck(clipper.model)
-        self.turns = Turns(self.updates, Alone() if ranks is None else ranks)
+        self.turns = Turns(self.updates, Ranks() if ranks is None else ranks)
         self.release = Release(
             clipper.model, optimizer, clipper.clipping, noise, noise_multiplier, batch_size, charge,
             sums=self._sums, turns=self.turns, updates=self.updates, self_check=self._self_check,

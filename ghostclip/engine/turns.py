@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ghostclip.engine.ranks import Alone, refuse_differences
+from ghostclip.engine.distributed import Ranks, refuse_differences
 from ghostclip.engine.update_check import UpdateCheck
 from ghostclip.errors import PrivacyError
 from ghostclip.sampling import LogicalBatch
@@ -33,12 +33,13 @@ class Turns:
         ranks: which train together.
 
     Attributes:
+        ranks: as given.
         batch: handed out last; None once it had its step, or was discarded.
         pending: whether the logical batch handed out last has had no step.
     """
 
-    def __init__(self, updates: UpdateCheck, ranks: Alone) -> None:
-        self._updates, self._ranks = updates, ranks
+    def __init__(self, updates: UpdateCheck, ranks: Ranks) -> None:
+        self._updates, self.ranks = updates, ranks
         self.batch: LogicalBatch | None = None
         self.pending = self._released = False
         # Whether all ranks were asked about the logical batch in the making, so that nobody waits for an answer.
@@ -59,7 +60,7 @@ class Turns:
             if not self._refused:
                 # Other ranks may be in the step of the batch that isn't taken here.
                 self._refused = True
-                self._ranks.refuse(problem)
+                self.ranks.refuse(problem)
             raise
 
     def begin(self, batch: LogicalBatch | None) -> None:
@@ -112,9 +113,9 @@ class Turns:
         self._asked = discarded
 
     def agreed(self, work: Callable[[], T], facts: Callable[[], dict[str, Any]]) -> tuple[T, list[dict[str, Any]]]:
-        """`Alone.agreed`, where ranks must also say the same."""
+        """`Ranks.agreed`, where ranks must also say the same."""
         self._asked = True
-        done, said = self._ranks.agreed(work, facts)
+        done, said = self.ranks.agreed(work, facts)
         refuse_differences([each["same"] for each in said], "at every step")
         return done, said
 
@@ -122,4 +123,4 @@ class Turns:
         """Other ranks wait in their step for what this one has to say."""
         if not self._asked:
             self._asked = True
-            self._ranks.refuse(failure)
+            self.ranks.refuse(failure)
