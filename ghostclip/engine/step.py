@@ -226,7 +226,7 @@ class LogicalStep:
             return result
 
         piece = self._piece
-        result = self._sums.gather(clipped, apart=piece is not None, more=piece is not None and piece[1] < piece[2])
+        result = self._sums.gather(clipped, more=piece is not None and piece[1] < piece[2])
         self.release.saw(result.norms)
         self._batch.failed = False
         return result
