@@ -29,7 +29,7 @@ ROUNDING = ("tests/test_rounding.py",)
 PASSES, FIRST = "ghostclip/clipper/second_pass.py", "ghostclip/clipper/first_pass.py"
 WHOLE, STEP = "ghostclip/norms/reduce.py", "ghostclip/engine/step.py"
 RELEASE = "ghostclip/engine/release.py"
-TURNS, UPDATE_CHECK = "ghostclip/engine/turns.py", "ghostclip/engine/update_check.py"
+UPDATE_CHECK = "ghostclip/engine/update_check.py"
 UPDATES, TAKEN_TURNS = ("tests/test_update_check.py",), ("tests/test_engine_turns.py",)
 RELEASES = ("tests/test_engine_release.py",)
 SUMS, NOISE, SPENDING = "ghostclip/engine/sums.py", "ghostclip/noise/standard.py", "ghostclip/engine/budget.py"
@@ -341,9 +341,9 @@ ENGINE = [
     Mutant(
         "realised denominator",
         RELEASE,
-        "        self.turns.end()\n        self.sums.release(held, make_private)\n",
-        "        self.batch_size = max(1, sum(self.turns.batch.sizes))\n"
-        "        self.turns.end()\n        self.sums.release(held, make_private)\n",
+        "        self._end()\n        self.sums.release(held, make_private)\n",
+        "        self.batch_size = max(1, sum(self.batch.sizes))\n"
+        "        self._end()\n        self.sums.release(held, make_private)\n",
         PITFALLS,
     ),
     Mutant(
@@ -575,7 +575,7 @@ SEVERAL_RANKS = [
         "no noise on several ranks",
         RELEASE,
         "self._noise.release(totals, std, self.batch_size)",
-        "self._noise.release(totals, std * (self.turns.ranks.size == 1), self.batch_size)",
+        "self._noise.release(totals, std * (self._ranks.size == 1), self.batch_size)",
         (*RANKS, "-k", "noise"),
     ),
     Mutant(
@@ -615,7 +615,7 @@ SEVERAL_RANKS = [
     ),
     Mutant(
         "ranks at different batches release together",
-        TURNS,
+        RELEASE,
         '        refuse_differences([each["same"] for each in said], "at every step")\n',
         "",
         (*RANKS, "-k", "refused_on_all"),
@@ -1223,8 +1223,8 @@ MISUSE = [
     ),
     Mutant(
         "parameters set from outside pass",
-        TURNS,
-        "            self._updates.check()\n",
+        RELEASE,
+        "            self.updates.check()\n",
         "",
         (*UPDATES, "-k", "outside"),
     ),
@@ -1272,21 +1272,21 @@ MISUSE = [
     ),
     Mutant(
         "a batch without a step is skipped",
-        TURNS,
+        RELEASE,
         "                raise PrivacyError(NO_STEP)\n",
         "                pass\n",
         (*TAKEN_TURNS, "-k", "without_a_step"),
     ),
     Mutant(
         "an empty batch needs no step",
-        TURNS,
+        RELEASE,
         "            if batch is not None and not batch.failed and",
         "            if batch is not None and batch.sizes and not batch.failed and",
         (*TAKEN_TURNS, "-k", "without_a_step"),
     ),
     Mutant(
         "leaving the physical batches is taken for an exception",
-        TURNS,
+        RELEASE,
         "not (new_loop and batch.interrupted)",
         "not batch.interrupted",
         (*TAKEN_TURNS, "-k", "without_a_step"),
@@ -1350,22 +1350,22 @@ MISUSE = [
     Mutant(
         "a discarded batch is not charged",
         STEP,
-        "                self.turns.start(discarded=True)\n                self.release.charge()\n",
-        "                self.turns.start(discarded=True)\n",
+        "                self.release.start(discarded=True)\n                self.release.charge()\n",
+        "                self.release.start(discarded=True)\n",
         (*TAKEN_TURNS, "-k", "discard"),
     ),
     Mutant(
         "a step of an optimizer without the engine's hooks",
         RELEASE,
-        "        self._release()\n        self._optimizer.step()\n",
-        "        self._optimizer.step()\n",
+        "        self._release()\n        self.optimizer.step()\n",
+        "        self.optimizer.step()\n",
         (*RELEASES, "-k", "without_hooks"),
     ),
     Mutant(
         "a step without a release passes",
         RELEASE,
-        "        self.turns.check_released()\n",
-        "",
+        "        if not self._released:\n",
+        "        if False:\n",
         (*RELEASES, "-k", "closure"),
     ),
     Mutant(
@@ -1377,14 +1377,14 @@ MISUSE = [
     ),
     Mutant(
         "a rank without a step leaves the others waiting",
-        TURNS,
-        "                self.ranks.refuse(problem)\n",
+        RELEASE,
+        "                self._ranks.refuse(problem)\n",
         "                pass\n",
         (*RANKS, "-k", "refused_on_all and (forgotten or moved)"),
     ),
     Mutant(
         "a rank discards what the others step with",
-        TURNS,
+        RELEASE,
         '{"same": {"whether the batch is discarded": discarded}}',
         '{"same": {}}',
         (*RANKS, "-k", "refused_on_all and discarded"),

@@ -21,11 +21,12 @@ from ghostclip.engine.adaptation import step_event
 from ghostclip.engine.budget import Spending, plan_for
 from ghostclip.engine.distributed import keep_unsynchronised, ranks_of
 from ghostclip.engine.earlier import warn_of_earlier
+from ghostclip.engine.loss_scaling import LossScaling
 from ghostclip.engine.micro_batching import MicroBatches, is_auto, trial_batches
 from ghostclip.engine.optimizers import check_optimizer
-from ghostclip.engine.scaling import LossScaling
+from ghostclip.engine.release import Release, refuse_second_engine
 from ghostclip.engine.snapshots import Restored, Snapshots, Stateful
-from ghostclip.engine.step import LogicalStep, StepRecord, refuse_second_engine
+from ghostclip.engine.step import LogicalStep, StepRecord
 from ghostclip.errors import PrivacyError
 from ghostclip.events import Event
 from ghostclip.ledger import Ledger
@@ -183,11 +184,19 @@ class PrivacyEngine:
         self._event = event_of(plan.noise_multiplier if source.private else 0.0)
         self._spending = Spending(ranks, self._event, plan, max_epsilon, ledger, noise)
         self.max_epsilon, self.ledger = self._spending.max_epsilon, self._spending.ledger
-        charge = self._spending.charge
-        self._steps = LogicalStep(
-            clipper, optimizer, source, plan.noise_multiplier, loader.batch_size, charge, self_check, scaling, ranks,
-            micro_batches,
-        )  # fmt: skip
+        release = Release(
+            clipper,
+            optimizer,
+            source,
+            plan.noise_multiplier,
+            loader.batch_size,
+            self._spending.charge,
+            self_check=self_check,
+            scaling=scaling,
+            ranks=ranks,
+            micro_batches=micro_batches,
+        )
+        self._steps = LogicalStep(release)
         loader.owner = self._steps
         agreed: dict[str, Any] = {"noise_multiplier": plan.noise_multiplier, "target_epsilon": plan.target_epsilon}
         agreed |= {"planned_steps": plan.steps, "noise": noise, "seed": seed}
@@ -266,15 +275,15 @@ class PrivacyEngine:
             TypeError: ``loss_fn`` is no such function; nothing was computed.
         """
         try:
-            if batch is not self._steps.current("engine.step()"):
+            if batch is not self._steps.release.current("engine.step()"):
                 raise PrivacyError(
                     "engine.step() got another logical batch than engine.batches() gave last; use each in its turn"
                 )
             _check_loss_function(loss_fn)
-            self._steps.turns.start(discarded=False)
+            self._steps.release.start(discarded=False)
             self._spending.check()
         except BaseException:
-            self._steps.turns.failed()
+            self._steps.release.failed()
             raise
         try:
             seen = self._steps.step(batch, loss_fn)

@@ -115,7 +115,7 @@ class Snapshots:
     ) -> None:
         """The folder, with the random ``states`` of all ranks."""
         # A batch that was handed out and had no step, because it was interrupted, comes again.
-        epoch, taken, sampler = self.loader.position(again=self.steps.turns.pending)
+        epoch, taken, sampler = self.loader.position(again=self.steps.release.pending)
         ledger = self.spending.ledger
         public = {
             "configuration": self._configuration(),
@@ -146,7 +146,7 @@ class Snapshots:
         # First of all, so that whatever fails after it, nothing that was spent is forgotten.
         self.spending.add(_runs(public["spent"]))
         self.steps.begin(None)
-        self.steps.turns.pending = False
+        self.steps.release.pending = False
         self.steps.updates.expect()
         self.model.load_state_dict(public["model"])
         put_optimizer_state(self.optimizer, public["optimizer"])
