@@ -1343,8 +1343,8 @@ MISUSE = [
     Mutant(
         "a batch too large for memory is taken all the same",
         "ghostclip/engine/micro_batching.py",
-        "            if peak is None or peak > limit:\n",
-        "            if peak is None:\n",
+        "            if (peak := peak_of(size)) > limit:\n",
+        "            if (peak := peak_of(size)) == math.inf:\n",
         ("tests/test_auto_physical.py", "-k", "found"),
     ),
     Mutant(

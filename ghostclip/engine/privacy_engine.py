@@ -22,7 +22,7 @@ from ghostclip.engine.budget import Spending, plan_for
 from ghostclip.engine.distributed import keep_unsynchronised, ranks_of
 from ghostclip.engine.earlier import warn_of_earlier
 from ghostclip.engine.loss_scaling import LossScaling
-from ghostclip.engine.micro_batching import MicroBatches, is_auto, trial_batches
+from ghostclip.engine.micro_batching import is_auto, micro_batches_of
 from ghostclip.engine.optimizers import check_optimizer
 from ghostclip.engine.release import Release, refuse_second_engine
 from ghostclip.engine.snapshots import Restored, Snapshots, Stateful
@@ -179,7 +179,6 @@ class PrivacyEngine:
         self.batch_size, self.sample_rate = loader.batch_size, loader.sample_rate
         self.noise = source.mode
         self.sampling, self.neighboring, self.clipping = sampling, neighboring, clipper.clipping
-        micro_batches = trial_batches(model, memory_limit, loader) if auto else MicroBatches()
         # Noise that can be foretold protects no one, so it is charged as none.
         self._event = event_of(plan.noise_multiplier if source.private else 0.0)
         self._spending = Spending(ranks, self._event, plan, max_epsilon, ledger, noise)
@@ -194,7 +193,7 @@ class PrivacyEngine:
             self_check=self_check,
             scaling=scaling,
             ranks=ranks,
-            micro_batches=micro_batches,
+            micro_batches=micro_batches_of(model, loader, auto, memory_limit),
         )
         self._steps = LogicalStep(release)
         loader.owner = self._steps

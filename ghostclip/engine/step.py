@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ghostclip.clipper import ClippingResult
 from ghostclip.clipper.first_pass import check_losses
-from ghostclip.clipper.other_size import shows_at_another_size
 from ghostclip.engine.compiled_steps import CompiledSteps, LossFunction
+from ghostclip.engine.micro_batching import met_again
 from ghostclip.engine.release import Release
 from ghostclip.engine.weighing import is_of_user, refuse_joint_weights
 from ghostclip.errors import LossShapeError, PrivacyError, UnsupportedModelError
@@ -126,22 +126,10 @@ class LogicalStep:
             self._piece = None
 
     def clip(self, loss_fn: LossFunction, examples: Any) -> ClippingResult:
-        """Forward and `backward` of the physical batch (or piece of one) that was handed out last.
-
-        A batch whose number of examples is that of positions, too, may be refused for it: it is tried once more after
-        a forward of more examples (`shows_at_another_size`).
-        """
-        tried = False
-        while True:
-            self.check_turn()
-            self._self_check.before(loss_fn, examples)
-            losses = loss_fn(self._model, examples)
-            try:
-                return self._gather_losses(losses)
-            except UnsupportedModelError:
-                if tried or not shows_at_another_size(self._clipper.passes, self._model, loss_fn, examples):
-                    raise
-                tried = True
+        """Forward and `backward` of the physical batch (or piece of one) that was handed out last."""
+        self.check_turn()
+        self._self_check.before(loss_fn, examples)
+        return met_again(self._clipper.passes, self._model, loss_fn, examples, self._gather_losses)
 
     def backward(self, losses: Tensor, retain_graph: bool) -> ClippingResult:
         """Gathers the clipped sum of the physical batch that was handed out last; see `PrivacyEngine.backward`."""
