@@ -19,7 +19,7 @@ from ghostclip.engine.distributed import Ranks
 from ghostclip.errors import BudgetExceededError, PrivacyError
 from ghostclip.events import Event, merged
 from ghostclip.ledger import Ledger
-from ghostclip.validate import nonnegative, one_of, open_fraction, positive, positive_int
+from ghostclip.validate import nonnegative, one_of, positive, positive_int
 
 __all__ = ["Plan", "Spending", "affordable", "plan_for"]
 
@@ -49,7 +49,6 @@ class Plan:
 def plan_for(
     event_of: Callable[[float], Event],
     steps_an_epoch: int,
-    *,
     noise_multiplier: float | None,
     target_epsilon: float | None,
     target_delta: float,
@@ -232,9 +231,8 @@ class Spending:
         if self._account is not None:
             self._account.close()
 
-    def epsilon(self, delta: float | None, accountant: str) -> float:
+    def epsilon(self, delta: float, accountant: str) -> float:
         """Epsilon of all that was charged; see `PrivacyEngine.epsilon`."""
-        delta = self._plan.target_delta if delta is None else open_fraction(delta=delta)
         one_of(accounting.ACCOUNTANTS, accountant=accountant)
         if self._event.noise_multiplier == 0:
             return math.inf
