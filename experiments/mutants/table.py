@@ -29,10 +29,10 @@ ROUNDING = ("tests/test_rounding.py",)
 PASSES, FIRST = "ghostclip/clipper/second_pass.py", "ghostclip/clipper/first_pass.py"
 WHOLE, STEP = "ghostclip/norms/reduce.py", "ghostclip/engine/step.py"
 RELEASE = "ghostclip/engine/release.py"
-TURNS, UPDATE_CHECK = "ghostclip/engine/turns.py", "ghostclip/engine/update_check.py"
+UPDATE_CHECK = "ghostclip/engine/update_check.py"
 UPDATES, TAKEN_TURNS = ("tests/test_update_check.py",), ("tests/test_engine_turns.py",)
 RELEASES = ("tests/test_engine_release.py",)
-SUMS, NOISE, SPENDING = "ghostclip/engine/sums.py", "ghostclip/noise/standard.py", "ghostclip/engine/spending.py"
+SUMS, NOISE, SPENDING = "ghostclip/engine/sums.py", "ghostclip/noise/standard.py", "ghostclip/engine/budget.py"
 COMPARISON, COMPARED = "ghostclip/engine/comparison.py", ("tests/test_comparison.py",)
 JOURNAL, RECORDS = "ghostclip/ledger/journal.py", "ghostclip/ledger/records.py"
 LEDGER = ("tests/test_ledger.py", "tests/test_ledger_damage.py")
@@ -320,30 +320,30 @@ ENGINE = [
     Mutant(
         "sigma without C",
         RELEASE,
-        "std = self._noise_multiplier * self.sensitivity\n        if",
-        "std = self._noise_multiplier\n        if",
+        "std = self._noise_multiplier * self.sensitivity\n",
+        "std = self._noise_multiplier\n",
         PITFALLS,
     ),
     Mutant(
         "noise twice",
         RELEASE,
-        "        return self._noise.release(sums, std, self.batch_size)\n",
-        "        return self._noise.release(self._noise.release(sums, std, self.batch_size), std / self.batch_size)\n",
+        "self._noise.release(totals, std, self.batch_size)",
+        "self._noise.release(self._noise.release(totals, std, self.batch_size), std / self.batch_size)",
         PITFALLS,
     ),
     Mutant(
         "noise never",
         RELEASE,
-        "        return self._noise.release(sums, std, self.batch_size)\n",
-        "        return self._noise.release(sums, 0.0, self.batch_size)\n",
+        "self._noise.release(totals, std, self.batch_size)",
+        "self._noise.release(totals, 0.0, self.batch_size)",
         PITFALLS,
     ),
     Mutant(
         "realised denominator",
         RELEASE,
-        "        self.turns.end()\n        self.sums.release(held, make_private)\n",
-        "        self.batch_size = max(1, sum(self.turns.batch.sizes))\n"
-        "        self.turns.end()\n        self.sums.release(held, make_private)\n",
+        "        self._end()\n        self.sums.release(held, make_private)\n",
+        "        self.batch_size = max(1, sum(self.batch.sizes))\n"
+        "        self._end()\n        self.sums.release(held, make_private)\n",
         PITFALLS,
     ),
     Mutant(
@@ -370,8 +370,8 @@ ENGINE = [
     Mutant(
         "a foreign gradient passes",
         SUMS,
-        "        _refuse_filled(self._named)\n",
-        "        return\n",
+        "            if parameter.grad is not None and bool(torch.count_nonzero(parameter.grad)):\n",
+        "            if False:\n",
         ("tests/test_engine_guards.py",),
     ),
     Mutant(
@@ -561,43 +561,42 @@ ACCOUNTING = [
     ),
 ]
 
-SHARED, RANKS = "ghostclip/engine/shared.py", ("tests/test_ranks.py",)
+DISTRIBUTED, RANKS = "ghostclip/engine/distributed.py", ("tests/test_ranks.py",)
 
 SEVERAL_RANKS = [
     Mutant(
         "noise drawn on every rank",
-        SHARED,
-        "        totals = self._ranks.total(sums)\n",
-        "        totals = self._ranks.total(self._source.release(sums, std))\n",
+        RELEASE,
+        "self.batch_size), every)\n",
+        "self.batch_size), self._noise.release(every, std))\n",
         (*RANKS, "-k", "noise"),
     ),
     Mutant(
         "no noise on several ranks",
-        SHARED,
-        "self._source.release(totals, std, divisor)",
-        "self._source.release(totals, 0.0, divisor)",
+        RELEASE,
+        "self._noise.release(totals, std, self.batch_size)",
+        "self._noise.release(totals, std * (self._ranks.size == 1), self.batch_size)",
         (*RANKS, "-k", "noise"),
     ),
     Mutant(
         "each rank steps with noise of its own",
-        SHARED,
-        "        self._ranks.led(work)\n        self.draws = self._source.draws\n"
-        "        return self._ranks.spread(totals)\n",
-        "        work()\n        self.draws = self._source.draws\n        return totals\n",
+        DISTRIBUTED,
+        "        self.led(work)\n        return self.spread(totals)\n",
+        "        work()\n        return totals\n",
         (*RANKS, "-k", "drawn_once"),
     ),
     Mutant(
         "the adaptive count of one rank only",
-        "ghostclip/engine/ranks.py",
-        "        return on_flat(tensors, summed)\n",
-        "        return [*on_flat(tensors[:-1], summed), tensors[-1]]\n",
+        DISTRIBUTED,
+        "        totals = on_flat(sums, total)\n",
+        "        totals = [*on_flat(sums[:-1], total), sums[-1]]\n",
         (*RANKS, "-k", "adaptive"),
     ),
     Mutant(
         "sums averaged over ranks",
-        "ghostclip/engine/ranks.py",
-        "            return numbers\n\n        return on_flat(tensors, summed)\n",
-        "            return numbers / self.size\n\n        return on_flat(tensors, summed)\n",
+        DISTRIBUTED,
+        "            return numbers\n\n        totals = on_flat(sums, total)\n",
+        "            return numbers / self.size\n\n        totals = on_flat(sums, total)\n",
         (*RANKS, "-k", "steps_of_one"),
     ),
     Mutant(
@@ -609,28 +608,28 @@ SEVERAL_RANKS = [
     ),
     Mutant(
         "every rank draws a sample of its own",
-        SHARED,
-        "self._source.generator(derived if key is None else key)",
-        "self._source.generator(key)",
+        DISTRIBUTED,
+        'source.generator(hashlib.sha256(key + next(made).to_bytes(8, "big")).digest())',
+        "source.generator()",
         (*RANKS, "-k", "drawn_once"),
     ),
     Mutant(
         "ranks at different batches release together",
-        TURNS,
+        RELEASE,
         '        refuse_differences([each["same"] for each in said], "at every step")\n',
         "",
         (*RANKS, "-k", "refused_on_all"),
     ),
     Mutant(
         "every rank charges the ledger",
-        SHARED,
-        "        return SharedSpending(ranks, event, plan, **options)\n",
-        "        return Spending(event, plan, **options)\n",
+        SPENDING,
+        "        if self._ranks.size == 1:\n",
+        "        if True:\n",
         (*RANKS, "-k", "charges"),
     ),
     Mutant(
         "DistributedDataParallel averages unseen",
-        "ghostclip/engine/processes.py",
+        DISTRIBUTED,
         "        wrapper.require_backward_grad_sync = False\n",
         "        pass\n",
         (*RANKS, "-k", "steps_of_one"),
@@ -1224,8 +1223,8 @@ MISUSE = [
     ),
     Mutant(
         "parameters set from outside pass",
-        TURNS,
-        "            self._updates.check()\n",
+        RELEASE,
+        "            self.updates.check()\n",
         "",
         (*UPDATES, "-k", "outside"),
     ),
@@ -1273,21 +1272,21 @@ MISUSE = [
     ),
     Mutant(
         "a batch without a step is skipped",
-        TURNS,
+        RELEASE,
         "                raise PrivacyError(NO_STEP)\n",
         "                pass\n",
         (*TAKEN_TURNS, "-k", "without_a_step"),
     ),
     Mutant(
         "an empty batch needs no step",
-        TURNS,
+        RELEASE,
         "            if batch is not None and not batch.failed and",
         "            if batch is not None and batch.sizes and not batch.failed and",
         (*TAKEN_TURNS, "-k", "without_a_step"),
     ),
     Mutant(
         "leaving the physical batches is taken for an exception",
-        TURNS,
+        RELEASE,
         "not (new_loop and batch.interrupted)",
         "not batch.interrupted",
         (*TAKEN_TURNS, "-k", "without_a_step"),
@@ -1358,29 +1357,29 @@ MISUSE = [
     Mutant(
         "a batch too large for memory is taken all the same",
         "ghostclip/engine/micro_batching.py",
-        "            if peak is None or peak > limit:\n",
-        "            if peak is None:\n",
+        "            if (peak := peak_of(size)) > limit:\n",
+        "            if (peak := peak_of(size)) == math.inf:\n",
         ("tests/test_auto_physical.py", "-k", "found"),
     ),
     Mutant(
         "a discarded batch is not charged",
         STEP,
-        "                self.turns.start(discarded=True)\n                self.release.charge()\n",
-        "                self.turns.start(discarded=True)\n",
+        "                self.release.start(discarded=True)\n                self.release.charge()\n",
+        "                self.release.start(discarded=True)\n",
         (*TAKEN_TURNS, "-k", "discard"),
     ),
     Mutant(
         "a step of an optimizer without the engine's hooks",
         RELEASE,
-        "        self._release()\n        self._optimizer.step()\n",
-        "        self._optimizer.step()\n",
+        "        self._release()\n        self.optimizer.step()\n",
+        "        self.optimizer.step()\n",
         (*RELEASES, "-k", "without_hooks"),
     ),
     Mutant(
         "a step without a release passes",
         RELEASE,
-        "        self.turns.check_released()\n",
-        "",
+        "        if not self._released:\n",
+        "        if False:\n",
         (*RELEASES, "-k", "closure"),
     ),
     Mutant(
@@ -1392,14 +1391,14 @@ MISUSE = [
     ),
     Mutant(
         "a rank without a step leaves the others waiting",
-        TURNS,
+        RELEASE,
         "                self._ranks.refuse(problem)\n",
         "                pass\n",
         (*RANKS, "-k", "refused_on_all and (forgotten or moved)"),
     ),
     Mutant(
         "a rank discards what the others step with",
-        TURNS,
+        RELEASE,
         '{"same": {"whether the batch is discarded": discarded}}',
         '{"same": {}}',
         (*RANKS, "-k", "refused_on_all and discarded"),

@@ -16,6 +16,7 @@ from ghostclip.bench.contenders import NOISE_MULTIPLIER, Batch, Contender, Prepa
 from ghostclip.bench.losses import Losses, LossFunction, loss_function
 from ghostclip.clipper import GhostClipper
 from ghostclip.compiled.trial import TRIALS
+from ghostclip.engine.release import Release
 from ghostclip.engine.step import LogicalStep
 from ghostclip.noise import noise_source
 from ghostclip.sampling.logical import LogicalBatch, Unowned
@@ -96,9 +97,10 @@ def _compiled_steps(model: nn.Module, losses: Losses, max_norm: float) -> Prepar
     def take(name: str, optimizer: Optimizer, noise_multiplier: float, batch: tuple[Tensor, Tensor]) -> None:
         size, untried = len(batch[1]), name not in made
         if untried:
-            made[name] = LogicalStep(
+            release = Release(
                 clipper, optimizer, noise_source(), noise_multiplier, size, charge=lambda: None, self_check=False
             )
+            made[name] = LogicalStep(release)
             made[name].compile(largest=size)
         for _ in range(UNTIL_CHOSEN if untried else 1):
             # The other optimizer has stepped, too.

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ghostclip import checkpoint
+from ghostclip.engine.budget import Spending
 from ghostclip.engine.contents import (
     configuration_of,
     describe_model,
@@ -21,10 +22,8 @@ from ghostclip.engine.contents import (
     optimizer_state,
     put_optimizer_state,
 )
-from ghostclip.engine.processes import start_alike
+from ghostclip.engine.distributed import Ranks, refuse_differences, start_alike
 from ghostclip.engine.randomness import random_states, set_random_states
-from ghostclip.engine.ranks import Alone, refuse_differences
-from ghostclip.engine.spending import Spending
 from ghostclip.engine.step import LogicalStep
 from ghostclip.errors import LedgerError, PrivacyError
 from ghostclip.ledger import Head
@@ -85,7 +84,7 @@ class Snapshots:
     spending: Spending
     steps: LogicalStep
     agreed: dict[str, Any]
-    ranks: Alone
+    ranks: Ranks
 
     def __post_init__(self) -> None:
         # Steps that were charged and that the model has not behind it.
@@ -116,7 +115,7 @@ class Snapshots:
     ) -> None:
         """The folder, with the random ``states`` of all ranks."""
         # A batch that was handed out and had no step, because it was interrupted, comes again.
-        epoch, taken, sampler = self.loader.position(again=self.steps.turns.pending)
+        epoch, taken, sampler = self.loader.position(again=self.steps.release.pending)
         ledger = self.spending.ledger
         public = {
             "configuration": self._configuration(),
@@ -147,7 +146,7 @@ class Snapshots:
         # First of all, so that whatever fails after it, nothing that was spent is forgotten.
         self.spending.add(_runs(public["spent"]))
         self.steps.begin(None)
-        self.steps.turns.pending = False
+        self.steps.release.pending = False
         self.steps.updates.expect()
         self.model.load_state_dict(public["model"])
         put_optimizer_state(self.optimizer, public["optimizer"])

@@ -9,6 +9,7 @@ public, and cancels: the engine divides the losses by it, and p.grad holds unsca
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,10 +17,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
-from ghostclip.engine.optimizers import refuse_scaling
 from ghostclip.errors import PrivacyError
 
-__all__ = ["LossScaling"]
+__all__ = ["LossScaling", "show_scaling"]
 
 # The most that the passes scale by beside a GradScaler, whose own first scale is meant for means over a batch: the
 # loss of one example is hundreds of times as large.
@@ -104,8 +104,26 @@ class LossScaling:
             PrivacyError: a GradScaler that the engine doesn't know called the step.
         """
         marks = vars(self._optimizer)
-        if self._scaler is None or marks.get("grad_scale") is not None:
-            refuse_scaling(self._optimizer)
-        elif "found_inf" in marks:
-            # Kernels that skip a step by themselves look here; there is nothing to skip.
-            marks["found_inf"] = None
+        if self._scaler is not None and marks.get("grad_scale") is None:
+            if "found_inf" in marks:
+                # Kernels that skip a step by themselves look here; there is nothing to skip.
+                marks["found_inf"] = None
+            return
+        # A GradScaler leaves them on an optimizer that is told of the scale.
+        found = [marks.pop(name, None) for name in ("grad_scale", "found_inf")]
+        if any(mark is not None for mark in found):
+            raise PrivacyError(
+                "a GradScaler called this step; it would scale the noise or the clipped sum, not both, and skip steps "
+                "depending on private gradients. Give it to the engine, PrivacyEngine(..., loss_scale=scaler), or "
+                "leave it out: PrivacyEngine(..., loss_scale=1024.0) scales as well. Call optimizer.step() itself then "
+                "(bfloat16 needs no scaling)"
+            )
+
+
+def show_scaling(optimizer: Optimizer) -> Callable[[], None]:
+    """Has a GradScaler announce itself on the optimizer instead of scaling gradients unseen; returns what undoes it."""
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        return lambda: None
+    # torch's own mark for optimizers that are told of the scale; the kernel that scales otherwise leaves no trace.
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    return lambda: vars(optimizer).pop("_step_supports_amp_scaling", None)
