@@ -1041,7 +1041,7 @@ MIXED = [
     Mutant(
         "losses divided by the number of examples pass",
         COMPARISON,
-        "        if batch.divisible and self._depends_on_number(",
+        "        if trial.batch.divisible and self._depends_on_number(",
         "        if False and self._depends_on_number(",
         (*COMPARED, "-k", "over_their_number"),
     ),
@@ -1062,8 +1062,8 @@ MIXED = [
     Mutant(
         "dropout that falls elsewhere is refused",
         COMPARISON,
-        "            quiet = trial.quieter\n",
-        "            quiet = trial\n",
+        "            trial.quieten()\n            if any",
+        "            if any",
         (*COMPARED, "-k", "honest and dropout"),
     ),
     Mutant(
@@ -1076,8 +1076,8 @@ MIXED = [
     Mutant(
         "ragged examples are refused",
         "ghostclip/engine/batch_rows.py",
-        "if d and (all(dims) or _is_real(self._leaves[p]))]",
-        "if d]",
+        "if own and (all(dims) or real)}",
+        "if own}",
         (*COMPARED, "-k", "honest or taken"),
     ),
     Mutant(
@@ -1097,7 +1097,7 @@ MIXED = [
     Mutant(
         "buffers keep examples unseen",
         COMPARISON,
-        "        if swaps and not trial.leaves_buffers:\n",
+        "        if swaps:\n",
         "        if False:\n",
         ("tests/test_self_check.py",),
     ),
