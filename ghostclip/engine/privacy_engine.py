@@ -18,7 +18,6 @@ from ghostclip import accounting
 from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.clipping import as_policy
 from ghostclip.engine.adaptation import step_event
-from ghostclip.engine.earlier import warn_of_earlier
 from ghostclip.engine.micro_batching import MicroBatches, is_auto, trial_batches
 from ghostclip.engine.optimizers import check_optimizer
 from ghostclip.engine.plan import plan_for
@@ -27,6 +26,7 @@ from ghostclip.engine.scaling import LossScaling
 from ghostclip.engine.shared import shared_noise, spending_of
 from ghostclip.engine.snapshots import Restored, Snapshots, Stateful
 from ghostclip.engine.step import LogicalStep, StepRecord, refuse_second_engine
+from ghostclip.engine.update_check import warn_of_earlier
 from ghostclip.errors import PrivacyError
 from ghostclip.events import Event
 from ghostclip.ledger import Ledger

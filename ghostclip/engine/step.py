@@ -22,7 +22,7 @@ from ghostclip.engine.self_check import SelfCheck
 from ghostclip.engine.sums import ClippedSums
 from ghostclip.engine.turns import Turns
 from ghostclip.engine.update_check import UpdateCheck
-from ghostclip.engine.weighing import is_of_user, refuse_joint_weights
+from ghostclip.engine.weighing import refuse_joint_weights
 from ghostclip.errors import LossShapeError, PrivacyError, UnsupportedModelError
 from ghostclip.noise import Noise
 from ghostclip.sampling import LogicalBatch, UserRows
@@ -80,7 +80,6 @@ class LogicalStep:
             scaling=self._scaling, micro_batches=self.micro_batches,
         )  # fmt: skip
         self.ready, self.current = self.turns.ready, self.turns.current
-        self._weighed_by_user = is_of_user(clipper.clipping)
         self._compiled: CompiledSteps | None = None
         # Of the physical batch in the making: (first unit, the one after the last, units in all).
         self._piece: tuple[int, int, int] | None = None
@@ -219,8 +218,7 @@ class LogicalStep:
 
         def clipped() -> ClippingResult:
             result = clip()
-            if self._weighed_by_user:
-                refuse_joint_weights(self._clipper.clipping, result.norms)
+            refuse_joint_weights(self._clipper.clipping, result.norms)
             # Before the sums count as gathered, lest an interruption part them from their noise.
             self.release.sensitivity = max(self.release.sensitivity, result.sensitivity)
             return result
