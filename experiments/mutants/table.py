@@ -508,21 +508,21 @@ ACCOUNTING = [
     Mutant(
         "restore takes the charges back",
         "ghostclip/engine/snapshots.py",
-        '        self.spending.add(_runs(public["spent"]))\n',
-        '        self.spending._own.clear()\n        self.spending.add(_runs(public["spent"]))\n',
+        "        self.spending.add(spent)\n",
+        "        self.spending._own.clear()\n        self.spending.add(spent)\n",
         PITFALLS,
     ),
     Mutant(
         "reset on load",
         "ghostclip/engine/snapshots.py",
-        '        self.spending.add(_runs(public["spent"]))\n',
+        "        self.spending.add(spent)\n",
         "",
         CHECKPOINT,
     ),
     Mutant(
         "an older ledger beside a checkpoint",
         "ghostclip/engine/snapshots.py",
-        "        if not ledger.contains(Head(**head)):\n",
+        "        if not ledger.contains(head):\n",
         "        if False:\n",
         ("tests/test_checkpoint_spending.py", "tests/test_faults.py"),
     ),
@@ -1040,7 +1040,7 @@ MIXED = [
     Mutant(
         "losses divided by the number of examples pass",
         COMPARISON,
-        "        if batch.divisible and self._depends_on_number(",
+        "        if trial.batch.divisible and self._depends_on_number(",
         "        if False and self._depends_on_number(",
         (*COMPARED, "-k", "over_their_number"),
     ),
@@ -1061,8 +1061,8 @@ MIXED = [
     Mutant(
         "dropout that falls elsewhere is refused",
         COMPARISON,
-        "            quiet = trial.quieter\n",
-        "            quiet = trial\n",
+        "            trial.quieten()\n            if any",
+        "            if any",
         (*COMPARED, "-k", "honest and dropout"),
     ),
     Mutant(
@@ -1075,8 +1075,8 @@ MIXED = [
     Mutant(
         "ragged examples are refused",
         "ghostclip/engine/batch_rows.py",
-        "if d and (all(dims) or _is_real(self._leaves[p]))]",
-        "if d]",
+        "if own and (all(dims) or real)}",
+        "if own}",
         (*COMPARED, "-k", "honest or taken"),
     ),
     Mutant(
@@ -1096,7 +1096,7 @@ MIXED = [
     Mutant(
         "buffers keep examples unseen",
         COMPARISON,
-        "        if swaps and not trial.leaves_buffers:\n",
+        "        if swaps:\n",
         "        if False:\n",
         ("tests/test_self_check.py",),
     ),

@@ -67,7 +67,7 @@ class CompiledSteps:
                 if found is not None:
                     return self._take_whole(*found, update, loss_fn, examples)
             # A whole step's graph is made as soon as the optimizer has state; one of the passes alone isn't needed.
-            eagerly = in_one and (update == NOT_YET or not self._self_check.over)
+            eagerly = not self._self_check.over or (in_one and update == NOT_YET)
             clip = self._steps.clip if eagerly else self._clip_compiled
             seen += self._steps.in_pieces(clip, loss_fn, examples)
         if not (isinstance(update, Update) and self._self_check.over and self._update(update)):
@@ -78,8 +78,6 @@ class CompiledSteps:
     def _clip_compiled(self, loss_fn: LossFunction, examples: Any) -> ClippingResult:
         """`LogicalStep.clip`, by a graph of forward and passes."""
         self._steps.check_turn()
-        # The graph is made of the user's own function, and its batches are padded.
-        self._self_check.rehearse(loss_fn, examples, self._steps.check_count)
         result = self._steps.gather(lambda: self._clipper.clip(loss_fn, examples))
         if result.losses is not None:
             self._steps.check_count(result.losses)

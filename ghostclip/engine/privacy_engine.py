@@ -20,13 +20,13 @@ from ghostclip.clipping import as_policy
 from ghostclip.engine.adaptation import step_event
 from ghostclip.engine.budget import Spending, plan_for
 from ghostclip.engine.distributed import keep_unsynchronised, ranks_of
-from ghostclip.engine.earlier import warn_of_earlier
 from ghostclip.engine.loss_scaling import LossScaling
 from ghostclip.engine.micro_batching import is_auto, micro_batches_of
 from ghostclip.engine.optimizers import check_optimizer
 from ghostclip.engine.release import Release, refuse_second_engine
 from ghostclip.engine.snapshots import Restored, Snapshots, Stateful
 from ghostclip.engine.step import LogicalStep, StepRecord
+from ghostclip.engine.update_check import warn_of_earlier
 from ghostclip.errors import PrivacyError
 from ghostclip.events import Event
 from ghostclip.ledger import Ledger

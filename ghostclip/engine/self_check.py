@@ -8,25 +8,27 @@ of each layer follow their own example's loss) is not repeated here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_unflatten
 
 from ghostclip.clipper import GhostClipper
+from ghostclip.clipper.batches import leaves_of
 from ghostclip.clipper.replay import Replay
 from ghostclip.engine.agreement import gradients_agree
 from ghostclip.engine.comparison import LossComparison
-from ghostclip.engine.head import head_of_large
 from ghostclip.engine.movement import Movement
+from ghostclip.engine.trial_losses import LossFunction
 from ghostclip.errors import VerificationError
 
 __all__ = ["SelfCheck"]
 
-# Examples of a large batch whose gradients are compared, lest the graph of all of it be held.
-HEAD = 16
-LossFunction = Callable[[nn.Module, Any], Tensor]
+# Examples of a large batch whose gradients are compared, lest the graph of all of it be held; the examples of the
+# smallest batch that counts as large, and the bytes of its tensors.
+HEAD, LARGE, LARGE_DATA = 16, 64, 1 << 16
 
 log = logging.getLogger("ghostclip")
 
@@ -49,7 +51,7 @@ class SelfCheck:
         self._to_compare = wanted
         self._comparison = LossComparison(self._model) if wanted else None
         self._movement = Movement(self._passes.index, optimizer) if wanted else None
-        self._unused: list[str] = []
+        self._saw_examples = False
 
     @property
     def over(self) -> bool:
@@ -70,7 +72,7 @@ class SelfCheck:
         Raises:
             VerificationError: as `backward`.
         """
-        if not self._to_compare or (head := head_of_large(examples, HEAD)) is None:
+        if not self._to_compare or (head := _head_of_large(examples)) is None:
             return
         try:
             with Replay(self._model).again(gradients=True):
@@ -82,21 +84,6 @@ class SelfCheck:
         except Exception as error:  # what is wrong shows on the whole batch
             log.info("gradients are not compared on %d examples: %s: %s", HEAD, type(error).__name__, error)
 
-    def rehearse(self, loss_fn: LossFunction, examples: Any, check_count: Callable[[Tensor], None]) -> None:
-        """The same for a batch whose own forward can't be looked at, as part of a compiled step.
-
-        Args:
-            loss_fn: (model, examples) -> losses [B].
-            examples: a physical batch.
-            check_count: refuses losses that aren't one for each example.
-        """
-        self.before(loss_fn, examples)
-        if self._to_compare:
-            with Replay(self._model).again(gradients=True):
-                losses = loss_fn(self._model, examples)
-                check_count(losses)
-                self.backward(losses)
-
     def backward(self, losses: Tensor) -> None:
         """Compares a few of the per-example gradients with autograd's and keeps the graph.
 
@@ -107,18 +94,27 @@ class SelfCheck:
             VerificationError: they differ; nothing was gathered.
             LossShapeError, StaleInputError, UnsupportedModelError: as `GhostClipper.norms`.
         """
-        if self._movement is not None:
-            self._movement.saw_examples = True
+        self._saw_examples = True
         if self._to_compare and losses.requires_grad and (unused := gradients_agree(self._passes, losses)) is not None:
-            self._to_compare, self._unused = False, unused
+            self._to_compare = False
+            if self._movement is not None:
+                self._movement.unused = unused
 
     def released(self, held: Collection[nn.Parameter]) -> None:
         """To be called when the noisy gradients of the optimizer's parameters ``held`` are in place."""
-        if self._movement is not None:
+        if self._movement is not None and self._saw_examples:
             self._movement.note(held)
 
     def stepped(self) -> None:
         """To be called after the update; warns once of trained parameters for which training does nothing."""
         if self._movement is not None and self._movement.noted:
-            movement, self._movement = self._movement, None
-            movement.warn(self._unused)
+            self._movement.warn()
+            self._movement = None
+
+
+def _head_of_large(batch: Any) -> Any | None:
+    """The first examples of a batch so large that its graph may matter in memory; None of another."""
+    found = leaves_of(batch)
+    if found is None or found[2] < LARGE or sum([leaf.nbytes for leaf in found[0]]) < LARGE_DATA:
+        return None
+    return tree_unflatten([leaf[:HEAD] for leaf in found[0]], found[1])

@@ -14,7 +14,7 @@ from ghostclip.clipper.first_pass import check_losses
 from ghostclip.engine.compiled_steps import CompiledSteps, LossFunction
 from ghostclip.engine.micro_batching import met_again
 from ghostclip.engine.release import Release
-from ghostclip.engine.weighing import is_of_user, refuse_joint_weights
+from ghostclip.engine.weighing import refuse_joint_weights
 from ghostclip.errors import LossShapeError, PrivacyError, UnsupportedModelError
 from ghostclip.sampling import LogicalBatch, UserRows
 
@@ -40,7 +40,6 @@ class LogicalStep:
         self._sums, self._self_check, self._scaling = release.sums, release.self_check, release.scaling
         # As a `BatchOwner`.
         self.ready, self.begin = release.ready, release.begin
-        self._weighed_by_user = is_of_user(self._clipper.clipping)
         self._compiled: CompiledSteps | None = None
         # Of the physical batch in the making: (first unit, the one after the last, units in all).
         self._piece: tuple[int, int, int] | None = None
@@ -165,8 +164,7 @@ class LogicalStep:
 
         def clipped() -> ClippingResult:
             result = clip()
-            if self._weighed_by_user:
-                refuse_joint_weights(self._clipper.clipping, result.norms)
+            refuse_joint_weights(self._clipper.clipping, result.norms)
             # Before the sums count as gathered, lest an interruption part them from their noise.
             self.release.sensitivity = max(self.release.sensitivity, result.sensitivity)
             return result
