@@ -21,7 +21,7 @@ from torch.autograd.graph import _engine_run_backward as run_backward
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.parameter_names import ParameterNames
-from ghostclip.nn.base import CAPTURE, NOTHING, PROBE, LayerCall
+from ghostclip.nn.base import NOTHING, PROBE, LayerCall
 from ghostclip.nn.fallback import FallbackCall
 
 __all__ = [
@@ -244,10 +244,7 @@ def _pass_with_region(losses: Tensor, calls: Sequence[LayerCall], sink: Any, see
 
 
 def _edges_below(losses: Tensor, wanted: Collection[LayerCall]) -> Iterator[GradientEdge]:
-    """Where a backward to the wanted calls ends: an edge just below each one that has none further down.
-
-    And one below the weights' node of each recurrent layer, which lies beside the way down.
-    """
+    """Where a backward to the wanted calls ends: an edge just below each one that has none further down."""
     ids = {id(call) for call in wanted}
     above: set[Any] = set()
     for node in from_below(losses.grad_fn):
@@ -255,19 +252,12 @@ def _edges_below(losses: Tensor, wanted: Collection[LayerCall]) -> Iterator[Grad
         call = getattr(node, "call", None)
         if isinstance(call, LayerCall) and id(call) in ids:
             call.ends = not reaches
-            if call.ends or node.name() != CAPTURE:
-                yield _edge_below(node)
+            if call.ends:
+                # To a pre-activation, which only the node of a layer leads to; of a recurrent layer, to a weight.
+                yield GradientEdge(*next(edge for edge in node.next_functions if edge[0] is not None))
             reaches = True
         if reaches:
             above.add(node)
-
-
-def _edge_below(node: Any) -> GradientEdge:
-    """An edge that only the node of a layer leads to; of a recurrent layer, the node of its weights."""
-    if node.name() == CAPTURE:
-        return GradientEdge(*node.next_functions[0])
-    weights = node.next_functions[0][0]
-    return GradientEdge(*next(edge for edge in weights.next_functions[1:] if edge[0] is not None))
 
 
 @contextmanager
