@@ -70,17 +70,8 @@ class Kernel(NamedTuple):
         return len(Path(native.__file__).with_name(f"{self.file}.c").read_text().splitlines())
 
 
-IMAGES = ("cifar-cnn", "vgg11", "cnn", "resnet18-64px")
-TEXTS = ("transformer", "gpt-128", "lora-gpt", "gpt-512")
 KERNELS = (
-    Kernel("Gram norms", "gram", ("gram",), (*TEXTS, "vgg11")),
-    Kernel("Gram norms of convolutions", "windows", ("windows",), IMAGES, "native.gram"),
-    Kernel("gradients of convolutions", "shifts", ("shifts",), IMAGES),
     Kernel("rows of tables", "rows", ("rows_squared", "rows_added"), ("embedding", "lstm-imdb", "gpt-128")),
-    Kernel("scales by channel", "normalize", ("channels",), ("resnet18-64px", "resnet18-32px")),
-    Kernel("scales by feature", "normalize", ("rows",), TEXTS[:2]),
-    Kernel("linear layers on one position", "affine", ("squared_norms", "sums"), ("mlp", "fcnn-adult", "cnn")),
-    Kernel("norms to weights", "affine", ("norms", "weights", "finite"), ("mlp", "fcnn-adult", "cnn")),
     Kernel("LSTM", "time_loop", ("lstm_gates", "lstm_back"), ("lstm", "lstm-imdb")),
     Kernel("GRU", "time_loop", ("gru_gates", "gru_back"), ("gru",)),
     Kernel("RNN", "time_loop", ("rnn_back",), ("rnn",)),
@@ -113,19 +104,10 @@ TIMED = WORKLOADS | {"gru": replace(WORKLOADS["lstm"], name="gru", about=ABOUT_G
 def without(kernel: Kernel) -> Iterator[None]:
     """The kernel's binding reports that it isn't there."""
     binding = kernel.binding
-    if hasattr(binding, "library"):
-        library = binding.library
-        patch = mock.patch.object(
-            binding, "library", lambda name, *rest: None if name == kernel.file else library(name, *rest)
-        )
-    else:
-        function = binding.function
-        patch = mock.patch.object(
-            binding,
-            "function",
-            lambda file, name, *rest: None if name in kernel.functions else function(file, name, *rest),
-        )
-    with patch:
+    library = binding.library
+    with mock.patch.object(
+        binding, "library", lambda name, *rest: None if name == kernel.file else library(name, *rest)
+    ):
         yield
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ghostclip.native.custom_ops import is_traced
-from ghostclip.norms.memory import Memory, MemoryTrials, first_touch
 from ghostclip.norms.term import SAMPLE, Dense, NormResult, PerExampleGrads, Strategy, StrategyRun
 
 __all__ = ["SOLE", "Planner", "StrategyChoice", "kept_bytes", "milliseconds"]
@@ -22,8 +21,6 @@ __all__ = ["SOLE", "Planner", "StrategyChoice", "kept_bytes", "milliseconds"]
 # Candidates whose arithmetic is this many times the least one's are not worth a measurement. The second best is
 # measured nevertheless, to have something to compare with, unless that takes more flops than this.
 HOPELESS, LONG = 12.0, 4e9
-# What all memory that is reused for a term may take.
-MEMORY_BYTES = 64 << 20
 # A first run, which pays for first touches, and any later one that take this many times the best are the last.
 BEATEN_COLD, BEATEN = 4.0, 1.3
 # No candidate is run for longer than this, after its second run, in milliseconds.
@@ -103,18 +100,14 @@ class Planner:
         norm_strategy: "auto", or "gram" or "direct" to allow only that family where a term has both.
         measure: milliseconds of a callable on a device, given the best so far; replaceable, so that a test can see a
             plan follow its measurements.
-        memory_bytes: cap of the memory that is reused from chunk to chunk of a term.
     """
 
-    def __init__(
-        self, norm_strategy: str = "auto", measure: Measure = milliseconds, memory_bytes: int = MEMORY_BYTES
-    ) -> None:
+    def __init__(self, norm_strategy: str = "auto", measure: Measure = milliseconds) -> None:
         self.norm_strategy = norm_strategy
         self.choices: dict[tuple, StrategyChoice] = {}
-        self.memory = Memory(memory_bytes)
         self._measure = measure
         self._sums: dict[tuple, dict[str, float]] = {}
-        self._direct = self if norm_strategy == "direct" else Planner("direct", measure, memory_bytes)
+        self._direct = self if norm_strategy == "direct" else Planner("direct", measure)
 
     def answer(
         self, term: PerExampleGrads, keep: bool, room: int | None = None, exact: bool = False
@@ -143,10 +136,7 @@ class Planner:
             choice = self._choose(term, candidates, keep, may_keep, traced)
             choice = self.choices[key] = replace(choice, run=candidates[choice.name].run)
         assert choice.run is not None
-        answer = choice.run(term, choice.keep, self.memory)
-        # Kept from layer to layer, chunks would lie beside the activations where these are most.
-        self.memory.give_up()
-        return answer, choice
+        return choice.run(term, choice.keep), choice
 
     def _exactly(self, term: PerExampleGrads) -> tuple[NormResult, StrategyChoice]:
         squared = term.exact_squared_norms()
@@ -175,7 +165,7 @@ class Planner:
     def _choose(
         self, term: PerExampleGrads, candidates: dict[str, Strategy], keep: bool, may_keep: bool, traced: bool
     ) -> StrategyChoice:
-        allowed, ordered = self._allowed(candidates, traced)
+        allowed, ordered = self._allowed(candidates)
         raised: dict[str, Exception] = {}
         if torch.are_deterministic_algorithms_enabled():
             reason = "fewest flops (deterministic algorithms asked for)"
@@ -201,10 +191,9 @@ class Planner:
         sums = {} if kept or not keep else self._sums.get(term.key, {})
         return StrategyChoice(name, kept, reason, costs, sums, _texts(raised))
 
-    def _allowed(self, candidates: dict[str, Strategy], traced: bool) -> tuple[dict[str, Strategy], list[str]]:
+    def _allowed(self, candidates: dict[str, Strategy]) -> tuple[dict[str, Strategy], list[str]]:
         """Those that may be chosen, and their names in the order of their flops."""
-        fit = {name: way for name, way in candidates.items() if way.traces or not traced}
-        allowed = {n: c for n, c in fit.items() if self.norm_strategy in ("auto", c.family)} or fit
+        allowed = {n: c for n, c in candidates.items() if self.norm_strategy in ("auto", c.family)} or candidates
         return allowed, sorted(allowed, key=lambda name: allowed[name].flops)
 
     def _as_measured(
@@ -242,30 +231,25 @@ class Planner:
         share = sample.examples / term.examples
         candidates = sample.candidates()
         weights = torch.ones(term.examples, device=term.device)
-        trials = MemoryTrials(self.memory.cap)
 
         def kept_and_summed(way: Strategy) -> Tensor:
-            kept = way.run(sample, True, trials).kept
+            kept = way.run(sample, True).kept
             assert kept is not None
             return Dense(kept).weighted_sum(weights[: sample.examples])
 
-        # Measured over and over the kept gradients lie where the last ones lay; in a step their pages may be new ones.
-        new = first_touch(kept_bytes(term) - term.nbytes) if may_keep and term.device.type == "cpu" else 0.0
         costs: dict[str, float] = {}
         summed: float | None = None
         for name in names:
-            trials.give_up()
             way, best = candidates[name], min(costs.values(), default=math.inf)
             if may_keep and way.keeps:
-                least = max(0.0, best - new) * share
                 with _inapplicable(name, term, raised):
-                    costs[name] = self._measure(partial(kept_and_summed, way), term.device, least) / share + new
+                    costs[name] = self._measure(partial(kept_and_summed, way), term.device, best * share) / share
                 continue
             if keep and summed is None:
                 # Part of its cost is that of a parameter-sized result, which does not grow with the batch.
                 summed = self._cost_of_sum(term, weights)
             after = summed or 0.0
-            run, least = partial(way.run, sample, False, trials), max(0.0, best - after) * share
+            run, least = partial(way.run, sample, False), max(0.0, best - after) * share
             with _inapplicable(name, term, raised):
                 costs[name] = self._measure(run, term.device, least) / share + after
         return costs
@@ -306,11 +290,6 @@ def _text(error: Exception) -> str:
     """An error in one short line. The error itself would hold the frames it went through, and their tensors."""
     first = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {first[:80]}"
-
-
-def _alike(example: int, squared: float) -> float:
-    """A weight to measure with."""
-    return 1.0
 
 
 def worth_measuring(ordered: list[str], candidates: dict[str, Strategy]) -> list[str]:

@@ -37,13 +37,10 @@ def syncs_that_wait(monkeypatch):
 @pytest.fixture
 def no_compiler(monkeypatch):
     """Tensor operations alone, as on a GPU."""
-    known = (native.library, native.calls.function)
     monkeypatch.setenv("GHOSTCLIP_COMPILE", "0")
-    for each in known:
-        each.cache_clear()
+    native.library.cache_clear()
     yield
-    for each in known:
-        each.cache_clear()
+    native.library.cache_clear()
 
 
 def counted(monkeypatch, run):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ghostclip import GhostClipper
-from ghostclip.native import build, calls, gram, library, time_loop
+from ghostclip.native import build, calls, library, rows, time_loop
 from ghostclip.nn.rnn.kernels import COMPILED
 from ghostclip.nn.rnn.loops import LOOPS
 from ghostclip.nn.rnn.trace import Incoming, Trace
@@ -151,7 +151,7 @@ def test_processor_settings_are_left_as_they_were():
 
 @pytest.mark.parametrize("missing", ["compiler", "permission"])
 def test_without_a_compiler_tensor_operations_do_it(missing, monkeypatch, tmp_path, caplog):
-    for module in (time_loop, gram):
+    for module in (time_loop, rows):
         # Without its memory, which would keep what is missing here from all tests to come.
         monkeypatch.setattr(module, "library", build.library.__wrapped__)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

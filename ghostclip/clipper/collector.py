@@ -16,8 +16,7 @@ from ghostclip.graph.row_layout import overlapping_parts, row_count
 from ghostclip.nn.base import LayerCall, Repeat
 from ghostclip.norms.affine import LinearPair, squared_norms_of, weighted_sums_of
 from ghostclip.norms.combine import combine
-from ghostclip.norms.reduce import norms
-from ghostclip.norms.rounding import rounding_margin
+from ghostclip.norms.reduce import norms, rounding_margin
 from ghostclip.norms.term import Dense, NormResult, PerExampleGrads, to_float32
 from ghostclip.planner import SOLE, Planner, StrategyChoice, kept_bytes
 
@@ -47,7 +46,7 @@ class Wanted:
     Attributes:
         keep: which per-example gradients are kept.
         materialise: materialise and keep every per-example gradient, and find no norms.
-        margin: also gather what the rounding margin of weights follows from (`ghostclip.norms.rounding`).
+        margin: also gather what the rounding margin of weights follows from (`ghostclip.norms.reduce`).
         exact: use no form of a norm that may cancel, and wait for a GPU where that takes it.
     """
 
@@ -240,7 +239,7 @@ class NormCollector:
         for part, term in self._terms.items():
             answer, choice = self._planner.answer(term, False, exact=True)
             self._note(part, term, answer, choice)
-        self._squared += [(owners, affine.squared_norms()) for owners, affine in self._affines]
+        self._squared += [(owners, squared_norms_of([affine])) for owners, affine in self._affines]
 
     def _add(self, part: Part, term: PerExampleGrads, layer_bytes: int, held: set[int]) -> None:
         """Takes the term of a parameter's last use.

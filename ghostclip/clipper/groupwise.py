@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.affine import LinearPair, weighted_sums_of
-from ghostclip.norms.reduce import bounded_weights, group_norms
-from ghostclip.norms.rounding import rounding_margin
+from ghostclip.norms.reduce import bounded_weights, group_norms, rounding_margin
 from ghostclip.norms.term import PerExampleGrads
 from ghostclip.planner import Planner
 

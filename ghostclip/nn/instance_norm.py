@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.native.normalize import by_channel
-from ghostclip.norms.term import Dense, PerExampleGrads, to_float32
+from ghostclip.norms.term import PerExampleGrads, to_float32
 
 from .base import GhostLayer, LayerCall, is_capturing, place_of
 from .normalization import over_channels
@@ -55,10 +54,7 @@ class _InstanceNorm(GhostLayer):
     def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         if name == "bias":
             return over_channels(to_float32(grad))
-        images = to_float32(inputs[0])
-        if self.running_mean is None:
-            return Dense(by_channel(images, to_float32(grad), images.shape[1], self.eps, self._normalized))
-        return over_channels(to_float32(grad) * self._normalized(images))
+        return over_channels(to_float32(grad) * self._normalized(to_float32(inputs[0])))
 
     def _normalized(self, images: Tensor) -> Tensor:
         if self.running_mean is None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.native.normalize import by_channel, by_feature
 from ghostclip.norms.term import Dense, PerExampleGrads, to_float32
 
 from .base import GhostLayer, LayerCall, is_capturing, place_of
@@ -50,11 +49,8 @@ class LayerNorm(GhostLayer, torch.nn.LayerNorm, wraps=torch.nn.LayerNorm):
         grads, dims = to_float32(grad), len(self.normalized_shape)
         if name == "bias":
             return _over_positions(grads, call.batch_dim, dims)
-        first, second = (side.movedim(call.batch_dim, 0) for side in (to_float32(inputs[0]), grads))
-        return Dense(by_feature(first, second, dims, True, self.eps, self._normalized))
-
-    def _normalized(self, inputs: Tensor) -> Tensor:
-        return F.layer_norm(inputs, self.normalized_shape, None, None, self.eps)
+        normalized = F.layer_norm(to_float32(inputs[0]), self.normalized_shape, None, None, self.eps)
+        return _over_positions(grads * normalized, call.batch_dim, dims)
 
 
 class RMSNorm(GhostLayer, torch.nn.RMSNorm, wraps=torch.nn.RMSNorm):
@@ -66,13 +62,8 @@ class RMSNorm(GhostLayer, torch.nn.RMSNorm, wraps=torch.nn.RMSNorm):
         return self.capture(super().forward(x), x, parameters=("weight",))
 
     def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
-        first, second = (side.movedim(call.batch_dim, 0) for side in (to_float32(inputs[0]), to_float32(grad)))
-        # Without an eps torch takes that of the type it computes in.
-        eps = torch.finfo(first.dtype).eps if self.eps is None else self.eps
-        return Dense(by_feature(first, second, len(self.normalized_shape), False, eps, self._normalized))
-
-    def _normalized(self, inputs: Tensor) -> Tensor:
-        return F.rms_norm(inputs, self.normalized_shape, None, self.eps)
+        normalized = F.rms_norm(to_float32(inputs[0]), self.normalized_shape, None, self.eps)
+        return _over_positions(to_float32(grad) * normalized, call.batch_dim, len(self.normalized_shape))
 
     @classmethod
     def parameter_names(cls, module: torch.nn.Module) -> tuple[str, ...]:
@@ -95,10 +86,7 @@ class GroupNorm(GhostLayer, torch.nn.GroupNorm, wraps=torch.nn.GroupNorm):
     def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         if name == "bias":
             return over_channels(to_float32(grad))
-        return Dense(by_channel(to_float32(inputs[0]), to_float32(grad), self.num_groups, self.eps, self._normalized))
-
-    def _normalized(self, images: Tensor) -> Tensor:
-        return F.group_norm(images, self.num_groups, None, None, self.eps)
+        return over_channels(to_float32(grad) * F.group_norm(to_float32(inputs[0]), self.num_groups, eps=self.eps))
 
 
 def over_channels(products: Tensor) -> Dense:
