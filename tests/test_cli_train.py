@@ -10,9 +10,9 @@ from test_datasets import write_adult, write_cifar, write_images, write_imdb, wr
 
 import ghostclip
 from ghostclip import accounting, datasets
-from ghostclip.cli import main, train
+from ghostclip.cli import main, summary, train
 from ghostclip.cli.methods import METHODS, Settings
-from ghostclip.cli.recipes import NOISE_PER_STEP, learning_rate
+from ghostclip.cli.plan import NOISE_PER_STEP, learning_rate
 from ghostclip.cli.training import build
 from ghostclip.cli.training import train as train_once
 from ghostclip.engine import micro_batching
@@ -105,7 +105,7 @@ def test_target_is_met_and_reported(capsys, monkeypatch, tmp_path):
 
 
 def test_comparison_trains_lower_targets_and_without_privacy(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(train, "SPEED_SECONDS", 0.0)
+    monkeypatch.setattr(summary, "SPEED_SECONDS", 0.0)
     monkeypatch.setattr(train, "MARKS", 1)
     arguments = ["--model", "mlp", "--epochs", "1", "--epsilon", "2", "--report", str(tmp_path)]
     assert main(["train", *arguments]) == 0

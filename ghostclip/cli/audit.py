@@ -1,4 +1,4 @@
-"""ghostclip audit: an empirical lower bound on epsilon, beside the claimed one"""
+"""ghostclip audit: an empirical lower bound on epsilon, beside the claimed one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from ghostclip.audit import Audit, Training, audit_training
 from ghostclip.cli.arguments import UsageError, add_json, print_json
 from ghostclip.cli.methods import METHODS, OPTIMIZERS, Ghost, Settings, cross_entropy
 from ghostclip.cli.plan import PlannedRun, runs_of
-from ghostclip.cli.progress import bar
 from ghostclip.cli.train import add_configuration, load_data, set_threads
-from ghostclip.cli.training import build
+from ghostclip.cli.training import bar, build
 from ghostclip.datasets import Data
 from ghostclip.report import plain
 from ghostclip.report.audit_plot import AuditPanel, audit_plot
