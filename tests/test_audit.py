@@ -18,12 +18,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
-from ghostclip.audit import (
-    Bound,
-    Claim,
-    Training,
-    Trials,
-    audit,
+from ghostclip.audit import Bound, audit
+from ghostclip.audit.bounds import (
+    composed_false_negatives,
     epsilon_from_rates,
     error_bound,
     gaussian_mu,
@@ -31,8 +28,8 @@ from ghostclip.audit import (
     one_run_epsilon,
     one_run_p_value,
 )
-from ghostclip.audit.scores import log_ratios
-from ghostclip.audit.tradeoff import composed_false_negatives
+from ghostclip.audit.training import Claim, Training
+from ghostclip.audit.trials import Trials, log_ratios
 from ghostclip.audit.white_box import TrialSetting
 from ghostclip.clipping import Adaptive, PerLayer
 from ghostclip.noise import noise_source

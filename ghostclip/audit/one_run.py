@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ghostclip.audit.one_run_bound import one_run_epsilon
-from ghostclip.audit.scores import log_ratios
+from ghostclip.audit.bounds import one_run_epsilon
 from ghostclip.audit.training import LossFunction, Training, endless
+from ghostclip.audit.trials import log_ratios
 from ghostclip.clipping import as_policy
 
 __all__ = ["OneRun", "one_run"]

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ghostclip.audit.one_run import OneRun
-from ghostclip.audit.rate import SampledShare
 from ghostclip.audit.trials import ErrorRates
+from ghostclip.audit.white_box import SampledShare
 
 __all__ = ["Audit", "Bound", "CurvePoint", "WhiteBox"]
 

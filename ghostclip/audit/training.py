@@ -1,11 +1,13 @@
-"""The training that is audited: the user's own model, data and settings, none of which is touched."""
+"""The training that is audited, none of which is touched: the user's own model, data and settings, and its claim."""
 
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,20 +15,68 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from ghostclip.audit.claim import Claim
+from ghostclip import accounting
 from ghostclip.clipping import Adaptive
 from ghostclip.engine import PrivacyEngine
 from ghostclip.sampling import LogicalBatch
 from ghostclip.validate import one_of, open_fraction, positive, positive_int
 
-__all__ = ["LossFunction", "Training", "endless"]
+__all__ = ["Claim", "LossFunction", "Training", "endless", "plain_sgd"]
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 Columns = tuple[Tensor, ...]
+NOTHING_SHOWN = 1e4  # a noise multiplier so large that its epsilon is as good as 0
 
 
-def _plain_sgd(parameters: Iterator[nn.Parameter]) -> Optimizer:
+def plain_sgd(parameters: Iterator[nn.Parameter]) -> Optimizer:
+    """At rate 0.1."""
     return SGD(parameters, lr=0.1)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """``steps`` Poisson-sampled Gaussian releases, neighbours differing by one example's presence.
+
+    Attributes:
+        noise_multiplier: standard deviation of the noise over the sensitivity, > 0.
+        sample_rate: probability of each example to be in a batch.
+        steps: number of releases.
+        delta: where epsilon is reported.
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    steps: int
+    delta: float
+
+    @property
+    def epsilon(self) -> float:
+        """What is claimed, by PLD."""
+        return _epsilon(self.noise_multiplier, self.sample_rate, self.steps, self.delta)
+
+    def with_noise(self, noise_multiplier: float, sample_rate: float | None = None) -> float:
+        """Epsilon if the noise (and the rate) were these: inf for no noise, 0 for endless noise.
+
+        By the same accountant, whose curve is monotone in both: an audited epsilon passes the claimed one exactly where
+        the audited noise falls below the claimed one (or the rate rises above it). For full batches it is exact.
+        """
+        rate = self.sample_rate if sample_rate is None else sample_rate
+        if noise_multiplier >= NOTHING_SHOWN or rate <= 0:
+            return 0.0
+        if noise_multiplier <= 0:
+            return math.inf
+        if rate == 1.0:
+            from dp_accounting import gaussian_mechanism
+
+            # One Gaussian release, without any error of composition (Balle, Wang 2018).
+            return float(gaussian_mechanism.get_epsilon_gaussian(noise_multiplier / math.sqrt(self.steps), self.delta))
+        return _epsilon(noise_multiplier, rate, self.steps, self.delta)
+
+
+@lru_cache(maxsize=256)
+def _epsilon(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
+    """By PLD; the same claim is asked about again and again."""
+    return accounting.epsilon(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps, delta=delta)
 
 
 @dataclass(frozen=True)
@@ -54,7 +104,7 @@ class Training:
     second_pass: str = "auto"
     max_physical_batch_size: int | None = None
     noise: str = "standard"
-    optimizer: Callable[[Iterator[nn.Parameter]], Optimizer] = _plain_sgd
+    optimizer: Callable[[Iterator[nn.Parameter]], Optimizer] = plain_sgd
 
     def __post_init__(self) -> None:
         positive(noise_multiplier=self.noise_multiplier)

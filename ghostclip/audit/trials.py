@@ -1,4 +1,4 @@
-"""Scores of an attack, and how often it errs: the threshold is chosen on some trials and judged by the others."""
+"""An attack's scores, and how often it errs: the threshold is chosen on some trials and judged by the others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from ghostclip.audit.bounds import error_bound
 
-__all__ = ["ErrorRates", "Trials"]
+__all__ = ["ErrorRates", "Trials", "log_ratios"]
 
 CHOOSING = 0.2  # share of the trials on which the threshold is chosen
 CANDIDATES = 200
@@ -103,3 +103,18 @@ class Trials:
             return known
         between = (known[1:] + known[:-1]) / 2
         return between[np.unique(np.linspace(0, len(between) - 1, CANDIDATES).round().astype(int))]
+
+
+def log_ratios(seen: np.ndarray, sample_rate: float, noise_multiplier: float) -> np.ndarray:
+    """The best scores: log-likelihood ratios of "in" over "out", of the same shape; independent releases' add up.
+
+    "Out" is N(0, s^2) and "in" is (1 - q) N(0, s^2) + q N(1, s^2): no test is better than one on the ratio's sum
+    (Neyman, Pearson 1933).
+
+    Args:
+        seen: released sums along the canary's direction, in units of the clipping bound.
+        sample_rate: q, the probability of the canary to be in a release.
+        noise_multiplier: s.
+    """
+    exponent = (2 * seen - 1) / (2 * noise_multiplier**2)
+    return exponent if sample_rate == 1 else np.logaddexp(np.log1p(-sample_rate), np.log(sample_rate) + exponent)
