@@ -86,7 +86,7 @@ KERNELS = (
     Kernel("RNN", "time_loop", ("rnn_back",), ("rnn",)),
     Kernel("noise", "normal", ("ghostclip_release", "ghostclip_normal", "ghostclip_words"),
            ("embedding", "mlp", "fcnn-adult"), "noise.gaussian"),
-    Kernel("hardened noise", "lattice", ("ghostclip_lattice",), ("embedding", "mlp", "fcnn-adult"), "noise.lattice",
+    Kernel("hardened noise", "lattice", ("ghostclip_lattice",), ("embedding", "mlp", "fcnn-adult"), "noise.hardened",
            "hardened"),
 )  # fmt: skip
 # Files that a step on one thread doesn't gain from, and what they are for.

@@ -36,7 +36,7 @@ from ghostclip.bench import CONTENDERS, WORKLOADS
 from ghostclip.bench.machine import busy_warning, describe, in_words
 from ghostclip.bench.measure import take_turns
 from ghostclip.noise import noise_source
-from ghostclip.noise.lattice import Lattice
+from ghostclip.noise.hardened import Lattice
 
 RARE = 1e-6
 # {name: (mode, whether C may be used, type)}
@@ -59,7 +59,7 @@ STEP = Lattice(1.0, 1.0).step
 def compiling(kind: str) -> Iterator[None]:
     """With C, or as if there were no compiler, as the kind has it."""
     with ExitStack() as patches:
-        for module in () if KINDS[kind][1] else ("gaussian", "lattice"):
+        for module in () if KINDS[kind][1] else ("gaussian", "hardened"):
             patches.enter_context(mock.patch(f"ghostclip.noise.{module}.library", return_value=None))
         yield
 
