@@ -96,7 +96,7 @@ def test_epsilon_is_of_everything_in_the_ledger(path: Path) -> None:
 
 def test_the_ledger_knows_the_run_s_settings(path: Path) -> None:
     stepped(engine_for(path, noise="test", seed=3), 1).detach()
-    (charge,) = Ledger(path).charges
+    (charge,) = Ledger(path).contents.charges.values()
     assert (charge.noise, charge.event.noise_multiplier, charge.event.sample_rate) == ("test", 0.0, 1 / 3)
     assert engine_for(path).epsilon() == math.inf
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,8 +97,8 @@ def add_ledger(parser: argparse.ArgumentParser) -> None:
 
 def run_ledger(arguments: argparse.Namespace) -> int:
     """Checks every record, and prints what was charged and what it adds up to."""
-    ledger = Ledger(arguments.ledger)
-    head, torn, charges = ledger.head, ledger.torn, ledger.charges
+    contents = Ledger(arguments.ledger).contents
+    head, torn, charges = contents.head, len(contents.torn), contents.charges.values()
     runs, spent = _by_run(charges), [charge.spent for charge in charges]
     choice = {"delta": arguments.delta, "accountant": arguments.accountant}
     if arguments.json:
@@ -115,7 +115,7 @@ def run_ledger(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _by_run(charges: Sequence[Charge]) -> list[dict[str, Any]]:
+def _by_run(charges: Iterable[Charge]) -> list[dict[str, Any]]:
     """One row for each run and each kind of step it took, in the order in which they started."""
     found: dict[tuple[str, Event], list[Charge]] = {}
     for charge in charges:
