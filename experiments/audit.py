@@ -27,7 +27,7 @@ import ghostclip.clipping.policies as policies
 from ghostclip.audit import Audit, audit
 from ghostclip.bench.machine import describe, in_words
 from ghostclip.report import plain
-from ghostclip.report.audit_plot import AuditPanel, audit_plot
+from ghostclip.report.plots import AuditPanel, audit_plot
 
 EXAMPLES, FEATURES, CLASSES = 2000, 20, 3
 

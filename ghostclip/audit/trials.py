@@ -88,21 +88,19 @@ class Trials:
         return self.scores[~self.inside], self.scores[self.inside]
 
     def _best_threshold(self, merit: Merit, failure: float) -> float:
-        """The candidate of the best merit, going by bounds on the error rates, so that few trials don't mislead."""
-        candidates = self._candidates()
+        """The threshold of the best merit, of some between the scores at evenly spaced ranks.
+
+        It goes by bounds on the error rates, so that few trials don't mislead.
+        """
+        known = np.unique(self.scores)
+        between = (known[1:] + known[:-1]) / 2
+        ranks = np.unique(np.linspace(0, len(between) - 1, CANDIDATES).round().astype(int))
+        candidates = between[ranks] if len(between) else known
         out, within = (np.sort(scores) for scores in self._split())
         positives = len(out) - np.searchsorted(out, candidates, side="right")
         negatives = np.searchsorted(within, candidates, side="right")
         merits = merit(error_bound(positives, len(out), failure / 2), error_bound(negatives, len(within), failure / 2))
         return float(candidates[int(np.argmax(merits))])
-
-    def _candidates(self) -> np.ndarray:
-        """Thresholds between the scores, at evenly spaced ranks."""
-        known = np.unique(self.scores)
-        if len(known) == 1:
-            return known
-        between = (known[1:] + known[:-1]) / 2
-        return between[np.unique(np.linspace(0, len(between) - 1, CANDIDATES).round().astype(int))]
 
 
 def log_ratios(seen: np.ndarray, sample_rate: float, noise_multiplier: float) -> np.ndarray:

@@ -14,7 +14,7 @@ from ghostclip.cli.plan import runs_of
 from ghostclip.cli.train import add_configuration, load_data, set_threads
 from ghostclip.cli.training import bar, build
 from ghostclip.report import plain
-from ghostclip.report.audit_plot import AuditPanel, audit_plot
+from ghostclip.report.plots import AuditPanel, audit_plot
 
 __all__ = ["add_arguments", "panels_of", "run"]
 
