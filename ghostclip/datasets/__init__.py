@@ -1,5 +1,6 @@
 """Data sets, each with a train and a test part; nothing is ever downloaded."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from ghostclip.validate import one_of
 
 __all__ = ["NAMES", "Data", "DataError", "digits", "imdb", "load"]
 
-_IN_FOLDERS = {
+_IN_FOLDERS: dict[str, Callable[[str | Path | None], Data]] = {
     "mnist": mnist,
     "fashion-mnist": partial(mnist, name="fashion-mnist"),
     "cifar10": cifar10,
