@@ -181,7 +181,13 @@ def epsilon_of(events: Iterable[Event], *, delta: float, accountant: str = "pld"
     happened = merged(_as_sampled(event) for event in merged(events))
     if not happened:
         return 0.0
-    _check_alike(happened)
+    kinds = {(event.relation, event.unit) for event in happened}
+    if len(kinds) > 1:
+        listed = ", ".join(f"{relation} of one {unit}" for relation, unit in sorted(kinds))
+        raise ValueError(
+            f"events must be about the same neighbours to add up to one guarantee; got {listed}. Report them "
+            "separately, or charge runs that are to be added up with the same neighboring and unit of privacy"
+        )
     if any(event.noise_multiplier < LEAST_NOISE for event in happened):
         return math.inf
     happened = [replace(event, noise_multiplier=min(event.noise_multiplier, MOST_NOISE)) for event in happened]
@@ -203,17 +209,6 @@ def accountants_for(event: Event) -> tuple[str, ...]:
 
 def _as_sampled(event: Event) -> SampledRelease:
     return event.together if isinstance(event, JointGaussian) else event
-
-
-def _check_alike(events: Sequence[SampledRelease]) -> None:
-    """Raises ValueError when the events protect different things."""
-    kinds = {(event.relation, event.unit) for event in events}
-    if len(kinds) > 1:
-        listed = ", ".join(f"{relation} of one {unit}" for relation, unit in sorted(kinds))
-        raise ValueError(
-            f"events must be about the same neighbours to add up to one guarantee; got {listed}. Report them "
-            "separately, or charge runs that are to be added up with the same neighboring and unit of privacy"
-        )
 
 
 def guarantee(events: Sequence[Event], *, delta: float, accountant: str = "pld") -> str:

@@ -81,10 +81,7 @@ def noise_from_rates(false_positives: float, false_negatives: float, sample_rate
     Closed forms for one release and for full batches; otherwise the trade-off curve by PLD, which bounds both
     directions at once and so gives away a little.
 
-    Args:
-        false_positives, false_negatives: upper bounds on the error rates of one test on all ``steps`` releases.
-        sample_rate: of each release.
-        steps: releases that the test saw together.
+    The error rates are upper bounds, of one test on all ``steps`` releases together.
 
     Returns:
         inf where any noise allows them; 0 where none does at this rate.
@@ -115,11 +112,7 @@ def composed_false_negatives(false_positives: float, noise: float, sample_rate: 
     f(a) = max over epsilon of max(1 - delta - e^epsilon a, e^-epsilon (1 - delta - a)), 0 at least, with
     delta = delta(epsilon) of the mechanism (Wasserman, Zhou 2010; Dong, Roth, Su 2019, proposition 2.12).
 
-    Args:
-        false_positives: a, in [0, 1].
-        noise: the noise multiplier of each release.
-        sample_rate: the probability of the canary to be in each release.
-        steps: how many releases the test sees.
+    ``noise`` and ``sample_rate`` are of each of the ``steps`` releases that the test sees.
     """
     deltas = _deltas(noise, sample_rate, steps)
     one = 1.0 - deltas - np.exp(GRID) * false_positives

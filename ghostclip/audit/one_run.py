@@ -50,18 +50,13 @@ class OneRun:
         )
 
 
-def one_run(training: Training, canaries: int, confidence: float, watch: Callable[[], None] = lambda: None) -> OneRun:
-    """Trains once and guesses which canaries took part.
+def one_run(training: Training, canaries: int, confidence: float, watch: Callable[[], None]) -> OneRun:
+    """Trains once and guesses which of so many canaries took part.
 
-    Args:
-        training: what is audited; its model is copied.
-        canaries: how many, below the number of examples.
-        confidence: with which the bound will be asked for, by which the number of guesses is chosen beforehand.
-        watch: called after each step.
+    The number of guesses is chosen beforehand, by the ``confidence`` with which the bound will be asked for.
 
     Raises:
-        ValueError: too few canaries, or no fewer than there are examples.
-        GhostClipError: the training can't be run.
+        ValueError: too few canaries, or no fewer than there are examples; GhostClipError: the training can't be run.
     """
     if not 2 <= canaries < training.size:
         raise ValueError(
@@ -76,11 +71,15 @@ def one_run(training: Training, canaries: int, confidence: float, watch: Callabl
 
 def _train(training: Training, inside: np.ndarray, watch: Callable[[], None]) -> np.ndarray:
     """One training with those canaries in it; each canary's score [m]."""
-    count = len(inside)
+    count, size = len(inside), training.size
     model = _WithCanaries(training.model_copy(), count)
     optimizer = training.optimizer(model.parameters())
-    own, rows = _places(training.size, inside)
-    data = training.with_columns(list(range(training.size)), (own, rows))
+    # The last places are the canaries'. One that is out leaves an example whose gradient is zero, so that the size of
+    # the data set tells nothing.
+    own, rows = torch.ones(size, device="cpu"), torch.zeros(size, dtype=torch.long, device="cpu")
+    own[size - count :] = 0.0
+    rows[size - count :] = torch.arange(1, count + 1, device="cpu") * torch.from_numpy(inside)
+    data = training.with_columns(list(range(size)), (own, rows))
     engine = training.engine(model, optimizer, data, training.batch_size)
     bound = as_policy(training.clipping).sensitivity
     scores = np.zeros(count)
@@ -108,18 +107,6 @@ class _WithCanaries(nn.Module):
         self.model = model
         kind = next(model.parameters())
         self.canaries = nn.Embedding(count + 1, 1, padding_idx=0, device=kind.device, dtype=kind.dtype)
-
-
-def _places(size: int, inside: np.ndarray) -> tuple[Tensor, Tensor]:
-    """(weight of the example's own loss [N], canary's row [N]): the last places are the canaries'.
-
-    A canary that is out leaves an example whose gradient is zero, so that the size of the data set tells nothing.
-    """
-    own = torch.ones(size, device="cpu")
-    own[size - len(inside) :] = 0.0
-    rows = torch.zeros(size, dtype=torch.long, device="cpu")
-    rows[size - len(inside) :] = torch.arange(1, len(inside) + 1, device="cpu") * torch.from_numpy(inside)
-    return own, rows
 
 
 def _losses_with(loss_fn: LossFunction, pull: float) -> LossFunction:

@@ -6,7 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +25,7 @@ __all__ = ["Claim", "LossFunction", "Training", "endless", "plain_sgd"]
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 Columns = tuple[Tensor, ...]
+_epsilon = lru_cache(maxsize=256)(accounting.epsilon)  # the same claim is asked about again and again
 NOTHING_SHOWN = 1e4  # a noise multiplier so large that its epsilon is as good as 0
 
 
@@ -52,7 +53,7 @@ class Claim:
     @property
     def epsilon(self) -> float:
         """What is claimed, by PLD."""
-        return _epsilon(self.noise_multiplier, self.sample_rate, self.steps, self.delta)
+        return _epsilon(**vars(self))
 
     def with_noise(self, noise_multiplier: float, sample_rate: float | None = None) -> float:
         """Epsilon if the noise (and the rate) were these: inf for no noise, 0 for endless noise.
@@ -70,13 +71,7 @@ class Claim:
 
             # One Gaussian release, without any error of composition (Balle, Wang 2018).
             return float(gaussian_mechanism.get_epsilon_gaussian(noise_multiplier / math.sqrt(self.steps), self.delta))
-        return _epsilon(noise_multiplier, rate, self.steps, self.delta)
-
-
-@lru_cache(maxsize=256)
-def _epsilon(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
-    """By PLD; the same claim is asked about again and again."""
-    return accounting.epsilon(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps, delta=delta)
+        return replace(self, noise_multiplier=noise_multiplier, sample_rate=rate).epsilon
 
 
 @dataclass(frozen=True)

@@ -66,20 +66,11 @@ class TrialSetting:
         return cls(near[0], max(near), steps)
 
 
-def white_box_trials(
-    training: Training, setting: TrialSetting, count: int, watch: Callable[[], None] = lambda: None
-) -> Trials:
+def white_box_trials(training: Training, setting: TrialSetting, count: int, watch: Callable[[], None]) -> Trials:
     """``count`` trials; the scores are log-likelihood ratios under the training's own claim.
 
-    Args:
-        training: what is audited; its model is copied.
-        setting: the data set's size and the steps of a trial.
-        count: of trials.
-        watch: called after each.
-
     Raises:
-        ValueError: no example has a gradient that could serve as a canary's.
-        GhostClipError: the training can't be run.
+        ValueError: no example has a gradient that could serve as a canary's; GhostClipError: the training can't be run.
     """
     canary = _Canary(training, setting)
     inside = np.random.default_rng().integers(0, 2, count).astype(bool)
@@ -213,7 +204,7 @@ class SampledShare:
         return 1.0 - float(error_bound(left_out, self.coins, failure)) if left_out else 1.0
 
 
-def sampled_share(training: Training, batches: int, watch: Callable[[], None] = lambda: None) -> SampledShare:
+def sampled_share(training: Training, batches: int, watch: Callable[[], None]) -> SampledShare:
     """Draws ``batches`` logical batches of the engine's over a data set of the training's size, and counts.
 
     The examples are their own numbers, so that loading costs nothing; no step is taken and nothing released.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,12 @@ def run_ledger(arguments: argparse.Namespace) -> int:
     """Checks every record, and prints what was charged and what it adds up to."""
     contents = Ledger(arguments.ledger).contents
     head, torn, charges = contents.head, len(contents.torn), contents.charges.values()
-    runs, spent = _by_run(charges), [charge.spent for charge in charges]
+    spent = [charge.spent for charge in charges]
+    by_run: dict[tuple[str, Event], list[Charge]] = {}
+    for charge in charges:
+        by_run.setdefault((charge.run, replace(charge.event, count=1)), []).append(charge)
+    # One row for each run and each kind of step it took, in the order in which they started.
+    runs = [_row(run, event, taken) for (run, event), taken in by_run.items()]
     choice = {"delta": arguments.delta, "accountant": arguments.accountant}
     if arguments.json:
         found = {"ledger": arguments.ledger, "records": head.records, "head": head.hash, "torn_bytes": torn}
@@ -113,14 +118,6 @@ def run_ledger(arguments: argparse.Namespace) -> int:
         print(f"  run {row['run']}, {row['noise']} noise, {times}: {row['steps']:,} steps over {row['setting']}")
     print(accounting.guarantee(spent, **choice))
     return 0
-
-
-def _by_run(charges: Iterable[Charge]) -> list[dict[str, Any]]:
-    """One row for each run and each kind of step it took, in the order in which they started."""
-    found: dict[tuple[str, Event], list[Charge]] = {}
-    for charge in charges:
-        found.setdefault((charge.run, replace(charge.event, count=1)), []).append(charge)
-    return [_row(run, event, taken) for (run, event), taken in found.items()]
 
 
 def _row(run: str, event: Event, charges: Sequence[Charge]) -> dict[str, Any]:

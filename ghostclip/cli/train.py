@@ -114,8 +114,10 @@ def run(arguments: argparse.Namespace) -> int:
     build(arguments.model, data, arguments.seed)
     _warn(arguments, len(data.train))
     outcomes: list[Outcome] = []
+    # Epsilon is computed after a few steps: among them the first, which may spend most, and the last.
+    shares = [part / MARKS for part in range(1, MARKS + 1)]
     for plan in runs_of(arguments, len(data.train)):
-        marks = _marks(plan.steps) if not outcomes else ()
+        marks = () if outcomes else sorted({1, *(max(1, round(plan.steps * share)) for share in shares)})
         try:
             with bar(plan.name, plan.steps, "step") as watch:
                 outcomes.append(train(plan.settings, data, plan.name, watch, marks, keeping))
@@ -177,11 +179,6 @@ def _print(record: Record, page: Path | None, delta: float) -> None:
         print("\n" + speed_table(record.speeds, record.speed_batch_size))
     if page is not None:
         print(f"\nreport: {page}")
-
-
-def _marks(steps: int) -> list[int]:
-    """The steps after which epsilon is computed: a few of them, the first, which may spend most, and the last."""
-    return sorted({1, *(max(1, round(steps * part / MARKS)) for part in range(1, MARKS + 1))})
 
 
 def _warn(arguments: argparse.Namespace, examples: int) -> None:

@@ -129,12 +129,8 @@ def train(
         data: both parts.
         name: of the run, for tables and plots.
         watch: told of every step.
-        marks: steps after which epsilon is computed by PLD, for ``watch`` and the curve.
+        marks: steps after which epsilon is computed, for ``watch`` and the curve.
         keeping: of checkpoints, for the methods that are engines.
-
-    Raises:
-        ValueError, GhostClipError: settings the method or the model does not take, or a checkpoint that does not fit.
-        OSError: a checkpoint can't be written or read.
     """
     model = build(settings.model, data, settings.seed)
     steps, seen = METHODS[settings.method](settings, model, data.train), History()

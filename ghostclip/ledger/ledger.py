@@ -36,9 +36,9 @@ class Ledger:
 
     One process at a time may write (a lock on the file tells the others); its engines may share the ledger. A forked
     process can't write through what its parent opened. CRC and hash chain show damage and careless edits; they are no
-    signature, and whoever can write the file can forge it. How far it had come is noted in an extended attribute of the
-    file too, where the file system has those, so that a file which was cut or written over with an older copy is
-    refused; one that was replaced by another file is told by `contains`, with a `head` that was kept elsewhere.
+    signature. How far it had come is noted in an extended attribute of the file too, so that one which was cut or
+    written over with an older copy is refused; one that was replaced by another file is told by `contains`, with a
+    `head` that was kept elsewhere.
 
     Args:
         path: of the file; it is made when the first account is opened. On a local disk: locks and fsync of network file

@@ -118,13 +118,7 @@ class AuditPanel:
 
 
 def audit_plot(panels: Sequence[AuditPanel], delta: float, confidence: float) -> bytes:
-    """A PNG with one panel for each claim, two in a row.
-
-    Args:
-        panels: as one reads.
-        delta: of all epsilons.
-        confidence: of the lower bounds.
-    """
+    """Lower bounds on epsilon over the number of releases: one panel for each claim, two in a row."""
     from matplotlib.figure import Figure
 
     columns, rows = min(len(panels), 2), -(-len(panels) // 2)
@@ -146,23 +140,18 @@ def _draw(axes: Axes, panel: AuditPanel) -> None:
         axes.plot(panel.releases, shown, color=next(colours), linewidth=1.8, marker="o", markersize=4, label=last)
     for method, value in panel.levels.items():
         axes.axhline(value, color=next(colours), linewidth=1.8, linestyle=":", label=f"{method}: {value:.3g}")
+    axes.set_xticks([])
     if panel.lines:
-        _count_axis(axes, panel.releases)
-    else:
-        axes.set_xticks([])
+        # Counts that a reader can read: two ticks a decade where they fit, else one.
+        axes.set_xscale("log")
+        figures = (1, 3) if panel.releases[-1] / panel.releases[0] < 300 else (1,)
+        ticks = [figure * 10**power for power in range(10) for figure in figures]
+        shown = [tick for tick in ticks if panel.releases[0] <= tick <= panel.releases[-1]]
+        axes.set_xticks(shown, [f"{tick:,}" for tick in shown])
+        axes.minorticks_off()
     highest = [panel.claimed, *panel.levels.values(), *(value for line in panel.lines.values() for value in line)]
     axes.set_ylim(0, 1.12 * max(value for value in highest if math.isfinite(value)))
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, fontsize=9, frameon=False)
-
-
-def _count_axis(axes: Axes, releases: Sequence[int]) -> None:
-    """A logarithmic axis with counts a reader can read: two ticks a decade where they fit, else one."""
-    axes.set_xscale("log")
-    figures = (1, 3) if releases[-1] / releases[0] < 300 else (1,)
-    ticks = [figure * 10**power for power in range(10) for figure in figures]
-    shown = [tick for tick in ticks if releases[0] <= tick <= releases[-1]]
-    axes.set_xticks(shown, [f"{tick:,}" for tick in shown])
-    axes.minorticks_off()
 
 
 def _axes(title: str, x: str, y: str) -> tuple[Figure, Axes]:
