@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from ghostclip.audit.bounds import one_run_epsilon
 from ghostclip.audit.training import LossFunction, Training, endless
@@ -79,7 +80,7 @@ def _train(training: Training, inside: np.ndarray, watch: Callable[[], None]) ->
     own, rows = torch.ones(size, device="cpu"), torch.zeros(size, dtype=torch.long, device="cpu")
     own[size - count :] = 0.0
     rows[size - count :] = torch.arange(1, count + 1, device="cpu") * torch.from_numpy(inside)
-    data = training.with_columns(list(range(size)), (own, rows))
+    data = TensorDataset(torch.arange(size, device="cpu"), own, rows)
     engine = training.engine(model, optimizer, data, training.batch_size)
     bound = as_policy(training.clipping).sensitivity
     scores = np.zeros(count)
@@ -92,7 +93,7 @@ def _train(training: Training, inside: np.ndarray, watch: Callable[[], None]) ->
 
     # After the engine's own hook, so what it sees is what was released.
     optimizer.register_step_pre_hook(look)
-    batches, losses = endless(engine), _losses_with(training.loss_fn, PULL * max(1.0, bound))
+    batches, losses = endless(engine), _losses_with(training, PULL * max(1.0, bound))
     for _ in range(training.steps):
         engine.step(next(batches), losses)
         watch()
@@ -109,12 +110,12 @@ class _WithCanaries(nn.Module):
         self.canaries = nn.Embedding(count + 1, 1, padding_idx=0, device=kind.device, dtype=kind.dtype)
 
 
-def _losses_with(loss_fn: LossFunction, pull: float) -> LossFunction:
+def _losses_with(training: Training, pull: float) -> LossFunction:
     """Losses [B]: the example's own, or a canary's, which pulls at its number and at nothing else."""
 
     def losses(model: Any, batch: Any) -> Tensor:
-        examples, own, rows = batch
-        found = loss_fn(model.model, examples)
+        indices, own, rows = batch
+        found = training.loss_fn(model.model, training.examples(indices))
         return found * own.to(found) + pull * model.canaries(rows.to(found.device)).squeeze(1)
 
     return losses

@@ -92,16 +92,17 @@ class _Canary:
         indices = [others[place % len(others)] for place in range(setting.size - 1)] + [chosen]
         # The slot is the last position; with weight 0 it is an example whose gradient is zero.
         self._weights = torch.ones(setting.size, device="cpu")
-        data = training.with_columns(indices, (self._weights, torch.arange(setting.size, device="cpu")))
+        places = torch.arange(setting.size, device="cpu")
+        data = TensorDataset(torch.tensor(indices, device="cpu"), self._weights, places)
         model = training.model_copy()
         self._looking = _Looking(model.parameters())
         # Without the self-check, which would remark that nothing moves.
         self._engine: PrivacyEngine = training.engine(model, self._looking, data, setting.batch_size, self_check=False)
         model.eval()  # dropout would only blur the canary
-        self._loss_fn = training.loss_fn
+        self._training = training
         self._present: list[Tensor] = []
         self._batches = endless(self._engine)
-        self._known = self._look_up(training, data.dataset, setting.size)
+        self._known = self._look_up(data)
 
     def put_in(self, inside: bool) -> None:
         """Puts the canary into the slot, or takes it out."""
@@ -119,13 +120,14 @@ class _Canary:
         return seen / self._sensitivity
 
     def _losses(self, model: nn.Module, batch: Any) -> Tensor:
-        examples, weights, positions = batch
+        indices, weights, positions = batch
         self._present.append(positions)
-        found = self._loss_fn(model, examples)
+        found = self._training.loss_fn(model, self._training.examples(indices))
         return found * weights.to(found)
 
-    def _look_up(self, training: Training, rows: Any, size: int) -> Tensor:
+    def _look_up(self, data: TensorDataset) -> Tensor:
         """Sets the direction to look along; returns each bystander's share of it [size], 0 for the canary."""
+        training, size = self._training, len(data)
         model = training.model_copy()
         clipper = GhostClipper(model, training.clipping, second_pass=training.second_pass)
         model.eval()
@@ -134,7 +136,7 @@ class _Canary:
 
         def clipped(position: int) -> Tensor:
             model.zero_grad()
-            clipper.backward(self._losses(model, rows.__getitems__([position])))
+            clipper.backward(self._losses(model, data[position : position + 1]))
             return _gradient(model.parameters())
 
         direction = clipped(size - 1)
@@ -160,12 +162,11 @@ class _Looking(Optimizer):
 
 def _strongest(training: Training) -> tuple[int, float]:
     """(index, factor of its loss) of the example with the largest gradient among the first few."""
-    indices = list(range(min(TRIED, training.size)))
-    rows = training.with_columns(indices, ()).dataset
+    indices = torch.arange(min(TRIED, training.size), device="cpu")
     model = training.model_copy()
     clipper = GhostClipper(model, training.clipping, second_pass=training.second_pass)
     model.eval()
-    norms = clipper.norms(training.loss_fn(model, rows.__getitems__(indices)[0])).nan_to_num(0.0, 0.0, 0.0)
+    norms = clipper.norms(training.loss_fn(model, training.examples(indices))).nan_to_num(0.0, 0.0, 0.0)
     best = int(norms.argmax())
     if norms[best] <= 0:
         raise ValueError(

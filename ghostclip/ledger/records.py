@@ -35,6 +35,7 @@ __all__ = [
     "first_line",
     "line_of",
     "parsed",
+    "take_in",
 ]
 
 FORMAT, VERSION = "ghostclip ledger", 1
@@ -202,17 +203,17 @@ def parsed(data: bytes, path: Any) -> Contents:
     contents = Contents()
     *lines, last = data.split(b"\n")
     for line in lines:
-        _take(contents, line, path)
+        take_in(contents, line, path)
     if last:
         contents.torn, contents.rest = last, _completion(last, contents, path)
     if contents.rest:
-        _take(contents, last + contents.rest[:-1], path)
+        take_in(contents, last + contents.rest[:-1], path)
     if not contents.hashes:
         raise _damaged(path, 0, "it is cut short")
     return contents
 
 
-def _take(contents: Contents, line: bytes, path: Any) -> None:
+def take_in(contents: Contents, line: bytes, path: Any) -> None:
     """Checks the next line and takes in its record."""
     number, before = contents.head.records, contents.head.hash
     found = LINE.fullmatch(line)
