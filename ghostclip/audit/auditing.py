@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from ghostclip.audit.bounds import epsilon_from_rates, gaussian_mu, noise_from_rates
 from ghostclip.audit.one_run import one_run
 from ghostclip.audit.result import Audit, Bound, CurvePoint, WhiteBox
-from ghostclip.audit.training import Claim, LossFunction, Training, plain_sgd
+from ghostclip.audit.training import Claim, LossFunction, Training
 from ghostclip.audit.white_box import TrialSetting, sampled_share, white_box_trials
 from ghostclip.validate import open_fraction, positive_int, whole
 
@@ -36,21 +35,13 @@ def audit(
     loss_fn: LossFunction,
     data: Any,
     *,
-    batch_size: int,
-    noise_multiplier: float,
-    steps: int,
-    target_delta: float = 1e-5,
-    clipping: Any = 1.0,
-    second_pass: str = "auto",
-    max_physical_batch_size: int | None = None,
-    noise: str = "standard",
-    optimizer: Callable[[Iterator[nn.Parameter]], Optimizer] = plain_sgd,
     draws: int = 10_000,
     canaries: int | None = None,
     sampled: bool = False,
     steps_per_trial: int = 1,
     confidence: float = 0.95,
     phase: Phase = lambda name, count: nullcontext(lambda: None),
+    **options: Any,
 ) -> Audit:
     """Attacks a training configuration and says what it must spend at least, beside what it claims to.
 
@@ -70,10 +61,6 @@ def audit(
         model: any that can be trained privately.
         loss_fn: (model, batch) -> losses [B].
         data: a map-style data set, or a DataLoader, whose collate_fn is kept.
-        batch_size, noise_multiplier, target_delta, clipping, second_pass, max_physical_batch_size, noise: as
-            `PrivacyEngine`; there must be noise, since without it nothing is claimed.
-        steps: of the whole training.
-        optimizer: parameters -> the optimizer of the one run; plain SGD at rate 0.1 by default.
         draws: white-box releases; 0 leaves this attack out.
         canaries: of the one run; None: half of the examples, a thousand at most; 0 leaves this attack out.
         sampled: let the engine's coins decide, at (nearly) the training's sampling rate, whether a canary in the data
@@ -81,25 +68,16 @@ def audit(
         steps_per_trial: releases that a white-box trial sees together.
         confidence: with which all bounds hold together.
         phase: told of each part's name and length; a context manager that gives what to call after each unit of it.
+        options: of the training: the number of ``steps``; as `PrivacyEngine`, ``batch_size`` and ``noise_multiplier``
+            (there must be noise, since without it nothing is claimed), and, if need be, ``target_delta``, ``clipping``,
+            ``second_pass``, ``max_physical_batch_size`` and ``noise``; and ``optimizer``: parameters -> that of the
+            one run, plain SGD at rate 0.1 by default.
 
     Raises:
-        ValueError, TypeError: an argument is out of range.
+        ValueError, TypeError: an argument is out of range, or there is none of that name.
         GhostClipError: the training can't be run.
     """
-    training = Training(
-        model,
-        loss_fn,
-        data,
-        batch_size,
-        noise_multiplier,
-        steps,
-        target_delta,
-        clipping,
-        second_pass,
-        max_physical_batch_size,
-        noise,
-        optimizer,
-    )
+    training = Training(model, loss_fn, data, **options)
     failure = (1.0 - open_fraction(confidence=confidence)) / SHARES
     setting = TrialSetting.of(training, sampled, positive_int(steps_per_trial=steps_per_trial))
     canaries = min(MOST_CANARIES, training.size // 2) if canaries is None else whole(canaries=canaries)

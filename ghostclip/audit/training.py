@@ -19,16 +19,11 @@ from ghostclip.engine import PrivacyEngine
 from ghostclip.sampling import LogicalBatch
 from ghostclip.validate import one_of, open_fraction, positive, positive_int
 
-__all__ = ["Claim", "LossFunction", "Training", "endless", "plain_sgd"]
+__all__ = ["Claim", "LossFunction", "Training", "endless"]
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 _epsilon = lru_cache(maxsize=256)(accounting.epsilon)  # the same claim is asked about again and again
 NOTHING_SHOWN = 1e4  # a noise multiplier so large that its epsilon is as good as 0
-
-
-def plain_sgd(parameters: Iterator[nn.Parameter]) -> Optimizer:
-    """At rate 0.1."""
-    return SGD(parameters, lr=0.1)
 
 
 @dataclass(frozen=True)
@@ -96,7 +91,7 @@ class Training:
     second_pass: str = "auto"
     max_physical_batch_size: int | None = None
     noise: str = "standard"
-    optimizer: Callable[[Iterator[nn.Parameter]], Optimizer] = plain_sgd
+    optimizer: Callable[[Iterator[nn.Parameter]], Optimizer] = lambda parameters: SGD(parameters, lr=0.1)
 
     def __post_init__(self) -> None:
         positive(noise_multiplier=self.noise_multiplier)
