@@ -407,6 +407,11 @@ def test_arguments_are_checked_by_name(changes, message):
         audited(**{"draws": 0, **changes})
 
 
+def test_an_option_that_no_training_has_is_refused():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'noise_multiplyer'"):
+        audited(noise_multiplyer=1.0)
+
+
 @pytest.mark.slow
 def test_the_published_audits_run_and_find_the_planted_bug(tmp_path, capsys):
     assert script("audit").main(["--draws", "600", "--only", "planted bug", "--out", str(tmp_path)]) == 0

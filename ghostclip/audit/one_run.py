@@ -46,9 +46,7 @@ class OneRun:
 
     def epsilon(self, delta: float, confidence: float) -> float:
         """The lower bound (Steinke et al. 2023, corollary 5.4)."""
-        return one_run_epsilon(
-            canaries=self.canaries, guesses=self.guesses, correct=self.correct, delta=delta, confidence=confidence
-        )
+        return one_run_epsilon(**vars(self), delta=delta, confidence=confidence)
 
 
 def one_run(training: Training, canaries: int, confidence: float, watch: Callable[[], None]) -> OneRun:
