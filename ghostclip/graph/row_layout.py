@@ -100,7 +100,7 @@ class RowLayouts:
         examples, odd, unsure = losses.shape[0], self._odd(uses, losses.shape[0]), False
         while True:
             region = self._region(losses, uses, odd, index, unsure) if odd or uses.leaves else None
-            if examples > 1:
+            if odd and examples > 1:
                 self._constant |= _alike([call for call in odd if _is_odd(call, examples)], uses).items()
             shared = set() if region is None else {id(call) for call in region.calls.values()}
             calls = [call for call in uses.calls if id(call) not in shared]
