@@ -125,9 +125,9 @@ def test_comparison_trains_lower_targets_and_without_privacy(capsys, monkeypatch
 def test_the_size_of_physical_batches_is_found_within_the_limit(capsys, monkeypatch, tmp_path, text, limit):
     """The engine gets the limit in bytes, and the report's norms take no more memory than its passes did."""
     sizes, given = [], []
-    meter, norms = micro_batching.memory_of, ghostclip.GhostClipper.norms
-    monkeypatch.setattr(micro_batching, "memory_of", lambda device, most: given.append(most) or meter(device, most))
-    monkeypatch.setattr(micro_batching.TrialBatches, "_largest_that_fits", lambda self, trial, most: 30)
+    meter, norms = micro_batching.MemoryMeter, ghostclip.GhostClipper.norms
+    monkeypatch.setattr(micro_batching, "MemoryMeter", lambda device, most: given.append(most) or meter(device, most))
+    monkeypatch.setattr(micro_batching, "_largest_that_fits", lambda *_: 30)
     monkeypatch.setattr(
         ghostclip.GhostClipper, "norms", lambda self, losses: sizes.append(len(losses)) or norms(self, losses)
     )

@@ -17,7 +17,7 @@ from ghostclip.clipper.gradient_guard import gradients_aside
 from ghostclip.clipper.other_size import shows_at_another_size
 from ghostclip.clipper.replay import Replay
 from ghostclip.clipper.second_pass import TwoPasses
-from ghostclip.engine.memory import MemoryMeter, in_words, memory_of
+from ghostclip.engine.memory import MemoryMeter, in_words
 from ghostclip.errors import PrivacyError, UnsupportedModelError, is_out_of_memory
 from ghostclip.sampling import LogicalBatches
 from ghostclip.validate import positive_int
@@ -314,5 +314,5 @@ def micro_batches_of(model: nn.Module, loader: LogicalBatches, auto: bool, memor
     """`MicroBatches` for the samples of a loader, of which trials divide the physical batches from its next loop on."""
     if not auto:
         return MicroBatches()
-    memory = memory_of(next(model.parameters()).device, memory_limit)
+    memory = MemoryMeter(next(model.parameters()).device, memory_limit)
     return MicroBatches(memory, loader.largest, loader.limit_physical)

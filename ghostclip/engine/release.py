@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -36,14 +36,6 @@ NO_STEP = """the logical batch before this one had no step, so nothing of it was
 
 Take the step that is missing, or call batch.discard() (engine.batches().discard() where it is out of reach), which \
 charges it"""
-
-
-@runtime_checkable
-class DrawsAhead(Protocol):
-    """Noise that can be had before the sums are there, as an input of a compiled step."""
-
-    def fill(self, out: Tensor, std: float) -> None:
-        """Overwrites ``out`` [n], contiguous, with the noise of one release; zeros when ``std`` is 0."""
 
 
 class Release:
@@ -304,8 +296,8 @@ class Release:
 
     @property
     def draws_ahead(self) -> bool:
-        """Whether noise can be had before the sums are there."""
-        return self._adaptation is None and isinstance(self._noise, DrawsAhead)
+        """Whether noise can be had before the sums are there, as an input of a compiled step."""
+        return self._adaptation is None and hasattr(self._noise, "fill")
 
     def fill_with_noise(self, out: Tensor) -> None:
         """Overwrites ``out`` [n] with the noise of this logical batch's release, divided as its sums will be."""
