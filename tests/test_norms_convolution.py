@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+from ghostclip.native import library
+from ghostclip.native.shifts import shifted_products
 from ghostclip.norms.convolution import ConvGrads, Geometry, weight_gradient, windowed_gram
 from ghostclip.norms.outer import chunks
 
+needs_compiler = pytest.mark.skipif(library("shifts") is None, reason="no C compiler here")
 SHAPES = {
     "no padding": ((9, 7), (3, 2), (0, 0), (1, 1)),
     "padding": ((4, 5), (3, 3), (1, 2), (1, 1)),
@@ -73,6 +76,34 @@ SHIFTED = {
 }
 
 
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("name", SHIFTED)
+def test_shifts_equal_single_gradients(name, keep, dtype):
+    sizes, kernel, stride, padding, dilation, inputs, outputs = SHIFTED[name]
+    torch.manual_seed(0)
+    places = [
+        (size + 2 * pad - step * (taps - 1) - 1) // stepped + 1
+        for size, taps, stepped, pad, step in zip(sizes, kernel, stride, padding, dilation, strict=True)
+    ]
+    # A bad example in between, and images that are not next to each other.
+    images = torch.randn(inputs, *sizes, 4, dtype=dtype).movedim(-1, 0)
+    grads = torch.randn(4, outputs, *places, dtype=dtype)
+    images[1] = torch.inf
+    shape, geometry = torch.Size((outputs, inputs, *kernel)), Geometry(stride, padding, dilation, 1)
+    squared, *kept = shifted_products(images, grads, kernel, stride, padding, dilation, keep)
+    assert bool(kept) == keep
+    assert not squared[1].isfinite()
+    for each in (0, 2, 3):
+        part = slice(each, each + 1)
+        gradient = weight_gradient(images[part].double(), grads[part].double(), shape, geometry)
+        off = {"rtol": 1e-5 if dtype == torch.float32 else 1e-12, "atol": 1e-5 if dtype == torch.float32 else 1e-12}
+        torch.testing.assert_close(squared[each].double(), gradient.square().sum(), **off)
+        if keep:
+            torch.testing.assert_close(kept[0][each].double(), gradient, **off)
+
+
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("dimensions", [1, 2, 3])
@@ -89,6 +120,18 @@ def test_every_candidate_gives_the_same(dimensions, groups, stride):
         assert (found.kept is not None) == candidate.keeps
         if candidate.keeps:
             torch.testing.assert_close(found.kept, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_shifts_are_offered_in_one_and_two_dimensions():
+    for dimensions, offered in ((1, True), (2, True), (3, False)):
+        ones = (1,) * dimensions
+        term = ConvGrads(
+            torch.randn(2, 3, *[5] * dimensions),
+            torch.randn(2, 4, *[4] * dimensions),
+            torch.Size((4, 3, *[2] * dimensions)),
+            Geometry(ones, (0,) * dimensions, ones, 1),
+        )
+        assert ("shifts" in term.candidates()) == (offered and library("shifts") is not None)
 
 
 SUMMED = SHIFTED | {

@@ -5,6 +5,7 @@ products of `outer` (Lee & Kifer 2020, section 5.2, algorithm 3). Which way is c
 are offered:
 
     patches   im2col and the direct form
+    shifts    the same products from the images as they lie; compiled
     gram      im2col and Gram matrices
     windows   Gram matrices of the raw images, summed over shifted windows (stride 1)
 
@@ -22,6 +23,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from ghostclip.native.shifts import shifted_products, shifts_are_there
 
 from .outer import OuterProduct, chunks, direct, reliable
 from .term import (
@@ -173,10 +176,12 @@ class ConvGrads(PerExampleGrads):
         batch, groups = self.grads.shape[0], self.geometry.groups
         outputs, inputs = self.shape[0], math.prod(self.shape[1:])
         squares = 2.0 * batch * self._positions**2
-        found = {
-            "patches": Strategy(
-                "direct", ConvGrads._by_patches, 2.0 * batch * self._positions * outputs * inputs, True
-            ),
+        products = 2.0 * batch * self._positions * outputs * inputs
+        found = {}
+        if shifts_are_there(self.images):
+            found["shifts"] = Strategy("direct", ConvGrads._by_shifts, products, keeps=True)
+        found |= {
+            "patches": Strategy("direct", ConvGrads._by_patches, products, keeps=True),
             "gram": Strategy("gram", ConvGrads._by_gram, squares * (outputs + inputs * groups)),
         }
         if all(step == 1 for step in self.geometry.stride) and math.prod(self.shape[2:]) > 1:
@@ -199,6 +204,13 @@ class ConvGrads(PerExampleGrads):
             squared[of_groups] = direct(term.left, term.right, None if kept is None else kept[of_groups])
         squared = squared.view(-1, groups).sum(1)
         return NormResult(squared, None if kept is None else kept.view(-1, *self.shape))
+
+    def _by_shifts(self, keep: bool = False) -> NormResult:
+        images, grads = self._folded(to_float32(self.images)), self._folded(to_float32(self.grads))
+        geometry = self.geometry
+        axes = self.shape[2:], geometry.stride, geometry.padding, geometry.dilation
+        squared, *kept = shifted_products(images, grads, *axes, keep)
+        return NormResult(squared.view(-1, geometry.groups).sum(1), kept[0].view(-1, *self.shape) if keep else None)
 
     def _by_gram(self, keep: bool = False) -> NormResult:
         squared, absolute = to_float32(self.grads[:0]).new_empty(2, self.examples)

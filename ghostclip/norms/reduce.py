@@ -34,7 +34,8 @@ MARGIN = 8.0
 
 def norms(squared: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Norms [B] in ``dtype`` from the squared norms of at least one part, [B] or [parts, B]."""
-    return torch.vstack([part.to(dtype) for part in squared]).sum(0).sqrt_()
+    parts = squared[0] if len(squared) == 1 else torch.vstack(list(squared))
+    return torch.atleast_2d(parts).sum(0, dtype=dtype).sqrt_()
 
 
 def group_norms(squared: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,232 @@
+/* Per-example gradients of a convolution's weights from the images as they lie, without patches: the weight of output p
+ * at input c and tap k has the gradient sum_t gradient[p, t] image[c, shift_k(t)] (Lee & Kifer 2020, section 5.2, where
+ * the sum is a product with patches).
+ *
+ * It is read twice, with REAL float and double (twice.h); NAME(x) is x_float or x_double.
+ */
+
+#ifndef REAL
+
+#include "vectors.h"
+
+#define LESSER(a, b) ((a) < (b) ? (a) : (b))
+/* Vectors in a panel of columns. */
+#define PANEL 2
+/* Rows in a block: as many as leave room in the registers for a panel's columns. */
+#if BYTES == 64
+#define BLOCK 8
+#else
+#define BLOCK 4
+#endif
+/* Weights of an output that are formed together: whole blocks of rows, and whole squares to be turned. */
+#define ROWS(lanes) ((lanes) > BLOCK ? (lanes) : BLOCK)
+
+#define THIS "shifts.c"
+#include "twice.h"
+
+#else
+
+#define COLUMNS (PANEL * LANES)
+
+static const INTEGER NAME(numbers)[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+/* LANES vectors as rows of a square: rows and columns exchanged, by as many perfect shuffles as halve LANES. */
+INLINE void NAME(transpose)(VEC *rows) {
+    VEC next[BYTES / sizeof(REAL)];
+#if defined(__clang__)
+    for (long row = 0; row < LANES; row++)
+        for (long lane = 0; lane < LANES; lane++) next[row][lane] = rows[lane][row];
+    memcpy(rows, next, sizeof(next));
+#else
+    const INTS numbers = *(const INTS *)NAME(numbers), low = numbers / 2 + numbers % 2 * (INTEGER)LANES;
+#pragma GCC unroll 4
+    for (long step = 1; step < LANES; step *= 2) {
+#pragma GCC unroll 16
+        for (long row = 0; row < LANES / 2; row++) {
+            next[2 * row] = __builtin_shuffle(rows[row], rows[row + LANES / 2], low);
+            next[2 * row + 1] = __builtin_shuffle(rows[row], rows[row + LANES / 2], low + (INTEGER)(LANES / 2));
+        }
+#pragma GCC unroll 16
+        for (long row = 0; row < LANES; row++) rows[row] = next[row];
+    }
+#endif
+}
+
+/* LANES positions as columns of packed, from [count, wide]: zeros for those behind count. With `all` there are as many
+ * positions and numbers as lanes. */
+INLINE void NAME(pack_square)(REAL *packed, const REAL *from, long stride, long count, long wide, const int all) {
+    VEC square[BYTES / sizeof(REAL)];
+#pragma GCC unroll 16
+    for (long row = 0; row < LANES; row++)
+        if (all)
+            square[row] = *(const VEC *)(from + row * stride);
+        else if (row >= count)
+            square[row] = (VEC){0};
+        else if (wide == LANES)
+            square[row] = *(const VEC *)(from + row * stride);
+        else
+            for (long j = 0; j < LANES; j++) square[row][j] = j < wide ? from[row * stride + j] : 0;
+    NAME(transpose)(square);
+#pragma GCC unroll 16
+    for (long j = 0; j < LANES; j++)
+        if (all || j < wide) *(VEC *)(packed + j * COLUMNS) = square[j];
+}
+
+/* packed [depth, COLUMNS]: positions of from [count, depth] as columns, zeros beside the last. */
+static void NAME(pack)(REAL *packed, const REAL *from, long stride, long count, long depth) {
+    for (long v = 0; v < PANEL; v++, from += LANES * stride, count -= LANES)
+        for (long k = 0; k < depth; k += LANES) {
+            REAL *into = packed + k * COLUMNS + v * LANES;
+            if (count >= LANES && depth - k >= LANES)
+                NAME(pack_square)(into, from + k, stride, LANES, LANES, 1);
+            else
+                NAME(pack_square)(into, from + k, stride, count, LESSER(LANES, depth - k), 0);
+        }
+}
+
+/* What a convolution does along one axis: size places out of length. */
+struct NAME(line) {
+    long length, size, taps, pad, step, stride;
+};
+
+/* into [BLOCK, COLUMNS]: sums over places (y, x) of rows[i][y * down + x * along] times the packed columns, of which so
+ * many vectors are formed. */
+INLINE void NAME(products)(const REAL *const *rows, const REAL *packed, long lines, long down, long places, long along,
+                           REAL *into, const int vectors) {
+    VEC sums[BLOCK][PANEL];
+    const REAL *these[BLOCK];
+#pragma GCC unroll 8
+    for (int i = 0; i < BLOCK; i++) {
+        these[i] = rows[i];
+#pragma GCC unroll 2
+        for (int v = 0; v < vectors; v++) sums[i][v] = (VEC){0};
+    }
+    for (long y = 0; y < lines; y++) {
+#pragma GCC unroll 4
+        for (long x = 0; x < places; x++) {
+            VEC columns[PANEL];
+#pragma GCC unroll 2
+            for (int v = 0; v < vectors; v++) columns[v] = *(const VEC *)(packed + v * LANES);
+#pragma GCC unroll 8
+            for (int i = 0; i < BLOCK; i++) {
+                const REAL mine = these[i][x * along];
+#pragma GCC unroll 2
+                for (int v = 0; v < vectors; v++) sums[i][v] += mine * columns[v];
+            }
+            packed += COLUMNS;
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < BLOCK; i++) these[i] += down;
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < BLOCK; i++)
+#pragma GCC unroll 2
+        for (int v = 0; v < vectors; v++) *(VEC *)(into + (i * PANEL + v) * LANES) = sums[i][v];
+}
+
+/* The same for a convolution over framed images; the loops are compiled for what they are given as numbers. */
+static void NAME(block_of)(const REAL *const *rows, const REAL *packed, const struct NAME(line) *down,
+                           const struct NAME(line) *along, REAL *into, int vectors) {
+    const long lower = down->stride * (along->length + 2 * along->pad);
+    if (along->stride == 1 && vectors == PANEL)
+        NAME(products)(rows, packed, down->size, lower, along->size, 1, into, PANEL);
+    else if (along->stride == 1)
+        NAME(products)(rows, packed, down->size, lower, along->size, 1, into, 1);
+    else if (vectors == PANEL)
+        NAME(products)(rows, packed, down->size, lower, along->size, along->stride, into, PANEL);
+    else
+        NAME(products)(rows, packed, down->size, lower, along->size, along->stride, into, 1);
+}
+
+/* The sum of squares of the first rows of tile [.., COLUMNS]. */
+static double NAME(squares)(const REAL *tile, long rows) {
+    VEC found = {0};
+    for (long k = 0; k < rows * COLUMNS; k += LANES) found += *(const VEC *)(tile + k) * *(const VEC *)(tile + k);
+    double total = 0;
+    for (long lane = 0; lane < LANES; lane++) total += found[lane];
+    return total;
+}
+
+/* kept [outputs, weights], so many of each, from tile [ROWS, COLUMNS]: weights as rows, outputs as columns. */
+static void NAME(turn)(REAL *kept, const REAL *tile, long weights, long rows, long outputs) {
+    for (long row = 0; row < rows; row += LANES)
+        for (long v = 0; v * LANES < outputs; v++) {
+            const long some = LESSER(LANES, outputs - v * LANES), wide = LESSER(LANES, rows - row);
+            REAL *into = kept + v * LANES * weights + row;
+            VEC square[BYTES / sizeof(REAL)];
+#pragma GCC unroll 16
+            for (long j = 0; j < LANES; j++) square[j] = *(const VEC *)(tile + (row + j) * COLUMNS + v * LANES);
+            NAME(transpose)(square);
+            if (wide == LANES)
+#pragma GCC unroll 16
+                for (long j = 0; j < LANES; j++) {
+                    if (j < some) *(VEC *)(into + j * weights) = square[j];
+                }
+            else
+                for (long j = 0; j < some; j++) memcpy(into + j * weights, &square[j], wide * sizeof(REAL));
+        }
+}
+
+/* framed [inputs, height + 2 pad, width + 2 pad]: an image with zeros around it. */
+static void NAME(frame)(REAL *framed, const REAL *image, long inputs, struct NAME(line) down, struct NAME(line) along) {
+    const long width = along.length + 2 * along.pad, height = down.length + 2 * down.pad;
+    for (long c = 0; c < inputs; c++)
+        for (long y = 0; y < down.length; y++)
+            memcpy(framed + (c * height + down.pad + y) * width + along.pad, image + (c * down.length + y) * along.length,
+                   along.length * sizeof(REAL));
+}
+
+/* squared [batch] and, unless it is null, kept [batch, outputs, inputs, row_taps, column_taps], for a convolution over
+ * images [batch, inputs, height, width] with gradients [batch, outputs, rows, columns], of examples [first, last).
+ * Returns 0, or 1 where there is no memory. */
+int NAME(shifts)(const REAL *images, const REAL *gradients, REAL *squared, REAL *kept, long inputs, long outputs,
+                 long height, long width, long rows, long columns, long row_taps, long column_taps, long row_pad,
+                 long column_pad, long row_step, long column_step, long row_stride, long column_stride, long first,
+                 long last) {
+    const struct NAME(line) down = {height, rows, row_taps, row_pad, row_step, row_stride};
+    const struct NAME(line) along = {width, columns, column_taps, column_pad, column_step, column_stride};
+    const long tall = height + 2 * row_pad, broad = width + 2 * column_pad, places = rows * columns;
+    const long weights = inputs * row_taps * column_taps, group = ROWS(LANES);
+    REAL *packed = aligned_alloc(BYTES, (places + group) * COLUMNS * sizeof(REAL));
+    REAL *framed = calloc(inputs * tall * broad, sizeof(REAL));
+    const REAL **taps = malloc((weights + group) * sizeof(REAL *));
+    if (!packed || !framed || !taps) {
+        free(packed);
+        free(framed);
+        free(taps);
+        return 1;
+    }
+    REAL *tile = packed + places * COLUMNS;
+    /* What is behind the last weight repeats it. */
+    for (long w = 0; w < weights + group; w++) {
+        const long which = LESSER(w, weights - 1), c = which / (row_taps * column_taps);
+        const long y = which / column_taps % row_taps * row_step, x = which % column_taps * column_step;
+        taps[w] = framed + (c * tall + y) * broad + x;
+    }
+    for (long example = first; example < last; example++) {
+        NAME(frame)(framed, images + example * inputs * height * width, inputs, down, along);
+        double total = 0;
+        for (long p = 0; p < outputs; p += COLUMNS) {
+            const long count = LESSER(COLUMNS, outputs - p);
+            const int vectors = count > LANES ? PANEL : 1;
+            NAME(pack)(packed, gradients + (example * outputs + p) * places, places, count, places);
+            memset(tile, 0, group * COLUMNS * sizeof(REAL));
+            for (long w = 0; w < weights; w += group) {
+                const long some = LESSER(group, weights - w);
+                for (long block = 0; block < group; block += BLOCK)
+                    NAME(block_of)(taps + w + block, packed, &down, &along, tile + block * COLUMNS, vectors);
+                total += NAME(squares)(tile, some);
+                if (kept) NAME(turn)(kept + (example * outputs + p) * weights + w, tile, weights, some, count);
+            }
+        }
+        squared[example] = total;
+    }
+    free(packed);
+    free(framed);
+    free(taps);
+    return 0;
+}
+
+#undef COLUMNS
+
+#endif
