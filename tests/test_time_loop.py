@@ -9,9 +9,9 @@ import torch
 
 from ghostclip import GhostClipper
 from ghostclip.native import build, calls, gram, library, time_loop
-from ghostclip.nn.gates import Trace
-from ghostclip.nn.through_time import LOOPS, Incoming
-from ghostclip.nn.time_kernels import COMPILED
+from ghostclip.nn.rnn.kernels import COMPILED
+from ghostclip.nn.rnn.loops import LOOPS
+from ghostclip.nn.rnn.trace import Incoming, Trace
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
 every_mode = pytest.mark.parametrize("mode", GATES)
@@ -47,7 +47,7 @@ def incoming_for(trace, mode, parts=("output", "h_n", "c_n")):
 
 def gradients(ways, mode, trace, incoming):
     """[into_input, into_hidden, h0, (c0), both sums over time]."""
-    found = ways[mode].back(ways[mode].keep(trace), trace, incoming)
+    found = ways[mode](trace, incoming)
     c0 = [] if found.c0 is None else [found.c0]
     return [found.into_input, found.into_hidden, found.h0, *c0, *found.summed()]
 

@@ -52,9 +52,8 @@ KNOBS: dict[str, dict[str, Values]] = {
     "pairs of rows": {"norms.rows:PAIRED_POSITIONS": (0, 2)},
     "windows": {"norms.convolution:MOST_POSITIONS": (0, 4), "norms.convolution:SUM_BYTES": (1, 100)},
     "images": {"native.normalize:FEW": (1, 2)},
-    "spans": {"nn.gates:SPAN_BYTES": (1, 100)},
-    "states": {"nn.recurrence:SMALL": (0, 100)},
-    "no time loop": {"nn.time_kernels:available": (lambda trace: False,)},
+    "states": {"nn.rnn.recurrence:SMALL": (0, 100)},
+    "no time loop": {"nn.rnn.kernels:has_compiled_loop": (lambda trace: False,)},
 }  # fmt: skip
 CACHED_ANSWERS = (native.library, native.calls.function)
 

@@ -210,13 +210,6 @@ CLIPPING = [
         ("tests/test_reweighting.py",),
     ),
     Mutant(
-        "weights of a recurrent layer beside the second backward",
-        "ghostclip/graph/reader.py",
-        "if call.ends or node.name() != CAPTURE:",
-        "if call.ends:",
-        ("tests/test_reweighting.py", "tests/test_recurrent_memory.py"),
-    ),
-    Mutant(
         "rows of an example that is not finite in a sum by rules",
         "ghostclip/clipper/second_pass.py",
         "            term = term if self._finite is None else term.keep_only(self._finite)\n",

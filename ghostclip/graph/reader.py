@@ -24,7 +24,7 @@ from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.serial import serial_number
 from ghostclip.graph.shared.boundary import Edge
 from ghostclip.graph.shared.subgraph import from_below, inputs_of
-from ghostclip.nn.base import CAPTURE, NOTHING, PROBE, LayerCall
+from ghostclip.nn.base import NOTHING, PROBE, LayerCall
 from ghostclip.nn.fallback import FallbackCall
 
 __all__ = ["AT_LEAST_FLOAT32", "Uses", "first_pass", "free_graph", "gradients_at", "read_graph"]
@@ -192,10 +192,7 @@ def first_pass(
 
 
 def _edges_below(losses: Tensor, wanted: Collection[LayerCall]) -> Iterator[GradientEdge]:
-    """What a backward to the wanted calls has to ask for: an edge just below each one that has none further down.
-
-    And one below the weights' node of each recurrent layer, which lies beside the way down.
-    """
+    """What a backward to the wanted calls has to ask for: an edge just below each one that has none further down."""
     ids = {id(call) for call in wanted}
     above: set[Any] = set()
     for node in from_below(losses):
@@ -203,19 +200,12 @@ def _edges_below(losses: Tensor, wanted: Collection[LayerCall]) -> Iterator[Grad
         call = getattr(node, "call", None)
         if isinstance(call, LayerCall) and id(call) in ids:
             call.ends = not reaches
-            if call.ends or node.name() != CAPTURE:
-                yield _edge_below(node)
+            if call.ends:
+                # To a pre-activation, which only the node of a layer leads to; of a recurrent layer, to a weight.
+                yield GradientEdge(*next(edge for edge in node.next_functions if edge[0] is not None))
             reaches = True
         if reaches:
             above.add(node)
-
-
-def _edge_below(node: Any) -> GradientEdge:
-    """An edge that only the node of a layer leads to; of a recurrent layer, the node of its weights."""
-    if node.name() == CAPTURE:
-        return GradientEdge(*node.next_functions[0])
-    weights = node.next_functions[0][0]
-    return GradientEdge(*next(edge for edge in weights.next_functions[1:] if edge[0] is not None))
 
 
 def _pass_with_region(losses: Tensor, calls: Sequence[LayerCall], sink: Any, seed: Tensor, retain_graph: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,13 +17,12 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from ghostclip.errors import UnsupportedModelError
+from ghostclip.nn.base import PROBE, GhostLayer, LayerCall, is_capturing, place_of
 from ghostclip.norms.outer import OuterProduct
 from ghostclip.norms.term import Dense, PerExampleGrads
 
-from .base import GhostLayer, LayerCall, is_capturing, place_of
 from .fused import native, native_packed
-from .packed import Order
-from .recurrence import attached
+from .recurrence import Order, Recurrence
 
 __all__ = ["GRU", "LSTM", "RNN"]
 
@@ -37,10 +37,6 @@ def _names(layer: int, reverse: int, bias: bool, projected: bool) -> tuple[str, 
     return tuple(
         f"{kind}_l{layer}{'_reverse' * reverse}" if has else "" for kind, has in zip(KINDS, there, strict=True)
     )
-
-
-def _there(weights: list[Tensor | None]) -> list[Tensor]:
-    return [weight for weight in weights if weight is not None]
 
 
 class _Recurrent(GhostLayer):
@@ -81,10 +77,7 @@ class _Recurrent(GhostLayer):
         hx = self._zeros(data, int(sizes[0])) if hx is None else self.permute_hidden(hx, sorted_indices)
         self.check_forward_args(data, hx, sizes)
         output, last = self._all_layers(data, hx if self.mode == "LSTM" else (hx,), input)
-        return (
-            PackedSequence(output, sizes, sorted_indices, unsorted_indices),
-            self.permute_hidden(last, unsorted_indices),
-        )
+        return PackedSequence(output, sizes, sorted_indices, unsorted_indices), last
 
     def _zeros(self, x: Tensor, examples: int) -> Any:
         """The initial states of sequences that come without."""
@@ -99,7 +92,7 @@ class _Recurrent(GhostLayer):
         lasts: list[tuple[Tensor, ...]] = []
         for layer in range(self.num_layers):
             states = tuple(state[len(lasts) : len(lasts) + 1 + self.bidirectional] for state in initial)
-            found = self._layer(x, states, layer) if packed is None else self._packed_layer(x, states, layer, packed)
+            found = self._layer(x, states, layer, packed)
             lasts += [tuple(last) for _, *last in found]
             outputs = [output for output, *_ in found]
             x = torch.cat(outputs, dim=-1) if self.bidirectional else outputs[0]
@@ -108,49 +101,35 @@ class _Recurrent(GhostLayer):
         last = tuple(parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*lasts, strict=True))
         return x, last if self.mode == "LSTM" else last[0]
 
-    def _layer(self, x: Tensor, initial: tuple[Tensor, ...], layer: int) -> list[tuple[Tensor, ...]]:
-        """Output [T, B, P] and last states [1, B, ...] of each direction."""
-        found = []
-        for reverse in range(1 + self.bidirectional):
-            names = _names(layer, reverse, self.bias, bool(self.proj_size))
-            weights = [getattr(self, own) if own else None for own in names]
-            states = tuple([state[reverse : reverse + 1] for state in initial])
-            turned = x.flip(0) if reverse else x
-            results = native(self.mode, turned, states, _there(weights), self.bias, self.training)
-            output, *last = self._node(results, turned, states, names, weights, results[0], None)
-            found.append((output.flip(0) if reverse else output, *last))
-        return found
-
-    def _packed_layer(
-        self, x: Tensor, initial: tuple[Tensor, ...], layer: int, packed: PackedSequence
+    def _layer(
+        self, x: Tensor, initial: tuple[Tensor, ...], layer: int, packed: PackedSequence | None
     ) -> list[tuple[Tensor, ...]]:
-        """Output [N, P] and last states [1, B, ...] of each direction."""
+        """Output [T, B, P], or rows [N, P] of a packed sequence, and last states [1, B, ...] of each direction."""
         names = [_names(layer, reverse, self.bias, bool(self.proj_size)) for reverse in range(1 + self.bidirectional)]
         weights = [[getattr(self, own) if own else None for own in each] for each in names]
-        every = [weight for each in weights for weight in _there(each)]
-        results = native_packed(self.mode, x, packed.batch_sizes, initial, every, self.bias, self.training)
-        sizes, found = tuple(packed.batch_sizes.tolist()), []
+        there = [[weight for weight in each if weight is not None] for each in weights]
+        options = self.bias, self.training
+        if packed is not None:
+            packed = PackedSequence(x, *packed[1:])
+            every = native_packed(self.mode, packed, initial, [*chain(*there)], *options)
+        found = []
         for reverse, own in enumerate(names):
-            states = tuple(state[reverse : reverse + 1] for state in initial)
-            order = Order(sizes, bool(reverse), packed.unsorted_indices)
-            # As told, examples are in a dimension of their own.
-            told = x.new_empty(()).expand(len(sizes), sizes[0], results[reverse][0].shape[1])
-            found.append(self._node(results[reverse], x, states, own, weights[reverse], told, order))
+            states = tuple([state[reverse : reverse + 1] for state in initial])
+            if packed is None:
+                turned, order = x.flip(0) if reverse else x, None
+                results = native(self.mode, turned, states, there[reverse], *options)
+                told = results[0]
+            else:
+                turned, order, results = x, Order(packed, bool(reverse)), every[reverse]
+                if packed.unsorted_indices is not None:
+                    states = tuple([state.index_select(1, packed.unsorted_indices) for state in states])
+                # As told, examples are in a dimension of their own.
+                told = x.new_empty(()).expand(*order.padding.shape, results[0].shape[1])
+            call = self.new_call(told, (turned, *states), tuple([name for name in own if name]), batch_dim=1)
+            tensors = (*weights[reverse], turned, *states, *(None,) * (2 - len(states)), PROBE)
+            output, *last = Recurrence.apply(call, self.mode, results, order, *tensors)
+            found.append((output.flip(0) if reverse and packed is None else output, *last))
         return found
-
-    def _node(
-        self,
-        results: tuple[Tensor, ...],
-        x: Tensor,
-        initial: tuple[Tensor, ...],
-        names: tuple[str, ...],
-        weights: list[Tensor | None],
-        told: Tensor,
-        order: Order | None,
-    ) -> tuple[Tensor, ...]:
-        """The results, attached to the graph; ``told`` has the shape of what a first pass is told."""
-        call = self.new_call(told, (x, *initial), tuple([name for name in names if name]), batch_dim=1)
-        return attached(call, self.mode, results, order, x, initial, weights)
 
     def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         x, before, into_hidden, *others = inputs

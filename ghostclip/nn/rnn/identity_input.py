@@ -6,7 +6,7 @@ pre-activation of every gate and step: Lee & Kifer's dL/dz_t (2020, sections 5.3
 which no weight gradient is formed. Biases add up beforehand; a GRU's b_hh stands inside of r * (W_hn h + b_hn) and
 stays with the kernel, and the hidden side of its n has r times the gradient, for which r is computed once more.
 
-It is the way on cuDNN, where a recurrence is one call for all time steps and through_time.py starts several kernels for
+It is the way on cuDNN, where a recurrence is one call for all time steps and loops.py starts several kernels for
 each. What it costs beside the layer's forward and backward: a second fused forward; the identity's products, gates * H
 multiplications for each pre-activation, forwards and back (gates times as much as W_hh's); and the identity's memory,
 which `possible` has a bound for. The second forward could only be saved if the model ran on this one: its output would
@@ -27,60 +27,49 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .fused import KERNELS, in_one_chunk, on_cudnn
-from .gates import Trace
-from .through_time import GateGradients, Incoming, Way
+from .trace import GateGradients, Incoming, Trace
 
-__all__ = ["IDENTITY", "Differentiable", "possible", "serves"]
+__all__ = ["identity_gradients", "possible", "serves"]
 
 # An identity of more numbers than this is made only for pre-activations that are as many; 16 MiB in float32.
 SMALL_IDENTITY = 1 << 22
-
 
 # The setting is one for the process, and each GPU's backward has a thread.
 _SETTING = threading.RLock()
 
 
-class Differentiable(NamedTuple):
-    """A fused forward that autograd recorded.
-
-    Attributes:
-        given: what gradients are asked for: the pre-activations [T, B, gates * H], h0 [1, B, H] and an LSTM's c0.
-        results: output [T, B, H], h_n [1, B, H] and an LSTM's c_n.
-    """
-
-    given: tuple[Tensor, ...]
-    results: tuple[Tensor, ...]
-
-
-def possible(trace: Trace) -> bool:
+def possible(trace: Trace, incoming: Incoming) -> bool:
     """Whether this way can be gone, were it on cuDNN: there is something, unprojected, and the identity isn't huge."""
     width, positions = trace.weight_hh.shape[0], trace.x.shape[0] * trace.x.shape[1]
     fits = width * width <= max(SMALL_IDENTITY, width * positions)
-    # A projection's own gradient needs what was projected, which the kernel doesn't tell.
-    return trace.weight_hr is None and positions > 0 and fits
+    # A projection's own gradient needs what was projected, which the kernel doesn't tell; and of sequences of different
+    # lengths it has no last cell states for gradients to come to.
+    known = trace.weight_hr is None and (trace.padding is None or incoming.c_n is None)
+    return known and positions > 0 and fits
 
 
-def serves(trace: Trace) -> bool:
+def serves(trace: Trace, incoming: Incoming) -> bool:
     """Whether this is the way for a trace: its numbers are where torch takes cuDNN."""
-    return on_cudnn(trace.x) and possible(trace)
+    return on_cudnn(trace.x) and possible(trace, incoming)
 
 
 @contextmanager
-def _exact(device: str) -> Iterator[None]:
-    """Without autocast and without the ten bits of cuDNN's TensorFloat-32; autograd records nothing."""
+def _exact() -> Iterator[None]:
+    """Without the ten bits of cuDNN's TensorFloat-32; autograd records nothing."""
     read: Any = torch._C._get_cudnn_allow_tf32
     write: Any = torch._C._set_cudnn_allow_tf32
     off: Any = False
     if hasattr(torch._C, "_get_fp32_precision_getter"):  # since torch 2.9 recurrences have a setting of their own
         read = partial(torch._C._get_fp32_precision_getter, "cuda", "rnn")
         write, off = partial(torch._C._set_fp32_precision_setter, "cuda", "rnn"), "ieee"
-    with _SETTING, torch.no_grad(), torch.autocast(device, enabled=False):
+    with _SETTING, torch.no_grad():
         before = read()
         write(off)
         try:
@@ -98,70 +87,38 @@ def _recorded() -> Iterator[None]:
         yield
 
 
-def _keep(mode: str, trace: Trace) -> Differentiable:
-    """The recurrence once more, from its pre-activations."""
+def identity_gradients(mode: str, trace: Trace, incoming: Incoming) -> GateGradients:
+    """Gate gradients, in torch's order of gates, by the recurrence once more from its pre-activations."""
     inside = trace.bias_hh if mode == "GRU" else None
-    with _exact(trace.x.device.type):
-        at_gates = _at_gates(trace, trace.bias_ih if mode == "GRU" else _sum(trace.bias_ih, trace.bias_hh))
+    with _exact():
+        at_gates = F.linear(trace.x, trace.weight_ih, trace.bias_ih if mode == "GRU" else trace.bias)
         identity = torch.eye(at_gates.shape[2], dtype=at_gates.dtype, device=at_gates.device)
         biases = [] if inside is None else [torch.zeros_like(inside), inside]
         weights = in_one_chunk(mode, [identity, trace.weight_hh, *biases], bool(biases))
         starts = [at_gates, trace.states[:1]] + ([] if trace.c0 is None else [trace.c0.unsqueeze(0)])
         given = tuple(start.detach().requires_grad_() for start in starts)
+        last = (None if grad is None else grad.unsqueeze(0) for grad in (incoming.h_n, incoming.c_n))
         with _recorded():
             hidden = given[1] if trace.c0 is None else given[1:]
             # cuDNN goes back through training forwards only.
             results = KERNELS[mode](given[0], hidden, weights, bool(biases), 1, 0.0, True, False, False)
-    return Differentiable(given, results)
-
-
-def _at_gates(trace: Trace, bias: Tensor | None) -> Tensor:
-    """The input's part of all pre-activations, [T, B, gates * H]."""
-    rows, weight = trace.x.flatten(0, 1), trace.weight_ih.mT
-    found = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
-    return found.view(*trace.x.shape[:2], -1)
-
-
-def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    return None if first is None or second is None else first + second
-
-
-def _back(mode: str, kept: Differentiable, trace: Trace, incoming: Incoming) -> GateGradients:
-    """Gate gradients, in torch's order of gates."""
-    last = (None if grad is None else grad.unsqueeze(0) for grad in (incoming.h_n, incoming.c_n))
-    pairs = zip(kept.results, (incoming.output, *last), strict=False)
-    came = [(result, grad) for result, grad in pairs if grad is not None]
-    if came:
-        results, grads = zip(*came, strict=True)
-        # cuDNN's way back overwrites what its forward left, so that for a second one autograd makes a copy.
-        again = torch._C._autograd._get_current_graph_task_keep_graph()
-        with _exact(trace.x.device.type), _recorded():
-            found = torch.autograd.grad(results, kept.given, grads, retain_graph=again)
-    else:
-        found = tuple(torch.zeros_like(start) for start in kept.given)
-    into_input, h0, *c0 = found
-    into_hidden = _into_hidden_of_gru(kept.given[0].detach(), trace, into_input) if mode == "GRU" else into_input
+            pairs = zip(results, (incoming.output, *last), strict=False)
+            came = [(result, grad) for result, grad in pairs if grad is not None]
+            if came:
+                outputs, grads = zip(*came, strict=True)
+                found = torch.autograd.grad(outputs, given, grads)
+            else:
+                found = tuple(torch.zeros_like(start) for start in given)
+        into_input, h0, *c0 = found
+        into_hidden = _into_hidden_of_gru(at_gates, trace, into_input) if mode == "GRU" else into_input
     return GateGradients(into_input, into_hidden, h0[0], c0[0][0] if c0 else None)
 
 
 def _into_hidden_of_gru(at_gates: Tensor, trace: Trace, into_input: Tensor) -> Tensor:
     """The gradient as W_hh and b_hh see it: with n = tanh(a + r b), that at b is r times that at a."""
-    hidden = trace.hidden
-    with _exact(at_gates.device.type):
-        before = trace.states[:-1].flatten(0, 1)
-        r = torch.addmm(at_gates[..., :hidden].flatten(0, 1), before, trace.weight_hh[:hidden].mT)
-        if trace.bias_hh is not None:
-            r += trace.bias_hh[:hidden]
-        found = into_input.clone()
-        found[..., 2 * hidden :] *= r.sigmoid_().view_as(at_gates[..., :hidden])
+    hidden, bias = trace.hidden, trace.bias_hh
+    r = F.linear(trace.states[:-1], trace.weight_hh[:hidden], None if bias is None else bias[:hidden])
+    r += at_gates[..., :hidden]
+    found = into_input.clone()
+    found[..., 2 * hidden :] *= r.sigmoid_()
     return found
-
-
-def _last_cell(kept: Differentiable, trace: Trace) -> Tensor:
-    return kept.results[2][0].detach()
-
-
-# By the mode of torch's recurrent layers.
-IDENTITY = {
-    mode: Way(partial(_keep, mode), partial(_back, mode), _last_cell if mode == "LSTM" else None) for mode in KERNELS
-}

@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ghostclip.errors import UnsupportedModelError
+from ghostclip.nn.base import GhostLayer, LayerCall, is_capturing, place_of
 from ghostclip.norms.outer import OuterProduct
 from ghostclip.norms.term import Dense, PerExampleGrads
-
-from .base import GhostLayer, LayerCall, is_capturing, place_of
 
 __all__ = ["GRUCell", "LSTMCell", "RNNCell"]
 

@@ -10,11 +10,12 @@ from collections.abc import Callable
 
 import torch
 from torch import _VF, Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from ghostclip.native.custom_ops import custom_op, is_traced
 from ghostclip.nn.grad_mode import keeping_grad_mode
 
-__all__ = ["KERNELS", "fused_forward", "in_one_chunk", "native", "native_packed", "on_cudnn"]
+__all__ = ["KERNELS", "in_one_chunk", "native", "native_packed", "on_cudnn"]
 
 # By the mode of torch's recurrent layers.
 KERNELS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
@@ -25,16 +26,19 @@ KERNELS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
 }
 
 
+@keeping_grad_mode
 def native(
     mode: str, x: Tensor, initial: tuple[Tensor, ...], weights: list[Tensor], bias: bool, training: bool
 ) -> tuple[Tensor, ...]:
     """torch's output and last states of one direction, detached, with the values of a training forward."""
-    forward = _forward_as_one if is_traced() and len(weights) in (2, 4) else fused_forward
-    return forward(mode, x, initial, weights, bias, training)
+    if is_traced() and len(weights) in (2, 4):
+        with torch.no_grad():
+            states, weights = ([each.detach() for each in tensors] for tensors in (initial, weights))
+            return tuple(_operation(mode, x.detach(), states, weights, bias, training))
+    return _by_kernel(mode, x, initial, weights, bias, training)
 
 
-@keeping_grad_mode
-def fused_forward(
+def _by_kernel(
     mode: str, x: Tensor, initial: tuple[Tensor, ...], weights: list[Tensor], bias: bool, training: bool
 ) -> tuple[Tensor, ...]:
     """`native` by torch's own kernel."""
@@ -53,45 +57,32 @@ def fused_forward(
     "recurrence(str mode, Tensor x, Tensor[] initial, Tensor[] weights, bool bias, bool training) -> Tensor[]",
     lambda mode, x, initial, *rest: [x.new_empty(x.shape[0], *initial[0].shape[1:]), *map(torch.empty_like, initial)],
 )
-def _forward(
+def _operation(
     mode: str, x: Tensor, initial: list[Tensor], weights: list[Tensor], bias: bool, training: bool
 ) -> list[Tensor]:
-    """Output and last states of one direction; memory of their own."""
-    output, *lasts = fused_forward(mode, x, tuple(initial), weights, bias, training)
+    """`native` as one operation of a graph: results in memory of their own."""
+    output, *lasts = _by_kernel(mode, x, tuple(initial), weights, bias, training)
     return [output.contiguous(), *(last.clone() for last in lasts)]
 
 
 @keeping_grad_mode
-def _forward_as_one(
-    mode: str, x: Tensor, initial: tuple[Tensor, ...], weights: list[Tensor], bias: bool, training: bool
-) -> tuple[Tensor, ...]:
-    """`native` as one operation of a graph."""
-    with torch.no_grad():
-        states, weights = ([each.detach() for each in tensors] for tensors in (initial, weights))
-        return tuple(_forward(mode, x.detach(), states, weights, bias, training))
-
-
-@keeping_grad_mode
 def native_packed(
-    mode: str,
-    x: Tensor,
-    batch_sizes: Tensor,
-    initial: tuple[Tensor, ...],
-    weights: list[Tensor],
-    bias: bool,
-    training: bool,
+    mode: str, rows: PackedSequence, initial: tuple[Tensor, ...], weights: list[Tensor], bias: bool, training: bool
 ) -> list[tuple[Tensor, ...]]:
-    """The same of each direction, for the rows [N, I] of a packed sequence; initial states [directions, B, ...]."""
+    """The same of each direction for a packed sequence; only the last states are in the user's order of examples."""
     directions = initial[0].shape[0]
-    hidden = initial if len(initial) > 1 else initial[0]
     with torch.no_grad():
-        weights = in_one_chunk(mode, weights, bias, directions)
-        output, *lasts = KERNELS[mode](x, batch_sizes, hidden, weights, bias, 1, 0.0, training, directions > 1)
+        hidden, weights = initial if len(initial) > 1 else initial[0], in_one_chunk(mode, weights, bias, directions)
+        output, *lasts = KERNELS[mode](
+            rows.data, rows.batch_sizes, hidden, weights, bias, 1, 0.0, training, directions > 1
+        )
+        if rows.unsorted_indices is not None:
+            lasts = [last.index_select(1, rows.unsorted_indices) for last in lasts]
         if directions == 1:
             return [(output, *lasts)]
-        outputs = output.chunk(directions, dim=1)
         return [
-            (outputs[way].contiguous(), *(last[way : way + 1].clone() for last in lasts)) for way in range(directions)
+            (part.contiguous(), *(last[way : way + 1].clone() for last in lasts))
+            for way, part in enumerate(output.chunk(directions, dim=1))
         ]
 
 
