@@ -18,9 +18,8 @@ from ghostclip.errors import UnsupportedModelError
 from ghostclip.norms.outer import OuterProduct
 from ghostclip.norms.term import PerExampleGrads
 
-from .base import GhostLayer, LayerCall, is_capturing, place_of
+from .base import GhostLayer, LayerCall, built_of_wrappers, is_capturing, place_of
 from .linear import Linear, examples_first, summed_positions
-from .parts import built_of_wrappers
 
 __all__ = ["MultiheadAttention"]
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import GhostLayer, LayerCall
-from .parts import built_of_wrappers
+from .base import GhostLayer, LayerCall, built_of_wrappers
 
 __all__ = [
     "Transformer",
