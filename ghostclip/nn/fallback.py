@@ -117,10 +117,8 @@ def spread_one_by_one(call: LayerCall, examples: int) -> FallbackCall:
     use = spread(call, examples)
 
     def answer(name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
-        parameter = use.layer._parameters[name]
-        part = parameter[slice(*call.rows.get(name, (None, None)))]
         parts, use.gathered[name] = use.gathered[name], []
-        return Dense(torch.cat(parts) if parts else part.detach().new_zeros(examples, *part.shape))
+        return _stacked(call, name, parts, examples)
 
     use.answer = answer
     return use
@@ -152,7 +150,11 @@ def one_example(call: LayerCall, name: str, inputs: tuple[Tensor, ...], grad: Te
 
 def _one_by_one(call: LayerCall, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
     """The layer's rule once for every example; it knows best which dimension of its inputs is which."""
-    found = [one_example(call, name, inputs, each) for each in grad]
+    return _stacked(call, name, [one_example(call, name, inputs, each) for each in grad], len(grad))
+
+
+def _stacked(call: LayerCall, name: str, parts: list[Tensor], examples: int) -> Dense:
+    """Gradients [1, *shape] of one example after the other; zeros where there is none."""
     parameter: Any = call.layer._parameters[name]
-    part = parameter[slice(*call.rows.get(name, (None, None)))]
-    return Dense(torch.cat(found) if found else grad.new_zeros(0, *part.shape))
+    part = parameter[slice(*call.rows.get(name, (None, None)))].detach()
+    return Dense(torch.cat(parts) if parts else part.new_zeros(examples, *part.shape))
