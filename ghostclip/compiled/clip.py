@@ -227,7 +227,7 @@ class CompiledClip:
     def attempt(
         self, loss_fn: LossFunction, asked: CompileRequest, graph: Callable[[LossFunction, CompileRequest], Plan]
     ) -> Plan | None:
-        """The plan that ``graph`` makes, or one without a graph where that isn't possible; leaves no trace on the model.
+        """The plan that ``graph`` makes, or one without a graph where that isn't possible; the model is as before.
 
         None where it is too early: no gradient has reached some layer.
         """
