@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.clipper.gradient_guard import is_distributed
 from ghostclip.compiled import NOT_YET, CompiledStep, Plan, Update, UpdateReader
-from ghostclip.compiled.clip import in_a_line, random_numbers, random_state
+from ghostclip.compiled.clip import LossFunction, in_a_line, random_numbers, random_state
 from ghostclip.compiled.signature import CompileRequest
 from ghostclip.compiled.trial import drift, movement, timed
 from ghostclip.sampling import LogicalBatch
@@ -29,7 +29,6 @@ __all__ = ["CompiledSteps", "LossFunction"]
 
 # The engine's own hooks before the optimizer's step, and after it.
 OWN_HOOKS = 1
-LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
 class CompiledSteps:
