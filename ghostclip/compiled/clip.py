@@ -25,8 +25,8 @@ from ghostclip.compiled.trial import TRIALS, Trial, difference, timed
 __all__ = [
     "TRIALS",
     "CompiledClip",
+    "GraphPlan",
     "LossFunction",
-    "Plan",
     "in_a_line",
     "random_numbers",
     "random_state",
@@ -43,7 +43,7 @@ log = logging.getLogger("ghostclip")
 
 
 @dataclass
-class Plan:
+class GraphPlan:
     """One key's graph, and how its trial goes.
 
     Attributes:
@@ -108,7 +108,7 @@ class CompiledClip:
     graphs: int = 0
     seconds: float = 0.0
     refusals: list[str] = field(default_factory=list)
-    _plans: dict[tuple, Plan] = field(default_factory=dict)
+    _plans: dict[tuple, GraphPlan] = field(default_factory=dict)
     _kept_rows: dict[tuple, Tensor] = field(default_factory=dict)
     _failures: int = 0
 
@@ -166,7 +166,7 @@ class CompiledClip:
 
     def leave(self, asked: CompileRequest) -> None:
         """From now on such batches are clipped eagerly: a graph of more than their passes was of no use."""
-        self._plans[asked.key] = Plan()
+        self._plans[asked.key] = GraphPlan()
 
     def kept(self, asked: CompileRequest) -> list[Any]:
         """What the key was made of."""
@@ -225,13 +225,13 @@ class CompiledClip:
         log.warning("steps of this shape run without compiling: %s", reason)
 
     def attempt(
-        self, loss_fn: LossFunction, asked: CompileRequest, graph: Callable[[LossFunction, CompileRequest], Plan]
-    ) -> Plan | None:
+        self, loss_fn: LossFunction, asked: CompileRequest, graph: Callable[[LossFunction, CompileRequest], GraphPlan]
+    ) -> GraphPlan | None:
         """The plan that ``graph`` makes, or one without a graph where that isn't possible; the model is as before.
 
         None where it is too early: no gradient has reached some layer.
         """
-        plan = Plan()
+        plan = GraphPlan()
         try:
             with Replay(self.model).again(gradients=True):
                 if (reason := self.obstacle(loss_fn, asked)) is None:
@@ -246,16 +246,16 @@ class CompiledClip:
         return plan
 
     def write_down(
-        self, plan: Plan, loss_fn: LossFunction, asked: CompileRequest, leaves: Sequence[Tensor], keep: Tensor
+        self, plan: GraphPlan, loss_fn: LossFunction, asked: CompileRequest, leaves: Sequence[Tensor], keep: Tensor
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Forward and passes as a graph has them: all that `Plan.run` reads but the clipped sums, and these."""
+        """Forward and passes as a graph has them: all that `GraphPlan.run` reads but the clipped sums, and these."""
         losses = loss_fn(self.model, tree_unflatten(list(leaves), asked.structure))
         fine, result = trace_friendly(self.passes, losses, keep)
         vectors, plan.groups = taken_apart(result)
         return [fine, *vectors], result.sums
 
-    def _graph(self, loss_fn: LossFunction, asked: CompileRequest) -> Plan:
-        held, keep, plan = self.held, self.keep_rows(asked), Plan(self.kept(asked), self.held)
+    def _graph(self, loss_fn: LossFunction, asked: CompileRequest) -> GraphPlan:
+        held, keep, plan = self.held, self.keep_rows(asked), GraphPlan(self.kept(asked), self.held)
 
         def step(*inputs: Tensor) -> tuple[Tensor, ...]:
             seen, sums = self.write_down(plan, loss_fn, asked, inputs[len(held) : -1], inputs[-1])
@@ -267,7 +267,7 @@ class CompiledClip:
         plan.region = self.compiled(region, f"a step for {len(keep)} rows")
         return plan
 
-    def _try(self, plan: Plan, loss_fn: LossFunction, batch: Any, asked: CompileRequest) -> Clipped:
+    def _try(self, plan: GraphPlan, loss_fn: LossFunction, batch: Any, asked: CompileRequest) -> Clipped:
         """Both ways on one batch from the same random numbers: compares their results, and their times."""
         before, reason = random_state(asked), None
         try:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ghostclip.compiled.clip import CompiledClip, LossFunction, Plan, in_a_line, rolled
+from ghostclip.compiled.clip import CompiledClip, GraphPlan, LossFunction, in_a_line, rolled
 from ghostclip.compiled.region import Region, trace, write_back
 from ghostclip.compiled.signature import CompileRequest
 from ghostclip.compiled.update import Update
@@ -35,12 +35,12 @@ class CompiledStep:
 
     def __init__(self, clip: CompiledClip) -> None:
         self._clip = clip
-        self.whole: dict[tuple, Plan] = {}
-        self.releases: dict[tuple, Plan] = {}
+        self.whole: dict[tuple, GraphPlan] = {}
+        self.releases: dict[tuple, GraphPlan] = {}
 
     def find(
         self, loss_fn: LossFunction, batch: Any, update: Update, noise: Tensor
-    ) -> tuple[Plan, CompileRequest] | None:
+    ) -> tuple[GraphPlan, CompileRequest] | None:
         """The graph of a whole step for this batch, compiled if it is the first of its kind; None to go another way.
 
         Args:
@@ -64,7 +64,7 @@ class CompiledStep:
         plan = self.whole.get(key)
         return None if plan is None or plan.region is None else (plan, asked)
 
-    def find_release(self, update: Update, sums: list[Tensor], noise: Tensor) -> Plan | None:
+    def find_release(self, update: Update, sums: list[Tensor], noise: Tensor) -> GraphPlan | None:
         """The graph of noise and update, compiled if it is the first of its kind; None to leave it to the optimizer.
 
         Args:
@@ -76,7 +76,7 @@ class CompiledStep:
             return None
         key = update.key
         if key not in self.releases and self._clip.may_have(len(self.releases)):
-            plan = self.releases[key] = Plan(list(update.parameters))
+            plan = self.releases[key] = GraphPlan(list(update.parameters))
             try:
                 plan.region = self._release_graph(update, sums, noise)
             except Exception as error:  # whatever the compiler stumbles over, the optimizer is there
@@ -84,18 +84,18 @@ class CompiledStep:
         found = self.releases.get(key)
         return None if found is None or found.region is None else found
 
-    def refuse(self, plan: Plan, reason: str, asked: CompileRequest | None = None) -> None:
+    def refuse(self, plan: GraphPlan, reason: str, asked: CompileRequest | None = None) -> None:
         """The graph is not used any more, nor one tried of the passes alone for the batch of a whole step."""
         plan.region, plan.kept = None, []
         if asked is not None:
             self._clip.leave(asked)
         self._clip.refuse(reason if asked is not None else f"the update by itself: {reason}")
 
-    def _whole_graph(self, update: Update, noise: Tensor, loss_fn: LossFunction, asked: CompileRequest) -> Plan:
+    def _whole_graph(self, update: Update, noise: Tensor, loss_fn: LossFunction, asked: CompileRequest) -> GraphPlan:
         clip, count = self._clip, len(update.written)
         ids = set(map(id, update.written))
         held = [tensor for tensor in clip.held if id(tensor) not in ids]
-        plan = Plan([*clip.kept(asked), *update.parameters], held)
+        plan = GraphPlan([*clip.kept(asked), *update.parameters], held)
         trained = [id(parameter) for _, parameter in clip.passes.index.trained()]
 
         def step(*inputs: Tensor) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.clipper.gradient_guard import is_distributed
-from ghostclip.compiled import NOT_YET, CompiledStep, Plan, Update, UpdateReader
+from ghostclip.compiled import NOT_YET, CompiledStep, GraphPlan, Update, UpdateReader
 from ghostclip.compiled.clip import LossFunction, in_a_line, random_numbers, random_state
 from ghostclip.compiled.signature import CompileRequest
 from ghostclip.compiled.trial import drift, movement, timed
@@ -97,7 +97,7 @@ class CompiledSteps:
         return update
 
     def _take_whole(
-        self, plan: Plan, asked: CompileRequest, update: Update, loss_fn: LossFunction, examples: Any
+        self, plan: GraphPlan, asked: CompileRequest, update: Update, loss_fn: LossFunction, examples: Any
     ) -> list[ClippingResult]:
         """One graph from the forward to the update; at first the eager step, and the graph's on copies beside it."""
         keep = self._clip.keep_rows(asked)
@@ -169,7 +169,7 @@ class CompiledSteps:
 
     def _try(
         self,
-        plan: Plan,
+        plan: GraphPlan,
         update: Update,
         clipping: float,
         comparable: bool,
