@@ -14,7 +14,7 @@ import ghostclip
 from ghostclip.clipping import Automatic, Grouped, PerLayer
 from ghostclip.compiled import UpdateReader
 from ghostclip.compiled import clip as compiling
-from ghostclip.compiled.signature import ModelState, function_key, function_kind, settings_of
+from ghostclip.compiled.signature import ModelState, function_key, settings_of
 
 
 @pytest.fixture(autouse=True)
@@ -254,10 +254,6 @@ def test_a_function_may_name_itself_and_what_is_not_there_yet():
 
     assert function_key(recursive)[0] == function_key(recursive)[0]
     later = False
-
-
-def test_kinds_of_functions_tell_types_apart():
-    assert len({function_kind(closing(value)) for value in (True, 1, 1.0, 0.0, -0.0)}) == 5
 
 
 @pytest.mark.parametrize("make", [closing, with_default, with_keyword])

@@ -1136,9 +1136,9 @@ COMPILED = [
     ),
     Mutant(
         "compiling a whole step leaves its forwards in buffers",
-        "ghostclip/compiled/whole.py",
-        "with Replay(self._clip.model).again(gradients=True):",
-        "with torch.enable_grad():",
+        "ghostclip/compiled/clip.py",
+        "            with Replay(self.model).again(gradients=True):\n",
+        "            with torch.enable_grad():\n",
         KEYS,
     ),
     Mutant(

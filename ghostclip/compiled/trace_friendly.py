@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from ghostclip.clipper.collector import Keep, Wanted, norm_dtype
+from ghostclip.clipper.gradient_guard import gradients_aside
 from ghostclip.clipper.second_pass import TwoPasses
 from ghostclip.clipping import Automatic, Flat, Groupwise, Thresholds
 from ghostclip.graph.reader import AT_LEAST_FLOAT32, read_graph
 
-__all__ = ["Clipped", "Groups", "eager", "learn", "put_together", "taken_apart", "trace_friendly"]
+__all__ = ["Clipped", "Groups", "eager", "learn", "taken_apart", "trace_friendly"]
 
 # The names of the groups that norms and weights are of; None for a policy without groups.
 Groups = tuple[list[str] | None, list[str] | None]
@@ -36,7 +37,7 @@ class Clipped:
 
 
 def taken_apart(result: Clipped) -> tuple[list[Tensor], Groups]:
-    """Losses, norms and weights as one list, and how to `put_together` what a graph makes of them."""
+    """Losses, norms and weights as one list, and the groups of what a graph makes of them."""
     both = (result.norms, result.weights)
     vectors = [result.losses]
     for part in both:
@@ -45,28 +46,12 @@ def taken_apart(result: Clipped) -> tuple[list[Tensor], Groups]:
     return vectors, (norms, weights)
 
 
-def put_together(vectors: list[Tensor], groups: Groups, examples: int, sums: list[Tensor | None]) -> Clipped:
-    """The result without the rows that were padding."""
-    if examples < len(vectors[0]):
-        vectors = [vector[:examples] for vector in vectors]
-    losses, *rest = vectors
-    parts = iter(rest)
-    norms, weights = (next(parts) if names is None else {name: next(parts) for name in names} for names in groups)
-    return Clipped(losses, norms, weights, sums)
-
-
 def eager(passes: TwoPasses, losses: Tensor) -> Clipped:
     """Both passes, the sums apart from p.grad: what a compiled graph is held against."""
     parameters = [parameter for _, parameter in passes.index.trained()]
-    stashed = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    try:
+    with gradients_aside(parameters):
         norms, weights = passes.clip(losses, retain_graph=False)
         return Clipped(losses.detach(), norms, weights, [parameter.grad for parameter in parameters])
-    finally:
-        for parameter, grad in zip(parameters, stashed, strict=True):
-            parameter.grad = grad
 
 
 def learn(passes: TwoPasses, losses: Tensor, padded: bool) -> str | None:
