@@ -8,6 +8,7 @@ import pytest
 import torch
 from comparing import assert_dicts_close, gradients
 from graphs import interpret
+from test_replaced_layers import By
 
 import ghostclip
 from ghostclip.clipping import Automatic, Grouped, PerLayer
@@ -53,15 +54,6 @@ def trained(model, loss_fn=losses_of, policy=1e-2):
     assert clipper.compiled.refusals == []
     assert clipper.compiled.graphs == 1
     return clipper
-
-
-class By(torch.nn.Module):
-    def __init__(self, operation):
-        super().__init__()
-        self.operation = operation
-
-    def forward(self, x):
-        return self.operation(x)
 
 
 def test_a_layer_at_the_address_of_one_that_is_gone_has_a_graph_of_its_own():

@@ -260,8 +260,8 @@ def test_processes_may_race(own_cache: Path) -> None:
         "assert build.library('normal') is not None"
     )
     environment = os.environ | {"XDG_CACHE_HOME": str(own_cache.parent)}
-    racing = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(3)]
-    assert [process.wait() for process in racing] == [0, 0, 0]
+    racing = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
+    assert [process.wait() for process in racing] == [0, 0]
     assert len(list(own_cache.iterdir())) == len(FEW)
 
 
