@@ -11,10 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ghostclip.clipper.collector import Keep, NormCollector, Wanted
-from ghostclip.clipper.groupwise import Part
+from ghostclip.clipper.collector import Keep, NormCollector
 from ghostclip.clipper.second_pass import TwoPasses
-from ghostclip.clipping import Groupwise
 from ghostclip.errors import VerificationError
 from ghostclip.norms.reduce import all_finite
 
@@ -43,8 +41,7 @@ def gradients_agree(passes: TwoPasses, losses: Tensor) -> list[str] | None:
     Raises:
         VerificationError: something differs; the layers are named.
     """
-    whole = not isinstance(passes.clipping, Groupwise)
-    run = passes.measure(losses, Wanted(Keep.CHOSEN if whole else Keep.NOTHING), retain_graph=True)
+    run = passes.measure(losses, Keep.CHOSEN, retain_graph=True)
     norms, bounds = run.norms_and_bounds()
     if not len(losses) or not all_finite(norms, losses.detach().to(norms.dtype)):
         return None
@@ -53,13 +50,14 @@ def gradients_agree(passes: TwoPasses, losses: Tensor) -> list[str] | None:
     chosen = sorted({order[0], order[len(order) // 2]})
     # What rounding may leave of positions, or uses of a parameter, that cancel.
     margins = (bounds - norms).tolist()
+    found, _ = run.norms_by_group({id(parameter): name for name, parameter in trained})
     totals: dict[str, Tensor] = {}
     errors: dict[str, float] = {}
     for example in chosen:
         own = _gradients(losses[example], trained, passes.scale)
         if not all(bool(grad.isfinite().all()) for grad in own.values()):
             return None
-        _note_errors(errors, run.norms_by_parameter(), example, own, margins[example])
+        _note_errors(errors, found, example, own, margins[example])
         for name, grad in own.items():
             totals[name] = grad if name not in totals else totals[name] + grad
     picked = torch.zeros_like(norms)
@@ -92,15 +90,8 @@ def _errors_of_sums(
     passes: TwoPasses, losses: Tensor, run: NormCollector, picked: Tensor, totals: Mapping[str, Tensor], margin: float
 ) -> dict[str, float]:
     """{name: relative error} of the sums over the picked examples."""
-    parts: Iterable[tuple[Part, Tensor]]
-    if isinstance(passes.clipping, Groupwise):
-        given = dict.fromkeys(passes.partition().values(), picked)
-        taken = passes.group_pass(losses, passes.clipping, given, None).pop()
-        parts = ((part, amount / passes.scale) for part, amount in taken)
-    else:
-        parts = passes.weighted_sums(losses, picked, run)
     left: dict[str, Tensor] = {}
-    for (owner, rows), amount in parts:
+    for (owner, rows), amount in passes.weighted_sums(losses, picked, run):
         name = passes.index.names[owner]
         if name not in left:
             parameter = next(p for n, p in passes.index.trained() if n == name)

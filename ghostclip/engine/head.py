@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils._pytree import tree_unflatten
 
-from ghostclip.clipper.batches import leaves_of
+from ghostclip.clipper.replay import leaves_of
 
 __all__ = ["head_of_large"]
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.clipper.first_pass import check_losses
-from ghostclip.clipper.other_size import shows_at_another_size
+from ghostclip.clipper.replay import shows_at_another_size
 from ghostclip.engine.compiled_steps import CompiledSteps, LossFunction
 from ghostclip.engine.micro_batching import MicroBatches
 from ghostclip.engine.ranks import Alone
