@@ -104,7 +104,7 @@ def test_what_a_failed_second_pass_left_is_used_by_no_other(kind, monkeypatch):
     def fails(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(two_passes.TwoPasses, "_second_backward", fails)
+    monkeypatch.setattr(two_passes, "Reweighting", fails)
     with pytest.raises(KeyboardInterrupt):
         clipper.backward(losses)
     found = torch.autograd.grad(losses.sum(), list(layer.parameters()))

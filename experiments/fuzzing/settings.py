@@ -34,10 +34,7 @@ SETTLE = (0, 256)
 # "module:name" -> values besides its own. Names that belong together are set together.
 KNOBS: dict[str, dict[str, Values]] = {
     "all strategies": {"planner:HOPELESS": (float("inf"),)},
-    "groups wait": {
-        f"clipper.{module}:POSTPONED_BYTES": SETTLE
-        for module in ("groupwise", "collector", "second_pass")
-    },
+    "groups wait": {"clipper.collector:POSTPONED_BYTES": SETTLE},
     "small": {"clipper.first_pass:SMALL_SHARE": (0.0, 10.0)},
     "no host sync": {
         f"{module}:may_sync": (lambda device: False,)

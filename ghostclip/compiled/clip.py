@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
-from ghostclip.clipper.batches import leaves_of
 from ghostclip.clipper.gradient_guard import have_hooks
-from ghostclip.clipper.replay import Replay
+from ghostclip.clipper.replay import Replay, leaves_of
 from ghostclip.clipper.second_pass import TwoPasses
 from ghostclip.compiled.region import Region, trace
 from ghostclip.compiled.signature import CompileRequest, ModelState, capacity_for, function_key, pad, settings_of

@@ -6,15 +6,13 @@ and it doesn't matter where in its inputs the model keeps its examples.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from ghostclip.clipper.collector import Keep, NormCollector, Wanted
-from ghostclip.clipper.groupwise import Part
+from ghostclip.clipper.collector import Keep, NormCollector
 from ghostclip.clipper.second_pass import TwoPasses
-from ghostclip.clipping import Groupwise
 from ghostclip.errors import VerificationError
 from ghostclip.norms.reduce import all_finite
 
@@ -41,8 +39,7 @@ def gradients_agree(passes: TwoPasses, losses: Tensor) -> list[str] | None:
     Raises:
         VerificationError: something differs; the layers are named.
     """
-    whole = not isinstance(passes.clipping, Groupwise)
-    run = passes.measure(losses, Wanted(Keep.CHOSEN if whole else Keep.NOTHING), retain_graph=True)
+    run = passes.measure(losses, Keep.CHOSEN, retain_graph=True)
     norms, bounds = run.norms_and_bounds()
     if not len(losses) or not all_finite(norms, losses.detach().to(norms.dtype)):
         return None
@@ -51,6 +48,7 @@ def gradients_agree(passes: TwoPasses, losses: Tensor) -> list[str] | None:
     chosen = sorted({order[0], order[len(order) // 2]})
     # What rounding may leave of positions, or uses of a parameter, that cancel.
     margins = (bounds - norms)[chosen].tolist()
+    by_name, _ = run.norms_by_group({id(parameter): name for name, parameter in trained.items()})
     errors: dict[str, float] = {}
     totals: dict[str, Tensor] = {}
     for example, margin in zip(chosen, margins, strict=True):
@@ -58,7 +56,7 @@ def gradients_agree(passes: TwoPasses, losses: Tensor) -> list[str] | None:
         if not all(bool(grad.isfinite().all()) for grad in grads.values()):
             return None
         sizes = {name: _size(grad) for name, grad in grads.items()}
-        found = {name: float(each[example]) for name, each in run.norms_by_parameter().items()}
+        found = {name: float(each[example]) for name, each in by_name.items()}
         _note(errors, {name: abs(norm - sizes.get(name, 0.0)) for name, norm in found.items()}, sizes, margin)
         for name, grad in grads.items():
             totals[name] = grad if name not in totals else totals[name] + grad
@@ -81,16 +79,9 @@ def _gradients(loss: Tensor, trained: Mapping[str, nn.Parameter], scale: float) 
 
 def _sums(passes: TwoPasses, losses: Tensor, run: NormCollector, picked: Tensor) -> dict[str, Tensor]:
     """{name: the engine's sum of the gradients of the picked examples}."""
-    parts: Iterable[tuple[Part, Tensor]]
-    if isinstance(passes.clipping, Groupwise):
-        given = dict.fromkeys(passes.partition().values(), picked)
-        taken = passes.group_pass(losses, passes.clipping, given, None).pop()
-        parts = ((part, amount / passes.scale) for part, amount in taken)
-    else:
-        parts = passes.weighted_sums(losses, picked, run)
     sums: dict[str, Tensor] = {}
     trained = dict(passes.index.trained())
-    for (owner, rows), amount in parts:
+    for (owner, rows), amount in passes.weighted_sums(losses, picked, run):
         name = passes.index.names[owner]
         if name not in sums:
             sums[name] = torch.zeros_like(trained[name], dtype=amount.dtype)

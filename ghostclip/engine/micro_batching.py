@@ -14,8 +14,7 @@ from torch.optim import SGD, Optimizer
 
 from ghostclip.clipper import GhostClipper
 from ghostclip.clipper.gradient_guard import gradients_aside
-from ghostclip.clipper.other_size import shows_at_another_size
-from ghostclip.clipper.replay import Replay
+from ghostclip.clipper.replay import Replay, shows_at_another_size
 from ghostclip.clipper.second_pass import TwoPasses
 from ghostclip.engine.memory import MemoryMeter, in_words
 from ghostclip.errors import PrivacyError, UnsupportedModelError, is_out_of_memory

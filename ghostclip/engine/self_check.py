@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_unflatten
 
 from ghostclip.clipper import GhostClipper
-from ghostclip.clipper.batches import leaves_of
-from ghostclip.clipper.replay import Replay
+from ghostclip.clipper.replay import Replay, leaves_of
 from ghostclip.engine.agreement import gradients_agree, listed
 from ghostclip.engine.comparison import LossComparison
 from ghostclip.engine.trial_losses import LossFunction
