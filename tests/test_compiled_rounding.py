@@ -4,6 +4,7 @@ The models and batches are those of tests/test_rounding.py; trials are run on ba
 the graph is what clips.
 """
 
+import copy
 import math
 
 import pytest
@@ -22,7 +23,7 @@ from test_rounding import (
 from torch import nn
 
 import ghostclip
-from ghostclip.clipping import PerLayer
+from ghostclip.clipping import Custom, PerLayer
 from ghostclip.compiled import clip as compiling
 from ghostclip.compiled import trial
 
@@ -124,3 +125,18 @@ def test_what_would_take_two_passes_is_left_to_eager(monkeypatch):
         clipper.clip(lambda model, x: model(x).sum((1, 2)), torch.randn(4, 3, 64))
     assert "keeps all gradients" in clipper.compiled.refusals[0]
     assert clipper.compiled.graphs == 0
+
+
+def test_a_custom_function_of_groups_in_a_graph(monkeypatch):
+    interpret(monkeypatch)
+    policy = Custom(lambda norms: {g: 0.3 / (n + 1) for g, n in norms.items()}, 0.5, {"weight": ["w*"], "bias": ["b*"]})
+    layer, sums = nn.Linear(6, 4), []
+    for compiles in (False, True):
+        clipper = ghostclip.GhostClipper(copy.deepcopy(layer), policy, compile=compiles)
+        torch.manual_seed(0)
+        for _ in range(3):
+            clipper.model.zero_grad()
+            clipper.clip(lambda model, x: model(x).square().sum(1), torch.randn(5, 6))
+        sums.append([p.grad for p in clipper.model.parameters()])
+    torch.testing.assert_close(*sums)
+    assert (clipper.compiled.graphs, clipper.compiled.refusals) == (1, [])

@@ -71,9 +71,8 @@ class PairQueue:
             self._answer(waiting)
 
 
-def sums_of_pairs(
-    waiting: Pairs, weights: Mapping[int, Tensor], finite: Tensor | None
-) -> Iterator[tuple[Part, Tensor]]:
+@torch.no_grad()
+def sums_of_pairs(waiting: Pairs, weights: Mapping[int, Tensor], finite: Tensor | None) -> list[tuple[Part, Tensor]]:
     """Clipped sums of linear layers, all at once; see `NormCollector.weighted_sums`."""
     # A weight and a bias in two groups have weights of their own.
     taken: Pairs = []
@@ -84,9 +83,11 @@ def sums_of_pairs(
             taken += [([owner], replace(pair, names=(name,))) for owner, name in zip(owners, pair.names, strict=True)]
     pairs = [pair if finite is None else pair.keep_only(finite) for _, pair in taken]
     sums = weighted_sums_of(pairs, [weights[owners[0]] for owners, _ in taken])
-    for (owners, _), amounts in zip(taken, sums, strict=True):
-        for owner, amount in zip(owners, amounts, strict=True):
-            yield (owner, None), amount
+    return [
+        ((owner, None), amount)
+        for (owners, _), amounts in zip(taken, sums, strict=True)
+        for owner, amount in zip(owners, amounts, strict=True)
+    ]
 
 
 def term_of(
@@ -248,13 +249,10 @@ class NormCollector:
         self._squared += [(owners, squared_norms_of([pair])) for owners, pair in self._pairs]
 
     def _add(self, part: Part, term: PerExampleGrads, layer_bytes: int, held: set[int]) -> None:
-        """Takes the term of a parameter's last use.
+        """Takes the term of all uses of a parameter, or its rows, with the last of them.
 
-        Args:
-            part: the parameter, or its rows.
-            term: of all its uses.
-            layer_bytes: what the layer's pre-activation takes.
-            held: addresses of tensors that kept terms of the same use hold on to; those of this one are added.
+        ``layer_bytes`` is what the layer's pre-activation takes, ``held`` has the addresses of tensors that kept terms
+        of the same use hold on to; those of this one are added.
         """
         if self._keep is Keep.MATERIALISED:
             self._terms[part] = Dense(term.per_example())
@@ -348,7 +346,6 @@ class NormCollector:
             found[name] = self._unscaled(parts[None])
         return found
 
-    @torch.no_grad()
     def weighted_sums(self, weights: Mapping[int, Tensor], finite: Tensor | None) -> Iterator[tuple[Part, Tensor]]:
         """``sum_i weights[i] g_i`` of each part that is kept, letting go of the terms one after another.
 
@@ -358,7 +355,10 @@ class NormCollector:
         """
         for part in list(self._terms):
             term = self._terms.pop(part)
-            yield part, self.planner.weighted_sum(term if finite is None else term.keep_only(finite), weights[part[0]])
+            with torch.no_grad():
+                term = term if finite is None else term.keep_only(finite)
+                amount = self.planner.weighted_sum(term, weights[part[0]])
+            yield part, amount
         while self._pairs:
             taken, left = [self._pairs.pop()], POSTPONED_BYTES
             while self._pairs and (left := left - taken[-1][1].nbytes) > 0:

@@ -45,19 +45,13 @@ class TwoPasses(FirstPasses):
     def reduce_apart(self) -> dict[int, Tensor]:
         """From now on the caller adds up the sums of several processes itself, so that no backward delivers them.
 
-        Returns:
-            Where sums of parameters narrower than float32 are gathered in float32, by the parameter's id.
+        Returns where sums of parameters narrower than float32 are gathered in float32, by the parameter's id.
         """
         self.wide_sums = {}
         return self.wide_sums
 
     def clip(self, losses: Tensor, *, retain_graph: bool) -> tuple[Any, Any]:
-        """Adds the clipped sum to each p.grad; returns norms and weights, [B] or {group: [B]}.
-
-        Args:
-            losses: [B].
-            retain_graph: as torch's.
-        """
+        """Adds the clipped sum of losses [B] to each p.grad; returns norms and weights, [B] or {group: [B]}."""
         if self.wide_sums is not None:
             self.wide_sums.clear()
         delivered = self._are_delivered()
