@@ -51,7 +51,7 @@ def audited(batch_size: int = 500, steps: int = 20, noise_multiplier: float = 1.
 def clip_at_twice_the_bound() -> Iterator[None]:
     """A planted bug: flat clipping lets gradients of twice the bound through, and the noise knows nothing of it."""
     weights = policies.bounded_weights
-    policies.bounded_weights = lambda norms, bounds: weights(norms, [2 * bound for bound in bounds])
+    policies.bounded_weights = lambda norms, bound: weights(norms, 2 * bound)
     try:
         yield
     finally:

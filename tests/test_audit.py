@@ -204,8 +204,8 @@ def audited(model=None, dataset=None, **changes):
 def clip_doubled(monkeypatch):
     from ghostclip.norms.reduce import bounded_weights
 
-    def loose(norms, bounds):
-        return bounded_weights(norms, [2 * bound for bound in bounds])
+    def loose(norms, bound):
+        return bounded_weights(norms, 2 * bound)
 
     monkeypatch.setattr("ghostclip.clipping.policies.bounded_weights", loose)
 

@@ -29,7 +29,7 @@ class Policy(Protocol):
 
 def flat_weights(norms: Tensor, max_norm: float) -> Tensor:
     """``min(1, max_norm / norms)``, [B], a few units in the last place low; 1 for a norm of zero."""
-    return bounded_weights(norms, [max_norm])
+    return bounded_weights(norms, max_norm)
 
 
 @dataclass(frozen=True)

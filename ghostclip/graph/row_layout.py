@@ -205,7 +205,8 @@ def _rows(call: LayerCall) -> int:
 
 def _is_odd(call: LayerCall, examples: int) -> bool:
     """Whether a layer's rows are no multiple of the examples."""
-    return bool(_rows(call) % examples if examples else _rows(call))
+    rows = call.shape[call.batch_dim]
+    return bool(rows % examples if examples else rows)
 
 
 def _use(call: LayerCall, uses: Uses) -> tuple:

@@ -1,4 +1,4 @@
-"""From squared norms of parts to norms of groups, their rounding margins, and the weights that clip them.
+"""From squared norms of parts to norms, their rounding margins, and the weights that clip them.
 
 The rounding margin: where positions cancel, the gradient that is summed may pass the one measured. The gradient of an
 example is a sum over positions, ``G = sum_t left_t (x) right_t``. Measured and summed it goes
@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["all_finite", "bounded_weights", "group_norms", "margin", "norms", "rounding_margin"]
+__all__ = ["all_finite", "bounded_weights", "margin", "norms", "rounding_margin"]
 
 # Errors that measuring and summing may leave together, in units of roundoff (half of eps).
 MARGIN = 8.0
@@ -36,11 +36,6 @@ def norms(squared: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Norms [B] in ``dtype`` from the squared norms of at least one part, [B] or [parts, B]."""
     parts = squared[0] if len(squared) == 1 else torch.vstack(list(squared))
     return torch.atleast_2d(parts).sum(0, dtype=dtype).sqrt_()
-
-
-def group_norms(squared: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> Tensor:
-    """The same for several groups of parts, [groups, B]."""
-    return torch.stack([norms(group, dtype) for group in squared])
 
 
 def rounding_margin(absolute: Sequence[Tensor]) -> Tensor:
@@ -67,14 +62,6 @@ def margin(dtype: torch.dtype) -> float:
     return 1.0 - 8.0 * torch.finfo(dtype).eps
 
 
-def bounded_weights(norms: Tensor, bounds: Sequence[float]) -> Tensor:
-    """``min(1, bound / norm)``, a few units in the last place low; 1 for a norm of zero.
-
-    Args:
-        norms: [B], or [groups, B].
-        bounds: one for each group.
-    """
-    limits = [bound * margin(norms.dtype) for bound in bounds]
-    if norms.dim() == 1:
-        return (limits[0] / norms).clamp_(max=1.0)
-    return torch.stack([(limit / row).clamp_(max=1.0) for limit, row in zip(limits, norms.unbind(), strict=True)])
+def bounded_weights(norms: Tensor, bound: float) -> Tensor:
+    """``min(1, bound / norms)``, a few units in the last place low; 1 for a norm of zero."""
+    return (bound * margin(norms.dtype) / norms).clamp_(max=1.0)
