@@ -21,7 +21,7 @@ from ghostclip.engine.adaptation import step_event
 from ghostclip.engine.budget import Spending, plan_for
 from ghostclip.engine.distributed import keep_unsynchronised, ranks_of
 from ghostclip.engine.loss_scaling import LossScaling
-from ghostclip.engine.micro_batching import is_auto, micro_batches_of
+from ghostclip.engine.micro_batching import MicroBatches, is_auto, micro_batches_of
 from ghostclip.engine.optimizers import check_optimizer
 from ghostclip.engine.release import Release, refuse_second_engine
 from ghostclip.engine.snapshots import Restored, Snapshots, Stateful
@@ -31,7 +31,7 @@ from ghostclip.errors import PrivacyError
 from ghostclip.events import Event
 from ghostclip.ledger import Ledger
 from ghostclip.nn.grad_mode import keeping_grad_mode
-from ghostclip.noise import noise_source
+from ghostclip.noise import Noise, noise_source
 from ghostclip.sampling import LogicalBatch, LogicalBatches
 from ghostclip.validate import open_fraction, whole
 
@@ -143,19 +143,12 @@ class PrivacyEngine:
         auto = is_auto(max_physical_batch_size, memory_limit, unit_ids)
         self._ranks = ranks = ranks_of(model, process_group)
         source = noise_source(noise, seed)
+        largest = None if isinstance(max_physical_batch_size, str) else max_physical_batch_size
         loader = LogicalBatches(
-            data,
-            batch_size=batch_size,
-            max_physical_batch_size=None if auto else max_physical_batch_size,  # type: ignore[arg-type]
-            sampling=sampling,
-            neighboring=neighboring,
-            max_batch_size=max_batch_size,
-            unit_ids=unit_ids,
-            max_rows_per_unit=max_rows_per_unit,
-            seed=seed,
-            generator=ranks.generators(source),
-            share=(ranks.rank, ranks.size),
-        )
+            data, batch_size=batch_size, max_physical_batch_size=largest, sampling=sampling, neighboring=neighboring,
+            max_batch_size=max_batch_size, unit_ids=unit_ids, max_rows_per_unit=max_rows_per_unit, seed=seed,
+            generator=ranks.generators(source), share=(ranks.rank, ranks.size),
+        )  # fmt: skip
         event_of, delta = partial(step_event, loader, as_policy(clipping)), open_fraction(target_delta=target_delta)
         plan = plan_for(event_of, len(loader), noise_multiplier, target_epsilon, delta, epochs, steps)
         # Noise that can be foretold protects no one, so it is charged as none.
@@ -170,18 +163,24 @@ class PrivacyEngine:
         micro_batches = micro_batches_of(model, loader, auto, memory_limit)
         self._spending = Spending(ranks, self._event, plan, max_epsilon, ledger, noise)
         self.max_epsilon, self.ledger = self._spending.max_epsilon, self._spending.ledger
+        self._loader: LogicalBatches | None = loader
+        self._attach(clipper, source, scaling, micro_batches, self_check, seed)
+
+    def _attach(
+        self,
+        clipper: GhostClipper,
+        source: Noise,
+        scaling: LossScaling,
+        micro_batches: MicroBatches,
+        self_check: bool,
+        seed: int | None,
+    ) -> None:
+        """Puts the engine between the optimizer and its gradients, and between the loader and its batches."""
+        model, optimizer, loader, ranks = self.model, self.optimizer, self.batches(), self._ranks
         release = Release(
-            clipper,
-            optimizer,
-            source,
-            plan.noise_multiplier,
-            loader.batch_size,
-            self._spending.charge,
-            self_check=self_check,
-            scaling=scaling,
-            ranks=ranks,
-            micro_batches=micro_batches,
-        )
+            clipper, optimizer, source, self.noise_multiplier, self.batch_size, self._spending.charge,
+            self_check=self_check, scaling=scaling, ranks=ranks, micro_batches=micro_batches,
+        )  # fmt: skip
         self._steps = loader.owner = LogicalStep(release)
         agreed = {name: getattr(self, name) for name in AGREED} | {"seed": seed}
         self._snapshots = Snapshots(
@@ -189,7 +188,6 @@ class PrivacyEngine:
         )
         self._snapshots.start_alike()
         self._synchronise = keep_unsynchronised(model)
-        self._loader: LogicalBatches | None = loader
         warn_of_earlier(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
