@@ -21,10 +21,10 @@ demo: install  ## train a CNN privately on handwritten digits; report in reports
 	$(BIN)/python -m ghostclip train --model cnn --data digits --report reports/demo
 
 test: install  ## the test suite, in two processes (5 to 6 minutes on two cores)
-	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist worksteal
 
 test-all: install  ## the test suite with the long checks
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 lint: install  ## ruff and mypy
 	$(BIN)/ruff check .

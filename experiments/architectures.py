@@ -23,7 +23,7 @@ import torch
 
 from ghostclip.bench import BASELINE, CONTENDERS, WORKLOADS, Prepared, Workload, line_up
 from ghostclip.bench.machine import busy_warning, describe, in_words
-from ghostclip.bench.measure import take_turns
+from ghostclip.bench.measure import take_turns, timed
 
 NETWORKS = ("mlp", "cnn", "rnn", "lstm", "transformer")
 METHODS = ("nonprivate", "nxbp", "multiloss", "reweight", "cached")
@@ -59,7 +59,7 @@ def time_network(name: str, examples: int, seconds: float) -> dict[str, Any]:
     wrong = [method for method, error in field.errors.items() if error is not None and not error <= field.gate]
     if wrong or field.absent:
         raise SystemExit(f"{name}: {', '.join(wrong) or 'none'} clipped wrongly; without a figure: {field.absent}")
-    epochs = {method: epoch_of(ready, workload, examples) for method, ready in field.prepared.items()}
+    epochs = {method: timed(epoch_of(ready, workload, examples)) for method, ready in field.prepared.items()}
     timings = take_turns(epochs, seconds, baseline=BASELINE)
     found = {}
     for method in METHODS:

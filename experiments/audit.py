@@ -24,10 +24,10 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import ghostclip.clipping.policies as policies
-from ghostclip.audit import Audit, Training, audit_training
+from ghostclip.audit import Audit, audit
 from ghostclip.bench.machine import describe, in_words
 from ghostclip.report import plain
-from ghostclip.report.audit_plot import AuditPanel, audit_plot
+from ghostclip.report.plots import AuditPanel, audit_plot
 
 EXAMPLES, FEATURES, CLASSES = 2000, 20, 3
 
@@ -38,19 +38,20 @@ def losses(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(inputs), labels, reduction="none")
 
 
-def training(batch_size: int = 500, steps: int = 20, noise_multiplier: float = 1.0) -> Training:
+def audited(batch_size: int = 500, steps: int = 20, noise_multiplier: float = 1.0, **attack: Any) -> Audit:
     """A small network on random numbers."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(EXAMPLES, FEATURES), torch.randint(0, CLASSES, (EXAMPLES,)))
     model = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, CLASSES))
-    return Training(model, losses, data, batch_size, noise_multiplier, steps, second_pass="cached")
+    training = {"batch_size": batch_size, "noise_multiplier": noise_multiplier, "steps": steps, "second_pass": "cached"}
+    return audit(model, losses, data, **training, **attack)
 
 
 @contextmanager
 def clip_at_twice_the_bound() -> Iterator[None]:
     """A planted bug: flat clipping lets gradients of twice the bound through, and the noise knows nothing of it."""
     weights = policies.bounded_weights
-    policies.bounded_weights = lambda norms, bounds: weights(norms, [2 * bound for bound in bounds])
+    policies.bounded_weights = lambda norms, bound: weights(norms, 2 * bound)
     try:
         yield
     finally:
@@ -60,21 +61,21 @@ def clip_at_twice_the_bound() -> Iterator[None]:
 def with_a_bug(draws: int) -> Audit:
     """A fiftieth of the draws, against the bug."""
     with clip_at_twice_the_bound():
-        return audit_training(training(), draws=max(600, draws // 50))
+        return audited(draws=max(600, draws // 50))
 
 
 AUDITS: dict[str, tuple[str, Callable[[int], Audit]]] = {
     "one release": (
         "each draw is one release; the training is 20 steps at sampling rate 0.25",
-        lambda draws: audit_training(training(), draws=draws),
+        lambda draws: audited(draws=draws),
     ),
     "ten releases": (
         "each trial is a whole training of 10 steps with full batches",
-        lambda draws: audit_training(training(EXAMPLES, 10, 10**0.5), draws=draws // 2, steps_per_trial=10, canaries=0),
+        lambda draws: audited(EXAMPLES, 10, 10**0.5, draws=draws // 2, steps_per_trial=10, canaries=0),
     ),
     "whole training": (
         "each trial is a whole training of 20 steps at sampling rate 0.25, its coins kept from the adversary",
-        lambda draws: audit_training(training(), draws=draws // 2, steps_per_trial=20, sampled=True, canaries=0),
+        lambda draws: audited(draws=draws // 2, steps_per_trial=20, sampled=True, canaries=0),
     ),
     "planted bug": ("the same as the first, clipping at twice the bound", with_a_bug),
 }
@@ -108,15 +109,15 @@ def table(results: dict[str, Any]) -> str:
         "| audit | bound | of | claimed epsilon | audited epsilon | share | releases |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name, audit in results["audits"].items():
-        for bound in audit["bounds"]:
+    for name, figures in results["audits"].items():
+        for bound in figures["bounds"]:
             claimed, found = float(bound["claimed"]), float(bound["epsilon"])
-            count = "one training" if bound["method"] == "one-run" else f"{audit['white_box']['releases']:,}"
+            count = "one training" if bound["method"] == "one-run" else f"{figures['white_box']['releases']:,}"
             lines.append(
                 f"| {name} | {bound['method']} | {bound['about']} | {claimed:.3f} | {found:.3f} | "
                 f"{found / claimed:.0%} | {count} |"
             )
-    told = [f"- {name}: {audit['about']}. {audit['verdict']}." for name, audit in results["audits"].items()]
+    told = [f"- {name}: {figures['about']}. {figures['verdict']}." for name, figures in results["audits"].items()]
     machine = in_words(results["machine"])
     return "\n".join(["# Audits", "", *lines, "", *told, "", f"Machine: {machine}", ""])
 

@@ -28,7 +28,7 @@ from torch import nn
 from ghostclip import GhostClipper
 from ghostclip.bench import CONTENDERS, WORKLOADS
 from ghostclip.bench.machine import busy_warning, describe, in_words
-from ghostclip.bench.measure import take_turns
+from ghostclip.bench.measure import take_turns, timed
 from ghostclip.bench.processes import keep_freed_memory
 
 METHODS = ("nonprivate", "reweight", "cached")
@@ -65,8 +65,8 @@ def doubling(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
     return found
 
 
-def _step(step: Callable[..., None], *batch: torch.Tensor) -> Callable[[], None]:
-    return lambda: step(*batch)
+def _step(step: Callable[..., None], *batch: torch.Tensor) -> Callable[[], float]:
+    return timed(lambda: step(*batch))
 
 
 def over_lengths(lengths: Sequence[int], seconds: float) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ def over_lengths(lengths: Sequence[int], seconds: float) -> list[dict[str, Any]]
     for length in lengths:
         torch.manual_seed(0)
         inputs = torch.randn(EXAMPLES, length, WIDTH)
-        turns = {way: _norms(way, inputs) for way in WAYS} | {"plain": _plain(inputs)}
+        turns = {way: timed(_norms(way, inputs)) for way in WAYS} | {"plain": timed(_plain(inputs))}
         timings = take_turns(turns, seconds, baseline="plain")
         ms = {way: asdict(timings.milliseconds(way)) for way in turns}
         rows.append({"length": length, "ms": ms})

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ghostclip import native
 from ghostclip.bench import CONTENDERS, WORKLOADS
 from ghostclip.bench.machine import busy_warning, describe, in_words
-from ghostclip.bench.measure import alternate, timed
+from ghostclip.bench.measure import take_turns, timed
 from ghostclip.bench.processes import keep_freed_memory
 from ghostclip.noise import noise_source
 
@@ -70,23 +70,15 @@ class Kernel(NamedTuple):
         return len(Path(native.__file__).with_name(f"{self.file}.c").read_text().splitlines())
 
 
-IMAGES = ("cifar-cnn", "vgg11", "cnn", "resnet18-64px")
-TEXTS = ("transformer", "gpt-128", "lora-gpt", "gpt-512")
 KERNELS = (
-    Kernel("Gram norms", "gram", ("gram",), (*TEXTS, "vgg11")),
-    Kernel("Gram norms of convolutions", "windows", ("windows",), IMAGES, "native.gram"),
-    Kernel("gradients of convolutions", "shifts", ("shifts",), IMAGES),
+    Kernel("gradients of convolutions", "shifts", ("shifts",), ("cifar-cnn", "vgg11", "cnn", "resnet18-64px")),
     Kernel("rows of tables", "rows", ("rows_squared", "rows_added"), ("embedding", "lstm-imdb", "gpt-128")),
-    Kernel("scales by channel", "normalize", ("channels",), ("resnet18-64px", "resnet18-32px")),
-    Kernel("scales by feature", "normalize", ("rows",), TEXTS[:2]),
-    Kernel("linear layers on one position", "affine", ("squared_norms", "sums"), ("mlp", "fcnn-adult", "cnn")),
-    Kernel("norms to weights", "affine", ("norms", "weights", "finite"), ("mlp", "fcnn-adult", "cnn")),
     Kernel("LSTM", "time_loop", ("lstm_gates", "lstm_back"), ("lstm", "lstm-imdb")),
     Kernel("GRU", "time_loop", ("gru_gates", "gru_back"), ("gru",)),
     Kernel("RNN", "time_loop", ("rnn_back",), ("rnn",)),
     Kernel("noise", "normal", ("ghostclip_release", "ghostclip_normal", "ghostclip_words"),
            ("embedding", "mlp", "fcnn-adult"), "noise.gaussian"),
-    Kernel("hardened noise", "lattice", ("ghostclip_lattice",), ("embedding", "mlp", "fcnn-adult"), "noise.lattice",
+    Kernel("hardened noise", "lattice", ("ghostclip_lattice",), ("embedding", "mlp", "fcnn-adult"), "noise.hardened",
            "hardened"),
 )  # fmt: skip
 # Files that a step on one thread doesn't gain from, and what they are for.
@@ -113,19 +105,10 @@ TIMED = WORKLOADS | {"gru": replace(WORKLOADS["lstm"], name="gru", about=ABOUT_G
 def without(kernel: Kernel) -> Iterator[None]:
     """The kernel's binding reports that it isn't there."""
     binding = kernel.binding
-    if hasattr(binding, "library"):
-        library = binding.library
-        patch = mock.patch.object(
-            binding, "library", lambda name, *rest: None if name == kernel.file else library(name, *rest)
-        )
-    else:
-        function = binding.function
-        patch = mock.patch.object(
-            binding,
-            "function",
-            lambda file, name, *rest: None if name in kernel.functions else function(file, name, *rest),
-        )
-    with patch:
+    library = binding.library
+    with mock.patch.object(
+        binding, "library", lambda name, *rest: None if name == kernel.file else library(name, *rest)
+    ):
         yield
 
 
@@ -152,7 +135,7 @@ def measure(kernel: Kernel, name: str, seconds: float, size: int | None) -> dict
     size = size or workload.batch_size
     model, batch = workload.model(), workload.batch(size)
     turns = {way: turn_of(kernel, way == "kernel", copy.deepcopy(model), workload, batch) for way in ("kernel", "twin")}
-    timings = alternate(turns, seconds, baseline="kernel")
+    timings = take_turns(turns, seconds, baseline="kernel")
     return {
         "kernel": kernel.name,
         "file": f"native/{kernel.file}.c",

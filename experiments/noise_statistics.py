@@ -34,9 +34,9 @@ from scipy import stats
 
 from ghostclip.bench import CONTENDERS, WORKLOADS
 from ghostclip.bench.machine import busy_warning, describe, in_words
-from ghostclip.bench.measure import take_turns
+from ghostclip.bench.measure import take_turns, timed
 from ghostclip.noise import noise_source
-from ghostclip.noise.lattice import Lattice
+from ghostclip.noise.hardened import Lattice
 
 RARE = 1e-6
 # {name: (mode, whether C may be used, type)}
@@ -59,7 +59,7 @@ STEP = Lattice(1.0, 1.0).step
 def compiling(kind: str) -> Iterator[None]:
     """With C, or as if there were no compiler, as the kind has it."""
     with ExitStack() as patches:
-        for module in () if KINDS[kind][1] else ("gaussian", "lattice"):
+        for module in () if KINDS[kind][1] else ("gaussian", "hardened"):
             patches.enter_context(mock.patch(f"ghostclip.noise.{module}.library", return_value=None))
         yield
 
@@ -176,12 +176,12 @@ def costs(seconds: float) -> dict[str, Any]:
     million = [torch.randn(1_000_000)]
     sources = {kind: noise_source(KINDS[kind][0]) for kind in kinds}
 
-    def release(kind: str, sums: list[torch.Tensor]) -> Callable[[], object]:
+    def release(kind: str, sums: list[torch.Tensor]) -> Callable[[], float]:
         def run() -> None:
             with compiling(kind):
                 sources[kind].release(sums, 1.0, 128.0)
 
-        return run
+        return timed(run)
 
     timings = take_turns({kind: release(kind, million) for kind in kinds}, seconds, baseline="standard")
     workload = WORKLOADS["cnn"]
@@ -189,7 +189,7 @@ def costs(seconds: float) -> dict[str, Any]:
     model, batch = workload.model(), workload.batch(128)
     prepared = CONTENDERS["cached"].prepare(copy.deepcopy(model), workload.losses, 1.0)
     sums = [torch.randn_like(parameter) for parameter in model.parameters()]
-    turns = {kind: release(kind, sums) for kind in kinds} | {"step": lambda: prepared.step(*batch)}
+    turns = {kind: release(kind, sums) for kind in kinds} | {"step": timed(lambda: prepared.step(*batch))}
     shares = take_turns(turns, seconds, baseline="step")
     return {
         "million_ms": {kind: asdict(timings.milliseconds(kind)) for kind in kinds},

@@ -28,7 +28,7 @@ from torch import nn
 
 from ghostclip.bench import CONTENDERS, WORKLOADS
 from ghostclip.bench.machine import busy_warning, describe, in_words
-from ghostclip.bench.measure import take_turns
+from ghostclip.bench.measure import take_turns, timed
 from ghostclip.events import SampledGaussian
 from ghostclip.ledger import BLOCK, Ledger
 from ghostclip.noise import noise_source
@@ -57,7 +57,7 @@ def measure(name: str, size: int, seconds: float, place: Path) -> dict[str, Any]
         turns["hardened noise"] = _noise(model, "hardened", size)
     turns["ledger"] = _charges(Ledger(place / "blocks"), BLOCK)
     turns["ledger, every step"] = _charges(Ledger(place / "steps", block=1), 1)
-    timings = take_turns(turns, seconds, baseline="nonprivate")
+    timings = take_turns({part: timed(turn) for part, turn in turns.items()}, seconds, baseline="nonprivate")
     for number in timings.seconds["ledger"]:
         timings.seconds["ledger"][number] /= BLOCK
     rounds = sorted(set.intersection(*(set(timings.seconds[part]) for part in TOGETHER)))

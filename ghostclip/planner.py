@@ -7,14 +7,13 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from ghostclip.native.custom_ops import is_traced
-from ghostclip.norms.memory import Memory, MemoryTrials, first_touch
 from ghostclip.norms.term import SAMPLE, Dense, NormResult, PerExampleGrads, Strategy, StrategyRun
 
 __all__ = ["SOLE", "Planner", "StrategyChoice", "kept_bytes", "milliseconds"]
@@ -22,8 +21,6 @@ __all__ = ["SOLE", "Planner", "StrategyChoice", "kept_bytes", "milliseconds"]
 # Candidates whose arithmetic is this many times the least one's are not worth a measurement. The second best is
 # measured nevertheless, to have something to compare with, unless that takes more flops than this.
 HOPELESS, LONG = 12.0, 4e9
-# What all memory that is reused for a term may take.
-MEMORY_BYTES = 64 << 20
 # A first run, which pays for first touches, and any later one that take this many times the best are the last.
 BEATEN_COLD, BEATEN = 4.0, 1.3
 # No candidate is run for longer than this, after its second run, in milliseconds.
@@ -103,18 +100,14 @@ class Planner:
         norm_strategy: "auto", or "gram" or "direct" to allow only that family where a term has both.
         measure: milliseconds of a callable on a device, given the best so far; replaceable, so that a test can see a
             plan follow its measurements.
-        memory_bytes: cap of the memory that is reused from chunk to chunk of a term.
     """
 
-    def __init__(
-        self, norm_strategy: str = "auto", measure: Measure = milliseconds, memory_bytes: int = MEMORY_BYTES
-    ) -> None:
+    def __init__(self, norm_strategy: str = "auto", measure: Measure = milliseconds) -> None:
         self.norm_strategy = norm_strategy
         self.choices: dict[tuple, StrategyChoice] = {}
-        self.memory = Memory(memory_bytes)
         self._measure = measure
         self._sums: dict[tuple, dict[str, float]] = {}
-        self._direct = self if norm_strategy == "direct" else Planner("direct", measure, memory_bytes)
+        self._direct = self if norm_strategy == "direct" else Planner("direct", measure)
 
     def answer(
         self, term: PerExampleGrads, keep: bool, room: int | None = None, exact: bool = False
@@ -128,29 +121,20 @@ class Planner:
             exact: in no form that may cancel, which on a GPU would become NaN.
         """
         if exact:
-            return self._exactly(term)
+            squared = term.exact_squared_norms()
+            return (NormResult(squared), EXACT) if squared is not None else self._direct.answer(term, False)
         answer = term.closed_form(keep)
         if answer is not None:
             return answer, SOLE
         if term.examples == 0:
             return next(iter(term.candidates().values())).run(term), EMPTY
         may_keep = keep and kept_bytes(term) <= (term.nbytes if room is None else room)
-        traced = is_traced()
-        key = (term.key, keep, may_keep, traced, torch.are_deterministic_algorithms_enabled())
+        key = (term.key, keep, may_keep, is_traced(), torch.are_deterministic_algorithms_enabled())
         choice = self.choices.get(key)
         if choice is None:
-            candidates = term.candidates()
-            choice = self._choose(term, candidates, keep, may_keep, traced)
-            choice = self.choices[key] = replace(choice, run=candidates[choice.name].run)
+            choice = self.choices[key] = self._choose(term, keep, may_keep)
         assert choice.run is not None
-        answer = choice.run(term, choice.keep, self.memory)
-        # Kept from layer to layer, chunks would lie beside the activations where these are most.
-        self.memory.give_up()
-        return answer, choice
-
-    def _exactly(self, term: PerExampleGrads) -> tuple[NormResult, StrategyChoice]:
-        squared = term.exact_squared_norms()
-        return (NormResult(squared), EXACT) if squared is not None else self._direct.answer(term, False)
+        return choice.run(term, choice.keep), choice
 
     def weighted_sum(self, term: PerExampleGrads, weights: Tensor) -> Tensor:
         """`PerExampleGrads.weighted_sum` [*shape] for weights [B], the fastest way where there are several."""
@@ -168,106 +152,81 @@ class Planner:
                 with _inapplicable(name, term, raised):
                     best = min(costs.values(), default=math.inf)
                     costs[name] = self._measure(partial(way, weights), term.device, best)
-            _raise_unless(costs, raised)
+            if not costs:
+                raise next(iter(raised.values()))
             self._sums[term.key] = costs
         return min(costs, key=costs.__getitem__)
 
-    def _choose(
-        self, term: PerExampleGrads, candidates: dict[str, Strategy], keep: bool, may_keep: bool, traced: bool
-    ) -> StrategyChoice:
-        allowed, ordered = self._allowed(candidates, traced)
+    def _choose(self, term: PerExampleGrads, keep: bool, may_keep: bool) -> StrategyChoice:
+        """The choice for terms of that key."""
+        candidates, traced = term.candidates(), is_traced()
+        allowed = {n: c for n, c in candidates.items() if self.norm_strategy in ("auto", c.family)} or candidates
+        ordered = sorted(allowed, key=lambda name: allowed[name].flops)
+        costs: dict[str, float] = {}
         raised: dict[str, Exception] = {}
         if torch.are_deterministic_algorithms_enabled():
             reason = "fewest flops (deterministic algorithms asked for)"
-            name = ordered[0] if traced else self._first_to_run(term, [*ordered, *_others(candidates, ordered)], raised)
-            return StrategyChoice(name, may_keep and candidates[name].keeps, reason, raised=_texts(raised))
-        if traced:
-            return self._as_measured(term, allowed, ordered, keep, may_keep)
-        sample = term.head(SAMPLE)
-        worth = worth_measuring(ordered, sample.candidates())
-        costs = self._costs(term, sample, worth, keep, may_keep, raised)
-        if not costs:
-            costs = self._costs(term, sample, _others(candidates, worth), keep, may_keep, raised)
-        _raise_unless(costs, raised)
-        chosen = {way: cost * (KEPT if may_keep and candidates[way].keeps else 1.0) for way, cost in costs.items()}
-        name = min(chosen, key=chosen.__getitem__)
-        fastest = name == min(costs, key=costs.__getitem__)
-        reason = "fastest measured" if fastest else "about the fastest, and its gradients are kept"
-        if len(costs) == 1:
-            reason = "far fewest flops" if self.norm_strategy == "auto" else "asked for"
-        if len(costs) == 1 and raised:
-            reason = "all others raised"
+            name = ordered[0] if traced else _first_to_run(term, [*ordered, *_others(candidates, ordered)], raised)
+        elif traced:
+            # Inside a graph nothing can be timed.
+            outside = self.choices.get((term.key, keep, may_keep, False, False))
+            costs = {name: cost for name, cost in outside.milliseconds.items() if name in allowed} if outside else {}
+            reason = "fastest measured outside of the graph"
+            name = min(costs, key=costs.__getitem__, default=ordered[0])
+        else:
+            costs = self._costs(term, ordered, keep, may_keep, raised)
+            name, reason = self._fastest(costs, {way for way in costs if may_keep and candidates[way].keeps}, raised)
         kept = may_keep and candidates[name].keeps
         sums = {} if kept or not keep else self._sums.get(term.key, {})
-        return StrategyChoice(name, kept, reason, costs, sums, _texts(raised))
+        texts = {way: _text(error) for way, error in raised.items()}
+        return StrategyChoice(name, kept, reason, costs, sums, texts, candidates[name].run)
 
-    def _allowed(self, candidates: dict[str, Strategy], traced: bool) -> tuple[dict[str, Strategy], list[str]]:
-        """Those that may be chosen, and their names in the order of their flops."""
-        fit = {name: way for name, way in candidates.items() if way.traces or not traced}
-        allowed = {n: c for n, c in fit.items() if self.norm_strategy in ("auto", c.family)} or fit
-        return allowed, sorted(allowed, key=lambda name: allowed[name].flops)
-
-    def _as_measured(
-        self, term: PerExampleGrads, allowed: dict[str, Strategy], ordered: list[str], keep: bool, may_keep: bool
-    ) -> StrategyChoice:
-        """The choice inside a graph, where nothing can be timed: by what was measured outside of it."""
-        outside = self.choices.get((term.key, keep, may_keep, False, False))
-        costs = {name: cost for name, cost in outside.milliseconds.items() if name in allowed} if outside else {}
-        name = min(costs, key=costs.__getitem__) if costs else ordered[0]
-        return StrategyChoice(name, may_keep and allowed[name].keeps, "fastest measured outside of the graph", costs)
-
-    def _first_to_run(self, term: PerExampleGrads, names: list[str], raised: dict[str, Exception]) -> str:
-        """The first of the candidates that does not raise."""
-        sample = term.head(SAMPLE)
-        candidates = sample.candidates()
-        for name in names:
-            with _inapplicable(name, term, raised):
-                candidates[name].run(sample)
-                return name
-        raise next(iter(raised.values()))
+    def _fastest(self, costs: dict[str, float], kept: set[str], raised: dict[str, Exception]) -> tuple[str, str]:
+        """The name of what is chosen by its cost, and the reason; ``kept``: whose gradients would be kept."""
+        name = min(costs, key=lambda way: costs[way] * (KEPT if way in kept else 1.0))
+        if len(costs) > 1:
+            fastest = name == min(costs, key=costs.__getitem__)
+            return name, "fastest measured" if fastest else "about the fastest, and its gradients are kept"
+        if raised:
+            return name, "all others raised"
+        return name, "far fewest flops" if self.norm_strategy == "auto" else "asked for"
 
     def _costs(
-        self,
-        term: PerExampleGrads,
-        sample: PerExampleGrads,
-        names: list[str],
-        keep: bool,
-        may_keep: bool,
-        raised: dict[str, Exception],
+        self, term: PerExampleGrads, ordered: list[str], keep: bool, may_keep: bool, raised: dict[str, Exception]
     ) -> dict[str, float]:
-        """Milliseconds of each candidate for the norms and, where one follows (``keep``), the clipped sum.
+        """Milliseconds for the norms and, where one follows (``keep``), the clipped sum.
 
-        Those that raise have none; they are put into ``raised``.
+        Of those candidates, given in the order of their flops, that are worth a measurement; where all of these raise,
+        of the others. What raises is put into ``raised``.
         """
-        share = sample.examples / term.examples
-        candidates = sample.candidates()
+        sample = term.head(SAMPLE)
+        candidates, share = sample.candidates(), sample.examples / term.examples
         weights = torch.ones(term.examples, device=term.device)
-        trials = MemoryTrials(self.memory.cap)
 
         def kept_and_summed(way: Strategy) -> Tensor:
-            kept = way.run(sample, True, trials).kept
+            kept = way.run(sample, True).kept
             assert kept is not None
             return Dense(kept).weighted_sum(weights[: sample.examples])
 
-        # Measured over and over the kept gradients lie where the last ones lay; in a step their pages may be new ones.
-        new = first_touch(kept_bytes(term) - term.nbytes) if may_keep and term.device.type == "cpu" else 0.0
         costs: dict[str, float] = {}
         summed: float | None = None
-        for name in names:
-            trials.give_up()
+        worth = worth_measuring(ordered, candidates)
+        for name in [*worth, *_others(candidates, worth)]:
+            if name not in worth and not costs.keys().isdisjoint(worth):
+                break
             way, best = candidates[name], min(costs.values(), default=math.inf)
+            run: Callable[[], object]
             if may_keep and way.keeps:
-                least = max(0.0, best - new) * share
-                with _inapplicable(name, term, raised):
-                    costs[name] = self._measure(partial(kept_and_summed, way), term.device, least) / share + new
-                continue
-            if keep and summed is None:
-                # Part of its cost is that of a parameter-sized result, which does not grow with the batch.
-                summed = self._cost_of_sum(term, weights)
-            after = summed or 0.0
-            run, least = partial(way.run, sample, False, trials), max(0.0, best - after) * share
+                run, besides = partial(kept_and_summed, way), 0.0
+            else:
+                if keep and summed is None:
+                    # Part of its cost is that of a parameter-sized result, which does not grow with the batch.
+                    summed = self._cost_of_sum(term, weights)
+                run, besides = partial(way.run, sample, False), summed or 0.0
             with _inapplicable(name, term, raised):
-                costs[name] = self._measure(run, term.device, least) / share + after
+                costs[name] = self._measure(run, term.device, max(0.0, best - besides) * share) / share + besides
+        if not costs:
+            raise next(iter(raised.values()))
         return costs
 
     def _cost_of_sum(self, term: PerExampleGrads, weights: Tensor) -> float:
@@ -282,6 +241,17 @@ def _others(candidates: dict[str, Strategy], names: list[str]) -> list[str]:
     return sorted(candidates.keys() - set(names), key=lambda name: candidates[name].flops)
 
 
+def _first_to_run(term: PerExampleGrads, names: list[str], raised: dict[str, Exception]) -> str:
+    """The first of the candidates that does not raise."""
+    sample = term.head(SAMPLE)
+    candidates = sample.candidates()
+    for name in names:
+        with _inapplicable(name, term, raised):
+            candidates[name].run(sample)
+            return name
+    raise next(iter(raised.values()))
+
+
 @contextmanager
 def _inapplicable(name: str, term: PerExampleGrads, raised: dict[str, Exception]) -> Iterator[None]:
     """Puts what a candidate raises into ``raised`` and goes on; Ctrl-C is no Exception and is left alone."""
@@ -292,25 +262,10 @@ def _inapplicable(name: str, term: PerExampleGrads, raised: dict[str, Exception]
         log.warning("%s is not applicable to a gradient of shape %s: %s", name, list(term.shape), _text(error))
 
 
-def _raise_unless(costs: dict[str, float], raised: dict[str, Exception]) -> None:
-    """Lets the first error go on where nothing could be run."""
-    if not costs:
-        raise next(iter(raised.values()))
-
-
-def _texts(raised: dict[str, Exception]) -> dict[str, str]:
-    return {name: _text(error) for name, error in raised.items()}
-
-
 def _text(error: Exception) -> str:
     """An error in one short line. The error itself would hold the frames it went through, and their tensors."""
     first = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {first[:80]}"
-
-
-def _alike(example: int, squared: float) -> float:
-    """A weight to measure with."""
-    return 1.0
 
 
 def worth_measuring(ordered: list[str], candidates: dict[str, Strategy]) -> list[str]:

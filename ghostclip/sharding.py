@@ -34,13 +34,10 @@ def sharding_of(model: nn.Module) -> tuple[str, str] | None:
 
 
 def refuse_sharded(model: nn.Module, known: Container[int]) -> None:
-    """Raises UnsupportedModelError for a model that was sharded since it was wrapped.
+    """Raises UnsupportedModelError for a model that was sharded since it was wrapped; takes 1.3 us for each module.
 
-    It takes about 1.3 us for each module (measured).
-
-    Args:
-        known: ids of the parameters as they were when it was wrapped: while layers run, sharding puts others into
-            their places that look like any parameter.
+    ``known`` are ids of the parameters as they were when it was wrapped: while layers run, sharding puts others into
+    their places that look like any parameter.
     """
     for module in model.modules():
         kind: Any = type(module)

@@ -4,91 +4,63 @@
 """
 
 import math
-from collections.abc import Sequence
-from numbers import Integral, Real
+from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 __all__ = ["fraction", "nonnegative", "one_of", "open_fraction", "positive", "positive_int", "power_of_two", "whole"]
 
 
-def _single(arguments: dict[str, Any]) -> tuple[str, Any]:
-    ((name, value),) = arguments.items()
-    return name, value
-
-
-def _real(arguments: dict[str, Any], expected: str) -> tuple[str, float]:
-    name, value = _single(arguments)
+def _number(argument: dict[str, Any], expected: str, holds: Callable[[Any], bool]) -> Any:
+    """The value of the one argument, which must be a number for which ``holds``."""
+    ((name, value),) = argument.items()
     # What is checked at every step is a float as a rule, which is soon told.
     if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
         raise TypeError(f"{name} must be {expected}; got {value!r} of type {type(value).__name__}")
-    return name, float(value)
+    if not holds(value):
+        raise ValueError(f"{name} must be {expected}; got {value!r}")
+    return value
 
 
 def positive(**argument: Any) -> float:
     """The one keyword argument as a float: finite and > 0. Raises ValueError or TypeError naming it."""
-    name, value = _real(argument, "a finite number > 0")
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} must be a finite number > 0; got {value!r}")
-    return value
+    return float(_number(argument, "a finite number > 0", lambda value: 0 < value < math.inf))
 
 
 def power_of_two(**argument: Any) -> float:
     """The one keyword argument as a float: 2**k, k from -24 to 24. Raises ValueError or TypeError naming it."""
-    name, value = _real(argument, "a power of two, such as 1024.0")
-    if not 2.0**-24 <= value <= 2.0**24 or math.frexp(value)[0] != 0.5:
-        raise ValueError(f"{name} must be a power of two from 2**-24 to 2**24, such as 1024.0; got {value!r}")
-    return value
+    expected = "a power of two from 2**-24 to 2**24, such as 1024.0"
+    return float(_number(argument, expected, lambda v: 2.0**-24 <= v <= 2.0**24 and math.frexp(v)[0] == 0.5))
 
 
 def nonnegative(**argument: Any) -> float:
     """The one keyword argument as a float: finite and >= 0. Raises ValueError or TypeError naming it."""
-    name, value = _real(argument, "a finite number >= 0")
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name} must be a finite number >= 0; got {value!r}")
-    return value
+    return float(_number(argument, "a finite number >= 0", lambda value: 0 <= value < math.inf))
 
 
 def fraction(**argument: Any) -> float:
     """The one keyword argument as a float in (0, 1]. Raises ValueError or TypeError naming it."""
-    name, value = _real(argument, "a number in (0, 1]")
-    if not 0 < value <= 1:
-        raise ValueError(f"{name} must be a number in (0, 1]; got {value!r}")
-    return value
+    return float(_number(argument, "a number in (0, 1]", lambda value: 0 < value <= 1))
 
 
 def open_fraction(**argument: Any) -> float:
     """The one keyword argument as a float in (0, 1). Raises ValueError or TypeError naming it."""
-    name, value = _real(argument, "a number in (0, 1)")
-    if not 0 < value < 1:
-        raise ValueError(f"{name} must be a number in (0, 1); got {value!r}")
-    return value
+    return float(_number(argument, "a number in (0, 1)", lambda value: 0 < value < 1))
 
 
 def whole(**argument: Any) -> int:
     """The one keyword argument as an int >= 0 (2.0 counts as 2). Raises ValueError or TypeError naming it."""
-    name, value = _single(argument)
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a whole number >= 0; got {value!r} of type {type(value).__name__}")
-    if not (isinstance(value, Integral) or (math.isfinite(float(value)) and float(value).is_integer())) or value < 0:
-        raise ValueError(f"{name} must be a whole number >= 0; got {value!r}")
-    return int(float(value)) if not isinstance(value, Integral) else int(value)
+    return int(_number(argument, "a whole number >= 0", lambda value: value >= 0 and value % 1 == 0))
 
 
 def positive_int(**argument: Any) -> int:
     """The one keyword argument as an int >= 1. Raises ValueError or TypeError naming it."""
-    name, value = _single(argument)
-    try:
-        number = whole(**argument)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise ValueError(f"{name} must be a whole number >= 1; got {value!r}")
-    return number
+    return int(_number(argument, "a whole number >= 1", lambda value: value >= 1 and value % 1 == 0))
 
 
 def one_of(choices: Sequence[str], **argument: Any) -> str:
     """The one keyword argument, which must be among ``choices``. Raises ValueError naming it and them."""
-    name, value = _single(argument)
+    ((name, value),) = argument.items()
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
     return value

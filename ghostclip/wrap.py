@@ -96,8 +96,8 @@ def unwrap(model: torch_nn.Module) -> torch_nn.Module:
     for module in model.modules():
         if isinstance(module, GhostLayer):
             module.__class__ = module.wrapped  # type: ignore[assignment]
-            for name in ("ghost_batch_dim", "ghost_path"):
-                module.__dict__.pop(name, None)
+            vars(module).pop("ghost_batch_dim", None)
+            vars(module).pop("ghost_path", None)
     return model
 
 
@@ -139,69 +139,51 @@ def _wrapper_for(module: torch_nn.Module) -> type | None:
     library = found.__module__.partition(".")[0]
     if library in ELSEWHERE and found not in LAYERS:
         importlib.import_module(ELSEWHERE[library]).register(found)
-    return _wrapper_of(found) or scaling_of(module)
+    return LAYERS.get(found) or _wrapper_of_subclass(found) or scaling_of(module)
 
 
-def _wrapper_of(found: type[torch_nn.Module]) -> type | None:
-    """The wrapper for a torch class, or one made for a subclass that keeps or calls its forward; else None."""
-    if found in LAYERS:
-        return LAYERS[found]
-    for base in found.__mro__[1:]:
-        if base in LAYERS:
-            same = all(
-                getattr(found, name) is getattr(base, name) for name in ("forward", "__call__") if hasattr(base, name)
-            )
-            inner = getattr(found, "_conv_forward", None) is getattr(base, "_conv_forward", None)
-            content = {"wrapped": found, "__module__": found.__module__}
-            if same and inner:
-                return type(found.__name__, (LAYERS[base], found), content)
-            if inner and leaves_parameters_to_parent(found.forward, ("weight", "bias")):
-                return type(found.__name__, (found, LAYERS[base]), content)
-            return None
+def _wrapper_of_subclass(found: Any) -> type | None:
+    """A wrapper made for a subclass of a torch class that keeps or calls its forward; else None."""
+    base = next((base for base in found.__mro__[1:] if base in LAYERS), None)
+    if base is None or getattr(found, "_conv_forward", None) is not getattr(base, "_conv_forward", None):
+        return None
+    content = {"wrapped": found, "__module__": found.__module__}
+    if found.forward is base.forward and found.__call__ is base.__call__:
+        return type(found.__name__, (LAYERS[base], found), content)
+    if leaves_parameters_to_parent(found.forward, ("weight", "bias")):
+        return type(found.__name__, (found, LAYERS[base]), content)
     return None
 
 
 def _obstacles(module: torch_nn.Module) -> Iterator[tuple[str, str]]:
     """(problem, remedy) for one module by itself."""
-    kind = type(module)
+    kind = type(module).__name__
     if isinstance(module, torch_nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
-        yield f"{kind.__name__} has no sizes yet", "run one batch through the model before wrapping it"
+        yield f"{kind} has no sizes yet", "run one batch through the model before wrapping it"
         return
-    wrapper = kind if issubclass(kind, GhostLayer) else _wrapper_for(module)
+    wrapper: Any = type(module) if isinstance(module, GhostLayer) else _wrapper_for(module)
+    trained = [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
     if wrapper is not None:
-        assert issubclass(wrapper, GhostLayer)
-        trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
         if trained or wrapper.checked_when_frozen:
             for problem, remedy in wrapper.obstacles(module):
-                yield f"{kind.__name__}: {problem}", remedy
-        yield from _complex(module)
-        return
-    if isinstance(module, torch_nn.DataParallel):
+                yield f"{kind}: {problem}", remedy
+    elif isinstance(module, torch_nn.DataParallel):
         yield (
             "DataParallel runs copies of the model in threads, which per-example gradients can't be had of",
             "give its .module; for several devices start a process for each, with DistributedDataParallel",
         )
-        return
-    if isinstance(module, (torch_nn.modules.batchnorm._BatchNorm,)) and module.training:
-        known = kind.__name__ in BATCHNORM
-        remedy = instead_of_batchnorm(kind.__name__) if known else "use GroupNorm in its place, or keep it in eval mode"
-        yield f"{kind.__name__} mixes the examples of a batch", remedy
-        return
-    if (
-        getattr(module, "track_running_stats", False)
+    elif isinstance(module, torch_nn.modules.batchnorm._BatchNorm) and module.training:
+        known = kind in BATCHNORM
+        remedy = instead_of_batchnorm(kind) if known else "use GroupNorm in its place, or keep it in eval mode"
+        yield f"{kind} mixes the examples of a batch", remedy
+    elif (
+        module.training
+        and getattr(module, "track_running_stats", False)
         and getattr(module, "running_mean", None) is not None
-        and module.training
     ):
-        yield f"{kind.__name__} updates running statistics from private data", "set track_running_stats=False"
-    yield from _complex(module)
-
-
-def _complex(module: torch_nn.Module) -> Iterator[tuple[str, str]]:
-    if any(parameter.is_complex() and parameter.requires_grad for parameter in module.parameters(recurse=False)):
-        yield (
-            f"{type(module).__name__} has complex parameters",
-            "use real ones: norms and noise are defined for those",
-        )
+        yield f"{kind} updates running statistics from private data", "set track_running_stats=False"
+    if any(parameter.is_complex() for parameter in trained):
+        yield f"{kind} has complex parameters", "use real ones: norms and noise are defined for those"
 
 
 def _batch_dims(model: torch_nn.Module, batch_dim: int | Mapping[str, int]) -> dict[str, int]:
@@ -236,19 +218,11 @@ def _replacements(model: torch_nn.Module, replace: Mapping[str, str]) -> dict[st
             continue
         if not path:
             raise ValueError("replace can't replace the model itself; put it into a Sequential first")
-        found[path] = _in_place_of(module, wanted)
+        channels, reference = module.num_features, next(module.parameters(), torch.empty(0))
+        # LayerNorm over channels and positions is GroupNorm with one group, and needs no spatial size.
+        groups = 1 if wanted == "LayerNorm" else max(g for g in range(1, min(32, channels) + 1) if channels % g == 0)
+        norm = torch_nn.GroupNorm(groups, channels, module.eps, module.affine, reference.device, reference.dtype)
+        found[path] = torch_nn.Identity() if wanted == "Identity" else norm
     if replace and not found:
         warnings.warn(f"replace named {', '.join(replace)}, but the model has none", stacklevel=3)
     return found
-
-
-def _in_place_of(module: torch_nn.modules.batchnorm._BatchNorm, wanted: str) -> torch_nn.Module:
-    if wanted == "Identity":
-        return torch_nn.Identity()
-    channels = module.num_features
-    # LayerNorm over channels and positions is GroupNorm with one group, and needs no spatial size.
-    groups = 1 if wanted == "LayerNorm" else max(g for g in range(1, min(32, channels) + 1) if channels % g == 0)
-    reference = next(module.parameters(), torch.empty(0))
-    return torch_nn.GroupNorm(
-        groups, channels, eps=module.eps, affine=module.affine, device=reference.device, dtype=reference.dtype
-    )

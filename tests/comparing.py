@@ -75,13 +75,12 @@ def assert_dicts_close(found: dict[str, Tensor], expected: dict[str, Tensor], to
     Where a tensor is small beside the whole gradient, its error is held against a thousandth of the whole.
     """
     assert list(found) == list(expected)
-    whole = max((float(value.detach().double().norm()) for value in expected.values()), default=0.0)
+    sizes = {name: float(value.detach().double().norm()) for name, value in expected.items()}
+    whole = max(sizes.values(), default=0.0)
     for name, value in expected.items():
         assert found[name].shape == value.shape, f"{name}: {tuple(found[name].shape)} is not {tuple(value.shape)}"
         error = float((found[name].detach().double() - value.detach().double()).norm())
-        assert error <= tolerance * max(float(value.detach().double().norm()), 1e-3 * whole), (
-            f"{name}: off by {error:.3g}"
-        )
+        assert error <= tolerance * max(sizes[name], 1e-3 * whole), f"{name}: off by {error:.3g}"
 
 
 def exact_or_refused(

@@ -7,7 +7,7 @@ import torch
 
 from ghostclip.native import library
 from ghostclip.nn.declared import DECLARED
-from ghostclip.nn.identity_input import possible
+from ghostclip.nn.rnn.identity_input import possible
 
 torch.set_num_threads(1)
 
@@ -22,9 +22,9 @@ def fixed_seed() -> None:
 def every_backward(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """All backward passes through time: the compiled loop, tensor operations without a compiler, and cuDNN's."""
     if request.param != "compiled":
-        monkeypatch.setattr("ghostclip.nn.time_kernels.available", lambda trace: False)
+        monkeypatch.setattr("ghostclip.nn.rnn.kernels.has_compiled_loop", lambda trace: False)
         if request.param == "identity input":
-            monkeypatch.setattr("ghostclip.nn.time_kernels.serves", possible)
+            monkeypatch.setattr("ghostclip.nn.rnn.kernels.serves", possible)
     elif library("time_loop") is None:
         pytest.skip("no C compiler here")
 

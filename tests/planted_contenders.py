@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from ghostclip.bench.contenders import CannotRun, Contender, Prepared
+from ghostclip.bench.contenders import Contender, Prepared
 
 
 def chatty(model, losses, max_norm):
@@ -44,7 +44,7 @@ def endless(model, losses, max_norm):
 def telling(model, losses, max_norm):
     """A contender that only says what its process has to work with."""
     cores = sorted(os.sched_getaffinity(0))
-    raise CannotRun(f"{torch.get_num_threads()} threads, {os.environ['OMP_NUM_THREADS']} for others, cores {cores}")
+    raise RuntimeError(f"{torch.get_num_threads()} threads, {os.environ['OMP_NUM_THREADS']} for others, cores {cores}")
 
 
 CONTENDERS = tuple(Contender(method.__name__, "", method) for method in (chatty, mortal, fragile, endless, telling))

@@ -2,7 +2,7 @@
 
 import torch
 
-from ghostclip.nn import recurrent
+from ghostclip.nn import rnn
 from ghostclip.nn.base import PROBE
 
 __all__ = [
@@ -26,11 +26,11 @@ __all__ = [
 
 T, B, I, H = 5, 3, 4, 6
 KINDS = {
-    "lstm": (recurrent.LSTM, {}),
-    "projected lstm": (recurrent.LSTM, {"proj_size": 2}),
-    "gru": (recurrent.GRU, {}),
-    "rnn tanh": (recurrent.RNN, {"nonlinearity": "tanh"}),
-    "rnn relu": (recurrent.RNN, {"nonlinearity": "relu"}),
+    "lstm": (rnn.LSTM, {}),
+    "projected lstm": (rnn.LSTM, {"proj_size": 2}),
+    "gru": (rnn.GRU, {}),
+    "rnn tanh": (rnn.RNN, {"nonlinearity": "tanh"}),
+    "rnn relu": (rnn.RNN, {"nonlinearity": "relu"}),
 }
 OPTIONS = {
     "plain": {},

@@ -18,12 +18,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
-from ghostclip.audit import (
-    Bound,
-    Claim,
-    Training,
-    Trials,
-    audit,
+from ghostclip.audit import Bound, audit
+from ghostclip.audit.bounds import (
+    composed_false_negatives,
     epsilon_from_rates,
     error_bound,
     gaussian_mu,
@@ -31,8 +28,8 @@ from ghostclip.audit import (
     one_run_epsilon,
     one_run_p_value,
 )
-from ghostclip.audit.scores import log_ratios
-from ghostclip.audit.tradeoff import composed_false_negatives
+from ghostclip.audit.training import Claim, Training
+from ghostclip.audit.trials import Trials, log_ratios
 from ghostclip.audit.white_box import TrialSetting
 from ghostclip.clipping import Adaptive, PerLayer
 from ghostclip.noise import noise_source
@@ -207,8 +204,8 @@ def audited(model=None, dataset=None, **changes):
 def clip_doubled(monkeypatch):
     from ghostclip.norms.reduce import bounded_weights
 
-    def loose(norms, bounds):
-        return bounded_weights(norms, [2 * bound for bound in bounds])
+    def loose(norms, bound):
+        return bounded_weights(norms, 2 * bound)
 
     monkeypatch.setattr("ghostclip.clipping.policies.bounded_weights", loose)
 
@@ -408,6 +405,11 @@ def test_a_bound_is_violated_above_its_claim_only():
 def test_arguments_are_checked_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         audited(**{"draws": 0, **changes})
+
+
+def test_an_option_that_no_training_has_is_refused():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'noise_multiplyer'"):
+        audited(noise_multiplyer=1.0)
 
 
 @pytest.mark.slow

@@ -14,9 +14,10 @@ from torch.utils.data import TensorDataset
 
 import ghostclip
 from ghostclip.engine import memory, micro_batching
-from ghostclip.engine.memory import HostMemory, MemoryMeter
+from ghostclip.engine.memory import MemoryMeter
 
 EXAMPLES = 200
+CPU = torch.device("cpu")
 
 
 class Counted(MemoryMeter):
@@ -65,7 +66,7 @@ def train(engine: ghostclip.PrivacyEngine, loss_fn: Callable[..., Tensor] = loss
 def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Counted]:
     def use(limit: int) -> Counted:
         found = Counted(limit)
-        monkeypatch.setattr(micro_batching, "memory_of", lambda device, given: found)
+        monkeypatch.setattr(micro_batching, "MemoryMeter", lambda device, given: found)
         return found
 
     return use
@@ -226,20 +227,20 @@ def test_arguments_that_are_wrong(options: dict[str, Any], match: str) -> None:
 
 @pytest.mark.skipif(not memory.PROCESS.exists(), reason="memory is measured on Linux")
 def test_resident_memory_is_measured() -> None:
-    found = HostMemory(1)
+    found = MemoryMeter(CPU, 1)
     before = found.now()
     size = 64 << 20
     peak = found.peak_of(lambda: torch.ones(size // 4).sum().item())
     assert before + 0.8 * size < peak < before + 3 * size
     assert found.peak_of(lambda: None) < peak - 0.5 * size
-    assert 0 < HostMemory().limit < 1 << 50
+    assert 0 < MemoryMeter(CPU, None).limit < 1 << 50
 
 
 def test_a_limit_is_kept_for_real_passes() -> None:
     model = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 256, 3))
     data = TensorDataset(torch.randn(300, 3, 16, 16), torch.randint(3, (300,)))
     room = 40 << 20
-    limit = HostMemory(1).now() + 2 * 2 * 4 * 64 * 256 * 3 + room
+    limit = MemoryMeter(CPU, 1).now() + 2 * 2 * 4 * 64 * 256 * 3 + room
     engine = engine_of(model, data, batch_size=280, max_physical_batch_size="auto", memory_limit=limit)
     train(engine, epochs=2)
     most = engine.batches().limit

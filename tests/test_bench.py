@@ -55,6 +55,7 @@ class Clock:
     def turn(self, seconds):
         def take():
             self.now += seconds
+            return seconds
 
         return take
 

@@ -60,7 +60,7 @@ def test_ours_are_exact_on_every_workload(name):
     [
         (lambda: gpt(32, 2, 2, 16, words=50, tied=True), None, token_losses),
         (lambda: vision_transformer(32, 2, 2, side=32, patch=8, classes=10), (3, 32, 32), class_losses),
-        (lambda: resnet((1, 1, 1, 1), bottleneck=True, classes=10), (3, 64, 64), class_losses),
+        (lambda: resnet((1, 1, 1, 1), bottleneck=True, classes=10), (3, 32, 32), class_losses),
     ],
     ids=["gpt2", "vit", "resnet50"],
 )

@@ -9,7 +9,7 @@ from ghostclip import datasets
 from ghostclip.audit import Bound
 from ghostclip.cli import audit, main
 from ghostclip.noise import noise_source
-from ghostclip.report.audit_plot import AuditPanel, audit_plot
+from ghostclip.report.plots import AuditPanel, audit_plot
 
 QUICK = ["--model", "mlp", "--epochs", "1", "--noise-multiplier", "1", "--batch-size", "400"]
 

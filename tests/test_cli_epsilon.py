@@ -6,8 +6,8 @@ import pytest
 
 from ghostclip import accounting
 from ghostclip.cli import main
-from ghostclip.cli.forecast import with_forecast
 from ghostclip.cli.methods import Settings
+from ghostclip.cli.summary import with_forecast
 from ghostclip.report import PrivacyCurve
 from ghostclip.report.plots import epsilon_plot
 

@@ -10,9 +10,9 @@ from test_datasets import write_adult, write_cifar, write_images, write_imdb, wr
 
 import ghostclip
 from ghostclip import accounting, datasets
-from ghostclip.cli import main, train
+from ghostclip.cli import main, summary, train
 from ghostclip.cli.methods import METHODS, Settings
-from ghostclip.cli.recipes import NOISE_PER_STEP, learning_rate
+from ghostclip.cli.plan import NOISE_PER_STEP, learning_rate
 from ghostclip.cli.training import build
 from ghostclip.cli.training import train as train_once
 from ghostclip.engine import micro_batching
@@ -105,7 +105,7 @@ def test_target_is_met_and_reported(capsys, monkeypatch, tmp_path):
 
 
 def test_comparison_trains_lower_targets_and_without_privacy(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(train, "SPEED_SECONDS", 0.0)
+    monkeypatch.setattr(summary, "SPEED_SECONDS", 0.0)
     monkeypatch.setattr(train, "MARKS", 1)
     arguments = ["--model", "mlp", "--epochs", "1", "--epsilon", "2", "--report", str(tmp_path)]
     assert main(["train", *arguments]) == 0
@@ -125,9 +125,9 @@ def test_comparison_trains_lower_targets_and_without_privacy(capsys, monkeypatch
 def test_the_size_of_physical_batches_is_found_within_the_limit(capsys, monkeypatch, tmp_path, text, limit):
     """The engine gets the limit in bytes, and the report's norms take no more memory than its passes did."""
     sizes, given = [], []
-    meter, norms = micro_batching.memory_of, ghostclip.GhostClipper.norms
-    monkeypatch.setattr(micro_batching, "memory_of", lambda device, most: given.append(most) or meter(device, most))
-    monkeypatch.setattr(micro_batching.TrialBatches, "_largest_that_fits", lambda self, trial, most: 30)
+    meter, norms = micro_batching.MemoryMeter, ghostclip.GhostClipper.norms
+    monkeypatch.setattr(micro_batching, "MemoryMeter", lambda device, most: given.append(most) or meter(device, most))
+    monkeypatch.setattr(micro_batching, "_largest_that_fits", lambda *_: 30)
     monkeypatch.setattr(
         ghostclip.GhostClipper, "norms", lambda self, losses: sizes.append(len(losses)) or norms(self, losses)
     )

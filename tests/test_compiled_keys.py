@@ -8,12 +8,13 @@ import pytest
 import torch
 from comparing import assert_dicts_close, gradients
 from graphs import interpret
+from test_replaced_layers import By
 
 import ghostclip
 from ghostclip.clipping import Automatic, Grouped, PerLayer
 from ghostclip.compiled import UpdateReader
 from ghostclip.compiled import clip as compiling
-from ghostclip.compiled.signature import ModelState, function_key, function_kind, settings_of
+from ghostclip.compiled.signature import ModelState, function_key, settings_of
 
 
 @pytest.fixture(autouse=True)
@@ -53,15 +54,6 @@ def trained(model, loss_fn=losses_of, policy=1e-2):
     assert clipper.compiled.refusals == []
     assert clipper.compiled.graphs == 1
     return clipper
-
-
-class By(torch.nn.Module):
-    def __init__(self, operation):
-        super().__init__()
-        self.operation = operation
-
-    def forward(self, x):
-        return self.operation(x)
 
 
 def test_a_layer_at_the_address_of_one_that_is_gone_has_a_graph_of_its_own():
@@ -262,10 +254,6 @@ def test_a_function_may_name_itself_and_what_is_not_there_yet():
 
     assert function_key(recursive)[0] == function_key(recursive)[0]
     later = False
-
-
-def test_kinds_of_functions_tell_types_apart():
-    assert len({function_kind(closing(value)) for value in (True, 1, 1.0, 0.0, -0.0)}) == 5
 
 
 @pytest.mark.parametrize("make", [closing, with_default, with_keyword])

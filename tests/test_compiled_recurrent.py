@@ -7,10 +7,8 @@ from graphs import interpret
 from torch.library import opcheck
 
 import ghostclip
-from ghostclip.nn import fused, time_kernels
-from ghostclip.nn.gates import Trace
-from ghostclip.nn.through_time import Incoming
-from ghostclip.nn.time_kernels import way_of
+from ghostclip.nn.rnn import fused, kernels
+from ghostclip.nn.rnn.trace import Incoming, Trace
 
 LAYERS = {
     "rnn": lambda: torch.nn.RNN(3, 4, batch_first=True),
@@ -99,16 +97,16 @@ def test_the_operations_keep_to_what_they_say_of_themselves(mode, gates, dtype):
     ] * 2
     initial = [h0, c0] if mode == "LSTM" else [h0]
     forwards = (mode, x, initial, weights, True, True)
-    opcheck(fused._forward, forwards, test_utils=("test_schema", "test_faketensor"))
-    states = torch.cat([h0, fused._forward(*forwards)[0]])
+    opcheck(fused._operation, forwards, test_utils=("test_schema", "test_faketensor"))
+    states = torch.cat([h0, fused._operation(*forwards)[0]])
     came = torch.randn(5, 3, 4, dtype=dtype), torch.randn(3, 4, dtype=dtype), torch.randn(3, 4, dtype=dtype)
     c0, c_n = (c0[0], came[2]) if mode == "LSTM" else (None, None)
     back = (mode, x, states, c0, weights, *came[:2], c_n)
-    opcheck(time_kernels._back, back, test_utils=("test_schema", "test_faketensor"))
+    opcheck(kernels._operation, back, test_utils=("test_schema", "test_faketensor"))
     trace = Trace(x, states, c0, *weights)
-    way, incoming = way_of(mode, trace), Incoming(*came[:2], c_n)
-    expected = way.back(way.keep(trace), trace, incoming)
-    found = time_kernels.TRACED[mode].back(None, trace, incoming)
+    incoming = Incoming(*came[:2], c_n)
+    expected = kernels.back_through_time(mode, trace, incoming)
+    found = kernels._as_one_operation(mode, trace, incoming)
     for one, other in zip((*found[:4], *found.summed()), (*expected[:4], *expected.summed()), strict=True):
         assert (one is None) == (other is None)
         assert one is None or torch.equal(one, other)
@@ -127,7 +125,7 @@ def test_inductor_takes_the_operations_as_they_are(name):
         model.zero_grad()
         clipper.clip(losses_of, batch)
     asked = found.ask(losses_of, batch)
-    sums = found._run(found._plans[asked.key], asked).sums
+    sums = found._plans[asked.key].run(asked, (), [found.keep_rows(asked)]).sums
     ghostclip.GhostClipper(plain, 0.5, second_pass="cached").clip(losses_of, batch)
     for total, (name, expected) in zip(sums, gradients(plain).items(), strict=True):
         torch.testing.assert_close(total, expected, rtol=1e-10, atol=1e-10, msg=name)

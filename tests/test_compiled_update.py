@@ -66,8 +66,8 @@ def record_of(engine):
 def graphs_used(engine):
     """How often each kind of graph was run, trials included."""
     steps = engine._steps._compiled
-    kinds = {"whole": steps._whole, "release": steps._noise_and_update, "passes": steps._clip}
-    return {kind: sum(plan.region.runs for plan in made._plans.values() if plan.region) for kind, made in kinds.items()}
+    kinds = {"whole": steps.graphs.whole, "release": steps.graphs.releases, "passes": record_of(engine)._plans}
+    return {kind: sum(plan.region.runs for plan in made.values() if plan.region) for kind, made in kinds.items()}
 
 
 def assert_same(found, expected, dtype=torch.float64):
@@ -250,8 +250,7 @@ def test_a_step_is_charged_before_its_graph_runs(physical, monkeypatch):
     engine = compiled(engine_for(max_physical_batch_size=physical))
     train(engine, 8)
     told, steps = [], engine._steps._compiled
-    made = steps._whole if physical is None else steps._noise_and_update
-    (plan,) = made._plans.values()
+    (plan,) = (steps.graphs.whole if physical is None else steps.graphs.releases).values()
     run, charge = plan.region, engine._steps.release.charge
     monkeypatch.setattr(plan, "region", lambda *inputs: told.append("graph") or run(*inputs))
     monkeypatch.setattr(engine._steps.release, "charge", lambda: told.append("charge") or charge())
@@ -401,7 +400,7 @@ def test_what_a_graph_writes_lasts_and_is_tried_in_one_place(physical, monkeypat
     engine = compiled(engine_for(max_physical_batch_size=physical))
     train(engine, 9)
     steps = engine._steps._compiled
-    (plan,) = (steps._noise_and_update if physical else steps._whole)._plans.values()
+    (plan,) = (steps.graphs.releases if physical else steps.graphs.whole).values()
     written = steps._reader.read().written
     assert len(written) == plan.region.lasting
     assert len({tuple(each.data_ptr() for each in copies) for copies in places}) == 1 < len(places)

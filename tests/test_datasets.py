@@ -10,7 +10,7 @@ import torch
 
 from ghostclip import datasets
 from ghostclip.datasets import DataError
-from ghostclip.datasets.cifar10 import RECORD
+from ghostclip.datasets.images import RECORD
 from ghostclip.datasets.imdb import PADDING, UNKNOWN
 from ghostclip.errors import GhostClipError
 

@@ -227,16 +227,17 @@ def test_narrow_parameters_are_summed_and_made_noisy_in_float32(monkeypatch: pyt
         model, dataset=runs.data(dtype=torch.bfloat16), clipping=1.0, noise_multiplier=0.01, batch_size=20,
         max_physical_batch_size=1,
     )  # fmt: skip
-    draw = engine._steps.release._noise.draw
+    draw = engine._steps.release._noise._drawn
     # Noise that C adds in place is never seen alone.
     monkeypatch.setattr(ChaCha, "add", lambda *arguments: False)
 
-    def kept(like: list[torch.Tensor], std: float) -> list[torch.Tensor]:
-        drawn = draw(like, std)
-        noises.extend(noise.clone() for noise in drawn)
-        return drawn
+    def kept(like: list[torch.Tensor], std: float) -> torch.Tensor:
+        numbers = draw(like, std)
+        parts = numbers.clone().split([tensor.numel() for tensor in like])
+        noises.extend(noise.view_as(tensor) for noise, tensor in zip(parts, like, strict=True))
+        return numbers
 
-    monkeypatch.setattr(engine._steps.release._noise, "draw", kept)
+    monkeypatch.setattr(engine._steps.release._noise, "_drawn", kept)
     reference = runs.network(torch.bfloat16)
     clipper = GhostClipper(reference, 1.0)
     clipper.passes.reduce_apart()

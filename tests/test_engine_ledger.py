@@ -14,7 +14,7 @@ import torch
 from ledgers import charged, in_child, records, spent
 
 from ghostclip import accounting
-from ghostclip.engine import PrivacyEngine, budget, spending
+from ghostclip.engine import PrivacyEngine, budget
 from ghostclip.engine.budget import affordable
 from ghostclip.errors import BudgetExceededError, LedgerError, PrivacyError
 from ghostclip.events import FixedSizeGaussian, SampledGaussian
@@ -96,7 +96,7 @@ def test_epsilon_is_of_everything_in_the_ledger(path: Path) -> None:
 
 def test_the_ledger_knows_the_run_s_settings(path: Path) -> None:
     stepped(engine_for(path, noise="test", seed=3), 1).detach()
-    (charge,) = Ledger(path).charges
+    (charge,) = Ledger(path).contents.charges.values()
     assert (charge.noise, charge.event.noise_multiplier, charge.event.sample_rate) == ("test", 0.0, 1 / 3)
     assert engine_for(path).epsilon() == math.inf
 
@@ -243,7 +243,7 @@ def test_the_accountant_is_asked_once_and_when_somebody_else_has_spent(
         asked.append(1)
         return affordable(*arguments, **more)
 
-    monkeypatch.setattr("ghostclip.engine.spending.affordable", watched)
+    monkeypatch.setattr("ghostclip.engine.budget.affordable", watched)
     ledger: Any = Ledger(path, block=1)
     engine, other = engine_for(ledger, max_epsilon=20.0), engine_for(ledger)
     stepped(engine, 5)
@@ -315,6 +315,5 @@ def test_affordable_steps_are_those_a_slow_count_finds(
 @pytest.mark.usefixtures("quick")
 def test_more_steps_than_anyone_takes_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "MOST", 4)
-    monkeypatch.setattr(spending, "MOST", 4)
     taken = steps_until_refused(engine_for(None, max_epsilon=15.0), "would pass max_epsilon")
     assert taken == most_within(15.0) > 8

@@ -27,7 +27,7 @@ PLACES: dict[str, Callable[[PrivacyEngine, pytest.MonkeyPatch], object]] = {
     # Small layers are kept, and go without it.
     "second backward": lambda engine, patch: (
         patch.setattr(engine._steps._clipper.passes, "_memory_budget", 1),
-        patch.setattr(engine._steps._clipper.passes, "_second_backward", broken),
+        patch.setattr("ghostclip.clipper.second_pass.Reweighting", broken),
     ),
 }
 

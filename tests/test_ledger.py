@@ -72,7 +72,10 @@ def test_a_ledger_that_exists_is_continued(path: Path) -> None:
     head = Ledger(path).head
     charged(Ledger(path).account("hardened"), 2, OTHER).close()
     assert Ledger(path).events == [replace(EVENT, count=3), replace(OTHER, count=2)]
-    assert [(charge.noise, charge.returned) for charge in Ledger(path).charges] == [("standard", 29), ("hardened", 30)]
+    assert [(charge.noise, charge.returned) for charge in Ledger(path).contents.charges.values()] == [
+        ("standard", 29),
+        ("hardened", 30),
+    ]
     assert Ledger(path).contains(head)
 
 

@@ -6,7 +6,7 @@ import random
 import pytest
 from test_experiments import script
 
-from ghostclip.engine.spending import Spending
+from ghostclip.engine.budget import Spending
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from ghostclip import GhostClipper, models
-from ghostclip.models.transformer import positional_encoding
+from ghostclip.models.networks import positional_encoding
 
 IMAGE = (1, 28, 28)
 CASES = {

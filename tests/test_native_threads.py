@@ -1,10 +1,9 @@
-"""Work shared among threads: in those torch has, or in new ones; each part once, and the same results."""
+"""Work shared among torch's threads, or done in one piece; each part once, and the same results."""
 
 import ctypes
 import os
 import subprocess
 import sys
-import time
 from itertools import pairwise
 
 import pytest
@@ -15,16 +14,15 @@ from ghostclip.noise.gaussian import ChaCha
 
 pytestmark = pytest.mark.skipif(library("share") is None, reason="no C compiler here")
 
-both_kinds = pytest.mark.parametrize("kind", ["torch's threads", "new threads"])
+both_kinds = pytest.mark.parametrize("kind", ["torch's threads", "no threads"])
 
 
 @pytest.fixture
 def threads(kind, monkeypatch):
-    """Sets how many threads torch says it has, of which kind, for work however small."""
-    if kind == "new threads":
+    """Sets how many threads torch says it has, and whether they can be had, for work however small."""
+    if kind == "no threads":
         monkeypatch.setattr(calls, "_runtime", lambda: None)
     monkeypatch.setattr(calls, "SHARE", 1)
-    monkeypatch.setattr(calls, "OWN_SHARE", 1)
     return lambda count: monkeypatch.setattr(torch, "get_num_threads", lambda: count)
 
 
@@ -53,7 +51,7 @@ def test_every_part_is_done_once(count, size, kind, threads):
     assert found[0][1] == 0
     assert found[-1][2] == size
     assert all(one[2] == other[1] and one[2] % 8 == 0 for one, other in pairwise(found))
-    assert len(found) == max(1, min(count, -(-size // 8)))
+    assert len(found) == (1 if kind == "no threads" else max(1, min(count, -(-size // 8))))
 
 
 @both_kinds
@@ -113,23 +111,6 @@ def test_an_interrupted_draw_is_not_repeated(monkeypatch):
     ChaCha(library("normal"), 5).fill(first, 1.0)
     stream.fill(second, 1.0)
     assert not torch.equal(first, second)
-
-
-def test_threads_have_ended_when_an_interruption_is_raised(monkeypatch):
-    """What they write to may be freed then."""
-    ended = []
-
-    def slow(word, first, last):
-        if first == 0:
-            raise ZeroDivisionError
-        time.sleep(0.2)
-        ended.append(first)
-        return 0
-
-    monkeypatch.setattr(calls, "_called", lambda function, words: function(*words))
-    with pytest.raises(ZeroDivisionError):
-        calls._by_own_threads(slow, (7,), [0, 8, 16, 24])
-    assert sorted(ended) == [8, 16]
 
 
 FORKED = """

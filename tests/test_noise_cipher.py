@@ -9,8 +9,7 @@ import pytest
 from scipy import stats
 
 from ghostclip.noise import noise_source
-from ghostclip.noise.cipher import KeyStream
-from ghostclip.noise.generator import CipherGenerator
+from ghostclip.noise.cipher import CipherGenerator, KeyStream
 
 # A false alarm once in a million runs for each p-value.
 RARE = 1e-6

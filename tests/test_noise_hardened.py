@@ -19,7 +19,7 @@ from scipy import stats
 from ghostclip.cli import main
 from ghostclip.cli.summary import run_table
 from ghostclip.noise import noise_source
-from ghostclip.noise.lattice import Lattice
+from ghostclip.noise.hardened import Lattice
 from ghostclip.report import TrainingRun
 
 # A false alarm once in a million runs for each p-value.

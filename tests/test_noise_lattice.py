@@ -15,7 +15,7 @@ from scipy import stats
 from ghostclip.native import library
 from ghostclip.noise import noise_source
 from ghostclip.noise.cipher import KeyStream
-from ghostclip.noise.lattice import CHUNK, FINENESS, LIMIT, Lattice
+from ghostclip.noise.hardened import CHUNK, FINENESS, LIMIT, Lattice
 from ghostclip.noise.ziggurat import DIGITS, LAYER_BITS, LAYERS, REACH, Ziggurat, ziggurat
 
 # A false alarm once in a million runs for each p-value.
@@ -26,7 +26,7 @@ RARE = 1e-6
 def compiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Both with the C function and without it."""
     if not request.param:
-        monkeypatch.setattr("ghostclip.noise.lattice.library", lambda name, real: None)
+        monkeypatch.setattr("ghostclip.noise.hardened.library", lambda name, real: None)
     elif library("lattice") is None:
         pytest.skip("no C compiler here")
     return request.param
@@ -150,7 +150,7 @@ def test_sixty_digits_alone_give_the_same_law(monkeypatch: pytest.MonkeyPatch) -
         return np.zeros(len(layers), bool), np.ones(len(layers), bool), stream.words(len(layers)) >> np.uint64(11)
 
     monkeypatch.setattr(Ziggurat, "under", nothing_is_certain)
-    monkeypatch.setattr("ghostclip.noise.lattice.library", lambda name, real: None)
+    monkeypatch.setattr("ghostclip.noise.hardened.library", lambda name, real: None)
     found = released(np.full(5000, 2.5, np.float32), 1.0, 3.0)
     assert stats.kstest(found, "norm", args=(2.5 / 3, 1 / 3)).pvalue > RARE
 

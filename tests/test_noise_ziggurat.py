@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from ghostclip.noise.cipher import KeyStream
-from ghostclip.noise.lattice import ENOUGH
+from ghostclip.noise.hardened import ENOUGH
 from ghostclip.noise.ziggurat import DIGITS, LAYERS, PRECISION, REACH, ziggurat
 
 

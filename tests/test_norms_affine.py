@@ -1,4 +1,4 @@
-"""Linear layers measured and summed in one call: compiled C equals tensor operations, at any sizes and strides."""
+"""Linear layers on one position measured and summed, norms of groups and weights, at any sizes and strides."""
 
 import pytest
 import torch
@@ -6,7 +6,6 @@ from comparing import assert_dicts_close, gradients
 
 import ghostclip
 from ghostclip.clipping import PerLayer
-from ghostclip.native import affine, library
 from ghostclip.norms import reduce
 from ghostclip.norms.affine import LinearPair, squared_norms_of, weighted_sums_of
 
@@ -15,21 +14,9 @@ SIZES = [(1, 1), (3, 17), (64, 65), (128, 63), (515, 16), (15, 100), (2, 8193)]
 NAMES = [("weight", "bias"), ("weight",), ("bias",)]
 
 
-@pytest.fixture(params=["C", "C, products by torch", "tensor operations"])
-def implementation(request, monkeypatch):
-    if request.param == "tensor operations":
-        monkeypatch.setattr(affine, "function", lambda *arguments: None)
-    elif library("affine") is None:
-        pytest.skip("no C compiler here")
-    elif request.param != "C":
-        monkeypatch.setattr(affine, "MOST_WORK", 0)
-    return request.param
-
-
 def layers(batch, dtype, names):
     generator = torch.Generator().manual_seed(batch)
-    chosen = SIZES if batch < 100 else SIZES[:-1]  # the last is long, and of many examples too large for C
-    made = [[torch.randn(batch, size, generator=generator, dtype=dtype) for size in sizes] for sizes in chosen]
+    made = [[torch.randn(batch, size, generator=generator, dtype=dtype) for size in sizes] for sizes in SIZES]
     return [LinearPair(left, right, names) for left, right in made]
 
 
@@ -41,9 +28,8 @@ def per_example(layer):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("names", NAMES)
 @pytest.mark.parametrize("batch", [0, 1, 16, 37, 300])
-def test_norms_and_sums_of_many_layers(batch, names, dtype, implementation):
+def test_norms_and_sums_of_many_layers(batch, names, dtype):
     some = layers(batch, dtype, names)
-    assert (affine._for_all("sums", 3, some) is None) == (implementation == "tensor operations")
     weights = [torch.rand(batch, dtype=dtype) for _ in some]
     squares = squared_norms_of(some).split(len(names))
     found = zip(some, squares, weighted_sums_of(some, weights), weights, strict=True)
@@ -56,36 +42,33 @@ def test_norms_and_sums_of_many_layers(batch, names, dtype, implementation):
 
 
 @pytest.mark.parametrize("names", NAMES)
-def test_c_and_tensor_operations_agree_on_strided_tensors(names, monkeypatch):
+def test_strided_tensors(names):
     wide = torch.randn(19, 64)
     rows = LinearPair(wide[:, 3:40], torch.randn(38, 21)[::2], names)
     columns = LinearPair(wide.clone().t()[:19], torch.randn(1, 21).expand(19, 21), names)
     weights = [torch.rand(38)[::2], torch.rand(19)]
-    found = [squared_norms_of([rows, columns]), weighted_sums_of([rows, columns], weights)]
-    found += [squared_norms_of([rows]), weighted_sums_of([rows], [torch.ones(19)])]
-    monkeypatch.setattr(affine, "function", lambda *arguments: None)
-    expected = [squared_norms_of([rows, columns]), weighted_sums_of([rows, columns], weights)]
-    expected += [squared_norms_of([rows]), weighted_sums_of([rows], [torch.ones(19)])]
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    expected = [gradient for layer in (rows, columns) for gradient in per_example(layer)]
+    norms = torch.stack([gradient.flatten(1).square().sum(1) for gradient in expected]).float()
+    torch.testing.assert_close(squared_norms_of([rows, columns]), norms, rtol=1e-5, atol=0)
+    found = [total for sums in weighted_sums_of([rows, columns], weights) for total in sums]
+    repeated = [each for each in weights for _ in names]
+    for total, gradient, each in zip(found, expected, repeated, strict=True):
+        torch.testing.assert_close(total, torch.tensordot(each.double(), gradient, 1).float(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_norms_and_weights_of_groups(dtype):
+def test_norms_and_weights(dtype):
     rows = torch.rand(3, 700, dtype=dtype)
-    found = reduce.group_norms([[rows, rows[0]], [rows[1]]], dtype)
-    expected = torch.stack([(rows.sum(0) + rows[0]).sqrt(), rows[1].sqrt()])
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(reduce.norms([rows[2], rows], dtype), (rows.sum(0) + rows[2]).sqrt())
-    weights = reduce.bounded_weights(found, [0.5, 2.0])
-    bounds = torch.tensor([[0.5], [2.0]], dtype=dtype)
-    torch.testing.assert_close(weights, (bounds / expected).clamp(max=1.0))
-    assert (weights * found <= bounds).all()
-    odd = reduce.bounded_weights(torch.tensor([0.0, torch.inf, torch.nan, 4.0], dtype=dtype), [2.0])
+    found = reduce.norms([rows[2], rows], dtype)
+    torch.testing.assert_close(found, (rows.sum(0) + rows[2]).sqrt())
+    torch.testing.assert_close(reduce.norms([rows[1]], dtype), rows[1].sqrt())
+    weights = reduce.bounded_weights(found, 0.5)
+    torch.testing.assert_close(weights, (0.5 / found).clamp(max=1.0))
+    assert (weights * found <= 0.5).all()
+    odd = reduce.bounded_weights(torch.tensor([0.0, torch.inf, torch.nan, 4.0], dtype=dtype), 2.0)
     torch.testing.assert_close(odd, torch.tensor([1.0, 0.0, torch.nan, 0.5], dtype=dtype), equal_nan=True)
 
 
-@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("spoil", [torch.nan, torch.inf, -torch.inf])
 def test_one_number_that_is_not_finite_is_seen(spoil):
     for size in (1, 33):
@@ -101,7 +84,6 @@ def classifier():
     return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).double()
 
 
-@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("spoil", [None, torch.nan, torch.inf])
 def test_groups_that_wait_for_each_other_do_what_the_others_do(spoil):
     x, y = torch.randn(9, 6).double(), torch.arange(9) % 3

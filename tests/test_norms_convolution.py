@@ -4,20 +4,11 @@ import pytest
 import torch
 
 from ghostclip.native import library
-from ghostclip.native.gram import half_windows
 from ghostclip.native.shifts import shifted_products
-from ghostclip.norms.convolution import ConvGrads, Geometry, weight_gradient
+from ghostclip.norms.convolution import ConvGrads, Geometry, weight_gradient, windowed_gram
 from ghostclip.norms.outer import chunks
-from ghostclip.norms.windows import windowed_gram
 
-needs_compiler = pytest.mark.skipif(library("windows") is None, reason="no C compiler here")
-
-
-def compiled(*names):
-    """Names of strategies that need a compiler."""
-    return [pytest.param(name, marks=needs_compiler) for name in names]
-
-
+needs_compiler = pytest.mark.skipif(library("shifts") is None, reason="no C compiler here")
 SHAPES = {
     "no padding": ((9, 7), (3, 2), (0, 0), (1, 1)),
     "padding": ((4, 5), (3, 3), (1, 2), (1, 1)),
@@ -29,14 +20,11 @@ SHAPES = {
     "longer than a panel": ((6, 37), (3, 3), (0, 1), (2, 2)),
     "three dimensions": ((4, 3, 5), (2, 3, 1), (1, 1, 0), (1, 1, 2)),
 }
-COMPILED = [name for name, sizes in SHAPES.items() if len(sizes[0]) < 3]
-STRATEGIES = [pytest.param(windowed_gram, name, id=name) for name in SHAPES]
-STRATEGIES += [pytest.param(half_windows, name, id=f"half, {name}", marks=needs_compiler) for name in COMPILED]
 
 
-@pytest.mark.parametrize(("strategy", "name"), STRATEGIES)
+@pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("batch", [0, 1, 3])
-def test_windows_equal_single_gradients(strategy, name, batch):
+def test_windows_equal_single_gradients(name, batch):
     sizes, kernel, padding, dilation = SHAPES[name]
     torch.manual_seed(0)
     outputs = [
@@ -45,7 +33,7 @@ def test_windows_equal_single_gradients(strategy, name, batch):
     ]
     images = torch.randn(batch, 3, *sizes, dtype=torch.float64)
     grads = torch.randn(batch, 4, *outputs, dtype=torch.float64)
-    squared, _ = strategy(images, grads, kernel, padding, dilation)
+    squared, _ = windowed_gram(images, grads, kernel, padding, dilation)
     geometry = Geometry((1,) * len(sizes), padding, dilation, 1)
     for each in range(batch):
         part = slice(each, each + 1)
@@ -53,26 +41,7 @@ def test_windows_equal_single_gradients(strategy, name, batch):
         torch.testing.assert_close(squared[each], gradient.square().sum(), rtol=1e-11, atol=0)
 
 
-@needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("name", COMPILED)
-def test_compiled_windows_equal_those_of_tensors(name, dtype):
-    sizes, kernel, padding, dilation = SHAPES[name]
-    outputs = [
-        size + 2 * pad - step * (width - 1)
-        for size, width, pad, step in zip(sizes, kernel, padding, dilation, strict=True)
-    ]
-    # A bad example in between, and images that are not next to each other.
-    images = torch.randn(2, *sizes, 5, dtype=dtype).movedim(-1, 0)
-    grads = torch.randn(5, 19, *outputs, dtype=dtype)
-    images[2] = torch.nan
-    found, expected = (strategy(images, grads, kernel, padding, dilation) for strategy in (half_windows, windowed_gram))
-    for mine, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0, equal_nan=True)
-        assert mine.isfinite().tolist() == [True, True, False, True, True]
-
-
-@pytest.mark.parametrize("name", ["gram", "windows", *compiled("half gram", "half windows")])
+@pytest.mark.parametrize("name", ["gram", "windows"])
 def test_cancellation_between_positions_is_noticed(name):
     torch.manual_seed(0)
     images = 1 + 1e-3 * torch.randn(2, 3, 8, 8)
@@ -93,7 +62,6 @@ def test_windows_are_offered_for_stride_one_and_a_kernel_of_several():
         shape = torch.Size((4, 3, kernel, kernel))
         term = ConvGrads(images, torch.randn(2, 4, *outputs), shape, Geometry(stride, (0, 0), (1, 1), 1))
         assert ("windows" in term.candidates()) == offered
-        assert ("half windows" in term.candidates()) == (offered and library("windows") is not None)
 
 
 # Sizes, kernel, stride, padding, dilation, and channels in and out: more and fewer than fit into vectors and panels.
@@ -175,7 +143,7 @@ SUMMED = SHIFTED | {
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["at once", "in chunks"])
-@pytest.mark.parametrize("strategy", ["native", "rows", "turned rows"])
+@pytest.mark.parametrize("strategy", ["native", "patches"])
 @pytest.mark.parametrize("name", SUMMED)
 def test_every_strategy_of_a_sum_equals_single_gradients(name, strategy, whole, monkeypatch):
     if not whole:
@@ -196,25 +164,21 @@ def test_every_strategy_of_a_sum_equals_single_gradients(name, strategy, whole, 
             weight * weight_gradient(images[one], grads[one], term.shape, geometry)
             for weight, one in zip(weights, (slice(i, i + 1) for i in range(5)), strict=True)
         )
-        if strategy not in term.sums():
-            assert (strategy, name) == ("turned rows", "one tap")
-            continue
         found = term.sums()[strategy](weights)
         # As optimizers' states are, which are made like it: what is compiled asks for the parameter's own strides.
         assert found.stride() == torch.empty(term.shape).stride()
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
-def test_products_are_offered_for_the_sum_where_positions_are_few_and_channels_whole():
+def test_products_are_offered_for_the_sum_where_positions_are_few():
     def strategies(size, groups=1, kernel=3, batch=2):
         images = torch.randn(batch, 4, size + kernel - 1, size + kernel - 1)
         shape = torch.Size((8, 4 // groups, kernel, kernel))
         term = ConvGrads(images, torch.randn(batch, 8, size, size), shape, Geometry((1, 1), (0, 0), (1, 1), groups))
         return list(term.sums())
 
-    assert strategies(12) == ["native", "rows", "turned rows"]
-    assert strategies(12, kernel=1) == ["native", "rows"]
-    assert strategies(13) == strategies(2, groups=2) == strategies(2, batch=0) == []
+    assert strategies(12) == strategies(12, kernel=1) == strategies(2, groups=2) == ["native", "patches"]
+    assert strategies(13) == strategies(2, batch=0) == []
 
 
 def test_narrow_gradients_are_summed_in_single_precision():

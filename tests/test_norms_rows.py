@@ -5,8 +5,7 @@ import torch
 
 from ghostclip.native import library
 from ghostclip.native.rows import add_rows, chained_squared_norms
-from ghostclip.norms.outer import OuterProduct, gram
-from ghostclip.norms.rows import LookupGrads, pairs_squared_norms, repeats_squared_norms, runs_squared_norms
+from ghostclip.norms.rows import LookupGrads, runs_squared_norms
 
 
 def chains(indices: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
@@ -18,8 +17,7 @@ def chains(indices: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
 
 
 needs_compiler = pytest.mark.skipif(library("rows") is None, reason="no C compiler here")
-TENSOR_STRATEGIES = [runs_squared_norms, repeats_squared_norms, pairs_squared_norms]
-STRATEGIES = [*TENSOR_STRATEGIES, pytest.param(chains, marks=needs_compiler)]
+STRATEGIES = [runs_squared_norms, pytest.param(chains, marks=needs_compiler)]
 INDICES = {
     "all the same": lambda: torch.full((3, 6), 2),
     "none twice": lambda: torch.stack([torch.randperm(9)[:6] for _ in range(3)]),
@@ -100,14 +98,3 @@ def test_a_bad_example_stays_by_itself(bad):
     found = chains(indices, gradients)
     assert not found[2].isfinite()
     assert torch.equal(found[[0, 1, 3]], clean[[0, 1, 3]])
-
-
-@pytest.mark.parametrize("positions", [255, 256, 257, 700])
-def test_gram_matrices_of_long_sequences_are_worked_off_in_blocks(positions):
-    torch.manual_seed(0)
-    left, right = (torch.randn(2, positions, size, dtype=torch.float64) for size in (3, 4))
-    squared, scale = gram(left, right)
-    exact = OuterProduct(left, right, torch.Size((3, 4))).per_example().flatten(1).square().sum(1)
-    torch.testing.assert_close(squared, exact, rtol=1e-10, atol=0)
-    expected = (left.square().sum(2) * right.square().sum(2)).sum(1)
-    torch.testing.assert_close(scale, expected, rtol=1e-12, atol=0)

@@ -12,14 +12,13 @@ from recurrent_layers import (
     assert_all_close,
     first_pass,
     initial,
-    nodes_behind,
     pair,
     per_example,
 )
 from torch import nn as torch_nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
-from ghostclip.nn.packed import Order
+from ghostclip.nn.rnn.recurrence import Order
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 LENGTHS = {"sorted": (6, 6, 4, 2, 1), "not sorted": (4, 6, 1, 6, 2), "all the same": (3, 3, 3), "one": (4,)}
@@ -122,24 +121,19 @@ def test_the_output_may_be_changed_in_place_and_a_changed_input_is_noticed(kind)
         output.data.sum().backward()
 
 
-@every_kind
-def test_what_is_kept_is_let_go_of(kind):
-    _, layer = pair(kind)
-    results = run(layer, sequences(LENGTHS["sorted"]))
-    first_pass(losses(results).sum(), results)
-    (node,) = nodes_behind(*results)
-    assert len(node.kept) == 4  # one run of steps for each length
-    losses(results).sum().backward()
-    assert node.kept is None
-
-
-def test_rows_are_turned_around_and_back():
-    order, rows = Order((3, 2, 2, 1), True, torch.tensor([1, 0, 2])), torch.arange(8.0).view(8, 1)
-    turned = order.turned(rows)
-    assert turned.flatten().tolist() == [7, 5, 6, 3, 4, 0, 1, 2]
-    assert torch.equal(order.turned(turned, back=True), rows)
-    assert list(order.blocks()) == [(0, 1, 1), (1, 2, 2), (5, 1, 3)]
-    assert order.padded(turned.unsqueeze(1))[..., 0].tolist() == [[0, 7, 0], [6, 5, 0], [4, 3, 0], [1, 0, 2]]
+@pytest.mark.parametrize("reverse", [False, True])
+def test_rows_are_padded_and_packed_again(reverse):
+    sequences = [torch.tensor(numbers).unsqueeze(1) for numbers in ([0.0, 3.0, 5.0], [1.0, 4.0, 6.0, 7.0], [2.0])]
+    packed = pack_sequence(sequences, enforce_sorted=False)
+    order = Order(packed, reverse)
+    expected = [[0, 3, 5, 0], [1, 4, 6, 7], [2, 0, 0, 0]]
+    if reverse:
+        expected = [[5, 3, 0, 0], [7, 6, 4, 1], [2, 0, 0, 0]]
+    padded = order.padded(packed.data)
+    assert padded[..., 0].T.tolist() == expected
+    assert torch.equal(order.packed(padded), packed.data)
+    assert order.padding.T.tolist() == [[False] * length + [True] * (4 - length) for length in (3, 4, 1)]
+    assert padded.flatten()[order.ends].tolist() == ([0, 1, 2] if reverse else [5, 7, 2])
 
 
 def tagger(m, tokens, length):

@@ -17,7 +17,7 @@ def main(monkeypatch):
     """The command, with what it registers forgotten afterwards."""
     monkeypatch.syspath_prepend(ROOT)
     monkeypatch.setattr("os.getloadavg", lambda: (0.1, 0.0, 0.0))
-    monkeypatch.setattr(methods, "_MODULES", [])
+    monkeypatch.setattr(methods, "MODULES", [])
     before = set(CONTENDERS)
     from experiments.peers.__main__ import main
 

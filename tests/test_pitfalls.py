@@ -350,16 +350,16 @@ def test_samples_are_never_the_same_again():
 def test_noise_in_two_processes():
     """fresh `torch.Generator()`: constant seed in every process; seeded from the system, anew after a fork"""
     source, zeros = noise_source(), [torch.zeros(8)]
-    source.draw(zeros, 1.0)
+    source.release(zeros, 1.0)
     reading, writing = os.pipe()
     if os.fork() == 0:
-        os.write(writing, pickle.dumps(source.draw(zeros, 1.0)[0].tolist()))
+        os.write(writing, pickle.dumps(source.release(zeros, 1.0)[0].tolist()))
         os._exit(0)
     theirs = pickle.loads(os.read(reading, 4096))
     os.wait()
     os.close(reading)
     os.close(writing)
-    assert not set(theirs) & set(source.draw(zeros, 1.0)[0].tolist())
+    assert not set(theirs) & set(source.release(zeros, 1.0)[0].tolist())
 
 
 def test_noise_once_for_all_physical_batches():

@@ -30,7 +30,7 @@ def with_broken(monkeypatch, term, errors):
     found, runs = type(term).candidates, dict.fromkeys(errors, 0)
 
     def broken(name):
-        def run(term, keep=False, memory=None):
+        def run(term, keep=False):
             runs[name] += 1
             raise errors[name]
 
@@ -127,7 +127,7 @@ def test_a_strategy_of_the_sum_may_raise(monkeypatch):
     def failing(weights):
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr(ConvGrads, "sums", lambda self: {**strategies, "rows": failing})
+    monkeypatch.setattr(ConvGrads, "sums", lambda self: {**strategies, "patches": failing})
     torch.testing.assert_close(Planner().weighted_sum(term, weights), expected)
     monkeypatch.setattr(ConvGrads, "sums", lambda self: dict.fromkeys(strategies, failing))
     with pytest.raises(RuntimeError, match="no kernel"):

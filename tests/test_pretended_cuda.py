@@ -92,6 +92,8 @@ def test_the_benchmark_runs_there(library, tmp_path):
         "--together",
         "--seconds",
         "0.2",
+        "--batch-size",
+        "8",
         "--workloads",
         "mlp",
         "--out",

@@ -22,7 +22,7 @@ import ghostclip
 from ghostclip import BudgetExceededError, GhostClipError, PrivacyError, accounting
 from ghostclip.clipping import Adaptive, PerLayer
 from ghostclip.noise import noise_source
-from ghostclip.noise.lattice import Lattice
+from ghostclip.noise.hardened import Lattice
 from ghostclip.sampling import LogicalBatches
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

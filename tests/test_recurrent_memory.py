@@ -1,14 +1,12 @@
 """Recurrent layers keep one copy of what they need, and two passes go back through time once; results stay the same."""
 
-import weakref
-
 import pytest
 import torch
 from torch import nn
 
 import ghostclip
 from ghostclip.clipper import second_pass as two_passes
-from ghostclip.nn import recurrence
+from ghostclip.nn.rnn import recurrence
 
 KINDS = {"RNN": nn.RNN, "GRU": nn.GRU, "LSTM": nn.LSTM}
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -72,8 +70,8 @@ def test_the_inputs_gradient_is_formed_once_where_it_is_small_beside_the_gates(k
     model, x = network(kind)
     clipper = ghostclip.GhostClipper(model, 0.5, memory_budget=1)  # for a second pass
     sums(model, clipper, x)
-    formed, form = [], recurrence._into_x
-    monkeypatch.setattr(recurrence, "_into_x", lambda *args: formed.append(1) or form(*args))
+    formed, form = [], recurrence._input_grad
+    monkeypatch.setattr(recurrence, "_input_grad", lambda *args: formed.append(1) or form(*args))
     found = sums(model, clipper, x, batches=1)
     assert len(formed) == products
     other = ghostclip.GhostClipper(network(kind)[0], 0.5, second_pass="cached")
@@ -106,7 +104,7 @@ def test_what_a_failed_second_pass_left_is_used_by_no_other(kind, monkeypatch):
     def fails(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(two_passes.TwoPasses, "_second_backward", fails)
+    monkeypatch.setattr(two_passes, "Reweighting", fails)
     with pytest.raises(KeyboardInterrupt):
         clipper.backward(losses)
     found = torch.autograd.grad(losses.sum(), list(layer.parameters()))
@@ -155,44 +153,3 @@ def test_nothing_is_kept_beside_what_stays_anyway(clipping, monkeypatch):
     clipper.backward(model(torch.randn(16, 4, 3))[0].square().sum((1, 2)))
     kept = {row.parameter: row.kept for row in clipper.explain()}
     assert (kept["weight_ih_l0"], kept["weight_hh_l0"]) == (False, False)
-
-
-@every_kind
-@pytest.mark.usefixtures("every_backward")
-def test_the_outputs_gradient_is_gone_when_norms_are_taken(kind, monkeypatch):
-    """Autograd holds what came to a node until its backward is over; norms and weights' gradients come later."""
-    model, x = network(kind)
-    clipper = ghostclip.GhostClipper(model, 0.5)
-    alive: dict[str, bool] = {}
-    came: list[weakref.ref] = []
-
-    def watch(name):
-        watched = getattr(recurrence, name)
-        monkeypatch.setattr(
-            recurrence, name, lambda *args: (alive.update({name: came[-1]() is not None}), watched(*args))[1]
-        )
-
-    def change(output):
-        output.register_hook(lambda grad: came.append(weakref.ref(grad)) if grad is not None else None)
-        return 2.0 * output
-
-    model.change = change
-    for name in ("_back", "_for_rule", "_into_weights"):
-        watch(name)
-    clipper.backward(model(x))
-    model(x).sum().backward()
-    assert alive == {"_back": True, "_for_rule": False, "_into_weights": False}
-
-
-@every_kind
-def test_nothing_is_left_for_weights_that_no_one_asks_for(kind, monkeypatch):
-    model, x = network(kind)
-    lefts: list[recurrence.Left] = []
-    made = recurrence.Left.__init__
-    monkeypatch.setattr(recurrence.Left, "__init__", lambda left, call: (made(left, call), lefts.append(left))[0])
-    losses = ghostclip.wrap(model)(x).sum()
-    below, own = list(model.below.parameters()), list(model.layer.parameters())
-    found = torch.autograd.grad(losses, below, retain_graph=True)
-    assert [left.content for left in lefts] == [None]
-    torch.testing.assert_close(torch.autograd.grad(losses, [*below, *own])[: len(below)], found)
-    assert lefts[0].content is None

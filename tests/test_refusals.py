@@ -330,8 +330,6 @@ ROWS: dict[str, Row] = {
                                "p is looked up", "how often others", "leave scale_grad_by_freq out"),
     "no example at all": (lambda: clip(used(lambda m, x: 2 * m.p, p=(4,)), loss=lambda h: h), "p",
                           "without any example entering", "shape exactly [B], one per example"),
-    "own weight": (lambda: clip(Wired(lambda m, x: m.layer(x) @ m.layer(m.layer.weight), layer=nn.Linear(3, 3))),
-                   "layer (Linear)", "read one of its own parameters", "parameter.clone()"),
     # losses
     "a number": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: 1.0), "", "got float", "shape [B], one per example"),
     "a mean": (lambda: clip(one(nn.Linear(3, 3)), loss=torch.mean), "", "got []", 'Use reduction="none"'),

@@ -8,8 +8,7 @@ import torch
 from comparing import assert_dicts_close, gradients
 
 import ghostclip
-from ghostclip.graph.parameter_names import ParameterNames
-from ghostclip.graph.serial import serial_number
+from ghostclip.graph.parameter_names import ParameterNames, serial_number
 
 
 class By(torch.nn.Module):
@@ -103,16 +102,16 @@ def test_a_number_is_never_given_again():
 
 
 def test_numbers_keep_nothing_alive_and_are_forgotten_with_their_objects():
-    before = len(ghostclip.graph.serial._known)
+    before = len(ghostclip.graph.parameter_names._known)
     layer = torch.nn.Linear(2, 2)
     known = weakref.ref(layer)
     serial_number(layer)
     serial_number(layer.weight)
-    assert len(ghostclip.graph.serial._known) == before + 2
+    assert len(ghostclip.graph.parameter_names._known) == before + 2
     del layer
     gc.collect()
     assert known() is None
-    assert len(ghostclip.graph.serial._known) <= before
+    assert len(ghostclip.graph.parameter_names._known) <= before
 
 
 def test_every_module_and_parameter_counts_in_a_model_s_version():

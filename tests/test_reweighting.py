@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ghostclip
-from ghostclip.clipper.collector import Wanted
+from ghostclip.clipper.collector import Keep
 
 MAX_NORM = 0.05
 
@@ -100,11 +100,11 @@ def test_the_second_backward_ends_at_the_lowest_layer_that_has_to_be_summed(seed
     passes = clipper.passes
     original = passes.first_pass
 
-    def keeps_some(losses: Tensor, wanted: Wanted, **options: object) -> object:
+    def keeps_some(losses: Tensor, keep: Keep, **options: object) -> object:
         """A first pass that kept those parameters, and no others."""
-        run = original(losses, Wanted(), retain_graph=True)
+        run = original(losses, retain_graph=True)
         run.holds_graph = True
-        other = original(losses, Wanted(materialise=True), retain_graph=True)
+        other = original(losses, Keep.MATERIALISED, retain_graph=True)
         run._terms = {part: term for part, term in other._terms.items() if parameters[part[0]]}
         return run
 
@@ -113,4 +113,4 @@ def test_the_second_backward_ends_at_the_lowest_layer_that_has_to_be_summed(seed
     clipper.backward(losses)
     assert_dicts_close(gradients(model), oracle.clipped_sum(grads, MAX_NORM), 1e-10)
     with pytest.raises(ghostclip.StaleInputError, match="freed"):
-        original(losses, Wanted(), retain_graph=False)
+        original(losses, retain_graph=False)

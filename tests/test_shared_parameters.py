@@ -30,6 +30,8 @@ SHARED: dict[str, tuple[Wiring, tuple[int, ...]]] = {
     "weight from the left": (lambda m, x: m.layer.weight @ torch.tanh(m.layer(x))[:, :5], (1,)),
     "weight over its norm": (
         lambda m, x: F.linear(torch.tanh(m.layer(x)), m.layer.weight / m.layer.weight.norm()), (1,)),
+    "weight read by its layer": (lambda m, x: m.layer(x) + m.layer(m.layer.weight).sum(0), (1,)),
+    "weight read by its layer, twice": (lambda m, x: m.layer(x) @ m.layer(torch.tanh(m.layer(m.layer.weight))), (1,)),
     "weight read by its layer, cloned": (lambda m, x: m.layer(x) + m.layer(m.layer.weight.clone()).sum(0), (1,)),
     "read by a layer": (lambda m, x: m.layer(x) + m.layer(m.p) * m.layer.bias, (1, 5)),
     "read by a layer twice": (lambda m, x: m.layer(x) + m.layer(torch.tanh(m.layer(m.p))) * m.p, (1, 5)),
@@ -55,9 +57,13 @@ def test_every_use_counts_once(name, batch, second_pass):
     assert_dicts_close(gradients(model), oracle.clipped_sum(expected, 0.5), 1e-10)
 
 
-def test_a_layer_that_reads_its_own_weight_is_refused():
-    model = model_of(lambda m, x: m.layer(x) + m.layer(m.layer.weight).sum(0), (1,))
-    clipper = ghostclip.GhostClipper(model)
-    losses = project(model(torch.randn(4, 6, 5, dtype=torch.float64)))
-    with pytest.raises(ghostclip.UnsupportedModelError, match=r"layer \(Linear\) read one of its own.*clone"):
-        clipper.norms(losses)
+@pytest.mark.parametrize("whole_first", [True, False])
+def test_attention_whose_weight_is_used_as_a_whole_and_by_parts(whole_first):
+    def wiring(m, x, other):
+        h = m.layer(x, x, x)[0] if whole_first else m.layer(x, other, other)[0]
+        return m.layer(h, other, other)[0] if whole_first else m.layer(h, h, h)[0]
+
+    model = Wired(wiring, layer=nn.MultiheadAttention(4, 2, batch_first=True)).double()
+    inputs = torch.randn(3, 5, 4, dtype=torch.float64), torch.randn(3, 6, 4, dtype=torch.float64)
+    expected = oracle.norms(oracle.per_example_grads(model, project, inputs))
+    assert_close(ghostclip.GhostClipper(model).norms(project(model(*inputs))), expected, 1e-10)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from ghostclip import GhostClipper
-from ghostclip.native import build, calls, gram, library, time_loop
-from ghostclip.nn.gates import Trace
-from ghostclip.nn.through_time import LOOPS, Incoming
-from ghostclip.nn.time_kernels import COMPILED
+from ghostclip.native import build, calls, library, rows, time_loop
+from ghostclip.nn.rnn.kernels import COMPILED
+from ghostclip.nn.rnn.loops import LOOPS
+from ghostclip.nn.rnn.trace import Incoming, Trace
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
 every_mode = pytest.mark.parametrize("mode", GATES)
@@ -47,7 +47,7 @@ def incoming_for(trace, mode, parts=("output", "h_n", "c_n")):
 
 def gradients(ways, mode, trace, incoming):
     """[into_input, into_hidden, h0, (c0), both sums over time]."""
-    found = ways[mode].back(ways[mode].keep(trace), trace, incoming)
+    found = ways[mode](trace, incoming)
     c0 = [] if found.c0 is None else [found.c0]
     return [found.into_input, found.into_hidden, found.h0, *c0, *found.summed()]
 
@@ -151,7 +151,7 @@ def test_processor_settings_are_left_as_they_were():
 
 @pytest.mark.parametrize("missing", ["compiler", "permission"])
 def test_without_a_compiler_tensor_operations_do_it(missing, monkeypatch, tmp_path, caplog):
-    for module in (time_loop, gram):
+    for module in (time_loop, rows):
         # Without its memory, which would keep what is missing here from all tests to come.
         monkeypatch.setattr(module, "library", build.library.__wrapped__)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -34,10 +34,7 @@ SETTLE = (0, 256)
 # "module:name" -> values besides its own. Names that belong together are set together.
 KNOBS: dict[str, dict[str, Values]] = {
     "all strategies": {"planner:HOPELESS": (float("inf"),)},
-    "groups wait": {
-        f"clipper.{module}:POSTPONED_BYTES": SETTLE
-        for module in ("groupwise", "collector", "second_pass")
-    },
+    "groups wait": {"clipper.collector:POSTPONED_BYTES": SETTLE},
     "small": {"clipper.first_pass:SMALL_SHARE": (0.0, 10.0)},
     "no host sync": {
         f"{module}:may_sync": (lambda device: False,)
@@ -52,9 +49,8 @@ KNOBS: dict[str, dict[str, Values]] = {
     "pairs of rows": {"norms.rows:PAIRED_POSITIONS": (0, 2)},
     "windows": {"norms.convolution:MOST_POSITIONS": (0, 4), "norms.convolution:SUM_BYTES": (1, 100)},
     "images": {"native.normalize:FEW": (1, 2)},
-    "spans": {"nn.gates:SPAN_BYTES": (1, 100)},
-    "states": {"nn.recurrence:SMALL": (0, 100)},
-    "no time loop": {"nn.time_kernels:available": (lambda trace: False,)},
+    "states": {"nn.rnn.recurrence:SMALL": (0, 100)},
+    "no time loop": {"nn.rnn.kernels:has_compiled_loop": (lambda trace: False,)},
 }  # fmt: skip
 CACHED_ANSWERS = (native.library, native.calls.function)
 

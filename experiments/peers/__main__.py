@@ -16,7 +16,7 @@ from ghostclip.bench import command, register
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status, as `ghostclip.bench.command.run` does."""
     register("experiments.peers")
-    return command.main(arguments, "experiments.peers")
+    return command.main(arguments, "python -m experiments.peers")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,18 @@ is no bound, so there is none.
 """
 
 from ghostclip.accounting.calibration import max_steps, noise_for, noise_multiplier
-from ghostclip.accounting.setting import Setting
-from ghostclip.accounting.spent import ACCOUNTANTS, accountants_for, epsilon, epsilon_of, epsilon_over_time, epsilons_of
-from ghostclip.accounting.wording import guarantee, neighbours, samples
+from ghostclip.accounting.spent import (
+    ACCOUNTANTS,
+    Setting,
+    accountants_for,
+    epsilon,
+    epsilon_of,
+    epsilon_over_time,
+    epsilons_of,
+    guarantee,
+    neighbours,
+    samples,
+)
 
 __all__ = [
     "ACCOUNTANTS",

@@ -9,8 +9,7 @@ from functools import cache
 
 from scipy.optimize import brentq
 
-from ghostclip.accounting.setting import Setting
-from ghostclip.accounting.spent import ACCOUNTANTS, epsilon_of
+from ghostclip.accounting.spent import ACCOUNTANTS, Setting, epsilon_of
 from ghostclip.events import Event
 from ghostclip.validate import one_of, open_fraction, positive, whole
 
@@ -152,14 +151,6 @@ def _bracket(
 
 def _last_within(excess: Callable[[float], float], outside: float, within: float, tolerance: float) -> float:
     """The point nearest the root of ``excess`` where it was found not positive, at most ``tolerance`` away."""
-    best = within
-
-    def watched(x: float) -> float:
-        nonlocal best
-        value = excess(x)
-        if value <= 0 and abs(x - outside) < abs(best - outside):
-            best = x
-        return value
-
-    brentq(watched, outside, within, xtol=tolerance)
-    return best
+    seen: dict[float, float] = {}
+    brentq(lambda x: seen.setdefault(x, excess(x)), outside, within, xtol=tolerance)
+    return min((x for x, value in seen.items() if value <= 0), key=lambda x: abs(x - outside))

@@ -49,7 +49,11 @@ def epsilon_by_divergences(events: Sequence[SampledRelease], delta: float) -> fl
     """
     with _without_remarks():
         total = sum(event.count * _of_one_release(replace(event, count=1, unit="example")) for event in events)
-    cuts = sum(event.count * _probability_of_a_cut(event) for event in events)
+    cuts = sum(
+        event.count * float(stats.binom.sf(event.max_batch_size, event.dataset_size, event.sample_rate))
+        for event in events
+        if isinstance(event, TruncatedGaussian)
+    )
     found = _epsilon_at(total, delta)
     if cuts == 0:
         return found
@@ -77,12 +81,6 @@ def _epsilon_at(divergences: Any, delta: float) -> float:
 
     with _without_remarks():
         return float(rdp.compute_epsilon(rdp.DEFAULT_RDP_ORDERS, divergences, delta)[0])
-
-
-def _probability_of_a_cut(event: SampledRelease) -> float:
-    if not isinstance(event, TruncatedGaussian):
-        return 0.0
-    return float(stats.binom.sf(event.max_batch_size, event.dataset_size, event.sample_rate))
 
 
 @contextmanager

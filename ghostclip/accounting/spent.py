@@ -1,22 +1,89 @@
-"""Epsilon: of a setting, of what happened, and over time."""
+"""Epsilon: of a setting, of what happened, over time, and in words."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ghostclip.accounting.divergences import epsilon_by_divergences
 from ghostclip.accounting.losses import epsilon_by_losses
-from ghostclip.accounting.setting import Setting
-from ghostclip.events import Event, FixedSizeGaussian, JointGaussian, SampledRelease, merged
-from ghostclip.validate import one_of, open_fraction, positive, positive_int, whole
+from ghostclip.events import (
+    RELATIONS,
+    Event,
+    FixedSizeGaussian,
+    JointGaussian,
+    SampledGaussian,
+    SampledRelease,
+    TruncatedGaussian,
+    merged,
+)
+from ghostclip.validate import fraction, one_of, open_fraction, positive, positive_int, whole
 
-__all__ = ["ACCOUNTANTS", "accountants_for", "epsilon", "epsilon_of", "epsilon_over_time", "epsilons_of"]
+__all__ = [
+    "ACCOUNTANTS",
+    "Setting",
+    "accountants_for",
+    "epsilon",
+    "epsilon_of",
+    "epsilon_over_time",
+    "epsilons_of",
+    "guarantee",
+    "neighbours",
+    "samples",
+]
 
 ACCOUNTANTS = ("pld", "rdp")
 # What floating point can square: less noise protects nothing, and more counts as this much.
 LEAST_NOISE, MOST_NOISE = 1e-6, 1e12
+KINDS: dict[str, type[Any]] = {kind.sampling: kind for kind in (SampledGaussian, FixedSizeGaussian, TruncatedGaussian)}
+SAMPLES = {
+    "poisson": "Poisson samples",
+    "without_replacement": "samples of fixed size, drawn without replacement,",
+    "truncated": "Poisson samples, cut down to {cap},",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the examples of each step are drawn, and which data sets are neighbours.
+
+    Args:
+        sample_rate: the expected size of a batch over that of the data set; in (0, 1].
+        sampling: "poisson", "without_replacement" (batches of one size), or "truncated" (Poisson batches that are cut
+            down to ``max_batch_size``).
+        neighboring: "add_or_remove_one" or "replace_one".
+        dataset_size, max_batch_size: with "truncated", and with nothing else; the batch is smaller than the data set.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range; the message names it.
+    """
+
+    sample_rate: float
+    sampling: str = "poisson"
+    neighboring: str = "add_or_remove_one"
+    dataset_size: int | None = None
+    max_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        fraction(sample_rate=self.sample_rate)
+        one_of(tuple(KINDS), sampling=self.sampling)
+        one_of(RELATIONS, neighboring=self.neighboring)
+        for name in ("dataset_size", "max_batch_size"):
+            value = getattr(self, name)
+            if self.sampling == "truncated":
+                if value is None:
+                    raise ValueError(f'{name} must be given with sampling="truncated": a whole number >= 1; got None')
+                positive_int(**{name: value})
+            elif value is not None:
+                raise ValueError(f'{name} must be left out unless sampling="truncated"; got {value!r}')
+
+    def event(self, noise_multiplier: float, steps: int = 1) -> SampledRelease:
+        """What so many steps are charged as."""
+        truncated = self.sampling == "truncated"
+        cut = {"dataset_size": self.dataset_size, "max_batch_size": self.max_batch_size} if truncated else {}
+        return KINDS[self.sampling](self.sample_rate, noise_multiplier, steps, self.neighboring, **cut)
 
 
 def epsilon(
@@ -114,7 +181,13 @@ def epsilon_of(events: Iterable[Event], *, delta: float, accountant: str = "pld"
     happened = merged(_as_sampled(event) for event in merged(events))
     if not happened:
         return 0.0
-    _check_alike(happened)
+    kinds = {(event.relation, event.unit) for event in happened}
+    if len(kinds) > 1:
+        listed = ", ".join(f"{relation} of one {unit}" for relation, unit in sorted(kinds))
+        raise ValueError(
+            f"events must be about the same neighbours to add up to one guarantee; got {listed}. Report them "
+            "separately, or charge runs that are to be added up with the same neighboring and unit of privacy"
+        )
     if any(event.noise_multiplier < LEAST_NOISE for event in happened):
         return math.inf
     happened = [replace(event, noise_multiplier=min(event.noise_multiplier, MOST_NOISE)) for event in happened]
@@ -138,12 +211,35 @@ def _as_sampled(event: Event) -> SampledRelease:
     return event.together if isinstance(event, JointGaussian) else event
 
 
-def _check_alike(events: Sequence[SampledRelease]) -> None:
-    """Raises ValueError when the events protect different things."""
-    kinds = {(event.relation, event.unit) for event in events}
-    if len(kinds) > 1:
-        listed = ", ".join(f"{relation} of one {unit}" for relation, unit in sorted(kinds))
-        raise ValueError(
-            f"events must be about the same neighbours to add up to one guarantee; got {listed}. Report them "
-            "separately, or charge runs that are to be added up with the same neighboring and unit of privacy"
-        )
+def guarantee(events: Sequence[Event], *, delta: float, accountant: str = "pld") -> str:
+    """Epsilon and delta of what happened, and what they are about, in one or two sentences.
+
+    Raises:
+        ValueError, TypeError: as `epsilon_of`.
+    """
+    spent = epsilon_of(events, delta=delta, accountant=accountant)
+    figures = f"epsilon {spent:.4g} ({accountant.upper()}) at delta {delta:g}"
+    happened = merged(events)
+    if not happened:
+        return f"{figures}: nothing was released"
+    steps = "; ".join(f"{event.count:,} steps over {samples(event)}" for event in happened)
+    return f"{figures}, after {steps}. {neighbours(happened[0])}"
+
+
+def samples(event: Event) -> str:
+    """How the event's examples are drawn and how much noise there is, to go after "steps over"."""
+    once = event.events[0] if isinstance(event, JointGaussian) else event
+    cap = f"{once.max_batch_size:,}" if isinstance(once, TruncatedGaussian) else ""
+    noise = f"noise multiplier {event.noise_multiplier:.4g}"
+    if isinstance(event, JointGaussian):
+        each = ", ".join(f"{part.noise_multiplier:.4g}" for part in event.events)
+        noise = f"noise multipliers {each} in one release ({event.noise_multiplier:.4g} together)"
+    return f"{SAMPLES[once.sampling].format(cap=cap)} at rate {once.sample_rate:.4g} with {noise}"
+
+
+def neighbours(event: Event) -> str:
+    """The sentence on which data sets the guarantee makes hard to tell apart."""
+    what = "example" if event.unit == "example" else "user (all examples of theirs)"
+    if event.relation == "replace_one":
+        return f"Neighbouring data sets differ in what one {what} is (replace_one)."
+    return f"Neighbouring data sets differ by the presence of one {what} (add_or_remove_one)."

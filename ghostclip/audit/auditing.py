@@ -14,15 +14,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ghostclip.audit.bounds import epsilon_from_rates, gaussian_mu, noise_from_rates
-from ghostclip.audit.claim import Claim
 from ghostclip.audit.one_run import one_run
-from ghostclip.audit.rate import sampled_share
 from ghostclip.audit.result import Audit, Bound, CurvePoint, WhiteBox
-from ghostclip.audit.training import LossFunction, Training
-from ghostclip.audit.white_box import TrialSetting, white_box_trials
+from ghostclip.audit.training import Claim, LossFunction, Training, plain_sgd
+from ghostclip.audit.white_box import TrialSetting, sampled_share, white_box_trials
 from ghostclip.validate import open_fraction, positive_int, whole
 
-__all__ = ["Phase", "audit", "audit_training"]
+__all__ = ["Phase", "audit"]
 
 SAMPLED_BATCHES, MOST_CANARIES = 200, 1000
 LEAST_RELEASES, LEAST_TRIALS = 100, 20  # below them no bound is worth a point of the curve
@@ -31,10 +29,6 @@ SHARES = 4
 
 # (what is being done, how many of it) -> a context that gives the function to call after each.
 Phase = Callable[[str, int], Any]
-
-
-def _unwatched(name: str, count: int) -> Any:
-    return nullcontext(lambda: None)
 
 
 def audit(
@@ -50,13 +44,13 @@ def audit(
     second_pass: str = "auto",
     max_physical_batch_size: int | None = None,
     noise: str = "standard",
-    optimizer: Callable[[Iterator[nn.Parameter]], Optimizer] | None = None,
+    optimizer: Callable[[Iterator[nn.Parameter]], Optimizer] = plain_sgd,
     draws: int = 10_000,
     canaries: int | None = None,
     sampled: bool = False,
     steps_per_trial: int = 1,
     confidence: float = 0.95,
-    phase: Phase = _unwatched,
+    phase: Phase = lambda name, count: nullcontext(lambda: None),
 ) -> Audit:
     """Attacks a training configuration and says what it must spend at least, beside what it claims to.
 
@@ -79,7 +73,7 @@ def audit(
         batch_size, noise_multiplier, target_delta, clipping, second_pass, max_physical_batch_size, noise: as
             `PrivacyEngine`; there must be noise, since without it nothing is claimed.
         steps: of the whole training.
-        optimizer: parameters -> the optimizer of the one run; None: plain SGD at rate 0.1.
+        optimizer: parameters -> the optimizer of the one run; plain SGD at rate 0.1 by default.
         draws: white-box releases; 0 leaves this attack out.
         canaries: of the one run; None: half of the examples, a thousand at most; 0 leaves this attack out.
         sampled: let the engine's coins decide, at (nearly) the training's sampling rate, whether a canary in the data
@@ -92,7 +86,6 @@ def audit(
         ValueError, TypeError: an argument is out of range.
         GhostClipError: the training can't be run.
     """
-    own = {} if optimizer is None else {"optimizer": optimizer}
     training = Training(
         model,
         loss_fn,
@@ -105,30 +98,8 @@ def audit(
         second_pass,
         max_physical_batch_size,
         noise,
-        **own,
+        optimizer,
     )
-    return audit_training(
-        training,
-        draws=draws,
-        canaries=canaries,
-        sampled=sampled,
-        steps_per_trial=steps_per_trial,
-        confidence=confidence,
-        phase=phase,
-    )
-
-
-def audit_training(
-    training: Training,
-    *,
-    draws: int = 10_000,
-    canaries: int | None = None,
-    sampled: bool = False,
-    steps_per_trial: int = 1,
-    confidence: float = 0.95,
-    phase: Phase = _unwatched,
-) -> Audit:
-    """The same of a `Training`; see `audit`."""
     failure = (1.0 - open_fraction(confidence=confidence)) / SHARES
     setting = TrialSetting.of(training, sampled, positive_int(steps_per_trial=steps_per_trial))
     canaries = min(MOST_CANARIES, training.size // 2) if canaries is None else whole(canaries=canaries)

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import numpy as np
 from scipy.optimize import brentq
-from scipy.stats import beta, norm
+from scipy.special import expit
+from scipy.stats import beta, binom, norm
 
-from ghostclip.audit.tradeoff import composed_false_negatives
+from ghostclip.validate import nonnegative, open_fraction, positive_int, whole
 
-__all__ = ["epsilon_from_rates", "error_bound", "gaussian_mu", "noise_from_rates"]
+__all__ = [
+    "composed_false_negatives",
+    "epsilon_from_rates",
+    "error_bound",
+    "gaussian_mu",
+    "noise_from_rates",
+    "one_run_epsilon",
+    "one_run_p_value",
+]
 
 LEAST_NOISE, MOST_NOISE, TOLERANCE = 0.05, 1e4, 2e-3
+INTERVAL = 4e-3  # of privacy losses; the trade-off curve stays a lower bound
+GRID = np.concatenate([np.linspace(0.0, 4.0, 401), np.linspace(4.05, 40.0, 720)])
 
 
 def error_bound(errors: np.ndarray | float, trials: int, failure: float) -> np.ndarray:
@@ -69,10 +81,7 @@ def noise_from_rates(false_positives: float, false_negatives: float, sample_rate
     Closed forms for one release and for full batches; otherwise the trade-off curve by PLD, which bounds both
     directions at once and so gives away a little.
 
-    Args:
-        false_positives, false_negatives: upper bounds on the error rates of one test on all ``steps`` releases.
-        sample_rate: of each release.
-        steps: releases that the test saw together.
+    The error rates are upper bounds, of one test on all ``steps`` releases together.
 
     Returns:
         inf where any noise allows them; 0 where none does at this rate.
@@ -95,3 +104,83 @@ def noise_from_rates(false_positives: float, false_negatives: float, sample_rate
             return 0.0
     # The valid end of what the root finder leaves open is that of more noise.
     return math.exp(brentq(excess, explained, unexplained, xtol=TOLERANCE) + TOLERANCE)
+
+
+def composed_false_negatives(false_positives: float, noise: float, sample_rate: float, steps: int) -> float:
+    """The least false negative rate of any test with that false positive rate, as a lower bound by PLD.
+
+    f(a) = max over epsilon of max(1 - delta - e^epsilon a, e^-epsilon (1 - delta - a)), 0 at least, with
+    delta = delta(epsilon) of the mechanism (Wasserman, Zhou 2010; Dong, Roth, Su 2019, proposition 2.12).
+
+    ``noise`` and ``sample_rate`` are of each of the ``steps`` releases that the test sees.
+    """
+    deltas = _deltas(noise, sample_rate, steps)
+    one = 1.0 - deltas - np.exp(GRID) * false_positives
+    other = np.exp(-GRID) * (1.0 - deltas - false_positives)
+    return float(max(one.max(), other.max(), 0.0))
+
+
+@lru_cache(maxsize=64)
+def _deltas(noise: float, sample_rate: float, steps: int) -> np.ndarray:
+    """delta(epsilon) on the grid: upper bounds, for both directions."""
+    from dp_accounting.pld import privacy_loss_distribution
+
+    once = privacy_loss_distribution.from_gaussian_mechanism(
+        noise, sampling_prob=sample_rate, value_discretization_interval=INTERVAL
+    )
+    return np.asarray(once.self_compose(steps).get_delta_for_epsilon(GRID))
+
+
+def one_run_p_value(*, canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
+    """The probability of so many correct guesses, at most, if the training is (epsilon, delta)-private.
+
+    Each canary was included by a fair coin. With W ~ Binomial(r, e^epsilon / (1 + e^epsilon)):
+
+        p = P[W >= v] + 2 m delta max over i = 1 ... v of P[v > W >= v - i] / i
+
+    (Steinke, Nasr, Jagielski 2023, corollary 5.4, from theorem 5.2).
+
+    Args:
+        canaries: m, those guessed about and those abstained from.
+        guesses: r <= m.
+        correct: v <= r.
+        epsilon: finite, >= 0.
+        delta: in [0, 1].
+
+    Raises:
+        ValueError, TypeError: an argument is out of range.
+    """
+    m, r, v = positive_int(canaries=canaries), whole(guesses=guesses), whole(correct=correct)
+    if not v <= r <= m:
+        raise ValueError(f"expected correct <= guesses <= canaries; got {v}, {r} and {m}")
+    if not 0 <= delta <= 1:
+        raise ValueError(f"delta must be a number in [0, 1]; got {delta!r}")
+    accuracy = expit(nonnegative(epsilon=epsilon))
+    survival = float(binom.sf(v - 1, r, accuracy))
+    if v == 0:
+        return 1.0
+    below = np.cumsum(binom.pmf(np.arange(v - 1, -1, -1), r, accuracy))
+    return min(1.0, survival + 2 * m * delta * float((below / np.arange(1, v + 1)).max()))
+
+
+def one_run_epsilon(*, canaries: int, guesses: int, correct: int, delta: float, confidence: float) -> float:
+    """The lower bound on epsilon at ``delta``: the largest that so many correct guesses refute; 0 when none.
+
+    Args as in `one_run_p_value`; ``confidence`` is in (0, 1).
+
+    Raises:
+        ValueError, TypeError: an argument is out of range.
+    """
+    failure = 1.0 - open_fraction(confidence=confidence)
+
+    def excess(epsilon: float) -> float:
+        value = one_run_p_value(canaries=canaries, guesses=guesses, correct=correct, epsilon=epsilon, delta=delta)
+        return value - failure
+
+    if excess(0.0) >= 0:
+        return 0.0
+    high = 1.0
+    while excess(high) < 0:
+        high *= 2
+    root = brentq(excess, 0.0, high, xtol=1e-9)
+    return max(0.0, root - 1e-8)

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
-from ghostclip.audit.one_run_bound import one_run_epsilon
-from ghostclip.audit.scores import log_ratios
+from ghostclip.audit.bounds import one_run_epsilon
 from ghostclip.audit.training import LossFunction, Training, endless
+from ghostclip.audit.trials import log_ratios
 from ghostclip.clipping import as_policy
 
 __all__ = ["OneRun", "one_run"]
@@ -45,23 +46,16 @@ class OneRun:
 
     def epsilon(self, delta: float, confidence: float) -> float:
         """The lower bound (Steinke et al. 2023, corollary 5.4)."""
-        return one_run_epsilon(
-            canaries=self.canaries, guesses=self.guesses, correct=self.correct, delta=delta, confidence=confidence
-        )
+        return one_run_epsilon(**vars(self), delta=delta, confidence=confidence)
 
 
-def one_run(training: Training, canaries: int, confidence: float, watch: Callable[[], None] = lambda: None) -> OneRun:
-    """Trains once and guesses which canaries took part.
+def one_run(training: Training, canaries: int, confidence: float, watch: Callable[[], None]) -> OneRun:
+    """Trains once and guesses which of so many canaries took part.
 
-    Args:
-        training: what is audited; its model is copied.
-        canaries: how many, below the number of examples.
-        confidence: with which the bound will be asked for, by which the number of guesses is chosen beforehand.
-        watch: called after each step.
+    The number of guesses is chosen beforehand, by the ``confidence`` with which the bound will be asked for.
 
     Raises:
-        ValueError: too few canaries, or no fewer than there are examples.
-        GhostClipError: the training can't be run.
+        ValueError: too few canaries, or no fewer than there are examples; GhostClipError: the training can't be run.
     """
     if not 2 <= canaries < training.size:
         raise ValueError(
@@ -76,11 +70,15 @@ def one_run(training: Training, canaries: int, confidence: float, watch: Callabl
 
 def _train(training: Training, inside: np.ndarray, watch: Callable[[], None]) -> np.ndarray:
     """One training with those canaries in it; each canary's score [m]."""
-    count = len(inside)
+    count, size = len(inside), training.size
     model = _WithCanaries(training.model_copy(), count)
     optimizer = training.optimizer(model.parameters())
-    own, rows = _places(training.size, inside)
-    data = training.with_columns(list(range(training.size)), (own, rows))
+    # The last places are the canaries'. One that is out leaves an example whose gradient is zero, so that the size of
+    # the data set tells nothing.
+    own, rows = torch.ones(size, device="cpu"), torch.zeros(size, dtype=torch.long, device="cpu")
+    own[size - count :] = 0.0
+    rows[size - count :] = torch.arange(1, count + 1, device="cpu") * torch.from_numpy(inside)
+    data = TensorDataset(torch.arange(size, device="cpu"), own, rows)
     engine = training.engine(model, optimizer, data, training.batch_size)
     bound = as_policy(training.clipping).sensitivity
     scores = np.zeros(count)
@@ -93,7 +91,7 @@ def _train(training: Training, inside: np.ndarray, watch: Callable[[], None]) ->
 
     # After the engine's own hook, so what it sees is what was released.
     optimizer.register_step_pre_hook(look)
-    batches, losses = endless(engine), _losses_with(training.loss_fn, PULL * max(1.0, bound))
+    batches, losses = endless(engine), _losses_with(training, PULL * max(1.0, bound))
     for _ in range(training.steps):
         engine.step(next(batches), losses)
         watch()
@@ -110,24 +108,12 @@ class _WithCanaries(nn.Module):
         self.canaries = nn.Embedding(count + 1, 1, padding_idx=0, device=kind.device, dtype=kind.dtype)
 
 
-def _places(size: int, inside: np.ndarray) -> tuple[Tensor, Tensor]:
-    """(weight of the example's own loss [N], canary's row [N]): the last places are the canaries'.
-
-    A canary that is out leaves an example whose gradient is zero, so that the size of the data set tells nothing.
-    """
-    own = torch.ones(size, device="cpu")
-    own[size - len(inside) :] = 0.0
-    rows = torch.zeros(size, dtype=torch.long, device="cpu")
-    rows[size - len(inside) :] = torch.arange(1, len(inside) + 1, device="cpu") * torch.from_numpy(inside)
-    return own, rows
-
-
-def _losses_with(loss_fn: LossFunction, pull: float) -> LossFunction:
+def _losses_with(training: Training, pull: float) -> LossFunction:
     """Losses [B]: the example's own, or a canary's, which pulls at its number and at nothing else."""
 
     def losses(model: Any, batch: Any) -> Tensor:
-        examples, own, rows = batch
-        found = loss_fn(model.model, examples)
+        indices, own, rows = batch
+        found = training.loss_fn(model.model, training.examples(indices))
         return found * own.to(found) + pull * model.canaries(rows.to(found.device)).squeeze(1)
 
     return losses

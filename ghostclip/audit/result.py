@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ghostclip.audit.one_run import OneRun
-from ghostclip.audit.rate import SampledShare
 from ghostclip.audit.trials import ErrorRates
+from ghostclip.audit.white_box import SampledShare
 
 __all__ = ["Audit", "Bound", "CurvePoint", "WhiteBox"]
 
@@ -124,15 +124,8 @@ class Audit:
 
     def figures(self) -> dict[str, Any]:
         """All of it as plain values."""
-        return {
-            "verdict": self.verdict,
-            "violated": self.violated,
-            "claimed_epsilon": self.claimed,
-            "audited_epsilon": self.audited,
-            "delta": self.delta,
-            "confidence": self.confidence,
-            "bounds": [asdict(bound) | {"violated": bound.violated} for bound in self.bounds],
-            "white_box": asdict(self.white_box) if self.white_box else None,
-            "one_run": asdict(self.one_run) if self.one_run else None,
-            "seconds": self.seconds,
-        }
+        found = asdict(self)
+        for bound, row in zip(self.bounds, found["bounds"], strict=True):
+            row["violated"] = bound.violated
+        told = {"verdict": self.verdict, "violated": self.violated}
+        return {**told, "claimed_epsilon": found.pop("claimed"), "audited_epsilon": self.audited, **found}

@@ -1,32 +1,74 @@
-"""The training that is audited: the user's own model, data and settings, none of which is touched."""
+"""The training that is audited, none of which is touched: the user's own model, data and settings, and its claim."""
 
 from __future__ import annotations
 
 import copy
-import warnings
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from ghostclip.audit.claim import Claim
+from ghostclip import accounting
 from ghostclip.clipping import Adaptive
 from ghostclip.engine import PrivacyEngine
 from ghostclip.sampling import LogicalBatch
 from ghostclip.validate import one_of, open_fraction, positive, positive_int
 
-__all__ = ["LossFunction", "Training", "endless"]
+__all__ = ["Claim", "LossFunction", "Training", "endless", "plain_sgd"]
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
-Columns = tuple[Tensor, ...]
+_epsilon = lru_cache(maxsize=256)(accounting.epsilon)  # the same claim is asked about again and again
+NOTHING_SHOWN = 1e4  # a noise multiplier so large that its epsilon is as good as 0
 
 
-def _plain_sgd(parameters: Iterator[nn.Parameter]) -> Optimizer:
+def plain_sgd(parameters: Iterator[nn.Parameter]) -> Optimizer:
+    """At rate 0.1."""
     return SGD(parameters, lr=0.1)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """``steps`` Poisson-sampled Gaussian releases, neighbours differing by one example's presence.
+
+    Attributes:
+        noise_multiplier: standard deviation of the noise over the sensitivity, > 0.
+        sample_rate: probability of each example to be in a batch.
+        steps: number of releases.
+        delta: where epsilon is reported.
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    steps: int
+    delta: float
+
+    @property
+    def epsilon(self) -> float:
+        """What is claimed, by PLD."""
+        return _epsilon(**vars(self))
+
+    def with_noise(self, noise_multiplier: float, sample_rate: float | None = None) -> float:
+        """Epsilon if the noise (and the rate) were these: inf for no noise, 0 for endless noise.
+
+        By the same accountant, whose curve is monotone in both: an audited epsilon passes the claimed one exactly where
+        the audited noise falls below the claimed one (or the rate rises above it). For full batches it is exact.
+        """
+        rate = self.sample_rate if sample_rate is None else sample_rate
+        if noise_multiplier >= NOTHING_SHOWN or rate <= 0:
+            return 0.0
+        if noise_multiplier <= 0:
+            return math.inf
+        if rate == 1.0:
+            from dp_accounting import gaussian_mechanism
+
+            # One Gaussian release, without any error of composition (Balle, Wang 2018).
+            return float(gaussian_mechanism.get_epsilon_gaussian(noise_multiplier / math.sqrt(self.steps), self.delta))
+        return replace(self, noise_multiplier=noise_multiplier, sample_rate=rate).epsilon
 
 
 @dataclass(frozen=True)
@@ -54,7 +96,7 @@ class Training:
     second_pass: str = "auto"
     max_physical_batch_size: int | None = None
     noise: str = "standard"
-    optimizer: Callable[[Iterator[nn.Parameter]], Optimizer] = _plain_sgd
+    optimizer: Callable[[Iterator[nn.Parameter]], Optimizer] = plain_sgd
 
     def __post_init__(self) -> None:
         positive(noise_multiplier=self.noise_multiplier)
@@ -88,65 +130,34 @@ class Training:
         """A copy that shares nothing with the user's model."""
         return copy.deepcopy(self.model)
 
-    def with_columns(self, indices: list[int], columns: Columns) -> Any:
-        """The data set's examples at ``indices``, each with an entry of every column: a batch is (examples, *columns).
-
-        Args:
-            indices: examples, in order; one may come several times.
-            columns: tensors [len(indices)], read anew for every batch.
-        """
+    def examples(self, indices: Tensor) -> Any:
+        """The examples at ``indices`` [B], collated as the user's DataLoader does."""
         collate = self.data.collate_fn if isinstance(self.data, DataLoader) else default_collate
-        rows = _Marked(self.dataset, indices, columns, collate)
-        return DataLoader(rows, batch_size=1, collate_fn=tuple)
+        if type(self.dataset) is TensorDataset and collate is default_collate:
+            # Far faster than collating single examples, and gives the same.
+            return [tensor[indices] for tensor in self.dataset.tensors]
+        return collate([self.dataset[index] for index in indices.tolist()])
 
     def engine(
-        self, model: nn.Module, optimizer: Optimizer, data: Any, batch_size: int, self_check: bool = True
+        self, model: nn.Module, optimizer: Optimizer, data: TensorDataset, batch_size: int, self_check: bool = True
     ) -> PrivacyEngine:
         """An engine with the training's clipping, noise and passes over another model and other data."""
-        with warnings.catch_warnings():
-            # It says that Poisson sampling replaces the order of our own loader.
-            warnings.filterwarnings("ignore", message="the DataLoader's SequentialSampler")
-            return PrivacyEngine(
-                model,
-                optimizer,
-                data,
-                batch_size=batch_size,
-                max_physical_batch_size=self.max_physical_batch_size,
-                noise_multiplier=self.noise_multiplier,
-                target_delta=self.target_delta,
-                clipping=self.clipping,
-                second_pass=self.second_pass,
-                noise=self.noise,
-                self_check=self_check,
-            )
+        return PrivacyEngine(
+            model,
+            optimizer,
+            data,
+            batch_size=batch_size,
+            max_physical_batch_size=self.max_physical_batch_size,
+            noise_multiplier=self.noise_multiplier,
+            target_delta=self.target_delta,
+            clipping=self.clipping,
+            second_pass=self.second_pass,
+            noise=self.noise,
+            self_check=self_check,
+        )
 
 
 def endless(engine: PrivacyEngine) -> Iterator[LogicalBatch]:
     """Logical batches, epoch after epoch."""
     while True:
         yield from engine.batches()
-
-
-class _Marked(Dataset[Any]):
-    """Chosen examples with columns of their own, collated a whole batch at a time."""
-
-    def __init__(self, dataset: Any, indices: list[int], columns: Columns, collate: Callable[[list[Any]], Any]) -> None:
-        self._dataset, self._columns, self._collate = dataset, columns, collate
-        self._indices = torch.tensor(indices, device="cpu")
-        # Indexing tensors is far faster than collating single examples, and gives the same.
-        self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is default_collate else None
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, position: int) -> Any:
-        return self.__getitems__([position])
-
-    def __getitems__(self, positions: list[int]) -> Any:
-        rows = torch.tensor(positions, device="cpu")
-        found = self._indices[rows]
-        if self._tensors is not None:
-            examples: Any = [tensor[found] for tensor in self._tensors]
-        else:
-            examples = self._collate([self._dataset[index] for index in found.tolist()])
-        return (examples, *(column[rows] for column in self._columns))

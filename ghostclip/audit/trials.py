@@ -1,4 +1,4 @@
-"""Scores of an attack, and how often it errs: the threshold is chosen on some trials and judged by the others."""
+"""An attack's scores, and how often it errs: the threshold is chosen on some trials and judged by the others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from ghostclip.audit.bounds import error_bound
 
-__all__ = ["ErrorRates", "Trials"]
+__all__ = ["ErrorRates", "Trials", "log_ratios"]
 
 CHOOSING = 0.2  # share of the trials on which the threshold is chosen
 CANDIDATES = 200
@@ -88,18 +88,31 @@ class Trials:
         return self.scores[~self.inside], self.scores[self.inside]
 
     def _best_threshold(self, merit: Merit, failure: float) -> float:
-        """The candidate of the best merit, going by bounds on the error rates, so that few trials don't mislead."""
-        candidates = self._candidates()
+        """The threshold of the best merit, of some between the scores at evenly spaced ranks.
+
+        It goes by bounds on the error rates, so that few trials don't mislead.
+        """
+        known = np.unique(self.scores)
+        between = (known[1:] + known[:-1]) / 2
+        ranks = np.unique(np.linspace(0, len(between) - 1, CANDIDATES).round().astype(int))
+        candidates = between[ranks] if len(between) else known
         out, within = (np.sort(scores) for scores in self._split())
         positives = len(out) - np.searchsorted(out, candidates, side="right")
         negatives = np.searchsorted(within, candidates, side="right")
         merits = merit(error_bound(positives, len(out), failure / 2), error_bound(negatives, len(within), failure / 2))
         return float(candidates[int(np.argmax(merits))])
 
-    def _candidates(self) -> np.ndarray:
-        """Thresholds between the scores, at evenly spaced ranks."""
-        known = np.unique(self.scores)
-        if len(known) == 1:
-            return known
-        between = (known[1:] + known[:-1]) / 2
-        return between[np.unique(np.linspace(0, len(between) - 1, CANDIDATES).round().astype(int))]
+
+def log_ratios(seen: np.ndarray, sample_rate: float, noise_multiplier: float) -> np.ndarray:
+    """The best scores: log-likelihood ratios of "in" over "out", of the same shape; independent releases' add up.
+
+    "Out" is N(0, s^2) and "in" is (1 - q) N(0, s^2) + q N(1, s^2): no test is better than one on the ratio's sum
+    (Neyman, Pearson 1933).
+
+    Args:
+        seen: released sums along the canary's direction, in units of the clipping bound.
+        sample_rate: q, the probability of the canary to be in a release.
+        noise_multiplier: s.
+    """
+    exponent = (2 * seen - 1) / (2 * noise_multiplier**2)
+    return exponent if sample_rate == 1 else np.logaddexp(np.log1p(-sample_rate), np.log(sample_rate) + exponent)

@@ -18,15 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
+from torch.utils.data import TensorDataset
 
-from ghostclip.audit.scores import log_ratios
+from ghostclip.audit.bounds import error_bound
 from ghostclip.audit.training import Training, endless
-from ghostclip.audit.trials import Trials
+from ghostclip.audit.trials import Trials, log_ratios
 from ghostclip.clipper import GhostClipper
 from ghostclip.engine import PrivacyEngine
 
-__all__ = ["TrialSetting", "white_box_trials"]
+__all__ = ["SampledShare", "TrialSetting", "sampled_share", "white_box_trials"]
 
 BYSTANDERS = 3  # examples beside the canary in a full batch
 LARGEST_BATCH = 8  # expected, where batches are sampled
@@ -65,20 +66,11 @@ class TrialSetting:
         return cls(near[0], max(near), steps)
 
 
-def white_box_trials(
-    training: Training, setting: TrialSetting, count: int, watch: Callable[[], None] = lambda: None
-) -> Trials:
+def white_box_trials(training: Training, setting: TrialSetting, count: int, watch: Callable[[], None]) -> Trials:
     """``count`` trials; the scores are log-likelihood ratios under the training's own claim.
 
-    Args:
-        training: what is audited; its model is copied.
-        setting: the data set's size and the steps of a trial.
-        count: of trials.
-        watch: called after each.
-
     Raises:
-        ValueError: no example has a gradient that could serve as a canary's.
-        GhostClipError: the training can't be run.
+        ValueError: no example has a gradient that could serve as a canary's; GhostClipError: the training can't be run.
     """
     canary = _Canary(training, setting)
     inside = np.random.default_rng().integers(0, 2, count).astype(bool)
@@ -100,16 +92,17 @@ class _Canary:
         indices = [others[place % len(others)] for place in range(setting.size - 1)] + [chosen]
         # The slot is the last position; with weight 0 it is an example whose gradient is zero.
         self._weights = torch.ones(setting.size, device="cpu")
-        data = training.with_columns(indices, (self._weights, torch.arange(setting.size, device="cpu")))
+        places = torch.arange(setting.size, device="cpu")
+        data = TensorDataset(torch.tensor(indices, device="cpu"), self._weights, places)
         model = training.model_copy()
         self._looking = _Looking(model.parameters())
         # Without the self-check, which would remark that nothing moves.
         self._engine: PrivacyEngine = training.engine(model, self._looking, data, setting.batch_size, self_check=False)
         model.eval()  # dropout would only blur the canary
-        self._loss_fn = training.loss_fn
+        self._training = training
         self._present: list[Tensor] = []
         self._batches = endless(self._engine)
-        self._known = self._look_up(training, data.dataset, setting.size)
+        self._known = self._look_up(data)
 
     def put_in(self, inside: bool) -> None:
         """Puts the canary into the slot, or takes it out."""
@@ -127,26 +120,28 @@ class _Canary:
         return seen / self._sensitivity
 
     def _losses(self, model: nn.Module, batch: Any) -> Tensor:
-        examples, weights, positions = batch
+        indices, weights, positions = batch
         self._present.append(positions)
-        found = self._loss_fn(model, examples)
+        found = self._training.loss_fn(model, self._training.examples(indices))
         return found * weights.to(found)
 
-    def _look_up(self, training: Training, rows: Any, size: int) -> Tensor:
+    def _look_up(self, data: TensorDataset) -> Tensor:
         """Sets the direction to look along; returns each bystander's share of it [size], 0 for the canary."""
+        training, size = self._training, len(data)
         model = training.model_copy()
         clipper = GhostClipper(model, training.clipping, second_pass=training.second_pass)
         model.eval()
         self._sensitivity = clipper.sensitivity
         self.put_in(True)
 
-        def clipped(position: int) -> list[Tensor]:
+        def clipped(position: int) -> Tensor:
             model.zero_grad()
-            clipper.backward(self._losses(model, rows.__getitems__([position])))
-            return [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in model.parameters()]
+            clipper.backward(self._losses(model, data[position : position + 1]))
+            return _gradient(model.parameters())
 
-        self._looking.direction = _normalised(clipped(size - 1))
-        shares = [_dot(clipped(position), self._looking.direction) for position in range(size - 1)]
+        direction = clipped(size - 1)
+        self._looking.direction = direction / direction.norm()
+        shares = [float(clipped(position) @ self._looking.direction) for position in range(size - 1)]
         return torch.tensor([*shares, 0.0], dtype=torch.float64, device="cpu")
 
 
@@ -155,24 +150,23 @@ class _Looking(Optimizer):
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, {})
-        self.direction: list[Tensor] = []
+        self.direction: Tensor
         self.seen = 0.0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Measures the released gradient."""
-        found = [p.grad for group in self.param_groups for p in group["params"]]
-        self.seen = _dot(found, self.direction)
+        found = _gradient(p for group in self.param_groups for p in group["params"])
+        self.seen = float(found @ self.direction)
 
 
 def _strongest(training: Training) -> tuple[int, float]:
     """(index, factor of its loss) of the example with the largest gradient among the first few."""
-    indices = list(range(min(TRIED, training.size)))
-    rows = training.with_columns(indices, ()).dataset
+    indices = torch.arange(min(TRIED, training.size), device="cpu")
     model = training.model_copy()
     clipper = GhostClipper(model, training.clipping, second_pass=training.second_pass)
     model.eval()
-    norms = clipper.norms(training.loss_fn(model, rows.__getitems__(indices)[0])).nan_to_num(0.0, 0.0, 0.0)
+    norms = clipper.norms(training.loss_fn(model, training.examples(indices))).nan_to_num(0.0, 0.0, 0.0)
     best = int(norms.argmax())
     if norms[best] <= 0:
         raise ValueError(
@@ -182,16 +176,50 @@ def _strongest(training: Training) -> tuple[int, float]:
     return best, PULL * max(1.0, clipper.sensitivity / float(norms[best]))
 
 
-def _normalised(parts: list[Tensor]) -> list[Tensor]:
-    length = torch.stack([part.double().square().sum() for part in parts]).sum().sqrt()
-    return [(part / length).to(part.dtype) for part in parts]
+def _gradient(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """All gradients in one float64 vector, zeros where there is none."""
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten().double() for p in parameters])
 
 
-def _dot(parts: list[Any], direction: list[Tensor]) -> float:
-    """The inner product of two lists of tensors, None being zero."""
-    products = [
-        torch.dot(part.flatten(), along.flatten())
-        for part, along in zip(parts, direction, strict=True)
-        if part is not None
-    ]
-    return float(torch.stack([product.double() for product in products]).sum())
+@dataclass(frozen=True)
+class SampledShare:
+    """Coins thrown by the sampling and how many of them took their example.
+
+    Attributes:
+        batches: logical batches drawn.
+        coins: one for each example and batch.
+        taken: how many examples were in their batch.
+    """
+
+    batches: int
+    coins: int
+    taken: int
+
+    def lower_bound(self, failure: float) -> float:
+        """The sampling rate is at least this, but with that probability (Clopper, Pearson 1934); 0 when none was taken.
+
+        It is the mean over all examples, which the rate of the example that is sampled most can't be below. Where all
+        were taken every time nothing was left to chance, and it is 1.
+        """
+        left_out = self.coins - self.taken
+        return 1.0 - float(error_bound(left_out, self.coins, failure)) if left_out else 1.0
+
+
+def sampled_share(training: Training, batches: int, watch: Callable[[], None]) -> SampledShare:
+    """Draws ``batches`` logical batches of the engine's over a data set of the training's size, and counts.
+
+    The examples are their own numbers, so that loading costs nothing; no step is taken and nothing released.
+    """
+    model = nn.Linear(1, 1, device="cpu")
+    numbers = TensorDataset(torch.arange(training.size, device="cpu"))
+    engine = training.engine(model, SGD(model.parameters(), lr=0.0), numbers, training.batch_size, self_check=False)
+    drawn = endless(engine)
+    taken = 0
+    for _ in range(batches):
+        batch = next(drawn)
+        for (examples,) in batch.physical():
+            taken += len(examples)
+        batch.discard()
+        watch()
+    engine.detach()
+    return SampledShare(batches, batches * training.size, taken)

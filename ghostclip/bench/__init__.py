@@ -1,4 +1,4 @@
-"""Step times of private training beside ordinary training: ``python -m ghostclip.bench``."""
+"""Step times of private training beside ordinary training: ``ghostclip bench``."""
 
 from ghostclip.bench.compare import compare, line_up
 from ghostclip.bench.contenders import Contender, Prepared

@@ -1,14 +1,16 @@
-"""The benchmark as a command: ``ghostclip bench``, ``python -m ghostclip.bench``, and beside other libraries."""
+"""The benchmark as a command: ``ghostclip bench``, and beside other libraries ``python -m experiments.peers``."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import json
+import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import get_all_start_methods
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,10 @@ from ghostclip.bench.compare import compare
 from ghostclip.bench.machine import busy_warning, commit, describe
 from ghostclip.bench.memory import peaks
 from ghostclip.bench.methods import BASELINE, CONTENDERS, OWN
-from ghostclip.bench.processes import can_be_apart
-from ghostclip.bench.table import full_markdown, markdown
+from ghostclip.bench.table import full_markdown, markdown, plot_ratios
 from ghostclip.bench.workloads import SETS, WORKLOADS
 
-__all__ = ["DESCRIPTION", "add_arguments", "main", "run"]
+__all__ = ["add_arguments", "main", "run"]
 
 DESCRIPTION = (
     "Times training steps with per-example clipping beside ordinary ones, in turns, on random data. Before the\n"
@@ -32,25 +33,25 @@ NOT_ALL_RIGHT, INTERRUPTED = 1, 130
 MEMORY = [BASELINE, "reweight", "cached", "per-layer"]
 
 
-def main(arguments: Sequence[str] | None = None, command: str = "ghostclip.bench") -> int:
+def main(arguments: Sequence[str] | None = None, command: str = "ghostclip bench") -> int:
     """Runs the benchmark; returns the exit status, as `run` does.
 
     Args:
         arguments: as on the command line; None for the process's own.
-        command: the module that is run, for the help.
+        command: what is run, for the help.
     """
     parser = argparse.ArgumentParser(
-        prog=f"python -m {command}",
-        description=DESCRIPTION,
-        epilog=f"example: OMP_NUM_THREADS=1 python -m {command} --workloads mlp,cnn --seconds 5",
+        prog=command, epilog=f"example: OMP_NUM_THREADS=1 {command} --workloads mlp,cnn --seconds 5"
     )
     add_arguments(parser)
     return run(parser.parse_args(arguments))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the benchmark's options; what they hold is for `run`."""
+    """Describes the benchmark and adds its options; what they hold is for `run`."""
+    parser.description = DESCRIPTION
     add = parser.add_argument
+    positive, count = _number(float, "a number > 0"), _number(int, "a whole number >= 1")
     sets = {**SETS, "all": tuple(WORKLOADS)}
     usual = [name for name, contender in CONTENDERS.items() if contender.usual]
     contenders = _names(CONTENDERS, {"usual": usual, "all": tuple(CONTENDERS)}, always=(BASELINE,))
@@ -59,10 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--contenders", type=contenders, default=usual, metavar="NAME,NAME",
         help=f"which to time: {', '.join(CONTENDERS)}; or usual, all (default: usual, which is all but "
         f"{', '.join(name for name in CONTENDERS if name not in usual)})")  # fmt: skip
-    add("--seconds", type=_positive, default=10.0, help="measuring time a workload (default: 10)")
-    add("--minutes", type=_positive, default=None, help="start no further workload after so long (default: run all)")
-    add("--threads", type=_count, default=1, help="processor threads, and cores where the system can pin (default: 1)")
-    add("--batch-size", type=_count, default=None, metavar="B", help="examples a batch (default: each workload's own)")
+    add("--seconds", type=positive, default=10.0, help="measuring time a workload (default: 10)")
+    add("--minutes", type=positive, default=None, help="start no further workload after so long (default: run all)")
+    add("--threads", type=count, default=1, help="processor threads, and cores where the system can pin (default: 1)")
+    add("--batch-size", type=count, default=None, metavar="B", help="examples a batch (default: each workload's own)")
     add("--device", type=_device, default="cpu", metavar="cpu|cuda", help="where to run (default: cpu)")
     add("--together", action="store_true", help="time all contenders in one process, as on a GPU (default: each in a "
         "process of its own)")  # fmt: skip
@@ -82,26 +83,27 @@ def run(options: argparse.Namespace) -> int:
     """
     if warning := busy_warning():
         print(warning, file=sys.stderr, flush=True)
-    results: dict[str, Any] = {
-        "machine": {},
-        "commit": commit(),
-        "seconds": options.seconds,
-        # On a GPU each process would hold a context in the memory that they share.
-        "apart": options.device == "cpu" and can_be_apart() and not options.together,
-        "contenders": {name: CONTENDERS[name].about for name in options.contenders},
-        "workloads": {},
-    }
-    status = 0
+    interrupted = False
     with _on_threads(options.threads):
-        results["machine"] = describe(options.device)
+        results: dict[str, Any] = {
+            "machine": describe(options.device),
+            "commit": commit(),
+            "seconds": options.seconds,
+            # On a GPU each process would hold a context in the memory that they share.
+            "apart": options.device == "cpu" and not options.together and "forkserver" in get_all_start_methods(),
+            "contenders": {name: CONTENDERS[name].about for name in options.contenders},
+            "workloads": {},
+        }
         try:
             _measure_all(results, options)
         except KeyboardInterrupt:
-            status = INTERRUPTED
+            interrupted = True
             print(f"interrupted: {len(results['workloads'])} workloads were measured", file=sys.stderr)
     if results["workloads"]:
         print(json.dumps(results, indent=1) if options.json else markdown(results))
-    return status or (0 if _all_correct(results) else NOT_ALL_RIGHT)
+    rows = [work["contenders"].get(name, {}) for work in results["workloads"].values() for name in OWN]
+    wrong = any("failed" in row or not row.get("correct", True) for row in rows)
+    return INTERRUPTED if interrupted else NOT_ALL_RIGHT if wrong else 0
 
 
 def _measure_all(results: dict[str, Any], options: argparse.Namespace) -> None:
@@ -130,8 +132,6 @@ def _write(results: dict[str, Any], out: Path) -> None:
     out.write_text(json.dumps(results, indent=1) + "\n")
     out.with_suffix(".md").write_text(full_markdown(results) + "\n")
     try:
-        from ghostclip.bench.plots import plot_ratios
-
         plot_ratios(results, out.with_suffix(".png"))
     except ModuleNotFoundError as error:
         print(f'no picture: {error.name} is not installed; run: pip install "ghostclip[cli]"', file=sys.stderr)
@@ -153,11 +153,6 @@ def _on_threads(threads: int) -> Iterator[None]:
             os.sched_setaffinity(0, pinned)
 
 
-def _all_correct(results: dict[str, Any]) -> bool:
-    rows = [row for work in results["workloads"].values() for name, row in work["contenders"].items() if name in OWN]
-    return all(row.get("correct", True) and "failed" not in row for row in rows)
-
-
 def _names(
     known: Mapping[str, object], sets: Mapping[str, Sequence[str]], always: Sequence[str] = ()
 ) -> Callable[[str], list[str]]:
@@ -175,17 +170,16 @@ def _names(
     return parse
 
 
-def _positive(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < float("inf"):
-            return float(text)
-    raise argparse.ArgumentTypeError(f"expected a number > 0; got {text}")
+def _number(convert: Callable[[str], float], expected: str) -> Callable[[str], float]:
+    """A parser of finite numbers > 0."""
 
+    def parse(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if 0 < convert(text) < math.inf:
+                return convert(text)
+        raise argparse.ArgumentTypeError(f"expected {expected}; got {text}")
 
-def _count(text: str) -> int:
-    if text.isdecimal() and int(text) >= 1:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"expected a whole number >= 1; got {text}")
+    return parse
 
 
 def _device(text: str) -> str:

@@ -11,10 +11,10 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ghostclip.bench.contenders import CannotRun, Contender, Prepared
-from ghostclip.bench.measure import Timings, take_turns
+from ghostclip.bench.measure import Timings, take_turns, timed
 from ghostclip.bench.methods import BASELINE, CONTENDERS
 from ghostclip.bench.processes import Task, in_processes
 from ghostclip.bench.reference import Reference
@@ -46,6 +46,17 @@ class LineUp(NamedTuple):
     absent: dict[str, dict[str, str]]
 
 
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """Convolutions and recurrences without TensorFloat-32, whose ten bits would hide errors; the clock runs with it."""
+    before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+@_full_precision()
 def line_up(
     workload: Workload, contenders: Mapping[str, Contender], device: str = "cpu", batch_size: int | None = None
 ) -> LineUp:
@@ -65,43 +76,28 @@ def line_up(
     torch.manual_seed(0)
     model, inputs, targets = workload.on(device, batch_size or workload.batch_size)
     parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    with _full_precision():
-        reference = Reference(model, workload.losses, inputs, targets)
-        found = LineUp(inputs, targets, parameters, reference.max_norm, reference.gate, {}, {}, {}, {})
-        for name, contender in contenders.items():
-            try:
-                if (reason := contender.missing()) is not None:
-                    raise CannotRun(reason)
-                # Moving it lays a copied recurrent layer's weights out as cuDNN wants them.
-                _enter(found, contender, copy.deepcopy(model).to(device), workload, reference)
-            except CannotRun as error:
-                found.absent[name] = {"missing": str(error)}
-            except Exception as error:  # another library may fail in any way; the others' figures still count
-                if name == BASELINE:
-                    raise
-                found.absent[name] = {"failed": f"{type(error).__name__}: {error}"}
+    reference = Reference(model, workload.losses, inputs, targets)
+    found = LineUp(inputs, targets, parameters, reference.max_norm, reference.gate, {}, {}, {}, {})
+    for name, contender in contenders.items():
+        started, error = time.perf_counter(), None
+        try:
+            if (reason := contender.missing()) is not None:
+                raise CannotRun(reason)
+            # Moving it lays a copied recurrent layer's weights out as cuDNN wants them.
+            prepared = contender.prepare(copy.deepcopy(model).to(device), workload.losses, found.max_norm)
+            if prepared.clipped_sum is not None:
+                error = reference.error(contender.clips, prepared.clipped_sum(inputs, targets))
+            prepared.turn(inputs, targets)()
+        except CannotRun as why:
+            found.absent[name] = {"missing": str(why)}
+        except Exception as why:  # another library may fail in any way; the others' figures still count
+            if name == BASELINE:
+                raise
+            found.absent[name] = {"failed": f"{type(why).__name__}: {why}"}
+        else:
+            found.prepared[name], found.errors[name] = prepared, error
+            found.seconds[name] = time.perf_counter() - started
     return found
-
-
-@contextmanager
-def _full_precision() -> Iterator[None]:
-    """Convolutions and recurrences without TensorFloat-32, whose ten bits would hide errors; the clock runs with it."""
-    before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = before
-
-
-def _enter(found: LineUp, contender: Contender, model: nn.Module, workload: Workload, reference: Reference) -> None:
-    """Lets a contender take the model, pass the gate and make a step."""
-    started, error = time.perf_counter(), None
-    prepared = contender.prepare(model, workload.losses, found.max_norm)
-    if prepared.clipped_sum is not None:
-        error = reference.error(contender.clips, prepared.clipped_sum(found.inputs, found.targets))
-    prepared.turn(found.inputs, found.targets)()
-    found.prepared[contender.name], found.errors[contender.name] = prepared, error
-    found.seconds[contender.name] = time.perf_counter() - started
 
 
 def compare(
@@ -161,9 +157,9 @@ def _check_names(workload: Workload, contenders: Mapping[str, Contender]) -> Non
 
 
 def _take_turns(field: LineUp, workload: Workload, seconds: float, device: str, apart: bool) -> Timings:
-    """Times those that passed the gate, here or apart."""
+    """Times those that passed the gate, here or each in a process of its own."""
     if not apart:
-        turns = {name: prepared.turn(field.inputs, field.targets) for name, prepared in field.prepared.items()}
+        turns = {name: timed(prepared.turn(field.inputs, field.targets)) for name, prepared in field.prepared.items()}
         return take_turns(turns, seconds, baseline=BASELINE)
     size = len(field.targets)
     tasks = {name: Task(workload.name, name, size, field.max_norm, device) for name in field.prepared}
@@ -171,7 +167,7 @@ def _take_turns(field: LineUp, workload: Workload, seconds: float, device: str, 
     gc.collect()
     timings, ready, failed = in_processes(tasks, seconds, baseline=BASELINE)
     field.seconds.update(ready)
-    field.absent.update(failed)
+    field.absent.update((name, {"failed": why}) for name, why in failed.items())
     return timings
 
 

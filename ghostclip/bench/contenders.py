@@ -21,7 +21,7 @@ __all__ = ["LEARNING_RATE", "NOISE_MULTIPLIER", "CannotRun", "Contender", "Prepa
 LEARNING_RATE = 1e-3
 NOISE_MULTIPLIER = 0.05  # the paper's default (section 6.1); it doesn't change what a step costs
 
-Batch = Callable[[Tensor, Tensor], None]
+Batch = Callable[[Tensor, Tensor], object]
 Fill = Callable[[nn.Module, Losses, float], Batch]
 
 

@@ -22,8 +22,10 @@ def describe(device: str = "cpu") -> dict[str, str | int | float]:
     Args:
         device: "cpu" or "cuda", where the figures are taken.
     """
+    info = Path("/proc/cpuinfo")
+    model = re.search(r"^model name\s*: (.*)", info.read_text(), re.MULTILINE) if info.exists() else None
     found: dict[str, str | int | float] = {
-        "cpu": _cpu_model(),
+        "cpu": model[1].strip() if model else platform.processor() or platform.machine(),
         "cores": os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -58,18 +60,12 @@ def commit() -> str | None:
 
 def busy_warning() -> str | None:
     """A line to print when other programs are running, None when the machine is quiet."""
-    message = (
+    if _load() <= QUIET:
+        return None
+    return (
         f"warning: the load average is {_load()}, so other programs are running; milliseconds will be too high, and "
         "ratios less certain. Wait for a quiet machine before quoting figures."
     )
-    return message if _load() > QUIET else None
-
-
-def _cpu_model() -> str:
-    """The processor's name as the system gives it."""
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: (.*)", info.read_text(), re.MULTILINE) if info.exists() else None
-    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def _load() -> float:

@@ -11,16 +11,14 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median, quantiles
 
-__all__ = ["Spread", "Timings", "alternate", "take_turns", "timed"]
+__all__ = ["Spread", "Timings", "take_turns", "timed"]
 
 SLOW = 4.0  # contenders this many times slower than the baseline sit out some rounds
 LEAST_TURNS = 3
 PATIENCE = 10.0  # a contender whose step takes longer than this many seconds has one turn
-
-Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -39,11 +37,11 @@ class Spread:
         return cls(median(values), low, high, len(values))
 
 
-@dataclass
+@dataclass(frozen=True)
 class Timings:
     """Seconds of each contender's turns, by round: ``{name: {round: seconds}}``."""
 
-    seconds: dict[str, dict[int, float]] = field(default_factory=dict)
+    seconds: dict[str, dict[int, float]]
 
     def milliseconds(self, name: str) -> Spread:
         """The spread of a contender's own times."""
@@ -55,28 +53,23 @@ class Timings:
         return Spread.of([mine[number] / other[number] for number in mine if number in other])
 
 
-def timed(step: Callable[[], object], clock: Clock = time.perf_counter) -> Callable[[], float]:
-    """A turn that makes the step and returns the seconds it took."""
+def timed(step: Callable[[], object]) -> Callable[[], float]:
+    """A turn: makes the step, which ends synchronously (on a GPU: is waited for), and returns the seconds it took."""
 
     def turn() -> float:
-        start = clock()
+        start = time.perf_counter()
         step()
-        return clock() - start
+        return time.perf_counter() - start
 
     return turn
 
 
 def take_turns(
-    turns: Mapping[str, Callable[[], object]], seconds: float, *, baseline: str, clock: Clock = time.perf_counter
-) -> Timings:
-    """`alternate` for steps that don't time themselves; each must end synchronously (on a GPU: be waited for)."""
-    return alternate(
-        {name: timed(turn, clock) for name, turn in turns.items()}, seconds, baseline=baseline, clock=clock
-    )
-
-
-def alternate(
-    turns: Mapping[str, Callable[[], float]], seconds: float, *, baseline: str, clock: Clock = time.perf_counter
+    turns: Mapping[str, Callable[[], float]],
+    seconds: float,
+    *,
+    baseline: str,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Timings:
     """Lets all ``turns`` alternate, for about ``seconds`` or until each had LEAST_TURNS of them.
 
@@ -98,21 +91,18 @@ def alternate(
         costs[name] = turn()
         if costs[name] < 1.0:
             costs[name] = min(turn() for _ in range(3))
-    every = _rounds_between(costs, baseline)
+    fast = sum(cost for cost in costs.values() if cost <= SLOW * costs[baseline])
+    every = {
+        name: 1 if cost <= SLOW * costs[baseline] else 2 ** max(0, round(math.log2(cost / fast)))
+        for name, cost in costs.items()
+    }
     enough = {name: LEAST_TURNS if cost <= PATIENCE else 1 for name, cost in costs.items()}
-    timings = Timings({name: {} for name in turns})
+    times: dict[str, dict[int, float]] = {name: {} for name in turns}
     order = random.Random(0)
     started, number = clock(), 0
-    while clock() - started < seconds or any(len(times) < enough[name] for name, times in timings.seconds.items()):
+    while clock() - started < seconds or any(len(times[name]) < enough[name] for name in turns):
         present = [name for name in turns if number % every[name] == 0]
         for name in order.sample(present, len(present)):
-            timings.seconds[name][number] = turns[name]()
+            times[name][number] = turns[name]()
         number += 1
-    return timings
-
-
-def _rounds_between(costs: Mapping[str, float], baseline: str) -> dict[str, int]:
-    """In which rounds each contender takes part: every one, or every k-th when slow."""
-    limit = SLOW * costs[baseline]
-    fast = sum(cost for cost in costs.values() if cost <= limit)
-    return {name: 1 if cost <= limit else 2 ** max(0, round(math.log2(cost / fast))) for name, cost in costs.items()}
+    return Timings(times)

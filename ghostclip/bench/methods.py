@@ -8,17 +8,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 
 from ghostclip import clipping
 from ghostclip.bench import naive
-from ghostclip.bench.compiled import compiled_steps
-from ghostclip.bench.contenders import Batch, Contender, Prepare, Prepared, adam, by_filling_gradients
+from ghostclip.bench.contenders import NOISE_MULTIPLIER, Batch, Contender, Prepare, Prepared, adam, by_filling_gradients
 from ghostclip.bench.losses import Losses, LossFunction, loss_function
 from ghostclip.clipper import GhostClipper
+from ghostclip.compiled.trial import TRIALS
+from ghostclip.engine.release import Release
+from ghostclip.engine.step import LogicalStep
+from ghostclip.noise import noise_source
+from ghostclip.sampling.logical import LogicalBatch, Unowned
 
-__all__ = ["BASELINE", "CONTENDERS", "OWN", "register", "registered"]
+__all__ = ["BASELINE", "CONTENDERS", "MODULES", "OWN", "register"]
 
 BASELINE = "nonprivate"
+# Steps until a graph or the eager way is chosen: one that makes the optimizer's state, and the trials.
+UNTIL_CHOSEN = TRIALS + 2
 
 
 def _nonprivate(model: nn.Module, losses: Losses, max_norm: float) -> Prepared:
@@ -56,28 +63,66 @@ def _ghost(policy: Callable[[float], Any] = float, *, by_backward: bool = False,
 
     def fill(model: nn.Module, losses: Losses, max_norm: float) -> Batch:
         clipper, of_batch = GhostClipper(model, policy(max_norm), **options), loss_function(losses)
-
-        def clip(inputs: Tensor, targets: Tensor) -> None:
-            clipper.clip(of_batch, (inputs, targets))
-
-        def backward(inputs: Tensor, targets: Tensor) -> None:
-            clipper.backward(losses(model(inputs), targets))
-
-        return backward if by_backward else clip
+        if by_backward:
+            return lambda *batch: clipper.backward(of_batch(model, batch))
+        return lambda *batch: clipper.clip(of_batch, batch)
 
     return by_filling_gradients(fill)
 
 
 def _naive(method: Callable[[nn.Module, LossFunction, Sequence[Tensor], float], Tensor]) -> Prepare:
-    def fill(model: nn.Module, losses: Losses, max_norm: float) -> Batch:
-        of_batch = loss_function(losses)
+    """One of the two slow methods of the paper."""
+    return by_filling_gradients(
+        lambda model, losses, max_norm: lambda *batch: method(model, loss_function(losses), batch, max_norm)
+    )
 
-        def add_clipped_sum(inputs: Tensor, targets: Tensor) -> None:
-            method(model, of_batch, (inputs, targets), max_norm)
 
-        return add_clipped_sum
+class _Given(LogicalBatch):
+    """A logical batch of one physical one that is there already."""
 
-    return by_filling_gradients(fill)
+    def __init__(self, batch: Any, size: int) -> None:
+        super().__init__([], lambda: batch, Unowned())
+        self.sizes, self.users = [size], [None]
+
+
+def _compiled_steps(model: nn.Module, losses: Losses, max_norm: float) -> Prepared:
+    """Whole steps with Adam; their clipped sums are read off whole steps of learning rate zero without noise.
+
+    The batch comes in one piece and isn't padded: what a step of so many rows costs. Poisson sampling pads batches by
+    about three roots of their size, so that they share one graph.
+    """
+    clipper, of_batch = GhostClipper(model, max_norm, second_pass="cached"), loss_function(losses)
+    made: dict[str, LogicalStep] = {}
+
+    def take(name: str, optimizer: Optimizer, noise_multiplier: float, batch: tuple[Tensor, Tensor]) -> None:
+        size, untried = len(batch[1]), name not in made
+        if untried:
+            release = Release(
+                clipper, optimizer, noise_source(), noise_multiplier, size, charge=lambda: None, self_check=False
+            )
+            made[name] = LogicalStep(release)
+            made[name].compile(largest=size)
+        for _ in range(UNTIL_CHOSEN if untried else 1):
+            # The other optimizer has stepped, too.
+            made[name].updates.accept()
+            made[name].begin(logical := _Given(batch, size))
+            made[name].step(logical, of_batch)
+
+    training = adam(model)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    standing = SGD(trained.values(), lr=0.0, momentum=0.5)
+
+    def step(inputs: Tensor, targets: Tensor) -> None:
+        take("training", training, NOISE_MULTIPLIER, (inputs, targets))
+
+    def clipped_sum(inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        take("standing", standing, 0.0, (inputs, targets))
+        for state in standing.state.values():
+            torch.zero_(state["momentum_buffer"])
+        take("standing", standing, 0.0, (inputs, targets))
+        return {name: standing.state[p]["momentum_buffer"] * len(targets) for name, p in trained.items()}
+
+    return Prepared(step, clipped_sum)
 
 
 _NONPRIVATE = (
@@ -94,7 +139,7 @@ _OURS = (
               _ghost(second_pass="cached", by_backward=True), usual=False),
     Contender("per-layer-backward", "each layer clipped by itself, of losses that the caller computed",
               _ghost(clipping.PerLayer, by_backward=True), clips="layer", usual=False),
-    Contender("compiled", "the engine's whole step, noise and Adam too, compiled where that is faster", compiled_steps,
+    Contender("compiled", "the engine's whole step, noise and Adam too, compiled where that is faster", _compiled_steps,
               usual=False),
 )  # fmt: skip
 _NAIVE = (
@@ -104,16 +149,11 @@ _NAIVE = (
 CONTENDERS = {contender.name: contender for contender in (*_NONPRIVATE, *_OURS, *_NAIVE)}
 # Those whose failure is a failure of the benchmark, and which have a column of their own in its short table.
 OWN = frozenset(CONTENDERS) - {"multiloss"}
-_MODULES: list[str] = []
+MODULES: list[str] = []  # those given to `register`
 
 
 def register(module: str) -> None:
     """Adds the contenders that a module lists as its ``CONTENDERS``, by name; every contender's process does so too."""
     CONTENDERS.update((contender.name, contender) for contender in importlib.import_module(module).CONTENDERS)
-    if module not in _MODULES:
-        _MODULES.append(module)
-
-
-def registered() -> tuple[str, ...]:
-    """The modules given to `register`."""
-    return tuple(_MODULES)
+    if module not in MODULES:
+        MODULES.append(module)

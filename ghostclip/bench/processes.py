@@ -17,20 +17,20 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from ghostclip.bench.contenders import CannotRun
-from ghostclip.bench.measure import Timings, alternate, timed
-from ghostclip.bench.methods import CONTENDERS, register, registered
+from ghostclip.bench import methods
+from ghostclip.bench.measure import Timings, take_turns, timed
+from ghostclip.bench.methods import CONTENDERS, register
 from ghostclip.bench.workloads import WORKLOADS
 
-__all__ = ["ContenderProcess", "ProcessFailed", "Task", "can_be_apart", "in_processes", "keep_freed_memory"]
+__all__ = ["ContenderProcess", "ProcessFailed", "Task", "in_processes", "keep_freed_memory"]
 
 # OpenMP's threads go on spinning for up to 20 ms after their last work, which would take cores from the next contender.
 SPINNING = 0.025
@@ -39,8 +39,6 @@ PRELOADED = [__name__, "torch._dynamo"]
 AWAKE = 0.005  # seconds that threads are kept busy for before a step is timed
 GRACE = 2.0  # seconds that a process has for ending by itself; one in the midst of a long step is killed
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h: what mallopt sets
-
-Row = dict[str, str]
 
 
 def _cores() -> tuple[int, ...]:
@@ -64,7 +62,7 @@ class Task:
     device: str = "cpu"
     threads: int = field(default_factory=torch.get_num_threads)
     cores: tuple[int, ...] = field(default_factory=_cores)
-    modules: tuple[str, ...] = field(default_factory=registered)
+    modules: tuple[str, ...] = field(default_factory=lambda: tuple(methods.MODULES))
 
     def stepper(self) -> Callable[[], None]:
         """A contender with a model and a batch of its own; a call is a step."""
@@ -74,39 +72,34 @@ class Task:
 
 
 class ProcessFailed(RuntimeError):
-    """A contender that can't go on: ``kind`` is "missing" for one that can't run here, "failed" for one that broke."""
+    """A contender that broke, and why."""
 
-    def __init__(self, contender: str, kind: str, why: str) -> None:
-        super().__init__(f"{contender} {kind}: {why}")
-        self.contender, self.kind, self.why = contender, kind, why
-
-
-def can_be_apart() -> bool:
-    """Whether this system can fork processes from a server."""
-    return "forkserver" in multiprocessing.get_all_start_methods()
+    def __init__(self, contender: str, why: str) -> None:
+        super().__init__(f"{contender} failed: {why}")
+        self.contender, self.why = contender, why
 
 
 def in_processes(
     tasks: Mapping[str, Task], seconds: float, *, baseline: str
-) -> tuple[Timings, dict[str, float], dict[str, Row]]:
-    """Times contenders against each other as `alternate` does, each in a process of its own.
+) -> tuple[Timings, dict[str, float], dict[str, str]]:
+    """Times contenders against each other by `take_turns`, each in a process of its own.
 
     When one of them breaks in the midst of it, the others begin anew.
 
     Args:
         tasks: by name.
-        seconds, baseline: as for `alternate`.
+        seconds, baseline: as for `take_turns`.
 
     Returns:
         The turns of those that stayed to the end; {name: seconds that preparing and the first step took}; and
-        {name: ``{"failed": why}`` or ``{"missing": why}``} of those that broke or can't run.
+        {name: why} of those that broke.
 
     Raises:
         ProcessFailed: the baseline broke. No process is left behind, whatever is raised.
     """
     running: dict[str, ContenderProcess] = {}
     ready: dict[str, float] = {}
-    failed: dict[str, Row] = {}
+    failed: dict[str, str] = {}
     with ExitStack() as stack:
         while True:
             try:
@@ -116,11 +109,11 @@ def in_processes(
                     stack.callback(running[name].close)
                     ready[name] = running[name].answer()
                 turns = {name: process.turn for name, process in running.items()}
-                return alternate(turns, seconds, baseline=baseline), ready, failed
+                return take_turns(turns, seconds, baseline=baseline), ready, failed
             except ProcessFailed as error:
                 if error.contender == baseline:
                     raise
-                failed[error.contender] = {error.kind: error.why}
+                failed[error.contender] = error.why
                 del running[error.contender]
 
 
@@ -156,14 +149,13 @@ class ContenderProcess:
         context.set_forkserver_preload(PRELOADED)
         self._line, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(task, theirs, work, arguments))
-        with _without_interrupts():
+        # Ctrl-C waits; processes that are started meanwhile don't get it, nor complain about it while they import.
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
             self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         theirs.close()
-
-    @property
-    def pid(self) -> int | None:
-        """The process's number."""
-        return self._process.pid
 
     def turn(self) -> float:
         """Seconds that one step takes. Raises `ProcessFailed`."""
@@ -179,9 +171,11 @@ class ContenderProcess:
             kind, said = self._line.recv()
         except (EOFError, OSError):
             self._process.join(GRACE)
-            kind, said = "failed", f"its process ended with {_ending(self._process.exitcode)}"
+            code = self._process.exitcode
+            ending = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"status {code}"
+            kind, said = "failed", f"its process ended with {ending}"
         if kind != "done":
-            raise ProcessFailed(self.task.contender, kind, said)
+            raise ProcessFailed(self.task.contender, said)
         return said
 
     def close(self) -> None:
@@ -195,23 +189,8 @@ class ContenderProcess:
                 self._process.join()
 
 
-def _ending(code: int | None) -> str:
-    """How a process ended, in words."""
-    return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"status {code}"
-
-
-@contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Ctrl-C waits; processes that are started meanwhile don't get it, nor complain about it while they import."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _serve(task: Task, line: Connection, work: Callable[..., None], arguments: tuple[object, ...]) -> None:
-    """What a process does; its last answer may be ``("missing", why)`` or ``("failed", why)``."""
+    """What a process does; its last answer may be ``("failed", why)``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is dealt with by the process that asks
     os.dup2(2, 1)  # what a library prints doesn't belong among the benchmark's figures
     if task.cores:
@@ -224,8 +203,6 @@ def _serve(task: Task, line: Connection, work: Callable[..., None], arguments: t
             for module in task.modules:
                 register(module)
             work(task, line, *arguments)
-        except CannotRun as error:
-            line.send(("missing", str(error)))
         except Exception as error:  # another library may fail in any way; the others' figures still count
             line.send(("failed", f"{type(error).__name__}: {error}"))
 

@@ -13,16 +13,7 @@ from torch import Tensor, nn
 from ghostclip.bench.losses import Losses, loss_function
 from ghostclip.bench.naive import single_gradients, trained
 
-__all__ = [
-    "RULES",
-    "Reference",
-    "flat_weights",
-    "layer_weights",
-    "loop_norms",
-    "loop_sums",
-    "relative_error",
-    "whole_norms",
-]
+__all__ = ["Reference", "flat_weights", "layer_weights", "loop_norms", "loop_sums", "relative_error", "whole_norms"]
 
 GATE = 1e-4  # the relative error of a clipped sum from which on a contender is marked WRONG
 # Where rounding alone moves a gradient by more (a ReLU on the other side of its kink, a maximum at another place), the
@@ -70,7 +61,7 @@ def loop_norms(model: nn.Module, losses: Losses, inputs: Tensor, targets: Tensor
 
 
 def loop_sums(
-    model: nn.Module, losses: Losses, inputs: Tensor, targets: Tensor, weights: Mapping[str, Mapping[str, Tensor]]
+    model: nn.Module, losses: Losses, inputs: Tensor, targets: Tensor, weights: Mapping[str, Norms]
 ) -> dict[str, dict[str, Tensor]]:
     """Weighted sums of the examples' gradients, several at once; summed up in float64.
 
@@ -121,8 +112,7 @@ class Reference:
     @functools.cached_property
     def gate(self) -> float:
         model, losses, inputs, targets = self._batch
-        total = losses(model(inputs), targets).sum()
-        whole = torch.autograd.grad(total, list(trained(model).values()))
+        whole = torch.autograd.grad(losses(model(inputs), targets).sum(), list(trained(model).values()))
         rounding = self._own_error("sum", dict(zip(trained(model), whole, strict=True)))
         return min(max(GATE, SLACK * rounding), WIDEST)
 
@@ -156,12 +146,12 @@ def relative_error(
 ) -> float:
     """The worst parameter's error as a share of its norm; inf when parameters are missing, NaN or of another shape.
 
+    A thousandth of the whole gradient's norm counts where it is more.
+
     Args:
         found, expected: sums by parameter name.
         gathered: ``sum_i v_i ||g_i||`` by parameter name. Where the examples' gradients cancel, float32 can't do better
             than a share of what went in, so a tenth of this counts where it is more than the norm of the sum.
-
-    A thousandth of the whole gradient's norm counts where it is more.
     """
     if {name: value.shape for name, value in found.items()} != {name: v.shape for name, v in expected.items()}:
         return math.inf

@@ -1,14 +1,15 @@
-"""A benchmark's results as Markdown: a table that fits a page, and one with everything."""
+"""A benchmark's results as Markdown (a table that fits a page, and one with everything) and as a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from ghostclip.bench.machine import in_words
 from ghostclip.bench.methods import BASELINE, OWN
 
-__all__ = ["full_markdown", "markdown"]
+__all__ = ["full_markdown", "markdown", "plot_ratios"]
 
 Rows = dict[str, dict[str, Any]]
 NOTE = (
@@ -23,9 +24,10 @@ MEMORY_NOTE = (
     "Peak memory of a step over the non-private one's, each in a fresh process: what it rises by above model and data."
 )
 ALLOCATED_NOTE = (
-    " {}: bytes that the C library allocates, once up to 3,000 other steps have filled Python's own caches; for so few"
-    " the system's count of pages is too coarse."
+    " {}: bytes that the C library allocates, once up to 3,000 other steps have filled Python's own caches."
 )
+MARKERS = "os^vD<>pPX*"
+NARROW = 2.5  # axes over less than this factor have a tick at each tenth
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -40,7 +42,7 @@ def markdown(results: dict[str, Any]) -> str:
     if others:
         columns["fastest other"] = lambda rows: _fastest(rows, others)
     if any("nxbp_over" in work["contenders"].get("cached", {}) for work in results["workloads"].values()):
-        columns["nxbp / cached"] = _loop_over_cached
+        columns["nxbp / cached"] = lambda rows: _spread(rows.get("cached", {}).get("nxbp_over"))
     return "\n".join([*_times(results, columns), *_reasons(results), *_memory(results, shown)])
 
 
@@ -67,21 +69,13 @@ def _times(results: dict[str, Any], columns: dict[str, Callable[[Rows], str]]) -
         first = [name, str(work["batch_size"]), f"{found[BASELINE]['ms']['median']:.3g}"]
         rows.append([*first, *(cell(found) for cell in columns.values())])
     header = ["workload", "batch", f"{BASELINE}, ms", *columns]
-    return [*_table(header, rows), "", _note(results), _machine(results)]
+    place = f" Measured at commit {results['commit']}." if results.get("commit") else ""
+    note = NOTE + (APART if results.get("apart") else "")
+    return [*_table(header, rows), "", note, f"Machine: {in_words(results['machine'])}.{place}"]
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
-
-
-def _note(results: dict[str, Any]) -> str:
-    """How the step times were taken."""
-    return NOTE + (APART if results.get("apart") else "")
-
-
-def _machine(results: dict[str, Any]) -> str:
-    place = f" Measured at commit {results['commit']}." if results.get("commit") else ""
-    return f"Machine: {in_words(results['machine'])}.{place}"
 
 
 def _reasons(results: dict[str, Any]) -> list[str]:
@@ -97,15 +91,16 @@ def _reasons(results: dict[str, Any]) -> list[str]:
 
 
 def _column(name: str) -> Callable[[Rows], str]:
-    return lambda rows: _cell(rows.get(name, {"missing": ""}))
+    """A contender's cells: its row on one workload as text."""
 
+    def cell(rows: Rows) -> str:
+        row = rows.get(name, {})
+        if "failed" in row:
+            return "FAILED"
+        wrong = "" if row.get("correct", True) else f" WRONG (off by {row['gradient_error']:.1g})"
+        return _spread(row.get("over_nonprivate")) + wrong
 
-def _cell(row: dict[str, Any]) -> str:
-    """One contender on one workload."""
-    if "over_nonprivate" not in row:
-        return "FAILED" if "failed" in row else "-"
-    wrong = "" if row.get("correct", True) else f" WRONG (off by {row['gradient_error']:.1g})"
-    return _spread(row["over_nonprivate"]) + wrong
+    return cell
 
 
 def _fastest(rows: Rows, names: Sequence[str]) -> str:
@@ -116,11 +111,6 @@ def _fastest(rows: Rows, names: Sequence[str]) -> str:
     return "-" if best is None else f"{best} {_spread(right[best])}"
 
 
-def _loop_over_cached(rows: Rows) -> str:
-    over = rows.get("cached", {}).get("nxbp_over")
-    return "-" if over is None else _spread(over)
-
-
 def _memory(results: dict[str, Any], names: Sequence[str]) -> list[str]:
     """A table of peak memory, where it was measured."""
     works = {name: work["memory"] for name, work in results["workloads"].items() if "memory" in work}
@@ -128,7 +118,7 @@ def _memory(results: dict[str, Any], names: Sequence[str]) -> list[str]:
     if not measured:
         return []
     rows = [
-        [name, _mebibytes(found[BASELINE]), *(_memory_cell(found.get(other, {})) for other in measured)]
+        [name, _memory_cell(found[BASELINE]), *(_memory_cell(found.get(other, {})) for other in measured)]
         for name, found in works.items()
     ]
     allocated = [name for name, found in works.items() if found[BASELINE].get("allocated")]
@@ -136,19 +126,70 @@ def _memory(results: dict[str, Any], names: Sequence[str]) -> list[str]:
     return ["", *_table(["workload", f"{BASELINE}, MiB", *measured], rows), "", note]
 
 
-def _mebibytes(row: dict[str, Any]) -> str:
-    peak = row.get("peak", 0) / 2**20
-    return "FAILED" if "peak" not in row else f"{peak:.1f}" if peak < 10 else f"{peak:.0f}"
-
-
 def _memory_cell(row: dict[str, Any]) -> str:
-    return "FAILED" if "failed" in row else f"{row['over_nonprivate']:.2f}" if "over_nonprivate" in row else "-"
+    """The baseline's peak in MiB, another's over the baseline's."""
+    if "over_nonprivate" in row:
+        return f"{row['over_nonprivate']:.2f}"
+    if "peak" not in row:
+        return "FAILED" if "failed" in row else "-"
+    return f"{row['peak'] / 2**20:.{1 if row['peak'] < 10 * 2**20 else 0}f}"
 
 
-def _spread(spread: dict[str, float]) -> str:
-    return f"{_figure(spread['median'])} ({_figure(spread['low'])} to {_figure(spread['high'])})"
+def _spread(spread: dict[str, float] | None) -> str:
+    """Median and quartiles: two decimals below ten, whole numbers from a hundred on; a dash where there are none."""
+    if spread is None:
+        return "-"
+    median, low, high = (
+        f"{value:.0f}" if value >= 100 else f"{value:.3g}" if value >= 10 else f"{value:.2f}"
+        for value in (spread["median"], spread["low"], spread["high"])
+    )
+    return f"{median} ({low} to {high})"
 
 
-def _figure(value: float) -> str:
-    """Three digits where they mean something, whole numbers above a hundred."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}" if value >= 10 else f"{value:.2f}"
+def plot_ratios(results: dict[str, Any], path: Path) -> None:
+    """One line of marks for each workload: time over non-private, log scale, quartiles as whiskers; needs matplotlib.
+
+    Args:
+        results: as the command writes them.
+        path: where the picture goes.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    works = {name: work["contenders"] for name, work in results["workloads"].items()}
+    names = [n for n in results["contenders"] if any("over_nonprivate" in rows.get(n, {}) for rows in works.values())]
+    figure, axes = pyplot.subplots(figsize=(10, 1.6 + 0.62 * len(works)), layout="constrained")
+    axes.axvline(1.0, color="black", linewidth=1.2)
+    for number, name in enumerate(names):
+        shift = 0.7 * ((number + 0.5) / len(names) - 0.5)
+        marks = [(place + shift, work[name]["over_nonprivate"]) for place, work in enumerate(works.values())
+                 if "over_nonprivate" in work.get(name, {}) and work[name].get("correct", True)]  # fmt: skip
+        whiskers = [[s["median"] - s["low"] for _, s in marks], [s["high"] - s["median"] for _, s in marks]]
+        axes.errorbar([s["median"] for _, s in marks], [place for place, _ in marks], xerr=whiskers, linestyle="none",
+                      elinewidth=0.8, label=name, marker=MARKERS[number % len(MARKERS)], markersize=5)  # fmt: skip
+    _finish(axes, results, list(works))
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _finish(axes: Any, results: dict[str, Any], works: list[str]) -> None:
+    """Axes, lines between workloads, names."""
+    from matplotlib.ticker import LogFormatter, MultipleLocator, NullLocator
+
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    if high < NARROW * low:
+        axes.xaxis.set_major_locator(MultipleLocator(0.1))
+        axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 1)))
+    axes.set_yticks(range(len(works)), works)
+    axes.set_ylim(len(works) - 0.5, -0.5)
+    for place in range(1, len(works)):
+        axes.axhline(place - 0.5, color="#dddddd", linewidth=0.6)
+    axes.grid(axis="x", which="both", linewidth=0.3)
+    axes.set_xlabel(f"time of a step over {BASELINE}, log scale; median and quartiles")
+    axes.set_title(in_words(results["machine"]), fontsize=8)
+    axes.legend(ncols=6, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.06 - 0.5 / len(works)), frameon=False)

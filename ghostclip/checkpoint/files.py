@@ -69,15 +69,12 @@ def save(path: str | os.PathLike[str], public: Mapping[str, Any], private: Mappi
     """
     files: dict[str, bytes] = {}
     state = {}
-    for part, value in public.items():
+    for part, value in {**public, PRIVATE: dict(private)}.items():
         tensors: dict[str, Tensor] = {}
         state[part] = packed(value, tensors, part)
         if tensors:
             files[f"{part}.safetensors"] = _safetensors().save(tensors)
-    tensors = {}
-    files[f"{PRIVATE}.json"] = _canonical(packed(dict(private), tensors, PRIVATE))
-    if tensors:
-        files[f"{PRIVATE}.safetensors"] = _safetensors().save(tensors)
+    files[f"{PRIVATE}.json"] = _canonical(state.pop(PRIVATE))
     known = {name: {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)} for name, data in files.items()}
     manifest = {"format": FORMAT, "version": VERSION, "files": known, "state": state}
     text = json.dumps({"digest": _digest(manifest), "manifest": manifest}, indent=1, allow_nan=False)
@@ -116,13 +113,11 @@ def _read(place: Path) -> Stored:
     files = {name: _checked(place / name, known) for name, known in manifest["files"].items()}
     tensors = {name: _safetensors().load(data) for name, data in files.items() if name.endswith(".safetensors")}
     try:
-        public = {
-            part: unpacked(value, tensors.get(f"{part}.safetensors", {})) for part, value in manifest["state"].items()
-        }
-        secret = unpacked(json.loads(files[f"{PRIVATE}.json"]), tensors.get(f"{PRIVATE}.safetensors", {}))
+        state = {**manifest["state"], PRIVATE: json.loads(files[f"{PRIVATE}.json"])}
+        public = {part: unpacked(value, tensors.get(f"{part}.safetensors", {})) for part, value in state.items()}
     except (KeyError, ValueError, TypeError) as error:
         raise PrivacyError(f"the checkpoint {place} is not one that GhostClip wrote: {error!r} in its state") from error
-    return Stored(place, public, secret)
+    return Stored(place, public, private=public.pop(PRIVATE))
 
 
 def _manifest(place: Path) -> dict[str, Any]:

@@ -46,7 +46,11 @@ def packed(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
         return {"tuple": [packed(item, tensors, f"{where}.{place}") for place, item in enumerate(value)]}
     for name, kind in DICTS.items():
         if type(value) is kind:
-            items = [[_key(key, where), packed(item, tensors, f"{where}.{key}")] for key, item in value.items()]
+            if wrong := [key for key in value if type(key) not in (str, int)]:
+                raise PrivacyError(
+                    f"{where} has the key {wrong[0]!r}; a checkpoint takes dicts with keys that are strings or int"
+                )
+            items = [[key, packed(item, tensors, f"{where}.{key}")] for key, item in value.items()]
             return {name: dict(items) if all(isinstance(key, str) for key in value) else items}
     raise PrivacyError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint can't hold: it takes "
@@ -70,12 +74,6 @@ def unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tuple(unpacked(item, tensors) for item in content)
     items = content.items() if isinstance(content, dict) else content
     return DICTS[kind]({key: unpacked(item, tensors) for key, item in items})
-
-
-def _key(key: Any, where: str) -> str | int:
-    if type(key) in (str, int):
-        return key
-    raise PrivacyError(f"{where} has the key {key!r}; a checkpoint takes dicts with keys that are strings or int")
 
 
 def _on_cpu(tensor: Tensor, others: Mapping[str, Tensor], where: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""The command line: one short file per command, each with ``add_arguments(parser)`` and ``run(arguments)``."""
+"""The command line: one table of commands, each a function that adds its arguments and one that runs it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,29 @@ from ghostclip.errors import GhostClipError
 from ghostclip.interruption import INTERRUPTED, ends_a_command
 
 with ends_a_command():
-    from ghostclip.cli import audit, bench, calibrate, check, epsilon, explain, ledger, train
+    from ghostclip.bench import command as bench
+    from ghostclip.cli import audit, check, spending, train
     from ghostclip.cli.arguments import OneLineParser
 
 __all__ = ["main"]
 
+
+def _add_bench(parser: OneLineParser) -> None:
+    """Adds the benchmark's arguments."""
+    parser.epilog = "example: ghostclip bench --workloads mlp,cnn --seconds 5"
+    bench.add_arguments(parser)
+
+
+# {command: (adds its arguments to a parser, runs it and returns the exit status, what it does)}
 COMMANDS = {
-    "train": train,
-    "epsilon": epsilon,
-    "calibrate": calibrate,
-    "check": check,
-    "explain": explain,
-    "bench": bench,
-    "audit": audit,
-    "ledger": ledger,
+    "train": (train.add_arguments, train.run, "train one of the paper's models privately, and tell what it spent"),
+    "epsilon": (spending.add_epsilon, spending.run_epsilon, "privacy spent by a setting"),
+    "calibrate": (spending.add_calibrate, spending.run_calibrate, "the least noise that keeps to a target epsilon"),
+    "check": (check.add_check, check.run_check, "what stands in a model's way to private training, all at once"),
+    "explain": (check.add_explain, check.run_explain, "the plan for a model, layer by layer: which rule, and why"),
+    "bench": (_add_bench, bench.run, "step times on this machine, beside non-private training and the naive loop"),
+    "audit": (audit.add_arguments, audit.run, "an empirical lower bound on epsilon, beside the claimed one"),
+    "ledger": (spending.add_ledger, spending.run_ledger, "what runs spent by a ledger, and whether it is whole"),
 }
 # {package: the extra it comes with}
 EXTRAS = dict.fromkeys(("PIL", "jinja2", "matplotlib", "sklearn", "tqdm"), "cli") | {"cryptography": "hardened"}
@@ -79,11 +88,10 @@ def _parser() -> OneLineParser:
     )
     parser.add_argument("--version", action="version", version=f"ghostclip {ghostclip.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, module in COMMANDS.items():
-        summary = (module.__doc__ or "").partition("\n")[0].partition(": ")[2]
+    for name, (add_arguments, run, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}")
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        add_arguments(command)
+        command.set_defaults(run=run)
     return parser
 
 

@@ -8,10 +8,9 @@ import json
 import re
 from typing import Any, NoReturn
 
-from ghostclip import accounting
 from ghostclip.report import plain
 
-__all__ = ["OneLineParser", "UsageError", "add_accounting", "add_json", "as_bytes", "count_or_auto", "print_json"]
+__all__ = ["OneLineParser", "UsageError", "add_json", "as_bytes", "count_or_auto", "print_json"]
 
 BYTES = {"": 1, "B": 1} | {unit: 1000**power for power, unit in enumerate(("kB", "MB", "GB", "TB"), 1)}
 BYTES |= {unit: 1024**power for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), 1)}
@@ -40,12 +39,6 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises UsageError with argparse's message and where help is."""
         raise UsageError(f"{message} (see {self.prog} --help)")
-
-
-def add_accounting(parser: argparse._ActionsContainer, about: str) -> None:
-    """Adds ``--delta`` and ``--accountant``; ``about`` says what the latter decides."""
-    parser.add_argument("--delta", type=float, default=1e-5, help="default: 1e-5")
-    parser.add_argument("--accountant", choices=accounting.ACCOUNTANTS, default="pld", help=about)
 
 
 def add_json(parser: argparse._ActionsContainer) -> None:

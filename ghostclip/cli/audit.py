@@ -1,4 +1,4 @@
-"""ghostclip audit: an empirical lower bound on epsilon, beside the claimed one"""
+"""ghostclip audit: an empirical lower bound on epsilon, beside the claimed one."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from ghostclip.audit import Audit, Training, audit_training
+from ghostclip.audit import Audit, audit
 from ghostclip.cli.arguments import UsageError, add_json, print_json
 from ghostclip.cli.methods import METHODS, OPTIMIZERS, Ghost, Settings, cross_entropy
-from ghostclip.cli.plan import PlannedRun, runs_of
-from ghostclip.cli.progress import bar
+from ghostclip.cli.plan import runs_of
 from ghostclip.cli.train import add_configuration, load_data, set_threads
-from ghostclip.cli.training import build
-from ghostclip.datasets import Data
+from ghostclip.cli.training import bar, build
 from ghostclip.report import plain
-from ghostclip.report.audit_plot import AuditPanel, audit_plot
+from ghostclip.report.plots import AuditPanel, audit_plot
 
 __all__ = ["add_arguments", "panels_of", "run"]
 
@@ -60,8 +58,16 @@ def run(arguments: argparse.Namespace) -> int:
     set_threads(arguments)
     data = load_data(arguments)
     plan = next(runs_of(arguments, len(data.train)))
-    found = audit_training(
-        _training(plan, data),
+    settings = plan.settings
+    if not settings.noise_multiplier:
+        raise UsageError("noise multiplier 0 claims nothing (epsilon = inf), so there is nothing to audit")
+    found = audit(
+        build(settings.model, data, settings.seed),
+        cross_entropy,
+        data.train,
+        steps=plan.steps,
+        **settings.of_engine,
+        optimizer=lambda parameters: OPTIMIZERS[settings.optimizer](parameters, settings.learning_rate),
         draws=arguments.draws,
         canaries=arguments.canaries,
         sampled=arguments.sampled,
@@ -69,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         confidence=arguments.confidence,
         phase=bar,
     )
-    figures = plain(found.figures() | {"settings": asdict(plan.settings) | {"data": data.name, "steps": plan.steps}})
+    figures = plain(found.figures() | {"settings": asdict(settings) | {"data": data.name, "steps": plan.steps}})
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     if arguments.plot is not None:
@@ -77,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(figures)
     else:
-        _print(found, plan.settings)
+        _print(found, settings)
     return 1 if found.violated else 0
 
 
@@ -115,21 +121,6 @@ def _check(arguments: argparse.Namespace) -> None:
             raise UsageError(f"{path} can't be written: there is no folder {path.parent}")
     if arguments.plot is not None:
         import matplotlib.figure  # noqa: F401  (its lack is told now, not after the audit)
-
-
-def _training(plan: PlannedRun, data: Data) -> Training:
-    """The training that `ghostclip train` would run."""
-    settings = plan.settings
-    if not settings.noise_multiplier:
-        raise UsageError("noise multiplier 0 claims nothing (epsilon = inf), so there is nothing to audit")
-    return Training(
-        model=build(settings.model, data, settings.seed),
-        loss_fn=cross_entropy,
-        data=data.train,
-        steps=plan.steps,
-        **settings.of_engine,
-        optimizer=lambda parameters: OPTIMIZERS[settings.optimizer](parameters, settings.learning_rate),
-    )
 
 
 def _print(found: Audit, settings: Settings) -> None:

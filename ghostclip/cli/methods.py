@@ -83,7 +83,7 @@ class Steps:
     @property
     def limit(self) -> int | None:
         """The most examples that are in memory at once; None: no limit."""
-        return None
+        return self._settings.max_physical_batch_size  # type: ignore[return-value]  # "auto" is the engine's
 
 
 class Nonprivate(Steps):
@@ -142,24 +142,24 @@ class Naive(Steps):
         self._batches = LogicalBatches(
             data,
             batch_size=settings.batch_size,
-            max_physical_batch_size=settings.max_physical_batch_size,  # type: ignore[arg-type]  # "auto" is the engine's
+            max_physical_batch_size=self.limit,
             generator=self._noise.generator,
         )
 
     def __iter__(self) -> Iterator[Tensor]:
         for _ in range(self._settings.epochs):
             for batch in self._batches:
-                seen = [torch.zeros(0)]
-
-                def noted(model: nn.Module, examples: Sequence[Tensor], seen: list[Tensor] = seen) -> Tensor:
-                    losses = cross_entropy(model, examples)
-                    seen.append(losses.detach())
-                    return losses
-
+                self._seen = [torch.zeros(0)]
                 for examples in batch.physical():
-                    self._clipped_sum(self._model, noted, examples, self._settings.max_norm)
+                    self._clipped_sum(self._model, self._losses, examples, self._settings.max_norm)
                 self._release()
-                yield torch.cat(seen)
+                yield torch.cat(self._seen)
+
+    def _losses(self, model: nn.Module, examples: Sequence[Tensor]) -> Tensor:
+        """Losses [n], which the step gives."""
+        losses = cross_entropy(model, examples)
+        self._seen.append(losses.detach())
+        return losses
 
     def _release(self) -> None:
         """Charges a step, adds its noise, and takes it."""
@@ -176,11 +176,6 @@ class Naive(Steps):
         """See `Steps.epsilon`."""
         event = replace(self._batches.event(self._sigma), count=self._charged)
         return epsilon_of([event], delta=self._settings.delta, accountant=accountant)
-
-    @property
-    def limit(self) -> int | None:
-        """See `Steps.limit`."""
-        return self._batches.limit
 
 
 def cross_entropy(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:

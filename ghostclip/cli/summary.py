@@ -1,12 +1,93 @@
-"""The results of `ghostclip train` as text: a table of runs, a table of speeds."""
+"""What `ghostclip train` reached and spent, for its report and as text: a table of runs, a table of speeds."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 
-from ghostclip.report import TrainingRun
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
-__all__ = ["run_table", "speed_table"]
+from ghostclip import accounting
+from ghostclip.bench.losses import class_losses
+from ghostclip.bench.machine import describe
+from ghostclip.bench.measure import take_turns, timed
+from ghostclip.bench.methods import CONTENDERS
+from ghostclip.cli.methods import Settings
+from ghostclip.cli.training import Outcome, build, norms_of
+from ghostclip.datasets import Data
+from ghostclip.report import NormSnapshot, PrivacyCurve, Record, TrainingRun
+
+__all__ = ["record_of", "run_table", "speed_table", "with_forecast"]
+
+SPEED_SECONDS, SPEED_BATCH = 4.0, 128
+BASELINE = "nonprivate"
+TIMED = (BASELINE, "cached", "reweight", "nxbp")
+# How far epsilon is forecast, as shares of the steps taken.
+FURTHER = (1.0, 1.25, 1.5, 1.75, 2.0)
+
+
+def record_of(data: Data, outcomes: Sequence[Outcome], *, norms: bool, speeds: bool) -> Record:
+    """Everything a report tells.
+
+    Args:
+        data: that was trained on.
+        outcomes: of all runs, the main one first.
+        norms: measure every training example's gradient norm too, where the first run was private.
+        speeds: time a step of the main methods too.
+    """
+    first, main, timed, snapshot = outcomes[0], outcomes[0].settings, {}, None
+    if speeds:
+        timed = _examples_per_second(build(main.model, data, main.seed), data.train)
+    if norms and main.noise_multiplier is not None:
+        snapshot = NormSnapshot(norms_of(first, data.train), main.max_norm)
+    return Record(
+        title=f"{main.model.upper() if len(main.model) < 5 else main.model.title()} on {data.name}",
+        settings=asdict(main) | {"training examples": len(data.train), "test examples": len(data.test)},
+        runs=[outcome.run for outcome in outcomes],
+        speeds=timed,
+        speed_batch_size=min(SPEED_BATCH, len(data.train)) if speeds else 0,
+        privacy=with_forecast(first.curve, main, len(data.train)),
+        norms=snapshot,
+        machine=describe(),
+    )
+
+
+def _examples_per_second(model: nn.Module, data: TensorDataset) -> dict[str, float]:
+    """{method: examples a second} of a step (clipping, noise and Adam included) on copies of ``model``, in turns.
+
+    The batch is the data's first examples; a method's figure is by the median of its times.
+    """
+    inputs, labels = (tensor[:SPEED_BATCH] for tensor in data.tensors)
+    state = torch.get_rng_state()
+    turns = {
+        name: timed(CONTENDERS[name].prepare(copy.deepcopy(model), class_losses, 1.0).turn(inputs, labels))
+        for name in TIMED
+    }
+    timings = take_turns(turns, SPEED_SECONDS, baseline=BASELINE)
+    torch.set_rng_state(state)
+    return {name: 1e3 * len(labels) / timings.milliseconds(name).median for name in turns}
+
+
+def with_forecast(curve: PrivacyCurve | None, settings: Settings, examples: int) -> PrivacyCurve | None:
+    """The curve, continued to twice the steps taken; as it is where other runs of a ledger are counted in it.
+
+    Args:
+        curve: of a run; None for one that wasn't private.
+        settings: the run's.
+        examples: in its training set.
+    """
+    if curve is None or settings.ledger is not None or not settings.noise_multiplier:
+        return curve
+    marks = [round(curve.steps[-1] * share) for share in FURTHER]
+    event = accounting.Setting(settings.batch_size / examples).event(settings.noise_multiplier)
+    further = {
+        name: accounting.epsilons_of([], event, marks, delta=settings.delta, accountant=name.lower())
+        for name in curve.epsilons
+    }
+    return replace(curve, forecast_steps=marks, forecasts=further)
 
 
 def run_table(runs: Sequence[TrainingRun], delta: float) -> str:
@@ -32,11 +113,10 @@ def run_table(runs: Sequence[TrainingRun], delta: float) -> str:
     return _aligned([list(rows[0]), *(list(row.values()) for row in rows)]) + note
 
 
-def speed_table(speeds: Mapping[str, float], batch_size: int, baseline: str = "nonprivate") -> str:
+def speed_table(speeds: Mapping[str, float], batch_size: int) -> str:
     """One line a method: examples a second of its training step, and its time over non-private training's."""
-    naive = {"nxbp": "nxbp, the naive loop"}
     lines = [
-        [naive.get(name, name), f"{speed:,.0f}", f"{speeds[baseline] / speed:.2f}"]
+        [name.replace("nxbp", "nxbp, the naive loop"), f"{speed:,.0f}", f"{speeds[BASELINE] / speed:.2f}"]
         for name, speed in sorted(speeds.items(), key=lambda item: -item[1])
     ]
     return _aligned([[f"one step of {batch_size} examples", "examples/s", "time over non-private"], *lines])

@@ -1,33 +1,27 @@
-"""ghostclip train: train one of the paper's models privately, and tell what it reached and what it spent"""
+"""ghostclip train: trains one of the paper's models privately, and tells what it reached and what it spent."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from ghostclip import datasets, models, report
-from ghostclip.bench.machine import describe
+from ghostclip.checkpoint import previous_of
 from ghostclip.cli.arguments import UsageError, add_json, as_bytes, count_or_auto, print_json
-from ghostclip.cli.forecast import with_forecast
-from ghostclip.cli.keeping import add_checkpoints, keeping_of
-from ghostclip.cli.methods import METHODS, OPTIMIZERS, Settings
-from ghostclip.cli.plan import DEFAULT_EPSILON, PlannedRun, runs_of, wants_comparison
-from ghostclip.cli.progress import bar
-from ghostclip.cli.speed import examples_per_second
-from ghostclip.cli.summary import run_table, speed_table
-from ghostclip.cli.training import Outcome, build, norms_of, train
+from ghostclip.cli.methods import METHODS, OPTIMIZERS, Ghost
+from ghostclip.cli.plan import DEFAULT_EPOCHS, DEFAULT_EPSILON, runs_of, wants_comparison
+from ghostclip.cli.summary import record_of, run_table, speed_table
+from ghostclip.cli.training import Keeping, Outcome, bar, build, train
 from ghostclip.datasets import Data
-from ghostclip.report import NormSnapshot, Record
+from ghostclip.report import Record
 from ghostclip.validate import positive_int
 
 __all__ = ["add_arguments", "add_configuration", "load_data", "run", "set_threads"]
 
 MARKS = 6
-SPEED_SECONDS, SPEED_BATCH = 4.0, 128
 
 EPILOG = """\
 Default settings suit public data of the same size. Choosing settings by their results on private data spends privacy
@@ -44,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.epilog = EPILOG
     add_configuration(parser)
-    add_checkpoints(parser)
+    _add_checkpoints(parser)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--ledger",
@@ -79,7 +73,7 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     add("--max-norm", type=float, metavar="C", help="clipping norm")
     about = "defaults depend on the size of the training set"
     add = parser.add_argument_group("training", about).add_argument
-    add("--epochs", type=int)
+    add("--epochs", type=int, default=DEFAULT_EPOCHS)
     add("--batch-size", type=int, metavar="B", help="expected size of a Poisson-sampled batch")
     most = "most examples in memory at once; auto: as many as fit, found at the first step (default: a whole batch)"
     add("--max-physical-batch-size", type=count_or_auto, metavar="N", help=most)
@@ -91,21 +85,39 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=int, metavar="N", help=threads)
 
 
+def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--checkpoint``, ``--every`` and ``--resume``."""
+    group = parser.add_argument_group("checkpoints")
+    group.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="keep the run there, after each epoch and when it is interrupted by Ctrl-C; without --ledger its steps "
+        "are charged to DIR.ledger, so that a crash makes none forgotten",
+    )
+    group.add_argument("--every", type=int, metavar="N", help="save after every N steps instead")
+    group.add_argument("--resume", action="store_true", help="go on from --checkpoint")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Trains, compares, prints, writes the report."""
     if arguments.report is not None:
-        _prepare(arguments.report)
-    keeping = keeping_of(arguments)
+        try:
+            report.prepare(arguments.report)
+        except OSError as error:
+            why = error.strerror or error
+            raise UsageError(f"no report can be written to {arguments.report}: {why}") from error
+    keeping = _keeping_of(arguments)
     set_threads(arguments)
     data = load_data(arguments)
     # A network that does not take such inputs is told before anything runs.
     build(arguments.model, data, arguments.seed)
     _warn(arguments, len(data.train))
-    planned: list[PlannedRun] = []
     outcomes: list[Outcome] = []
+    # Epsilon is computed after a few steps: among them the first, which may spend most, and the last.
+    shares = [part / MARKS for part in range(1, MARKS + 1)]
     for plan in runs_of(arguments, len(data.train)):
-        planned.append(plan)
-        marks = _marks(plan.steps) if not outcomes else ()
+        marks = () if outcomes else sorted({1, *(max(1, round(plan.steps * share)) for share in shares)})
         try:
             with bar(plan.name, plan.steps, "step") as watch:
                 outcomes.append(train(plan.settings, data, plan.name, watch, marks, keeping))
@@ -113,8 +125,9 @@ def run(arguments: argparse.Namespace) -> int:
             if keeping is not None:
                 print(f"the run is kept at {keeping.path}; add --resume to go on from there", file=sys.stderr)
             raise
-    record = _record(arguments, data, planned[0].settings, outcomes)
-    page = report.write(record, arguments.report) if arguments.report is not None else None
+    told = arguments.report is not None
+    record = record_of(data, outcomes, norms=told, speeds=wants_comparison(arguments))
+    page = report.write(record, arguments.report) if told else None
     if arguments.json:
         print_json(report.figures(record) | {"report": str(page) if page else None})
     else:
@@ -122,12 +135,31 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _prepare(folder: Path) -> None:
-    """Makes the report's folder before hours of training, or says why it can't be written to."""
-    try:
-        report.prepare(folder)
-    except OSError as error:
-        raise UsageError(f"no report can be written to {folder}: {error.strerror or error}") from error
+def _keeping_of(arguments: argparse.Namespace) -> Keeping | None:
+    """What was asked for; fills in the ledger that goes with it.
+
+    Raises:
+        UsageError: options that don't go together, or a checkpoint that is or isn't there.
+    """
+    if arguments.checkpoint is None:
+        for option in ("every", "resume"):
+            if getattr(arguments, option):
+                raise UsageError(f"--{option} needs --checkpoint DIR, the folder that the run is kept in")
+        return None
+    if METHODS[arguments.method] is not Ghost:
+        raise UsageError(f"--method {arguments.method} is there for comparison and keeps no --checkpoint; leave it out")
+    if arguments.compare:
+        raise UsageError("the runs beside yours are not kept; give --checkpoint or --compare, not both")
+    path = arguments.checkpoint
+    there = (path.is_dir() and any(path.iterdir())) or previous_of(path).exists()
+    if arguments.resume and not there:
+        raise UsageError(f"there is no checkpoint at {path} to go on from; leave out --resume to start a run")
+    if there and not arguments.resume:
+        raise UsageError(f"there is a checkpoint at {path}; add --resume to go on from it, or give another folder")
+    if arguments.ledger is None:
+        arguments.ledger = f"{path}.ledger"
+    every = None if arguments.every is None else positive_int(every=arguments.every)
+    return Keeping(path, every, arguments.resume)
 
 
 def set_threads(arguments: argparse.Namespace) -> None:
@@ -136,27 +168,6 @@ def set_threads(arguments: argparse.Namespace) -> None:
         torch.set_num_threads(positive_int(threads=arguments.threads))
     elif arguments.data == "digits":
         torch.set_num_threads(1)
-
-
-def _record(arguments: argparse.Namespace, data: Data, main: Settings, outcomes: list[Outcome]) -> Record:
-    """Everything the report tells."""
-    first, speeds = outcomes[0], {}
-    if wants_comparison(arguments):
-        fresh = build(main.model, data, main.seed)
-        speeds = examples_per_second(fresh, data.train, SPEED_BATCH, SPEED_SECONDS)
-    snapshot = None
-    if arguments.report is not None and main.noise_multiplier is not None:
-        snapshot = NormSnapshot(norms_of(first, data.train, main.max_norm), main.max_norm)
-    return Record(
-        title=f"{main.model.upper() if len(main.model) < 5 else main.model.title()} on {data.name}",
-        settings=asdict(main) | {"training examples": len(data.train), "test examples": len(data.test)},
-        runs=[outcome.run for outcome in outcomes],
-        speeds=speeds,
-        speed_batch_size=min(SPEED_BATCH, len(data.train)) if speeds else 0,
-        privacy=with_forecast(first.curve, main, len(data.train)),
-        norms=snapshot,
-        machine=describe(),
-    )
 
 
 def _print(record: Record, page: Path | None, delta: float) -> None:
@@ -168,11 +179,6 @@ def _print(record: Record, page: Path | None, delta: float) -> None:
         print("\n" + speed_table(record.speeds, record.speed_batch_size))
     if page is not None:
         print(f"\nreport: {page}")
-
-
-def _marks(steps: int) -> list[int]:
-    """The steps after which epsilon is computed: a few of them, the first, which may spend most, and the last."""
-    return sorted({1, *(max(1, round(steps * part / MARKS)) for part in range(1, MARKS + 1))})
 
 
 def _warn(arguments: argparse.Namespace, examples: int) -> None:

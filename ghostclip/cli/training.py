@@ -1,12 +1,15 @@
-"""One training run by any of the paper's methods: model, steps, accuracy, privacy spent."""
+"""One training run by any of the paper's methods: model, steps, checkpoints, accuracy, privacy spent."""
 
 from __future__ import annotations
 
 import math
+import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,14 +17,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import GhostClipper, models
 from ghostclip.accounting import ACCOUNTANTS
-from ghostclip.cli.keeping import History, Keeping
 from ghostclip.cli.methods import METHODS, Ghost, Settings, Steps, cross_entropy
 from ghostclip.datasets import Data
 from ghostclip.report import PrivacyCurve, TrainingRun
 
-__all__ = ["Outcome", "Watch", "accuracy", "build", "norms_of", "train"]
+__all__ = ["Keeping", "Outcome", "Watch", "accuracy", "bar", "build", "norms_of", "train"]
 
 EVALUATION_BATCH = 512
+IN_A_LOG = 10.0  # seconds between two updates of a progress bar that no one watches
 
 # Called after each step with its mean loss and the epsilon last computed (None before the first, or without privacy).
 Watch = Callable[[float, "float | None"], None]
@@ -32,14 +35,76 @@ class Outcome:
     """A trained model with its figures.
 
     Attributes:
+        settings: what it was trained by.
         curve: epsilon at the steps where it was computed; None where nothing bounds it.
         limit: the most examples that were in memory at once; None: no limit.
     """
 
+    settings: Settings
     model: nn.Module
     run: TrainingRun
     curve: PrivacyCurve | None
     limit: int | None
+
+
+@dataclass
+class History:
+    """What a run has seen so far, for its report; private data.
+
+    Attributes:
+        losses: the mean training loss of each step.
+        examples: that went through training.
+        seconds: of training.
+        epsilons: {accountant: epsilon at each mark so far}.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    examples: int = 0
+    seconds: float = 0.0
+    epsilons: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in ACCOUNTANTS})
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint, whose private part it is in."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes it back."""
+        vars(self).update(state)
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Keeps a run's checkpoints.
+
+    Attributes:
+        path: where the last one is.
+        every: steps between two; None: one after each epoch.
+        resume: go on from what is there.
+    """
+
+    path: Path
+    every: int | None
+    resume: bool
+
+    @contextmanager
+    def kept(self, steps: Ghost, history: History) -> Iterator[Callable[[], None]]:
+        """Goes on from the checkpoint, where that was asked for; gives what to call after each step."""
+        if self.resume:
+            found = steps.engine.restore(self.path, extra={"history": history})
+            steps.first_epoch = found.epoch
+            # A step that was interrupted after its release and before it was noted down.
+            history.losses += [math.nan] * (found.steps - len(history.losses))
+        every = self.every or len(steps.engine.batches())
+
+        def after_step() -> None:
+            if len(history.losses) % every == 0:
+                steps.engine.save(self.path, extra={"history": history})
+
+        try:
+            yield after_step
+        finally:
+            # However it ended: at the last step, by Ctrl-C, or by an error, after which nothing half done is stored.
+            steps.engine.save(self.path, extra={"history": history})
 
 
 def build(name: str, data: Data, seed: int) -> nn.Module:
@@ -64,12 +129,8 @@ def train(
         data: both parts.
         name: of the run, for tables and plots.
         watch: told of every step.
-        marks: steps after which epsilon is computed by PLD, for ``watch`` and the curve.
+        marks: steps after which epsilon is computed, for ``watch`` and the curve.
         keeping: of checkpoints, for the methods that are engines.
-
-    Raises:
-        ValueError, GhostClipError: settings the method or the model does not take, or a checkpoint that does not fit.
-        OSError: a checkpoint can't be written or read.
     """
     model = build(settings.model, data, settings.seed)
     steps, seen = METHODS[settings.method](settings, model, data.train), History()
@@ -95,7 +156,7 @@ def train(
         learning_rate=settings.learning_rate,
         batch_size=settings.batch_size,
     )
-    return Outcome(model, run, _curve(settings, marks, seen.epsilons), steps.limit)
+    return Outcome(settings, model, run, _curve(settings, marks, seen.epsilons), steps.limit)
 
 
 def _take(steps: Steps, seen: History, watch: Watch, marks: Sequence[int], after_step: Callable[[], None]) -> None:
@@ -140,8 +201,25 @@ def accuracy(model: nn.Module, examples: TensorDataset) -> float:
     return correct / len(examples)
 
 
-def norms_of(outcome: Outcome, examples: TensorDataset, max_norm: float) -> list[float]:
+def norms_of(outcome: Outcome, examples: TensorDataset) -> list[float]:
     """Every training example's gradient norm under the trained model; private data."""
-    clipper = GhostClipper(outcome.model, max_norm)
+    clipper = GhostClipper(outcome.model, outcome.settings.max_norm)
     batches = DataLoader(examples, batch_size=min(EVALUATION_BATCH, outcome.limit or EVALUATION_BATCH))
     return torch.cat([clipper.norms(cross_entropy(outcome.model, batch)) for batch in batches]).tolist()
+
+
+@contextmanager
+def bar(name: str, count: int, unit: str = "it") -> Iterator[Callable[..., None]]:
+    """A bar for so many units; gives what to call after each one, with the last loss and epsilon if any. Needs tqdm."""
+    from tqdm import tqdm
+
+    seconds = 0.1 if sys.stderr.isatty() else IN_A_LOG
+    with tqdm(total=count, desc=name, unit=unit, dynamic_ncols=True, mininterval=seconds) as shown:
+
+        def advance(loss: float | None = None, epsilon: float | None = None) -> None:
+            if loss is not None:
+                spent = {} if epsilon is None else {"epsilon": f"{epsilon:.2f}"}
+                shown.set_postfix({"loss": f"{loss:.3f}", **spent}, refresh=False)
+            shown.update()
+
+        yield advance

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ghostclip.clipper.collector import Wanted
+from ghostclip.clipper.collector import Keep
 from ghostclip.clipper.explain import StrategyTable, plan_of
-from ghostclip.clipper.gradient_guard import GradientGuard, NarrowSums, add_sums, is_distributed
-from ghostclip.clipper.other_size import shows_at_another_size
-from ghostclip.clipper.second_pass import TwoPasses
+from ghostclip.clipper.gradient_guard import GradientGuard, is_distributed
+from ghostclip.clipper.replay import shows_at_another_size
+from ghostclip.clipper.second_pass import TwoPasses, add_to_gradient
 from ghostclip.clipper.verify import compare_with_loop
 from ghostclip.clipping import Adaptive, Groupwise, Policy, as_policy
 from ghostclip.errors import UnsupportedModelError
@@ -24,12 +24,13 @@ from ghostclip.wrap import wrap
 
 __all__ = ["ClippingResult", "GhostClipper", "register_compiler"]
 
-# Makes what `GhostClipper.clip` calls when it compiles: (model, passes, expected, largest) -> compiled passes. The
-# package `ghostclip.compiled` registers it when it is imported; nothing here depends on it otherwise.
-_compilers: list[Callable[[nn.Module, TwoPasses, int | None, int | None], Any]] = []
+# (model, passes, expected, largest) -> compiled passes.
+Compiler = Callable[[nn.Module, TwoPasses, int | None, int | None], Any]
+# What `GhostClipper.compile` uses; the package `ghostclip.compiled`, on which nothing here depends, registers it.
+_compilers: list[Compiler] = []
 
 
-def register_compiler(compiler: Callable[[nn.Module, TwoPasses, int | None, int | None], Any]) -> None:
+def register_compiler(compiler: Compiler) -> None:
     """From now on ``compile=True`` is served by ``compiler``."""
     _compilers[:] = [compiler]
 
@@ -57,14 +58,12 @@ class GhostClipper:
 
     Args:
         model: built of any torch layers; wrapped in place if it isn't yet.
-        clipping: a max norm (flat clipping) or a policy of `ghostclip.clipping`. Group-wise policies with thresholds
-            need no second pass: each group is clipped while the first one goes by.
+        clipping: a max norm (flat clipping) or a policy of `ghostclip.clipping`.
         second_pass: "cached": the clipped sum is formed from what the first pass kept: of each layer its input and its
             pre-activation gradient, or materialised per-example gradients that take no more bytes than both
-            (book-keeping, Bu et al. 2023);
-            "reweight": a second backward in which each layer weights its rows (Lee & Kifer 2020), leanest in memory;
-            "auto": "cached" where what it keeps fits in ``memory_budget``, else "reweight". Nothing is kept of layers
-            under activation checkpointing, whose saving stays: they get a second backward.
+            (book-keeping, Bu et al. 2023); "reweight": a second backward in which each layer weights its rows (Lee &
+            Kifer 2020), leanest in memory; "auto": "cached" where what it keeps fits in ``memory_budget``, else
+            "reweight". Layers under activation checkpointing always get a second backward: nothing is kept of them.
         norm_strategy: "auto" by measured cost, or "gram" or "direct". Neither option changes a result beyond rounding.
             Under ``torch.use_deterministic_algorithms(True)`` no clock is asked: what takes the fewest flops is chosen,
             so that a repeated run gives the same digits.
@@ -95,13 +94,11 @@ class GhostClipper:
         policy = as_policy(clipping)
         self.second_pass = one_of(("auto", "cached", "reweight"), second_pass=second_pass)
         self.memory_budget = None if memory_budget is None else int(positive(memory_budget=memory_budget))
-        self._planner = Planner(one_of(("auto", "gram", "direct"), norm_strategy=norm_strategy))
+        planner = Planner(one_of(("auto", "gram", "direct"), norm_strategy=norm_strategy))
         self.model = wrap(model)
         self.loss_scale = power_of_two(loss_scale=loss_scale)
-        self.passes = TwoPasses(
-            self.model, policy, self.second_pass, self._planner, self.memory_budget, self.loss_scale
-        )
-        self._guard, self._narrow = GradientGuard(), NarrowSums()
+        self.passes = TwoPasses(self.model, policy, self.second_pass, planner, self.memory_budget, self.loss_scale)
+        self._guard = GradientGuard()
         self.compiled: Any = None
         if compile:
             self.compile()
@@ -141,10 +138,10 @@ class GhostClipper:
 
         The policy's own for parameters of float32 and wider, whatever the batch. Sums of narrower ones are formed in
         float32 and rounded to p.grad with each backward, so that the bound grows with the examples that are summed:
-        by k n eps of the policy's after k backwards over n examples (`ghostclip.clipper.gradient_guard.NarrowSums`).
+        by k n eps of the policy's after k backwards over n examples (`ghostclip.clipper.gradient_guard.GradientGuard`).
         The engine gathers float32 sums beside the p.grads, and needs the policy's bound only.
         """
-        return self.clipping.sensitivity * (1.0 + self._narrow.excess)
+        return self.clipping.sensitivity * (1.0 + self._guard.excess)
 
     def check_whole(self) -> None:
         """Raises UnsupportedModelError where the model was sharded among processes since it was wrapped."""
@@ -171,12 +168,13 @@ class GhostClipper:
         if per is not None:
             one_of(("layer", "parameter"), per=per)
         self.check_whole()
-        run = self.passes.measure(losses, Wanted(margin=False), retain_graph=retain_graph)
+        run = self.passes.measure(losses, retain_graph=retain_graph)
         if per is None:
             return run.norms()
-        if per == "parameter":
-            return run.norms_by_parameter()
-        return run.norms_by_group({name: name.rpartition(".")[0] for name, _ in self.passes.index.trained()})
+        names = {id(parameter): name for name, parameter in self.passes.index.trained()}
+        if per == "layer":
+            names = {owner: name.rpartition(".")[0] for owner, name in names.items()}
+        return run.norms_by_group(names)[0]
 
     @keeping_grad_mode
     def per_example_grads(self, losses: Tensor, *, retain_graph: bool = False) -> dict[str, Tensor]:
@@ -185,8 +183,7 @@ class GhostClipper:
         Raises as `norms` does.
         """
         self.check_whole()
-        run = self.passes.first_pass(losses, Wanted(materialise=True, margin=False), retain_graph=retain_graph)
-        return run.per_example_grads()
+        return self.passes.first_pass(losses, Keep.MATERIALISED, retain_graph=retain_graph).per_example_grads()
 
     @keeping_grad_mode
     def backward(self, losses: Tensor, *, retain_graph: bool = False) -> ClippingResult:
@@ -210,15 +207,11 @@ class GhostClipper:
         self.passes.index.watch()
         trained = self.passes.index.trained()
         self._guard.check(trained)
-        self._note_rounding(trained, losses)
+        if self.passes.wide_sums is None and isinstance(losses, Tensor) and losses.dim() == 1:
+            self._guard.note_rounding(trained, len(losses))
         norms, weights = self.passes.clip(losses, retain_graph=retain_graph)
         self._guard.remember(trained)
         return ClippingResult(norms, weights, self.sensitivity)
-
-    def _note_rounding(self, trained: list[tuple[str, nn.Parameter]], losses: Any) -> None:
-        """Before a backward: how much rounding to narrow p.grads may add to an example's share."""
-        if self.passes.wide_sums is None and isinstance(losses, Tensor) and losses.dim() == 1:
-            self._narrow.add(trained, self._guard, len(losses))
 
     @keeping_grad_mode
     def clip(self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> ClippingResult:
@@ -253,7 +246,9 @@ class GhostClipper:
         self._guard.check(trained)
         found = self.compiled(loss_fn, batch)
         self._guard.check(trained)  # the loss function ran meanwhile
-        add_sums(trained, found.sums)
+        for (_, parameter), total in zip(trained, found.sums, strict=True):
+            if total is not None:
+                add_to_gradient(parameter, None, total)
         self._guard.remember(trained)
         return ClippingResult(found.norms, found.weights, self.sensitivity, found.losses)
 

@@ -45,11 +45,8 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         """The line as texts, in the order of the table's columns."""
-        costs = _cheapest_first(self.milliseconds)
-        if self.sums:
-            costs += f"; sum: {_cheapest_first(self.sums)}"
-        for name, error in self.raised.items():
-            costs += f"; {name} is not applicable ({error})"
+        costs = _cheapest_first(self.milliseconds) + (f"; sum: {_cheapest_first(self.sums)}" if self.sums else "")
+        costs += "".join([f"; {name} is not applicable ({error})" for name, error in self.raised.items()])
         shape = " x ".join(map(str, self.shape))
         return (self.layer or "(model)", self.parameter, self.rule, shape, self.strategy, "yes" if self.kept else "no",
                 self.why, costs)  # fmt: skip
@@ -57,19 +54,15 @@ class Row:
 
 @dataclass(frozen=True)
 class StrategyTable:
-    """The rows of a plan, and what holds for the batch as a whole; ``str()`` prints them as a table."""
+    """The rows of a plan; ``str()`` prints them as a table."""
 
     rows: tuple[Row, ...]
-    note: str = ""
 
     def __str__(self) -> str:
         table = [HEADER, *(row.cells() for row in self.rows)]
-        widths = [max(len(line[column]) for line in table) for column in range(len(HEADER))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table
-        ]
-        below = ["", f"the last batch: {self.note}"] if self.note else []
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *below])
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -85,7 +78,7 @@ def _cheapest_first(costs: Mapping[str, float]) -> str:
 def plan_of(model: nn.Module, choices: Mapping[int, StrategyChoice] | None) -> StrategyTable:
     """The plan as the last batch left it (choices by id of Parameter); None before one: what the layers alone tell."""
     rows = []
-    chosen = choices or {}
+    none = StrategyChoice("at the first batch" if choices is None else "unused", False, "")
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -93,9 +86,7 @@ def plan_of(model: nn.Module, choices: Mapping[int, StrategyChoice] | None) -> S
         module = model.get_submodule(layer)
         ruled = isinstance(module, GhostLayer) and own in module.parameter_names(module)
         rule = str(module.rule) if ruled else f"fallback ({type(module).__name__})"
-        choice = chosen.get(id(parameter))
-        if choice is None:
-            choice = StrategyChoice("at the first batch" if choices is None else "unused", False, "")
+        choice = (choices or {}).get(id(parameter), none)
         of_choice = choice.name, choice.keep, choice.reason, choice.milliseconds, choice.sums, choice.raised
         rows.append(Row(layer, own, rule, tuple(parameter.shape), *of_choice))
     return StrategyTable(tuple(rows))

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ghostclip.clipper.collector import Keep, NormCollector, Wanted, norm_dtype
-from ghostclip.clipper.gradient_guard import have_hooks, is_distributed
-from ghostclip.clipper.groupwise import GroupSums
-from ghostclip.clipping import Groupwise, Policy, Thresholds
+from ghostclip.clipper.collector import Keep, NormCollector
+from ghostclip.clipping import Groupwise, Policy
 from ghostclip.errors import LossShapeError, StaleInputError, UnsupportedModelError
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import first_pass, free_graph, read_graph
@@ -50,7 +47,6 @@ class FirstPasses:
         scale: what losses are multiplied with before the passes, and results divided by.
         choices: what the planner chose for the last batch it was asked for, by id of parameter; None before one.
         is_open: whether one of the last batch's layers isn't proved, which no gradient has reached so far.
-        reduced_apart: whether sums of several processes are added up apart from any backward: nobody waits for one.
     """
 
     def __init__(
@@ -67,14 +63,14 @@ class FirstPasses:
         self.index = ParameterNames(model)
         self.choices: Mapping[int, StrategyChoice] | None = None
         self.is_open = False
-        self.reduced_apart = False
         self._parameters: dict[int, nn.Parameter] = {}
         self._grouping = RowLayouts()
-        self._names: list[str] | None = None
-        self._groups: dict[str, str] = {}
-        self.partition()
+        self._partition: dict[str, str] = {}
+        self.group_of()
 
-    def first_pass(self, losses: Tensor, wanted: Wanted, **options: Any) -> NormCollector:
+    def first_pass(
+        self, losses: Tensor, keep: Keep = Keep.NOTHING, *, retain_graph: bool, exact: bool = False
+    ) -> NormCollector:
         """A backward from ``losses`` [B] to the pre-activations; raises what `GhostClipper.norms` raises.
 
         Where it brings the first gradient to a layer that isn't proved, the proof is made on this batch, and the pass
@@ -82,65 +78,55 @@ class FirstPasses:
 
         Args:
             losses: [B].
-            wanted: what it is for.
-            options: as `_pass` has them.
+            keep: which gradients are kept.
+            retain_graph: as torch's. The graph also stays where a second backward may follow.
+            exact: use no form of a norm that may cancel, and wait for a GPU where that takes it.
         """
-        check_losses(losses, self.scale)
-        found = self._pass(losses, wanted, **options) or self._pass(losses, wanted, reached=True, **options)
+        losses = self._scaled(losses)
+        found = self._pass(losses, keep, exact, retain_graph)
+        if found is None:
+            found = self._pass(losses, keep, exact, retain_graph, reached=True)
         assert found is not None
         return found
 
+    def _scaled(self, losses: Tensor) -> Tensor:
+        """The losses as the passes see them; raises what `check_losses` raises."""
+        check_losses(losses, self.scale)
+        return losses if self.scale == 1.0 else losses * self.scale
+
     def _pass(
-        self,
-        losses: Tensor,
-        wanted: Wanted,
-        *,
-        retain_graph: bool,
-        groups: GroupSums | None = None,
-        reached: bool = False,
+        self, losses: Tensor, keep: Keep, exact: bool, retain_graph: bool, reached: bool = False
     ) -> NormCollector | None:
         """One such backward; None, and the graph is still there, where it reached a layer that isn't proved.
 
-        Args:
-            losses: [B].
-            wanted: what it is for.
-            retain_graph: as torch's. The graph also stays where a second backward may follow.
-            groups: takes the terms, to clip them group by group.
-            reached: an earlier pass over the graph was given up, for a gradient that reached what wasn't proved.
+        ``reached``: an earlier pass over the graph was given up, for a gradient that reached what wasn't proved.
         """
-        losses = losses if self.scale == 1.0 else losses * self.scale
         with in_our_words(), without_autocast(losses):
             uses = read_graph(losses, self.index)
             trained = self.index.trained()
             self._parameters = {id(parameter): parameter for _, parameter in trained}
             layout = self._grouping.lay_out(losses, uses, self.index, reached=reached)
-            calls, row_orders, watched = layout.calls, layout.row_orders, layout.watched
+            calls, watched = layout.calls, layout.watched
             self.is_open = not layout.proved
             if watched and is_traced():
                 raise UnsupportedModelError(f"no gradient has reached {self.index.layer(watched[0])} yet")
-            chosen = wanted.keep is Keep.CHOSEN
-            wanted = replace(wanted, keep=self._keep_of(wanted.keep, calls))
-            repeat = Repeat() if chosen and wanted.keep is Keep.SMALL and not retain_graph else None
-            hooked = any(call.has_saved_tensor_hooks for call in calls)
-            holds_graph = retain_graph or (chosen and (wanted.keep is Keep.SMALL or hooked))
-            parameter_bytes = sum([parameter.nbytes for _, parameter in trained])
-            room = room_for_small(calls, parameter_bytes, self._memory_budget)
+            chosen, keep = keep is Keep.CHOSEN, self._keep_of(keep, calls)
+            small = keep is Keep.SMALL
             collector = NormCollector(
-                losses, calls, row_orders, self._planner, trained, self.scale, wanted=wanted, groups=groups,
-                room=room, watched=watched,
+                losses, layout, self._planner, trained, self.scale,
+                keep=keep, room=self._room_for_small(calls) if small else 0, exact=exact,
             )  # fmt: skip
-            collector.holds_graph, collector.repeat = holds_graph, repeat
-            _expect_again(losses, calls, repeat)
-            first_pass(losses, calls, collector.receive, retain_graph=holds_graph or bool(watched))
+            hooked = any(call.has_saved_tensor_hooks for call in calls)
+            collector.holds_graph = retain_graph or (chosen and (small or hooked))
+            collector.repeat = Repeat() if chosen and small and not retain_graph else None
+            _expect_again(losses, calls, collector.repeat)
+            first_pass(losses, calls, collector.receive, retain_graph=collector.holds_graph or bool(watched))
             collector.finish()
             if watched:
                 if collector.reached():
                     return None
-                if not holds_graph:
+                if not collector.holds_graph:
                     free_graph(losses, calls)
-            if groups is not None:
-                groups.calls = calls
-                groups.finalize()
         self.choices = collector.choices
         return collector
 
@@ -152,28 +138,33 @@ class FirstPasses:
             return Keep.SMALL
         return keep
 
-    def measure(self, losses: Tensor, wanted: Wanted, *, retain_graph: bool) -> NormCollector:
-        """A first pass for norms alone; on a GPU once more, exactly, where a norm is not finite."""
-        once = may_sync(losses.device) if isinstance(losses, Tensor) else True
-        run = self.first_pass(losses, wanted, retain_graph=retain_graph or not once)
+    def _room_for_small(self, calls: Sequence[LayerCall]) -> int:
+        """Bytes that `Keep.SMALL` may take."""
+        parameter_bytes = sum([parameter.nbytes for parameter in self._parameters.values()])
+        room = int(SMALL_SHARE * sum([call.nbytes for call in calls])) + parameter_bytes
+        return room if self._memory_budget is None else min(room, self._memory_budget)
+
+    def measure(self, losses: Tensor, keep: Keep = Keep.NOTHING, *, retain_graph: bool) -> NormCollector:
+        """A first pass for norms; on a GPU once more, exactly, where a norm is not finite."""
+        once = not isinstance(losses, Tensor) or may_sync(losses.device)
+        run = self.first_pass(losses, keep, retain_graph=retain_graph or not once)
         if not once:
             if not all_finite(run.norms()):
-                run = self.first_pass(losses, replace(wanted, exact=True), retain_graph=True)
+                run = self.first_pass(losses, keep, retain_graph=True, exact=True)
             if not retain_graph:
-                self.free(losses, run.calls)
+                with in_our_words():
+                    free_graph(losses, run.calls)
         return run
 
-    def free(self, losses: Tensor, calls: Sequence[LayerCall]) -> None:
-        """Frees the graph behind ``losses``, that a first pass kept for another one."""
-        with in_our_words():
-            free_graph(losses, calls)
+    def rehearse(self, losses: Tensor) -> bool:
+        """Proves what a first pass would first; whether that showed layers that see no examples.
 
-    def rehearse(self, losses: Tensor) -> None:
-        """Proves of the graph behind ``losses`` what a first pass would first."""
-        check_losses(losses, self.scale)
-        losses = losses if self.scale == 1.0 else losses * self.scale
+        The graph behind ``losses`` is that of other examples, met to see just this.
+        """
+        losses, known = self._scaled(losses), self._grouping.constants
         with in_our_words(), without_autocast(losses):
             self._grouping.lay_out(losses, read_graph(losses, self.index), self.index, rehearsal=True)
+        return self._grouping.constants > known
 
     @contextmanager
     def forgetting(self) -> Iterator[None]:
@@ -184,42 +175,15 @@ class FirstPasses:
         finally:
             self._grouping = known
 
-    @property
-    def constants(self) -> int:
-        """How many uses of layers are known to see no examples."""
-        return self._grouping.constants
-
-    def group_pass(
-        self,
-        losses: Tensor,
-        policy: Groupwise,
-        given: dict[str, Tensor] | None,
-        finite: Tensor | None,
-        *,
-        exact: bool = False,
-    ) -> GroupSums:
-        """A first pass that clips on the way, by ``given`` weights or the policy's as norms come; keeps the graph."""
-        trained, partition = self.index.trained(), self.partition()
-        thresholds = policy.thresholds_of(dict.fromkeys(partition.values())) if isinstance(policy, Thresholds) else {}
-        bounds = {group: self.scale * threshold for group, threshold in thresholds.items()}
-        group_of = {id(parameter): partition[name] for name, parameter in trained}
-        sums = GroupSums(group_of, bounds, given, finite, norm_dtype(trained), self._planner)
-        self.first_pass(losses, Wanted(exact=exact), retain_graph=True, groups=sums)
-        return sums
-
-    def partition(self) -> dict[str, str]:
-        """{name of a trained parameter: group} under a group-wise policy; {} under another."""
+    def group_of(self) -> dict[int, str]:
+        """{id of a trained parameter: its group} under a group-wise policy; {} under another."""
         if not isinstance(self.clipping, Groupwise):
             return {}
-        names = [name for name, _ in self.index.trained()]
-        if names != self._names:
-            self._groups, self._names = self.clipping.partition(names), names
-        return self._groups
-
-    def _is_hooked(self) -> bool:
-        """Whether there are hooks on parameters, or processes that wait for each other's gradients."""
-        waited_for = is_distributed() and not self.reduced_apart
-        return waited_for or have_hooks([parameter for _, parameter in self.index.trained()])
+        trained = self.index.trained()
+        names = [name for name, _ in trained]
+        if names != list(self._partition):
+            self._partition = self.clipping.partition(names)
+        return {id(parameter): self._partition[name] for name, parameter in trained}
 
 
 def check_losses(losses: Tensor, scale: float) -> None:
@@ -260,19 +224,12 @@ def _expect_again(losses: Tensor, calls: list[LayerCall], repeat: Repeat | None)
 
 def bytes_to_keep(calls: Sequence[LayerCall]) -> int:
     """Estimate of what `Keep.ALL` takes beside inputs: of each call the smaller of both kinds of gradients."""
-    return sum([min(call.nbytes, _materialised_bytes(call)) for call in calls])
-
-
-def _materialised_bytes(call: LayerCall) -> int:
-    own = call.layer._parameters
-    size = sum([parameter.nbytes for name in call.parameters if (parameter := own[name]) is not None])
-    return call.shape[call.batch_dim] * size
-
-
-def room_for_small(calls: Sequence[LayerCall], parameter_bytes: int, budget: int | None) -> int:
-    """Bytes that `Keep.SMALL` may take."""
-    room = int(SMALL_SHARE * sum([call.nbytes for call in calls])) + parameter_bytes
-    return room if budget is None else min(room, budget)
+    found = 0
+    for call in calls:
+        own: Mapping[str, Any] = call.layer._parameters
+        materialised = call.shape[call.batch_dim] * sum([own[name].nbytes for name in call.parameters])
+        found += min(call.nbytes, materialised)
+    return found
 
 
 class in_our_words(AbstractContextManager[Any]):

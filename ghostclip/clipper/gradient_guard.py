@@ -11,39 +11,35 @@ from torch import Tensor, nn
 
 from ghostclip.errors import GradientLeakError
 
-__all__ = [
-    "GradientGuard",
-    "NarrowSums",
-    "add_sums",
-    "add_to_gradient",
-    "gradients_aside",
-    "have_hooks",
-    "is_distributed",
-]
+__all__ = ["GradientGuard", "gradients_aside", "have_hooks", "is_distributed"]
 
 
 class GradientGuard:
-    """Knows each p.grad it has seen filled, by identity and version, and refuses any other that isn't zero."""
+    """Knows each p.grad it has seen filled, by identity and version, and refuses any other that isn't zero.
+
+    Attributes:
+        excess: how much rounding adds to one example's share of clipped sums in p.grads narrower than float32. A
+            backward rounds its float32 sum to the parameter's type once, and adding it to what stands in p.grad rounds
+            once more. Each error is at most half a unit in the last place (eps / 2) of a sum of at most n gradients of
+            norm C. With and without one of n examples, k backwards leave p.grads that differ by at most C (1 + excess),
+            to first order, for an excess of k n eps; 0 where no p.grad is narrow.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self.excess = 0.0
+        self._backwards = self._examples = 0
 
-    def is_known(self, grad: Tensor) -> bool:
+    def _is_known(self, grad: Tensor) -> bool:
         """Whether ``grad`` is exactly what `remember` last saw, untouched since."""
         known = self._known.get(id(grad))
         return known is not None and known[0]() is grad and known[1] == grad._version
 
     def check(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Raises GradientLeakError when a p.grad holds anything but zeros that this guard doesn't know."""
-        strange = [
-            (name, parameter.grad)
-            for name, parameter in parameters
-            if parameter.grad is not None and not self.is_known(parameter.grad)
-        ]
-        if not strange:
-            return
-        for name, grad in strange:
-            if bool(torch.count_nonzero(grad)):
+        for name, parameter in parameters:
+            grad = parameter.grad
+            if grad is not None and not self._is_known(grad) and bool(torch.count_nonzero(grad)):
                 raise GradientLeakError(
                     f"the gradient of {name!r} was filled or changed by something other than per-example clipping (a "
                     "plain .backward(), an assignment, gradient clipping or scaling), so no example's part is bounded; "
@@ -57,32 +53,15 @@ class GradientGuard:
             if (grad := parameter.grad) is not None:
                 self._known[id(grad)] = (weakref.ref(grad), grad._version)
 
-
-class NarrowSums:
-    """How much rounding adds to one example's share of a clipped sum in p.grads narrower than float32.
-
-    A backward rounds its float32 sum to the parameter's type once, and adding it to what stands in p.grad rounds once
-    more. Each error is at most half a unit in the last place (eps / 2) of a sum of at most n gradients of norm C. With
-    and without one of n examples, k backwards leave p.grads that differ by at most C (1 + k n eps), to first order.
-
-    Attributes:
-        excess: k n eps for what stands in the p.grads; 0 where none is narrow.
-    """
-
-    def __init__(self) -> None:
-        self.excess = 0.0
-        self._backwards = self._examples = 0
-
-    def add(self, parameters: Iterable[tuple[str, nn.Parameter]], guard: GradientGuard, examples: int) -> None:
-        """Takes note of a backward to come, of so many examples; ``guard`` knows which p.grads are added to."""
+    def note_rounding(self, parameters: Iterable[tuple[str, nn.Parameter]], examples: int) -> None:
+        """Before a backward of so many examples: what rounding to narrow p.grads may add to an example's share."""
         narrow = [parameter for _, parameter in parameters if torch.finfo(parameter.dtype).bits < 32]
         if not narrow:
             return
-        if not any(parameter.grad is not None and guard.is_known(parameter.grad) for parameter in narrow):
+        if not any(parameter.grad is not None and self._is_known(parameter.grad) for parameter in narrow):
             self._backwards = self._examples = 0
         self._backwards, self._examples = self._backwards + 1, self._examples + examples
-        eps = max(torch.finfo(parameter.dtype).eps for parameter in narrow)
-        self.excess = self._backwards * self._examples * eps
+        self.excess = self._backwards * self._examples * max(torch.finfo(parameter.dtype).eps for parameter in narrow)
 
 
 def have_hooks(parameters: Iterable[nn.Parameter]) -> bool:
@@ -96,36 +75,13 @@ def is_distributed() -> bool:
 
 
 @contextmanager
-def gradients_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None]]:
-    """Yields a list that is filled with what comes to stand in the p.grads; what stood there is put back."""
-    before, found = [parameter.grad for parameter in parameters], list[Tensor | None]()
+def gradients_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Inside, the p.grads begin as None; afterwards what stood there is put back."""
+    before = [parameter.grad for parameter in parameters]
     try:
         for parameter in parameters:
             parameter.grad = None
-        yield found
-        found += [parameter.grad for parameter in parameters]
+        yield
     finally:
         for parameter, grad in zip(parameters, before, strict=True):
             parameter.grad = grad
-
-
-def add_sums(trained: Sequence[tuple[str, nn.Parameter]], sums: Sequence[Tensor | None]) -> None:
-    """Each parameter's sum, where it has one, added to its p.grad."""
-    for (_, parameter), total in zip(trained, sums, strict=True):
-        if total is not None:
-            add_to_gradient(parameter, None, total)
-
-
-def add_to_gradient(parameter: nn.Parameter, rows: tuple[int, int] | None, amount: Tensor) -> None:
-    """``amount`` added to p.grad, or to the given rows of it, in the parameter's dtype."""
-    if amount.dtype != parameter.dtype:
-        amount = amount.to(parameter.dtype)
-    if rows is None:
-        if parameter.grad is None:
-            parameter.grad = amount if amount.is_contiguous() else amount.contiguous()
-        else:
-            parameter.grad += amount
-        return
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    parameter.grad[slice(*rows)] += amount

@@ -1,17 +1,27 @@
-"""A forward that is tried again without a trace: random numbers, buffers, attributes and modes are put back."""
+"""A forward that is tried again without a trace, on the same batch or on one of more examples.
+
+A batch refused because a layer's rows may be examples or positions is met once more with another number of rows: a
+table read by position ids [T] gives [T, d], and so does a layer that folds T / B positions of each of B examples into
+its batch dimension. Where the graph doesn't tell which it is (`ghostclip.graph.shared.positions`), a forward on some
+other number of examples does: T stays what it was.
+"""
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = ["Replay"]
+from ghostclip.clipper.first_pass import FirstPasses
+
+__all__ = ["Replay", "leaves_of", "shows_at_another_size"]
 
 
 class Replay:
@@ -82,3 +92,37 @@ def _put_back(
     for buffer, value in buffers:
         if not torch.equal(buffer, value):
             buffer.copy_(value)
+
+
+def leaves_of(batch: Any) -> tuple[list[Tensor], Any, int] | None:
+    """(tensors, structure, number of examples) of a batch; None unless all leaves are tensors with B in dimension 0."""
+    leaves, structure = tree_flatten(batch)
+    if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
+        return None
+    examples = {leaf.shape[0] for leaf in leaves}
+    return (leaves, structure, examples.pop()) if len(examples) == 1 else None
+
+
+def shows_at_another_size(
+    passes: FirstPasses, model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any
+) -> bool:
+    """Whether a forward on more rows of a batch, its examples repeated, shows layers that see no examples.
+
+    Leaves no trace in the model and in random states but for what ``passes`` learnt.
+    """
+    found = leaves_of(batch)
+    if found is None or found[2] < 2:
+        return False
+    leaves, structure, examples = found
+    rows = torch.arange(_prime_above(examples)) % examples
+    repeated = tree_unflatten([leaf.detach()[rows.to(leaf.device)] for leaf in leaves], structure)
+    try:
+        with Replay(model).again(gradients=True):
+            return passes.rehearse(loss_fn(model, repeated))
+    except Exception:  # what refuses this batch, too, or a loss function that takes no other: the first error stands
+        return False
+
+
+def _prime_above(number: int) -> int:
+    """The smallest prime above a number: few tables and images have a multiple of it."""
+    return next(n for n in itertools.count(number + 1) if all(n % d for d in range(2, int(n**0.5) + 1)))

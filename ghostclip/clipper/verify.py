@@ -2,57 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ghostclip.clipper.gradient_guard import gradients_aside
+from ghostclip.clipper.replay import Replay
 from ghostclip.clipping import Groupwise, Policy
 from ghostclip.errors import VerificationError
 
-__all__ = ["compare_with_loop", "without_randomness"]
+if TYPE_CHECKING:
+    from ghostclip.clipper.clipper import GhostClipper
 
-
-class Clipper(Protocol):
-    """What is compared: norms and a backward, as `GhostClipper` has them."""
-
-    model: nn.Module
-
-    @property
-    def clipping(self) -> Policy | Groupwise:
-        """The policy."""
-
-    def norms(self, losses: Tensor, *, per: str | None = None, retain_graph: bool = False) -> Any:
-        """See `GhostClipper.norms`."""
-
-    def backward(self, losses: Tensor, *, retain_graph: bool = False) -> Any:
-        """See `GhostClipper.backward`."""
+__all__ = ["compare_with_loop"]
 
 
 def compare_with_loop(
-    clipper: Clipper, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any, tolerance: float | None
+    clipper: GhostClipper, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any, tolerance: float | None
 ) -> float:
     """Worst relative error of norms and clipped sums against one backward an example; see `GhostClipper.verify`."""
     model = clipper.model
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if tolerance is None:
         tolerance = 1e-9 if all(parameter.dtype == torch.float64 for parameter in trained.values()) else 1e-3
-    with without_randomness(model), gradients_aside(list(trained.values())):
+    # In eval mode, so that dropout doesn't differ between the batch and the single examples.
+    with Replay(model).again(gradients=True, training=False), gradients_aside(list(trained.values())):
         losses = loss_fn(model, batch)
         norms = clipper.norms(losses, per="parameter", retain_graph=True)
         result = clipper.backward(losses)
         sums = {name: _or_zeros(parameter.grad, parameter) for name, parameter in trained.items()}
         loop = [_single_gradients(model, loss_fn, batch, i, trained) for i in range(losses.shape[0])]
-    worst: dict[str, float] = {}
     whole = torch.stack([_norm(example.values()) for example in loop])
     weights = _weights(clipper.clipping, loop, whole)
-    totals = {name: _clipped_sum(weights[name], [example[name] for example in loop]) for name in trained}
+    totals = {
+        name: torch.stack([w * each[name].double() for w, each in zip(weights[name], loop, strict=True)]).sum(0)
+        for name in trained
+    }
     # A parameter whose gradient is zero but for rounding is not held against its own size, but against the whole's.
-    clipped = _norm(totals.values())
+    clipped, worst = _norm(totals.values()), dict[str, float]()
     for name, total in totals.items():
         expected = torch.stack([_norm([example[name]]) for example in loop])
         worst[name] = max(
@@ -76,20 +66,12 @@ def _weights(policy: Policy | Groupwise, loop: list[dict[str, Tensor]], whole: T
     if not isinstance(policy, Groupwise):
         return dict.fromkeys(names, policy.weights(whole))
     partition = policy.partition(names)
-    members: dict[str, list[str]] = {}
-    for name, group in partition.items():
-        members.setdefault(group, []).append(name)
     norms = {
-        group: torch.stack([_norm([example[name] for name in own]) for example in loop])
-        for group, own in members.items()
+        group: torch.stack([_norm([example[name] for name in names if partition[name] == group]) for example in loop])
+        for group in dict.fromkeys(partition.values())
     }
     weights = policy.weights(norms)
     return {name: weights[group] for name, group in partition.items()}
-
-
-def _clipped_sum(weights: Tensor, gradients: list[Tensor]) -> Tensor:
-    """``sum_i weights[i] gradients[i]`` in float64."""
-    return torch.stack([weight * each.double() for weight, each in zip(weights, gradients, strict=True)]).sum(0)
 
 
 def _first(norms: Any) -> Any:
@@ -118,15 +100,3 @@ def _relative(found: Tensor, expected: Tensor, scale: Tensor) -> float:
     """Largest deviation, relative to the expected value or a thousandth of ``scale``, whichever is larger."""
     floor = torch.maximum(expected.abs(), 1e-3 * scale).clamp_min(torch.finfo(torch.float64).tiny)
     return float(((found - expected).abs() / floor).max()) if found.numel() else 0.0
-
-
-@contextmanager
-def without_randomness(model: nn.Module) -> Iterator[None]:
-    """Eval mode, so that dropout doesn't differ between the batch and the single examples."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

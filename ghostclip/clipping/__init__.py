@@ -3,7 +3,7 @@
 from ghostclip.clipping.adaptive import Adaptive
 from ghostclip.clipping.choice import as_policy
 from ghostclip.clipping.groups import Grouped, Groupwise, PerLayer, Thresholds
-from ghostclip.clipping.policies import Automatic, Custom, Flat, Policy, flat_weights
+from ghostclip.clipping.policies import Automatic, Custom, Flat, Policy
 
 __all__ = [
     "Adaptive",
@@ -16,5 +16,4 @@ __all__ = [
     "Policy",
     "Thresholds",
     "as_policy",
-    "flat_weights",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ COUNT_NOISE_SHARE = 0.05
 MOST_CHANGE = 1e12
 
 
+@dataclass(eq=False)
 class Adaptive:
     """Flat clipping at ``max_norm``, which moves with each step of a `PrivacyEngine` towards a quantile of the norms.
 
@@ -33,37 +35,27 @@ class Adaptive:
     A `GhostClipper` alone clips at ``max_norm`` and never moves it, since a count without noise isn't private.
 
     Args:
-        max_norm: where it begins.
+        max_norm: where it begins; the attribute is what it is now.
         target_quantile: the share of norms that are to be at most ``max_norm``; in (0, 1).
         learning_rate: how fast it moves.
         count_noise: standard deviation of the noise on the count, in examples; None: a twentieth of the engine's
             ``batch_size``.
 
-    Attributes:
-        max_norm: as it is now.
-
     Raises:
         ValueError, TypeError: an argument is out of range.
     """
 
-    def __init__(
-        self,
-        max_norm: float,
-        target_quantile: float = 0.5,
-        learning_rate: float = 0.2,
-        count_noise: float | None = None,
-    ) -> None:
-        self.max_norm = positive(max_norm=max_norm)
-        self.target_quantile = open_fraction(target_quantile=target_quantile)
-        self.learning_rate = positive(learning_rate=learning_rate)
-        self.count_noise = None if count_noise is None else positive(count_noise=count_noise)
-        self._lowest, self._highest = self.max_norm / MOST_CHANGE, self.max_norm * MOST_CHANGE
+    max_norm: float
+    target_quantile: float = 0.5
+    learning_rate: float = 0.2
+    count_noise: float | None = None
 
-    def __repr__(self) -> str:
-        return (
-            f"Adaptive(max_norm={self.max_norm!r}, target_quantile={self.target_quantile!r}, "
-            f"learning_rate={self.learning_rate!r}, count_noise={self.count_noise!r})"
-        )
+    def __post_init__(self) -> None:
+        self.max_norm = positive(max_norm=self.max_norm)
+        self.target_quantile = open_fraction(target_quantile=self.target_quantile)
+        self.learning_rate = positive(learning_rate=self.learning_rate)
+        self.count_noise = None if self.count_noise is None else positive(count_noise=self.count_noise)
+        self._lowest, self._highest = self.max_norm / MOST_CHANGE, self.max_norm * MOST_CHANGE
 
     @property
     def sensitivity(self) -> float:

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ghostclip.clipping.policies import flat_weights
+from ghostclip.clipping.policies import checked_weights, flat_weights
 from ghostclip.norms.reduce import margin
-from ghostclip.validate import nonnegative, positive
+from ghostclip.validate import positive
 
 __all__ = ["CustomGroups", "Grouped", "Groupwise", "PerLayer", "Thresholds"]
 
@@ -35,20 +36,46 @@ class Groupwise(ABC):
 
     @abstractmethod
     def weights(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """{group: [B]} from {group: [B]}, for all groups at once."""
+        """{group: [B]} from {group: [B]}, for all groups of a partition at once."""
 
 
 class Thresholds(Groupwise):
-    """A policy whose groups don't wait for each other: ``v_i = min(1, c_k / ||g_i,k||)`` in group k."""
+    """A policy whose groups don't wait for each other: ``v_i = min(1, c_k / ||g_i,k||)`` in group k.
 
-    @abstractmethod
-    def thresholds_of(self, groups: Iterable[str]) -> dict[str, float]:
-        """{group: c_k} for the groups of a partition."""
+    Either ``thresholds`` are the c_k, or each of the groups has an equal share of ``max_norm``.
+    """
+
+    max_norm: Any
+    thresholds: Mapping[str, float] | None
+
+    @property
+    def sensitivity(self) -> float:
+        """``max_norm``, or the root of the sum of the squared thresholds."""
+        return self.max_norm if self.thresholds is None else math.hypot(*self.thresholds.values())
 
     def weights(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """{group: [B]} from {group: [B]}, for all groups of a partition."""
-        bounds = self.thresholds_of(norms)
+        bounds = self.thresholds
+        if bounds is None:
+            bounds = dict.fromkeys(norms, self.max_norm / math.sqrt(max(1, len(norms))))
         return {group: flat_weights(norm, bounds[group]) for group, norm in norms.items()}
+
+    def _check(self) -> None:
+        """Checks max_norm and thresholds, of which one may be given; 1.0 is the max_norm without both."""
+        if self.thresholds is None:
+            given = 1.0 if self.max_norm is None else self.max_norm
+            if isinstance(given, Mapping):
+                raise TypeError("max_norm must be a number; give {name: norm} as thresholds")
+            object.__setattr__(self, "max_norm", positive(max_norm=given))
+            return
+        if self.max_norm is not None:
+            raise ValueError(
+                "max_norm and thresholds exclude each other: thresholds bound one group each, max_norm all"
+            )
+        if not isinstance(self.thresholds, Mapping) or not self.thresholds:
+            raise TypeError(f"thresholds must be {{name: norm}}; got {self.thresholds!r}")
+        checked = {name: positive(**{f"thresholds[{name!r}]": value}) for name, value in self.thresholds.items()}
+        object.__setattr__(self, "thresholds", checked)
 
 
 @dataclass(frozen=True)
@@ -71,16 +98,7 @@ class PerLayer(Thresholds):
         if isinstance(self.max_norm, Mapping) and self.thresholds is None:
             object.__setattr__(self, "thresholds", self.max_norm)
             object.__setattr__(self, "max_norm", None)
-        _one_of_both(self)
-
-    @property
-    def _bound(self) -> float | None:
-        return None if isinstance(self.max_norm, Mapping) else self.max_norm
-
-    @property
-    def sensitivity(self) -> float:
-        """``max_norm``, or the root of the sum of the squared thresholds."""
-        return _sensitivity(self._bound, self.thresholds)
+        self._check()
 
     def partition(self, names: Sequence[str]) -> dict[str, str]:
         """{parameter name: name of its layer}."""
@@ -88,10 +106,6 @@ class PerLayer(Thresholds):
         if self.thresholds is not None:
             _same_names("layer", set(found.values()), set(self.thresholds))
         return found
-
-    def thresholds_of(self, groups: Iterable[str]) -> dict[str, float]:
-        """{layer: threshold}."""
-        return _shares(self._bound, self.thresholds, list(groups))
 
 
 @dataclass(frozen=True)
@@ -115,22 +129,13 @@ class Grouped(Thresholds):
 
     def __post_init__(self) -> None:
         check_groups(self.groups)
-        _one_of_both(self)
+        self._check()
         if self.thresholds is not None:
             _same_names("group", set(self.groups), set(self.thresholds))
-
-    @property
-    def sensitivity(self) -> float:
-        """``max_norm``, or the root of the sum of the squared thresholds."""
-        return _sensitivity(self.max_norm, self.thresholds)
 
     def partition(self, names: Sequence[str]) -> dict[str, str]:
         """{parameter name: group}."""
         return by_patterns(self.groups, names)
-
-    def thresholds_of(self, groups: Iterable[str]) -> dict[str, float]:
-        """{group: threshold}."""
-        return _shares(self.max_norm, self.thresholds, list(self.groups))
 
 
 @dataclass(frozen=True)
@@ -140,7 +145,7 @@ class CustomGroups(Groupwise):
     Args:
         function: {group: norms [B]} -> {group: weights [B]}; where the root of the sum over groups of
             (weight * norm)^2 passes ``bound`` for an example, all its weights are scaled down to it.
-        bound: the sensitivity.
+        bound: the sensitivity; both are checked by `Custom`.
         groups: as for `Grouped`.
     """
 
@@ -149,9 +154,6 @@ class CustomGroups(Groupwise):
     groups: Mapping[str, Sequence[str]]
 
     def __post_init__(self) -> None:
-        if not callable(self.function):
-            raise TypeError(f"function must map {{group: norms [B]}} to {{group: weights [B]}}; got {self.function!r}")
-        object.__setattr__(self, "bound", nonnegative(sensitivity=self.bound))
         check_groups(self.groups)
 
     @property
@@ -169,13 +171,7 @@ class CustomGroups(Groupwise):
         if not isinstance(given, Mapping) or set(given) != set(norms):
             got = sorted(given) if isinstance(given, Mapping) else type(given).__name__
             raise ValueError(f"function must return weights for the groups {sorted(norms)}; got {got}")
-        found = {}
-        for group, norm in norms.items():
-            weights = given[group]
-            if not isinstance(weights, Tensor) or weights.shape != norm.shape:
-                shape = list(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-                raise ValueError(f"function must return weights of shape {list(norm.shape)} for {group!r}; got {shape}")
-            found[group] = torch.nan_to_num(weights.to(norm.dtype), nan=0.0)
+        found = {group: checked_weights(given[group], norm, f" for {group!r}") for group, norm in norms.items()}
         # In float64: the products of large weights and norms must not overflow to inf, nor their squares.
         parts = torch.stack([found[group].double() * norm.double() for group, norm in norms.items()])
         whole = torch.linalg.vector_norm(parts, dim=0).clamp_min(torch.finfo(torch.float64).tiny)
@@ -213,36 +209,6 @@ def check_groups(groups: object) -> None:
             raise TypeError(f"groups must hold lists of name patterns; got {patterns!r} for {group!r}")
     if not groups or not all(groups.values()):
         raise ValueError(f"groups must name at least one pattern for each of at least one group; got {dict(groups)!r}")
-
-
-def _one_of_both(policy: PerLayer | Grouped) -> None:
-    """Checks max_norm and thresholds, of which one may be given; 1.0 is the max_norm without both."""
-    if policy.thresholds is None:
-        given = 1.0 if policy.max_norm is None else policy.max_norm
-        if isinstance(given, Mapping):
-            raise TypeError("max_norm must be a number; give {name: norm} as thresholds")
-        object.__setattr__(policy, "max_norm", positive(max_norm=given))
-        return
-    if policy.max_norm is not None:
-        raise ValueError("max_norm and thresholds exclude each other: thresholds bound one group each, max_norm all")
-    if not isinstance(policy.thresholds, Mapping) or not policy.thresholds:
-        raise TypeError(f"thresholds must be {{name: norm}}; got {policy.thresholds!r}")
-    checked = {name: positive(**{f"thresholds[{name!r}]": value}) for name, value in policy.thresholds.items()}
-    object.__setattr__(policy, "thresholds", checked)
-
-
-def _sensitivity(max_norm: float | None, thresholds: Mapping[str, float] | None) -> float:
-    if thresholds is not None:
-        return math.hypot(*thresholds.values())
-    assert max_norm is not None
-    return max_norm
-
-
-def _shares(max_norm: float | None, thresholds: Mapping[str, float] | None, groups: list[str]) -> dict[str, float]:
-    if thresholds is not None:
-        return dict(thresholds)
-    assert max_norm is not None
-    return dict.fromkeys(groups, max_norm / math.sqrt(max(1, len(groups))))
 
 
 def _same_names(kind: str, needed: set[str], given: set[str]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ghostclip.norms.reduce import bounded_weights, margin
 from ghostclip.validate import nonnegative, positive
 
-__all__ = ["Automatic", "Custom", "Flat", "Policy", "clamped", "flat_weights"]
+__all__ = ["Automatic", "Custom", "Flat", "Policy", "checked_weights", "clamped", "flat_weights"]
 
 
 @runtime_checkable
@@ -29,7 +29,7 @@ class Policy(Protocol):
 
 def flat_weights(norms: Tensor, max_norm: float) -> Tensor:
     """``min(1, max_norm / norms)``, [B], a few units in the last place low; 1 for a norm of zero."""
-    return bounded_weights(norms, [max_norm])
+    return bounded_weights(norms, max_norm)
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,14 @@ class Custom:
 
 def clamped(found: Any, norms: Tensor, sensitivity: float) -> Tensor:
     """The weights ``found`` [B], clamped to ``sensitivity / norms`` on both sides; ValueError on another shape."""
-    if not isinstance(found, Tensor) or found.shape != norms.shape:
-        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise ValueError(f"function must return weights of shape {list(norms.shape)}, one per example; got {shape}")
-    found = torch.nan_to_num(found.to(norms.dtype), nan=0.0)
+    found = checked_weights(found, norms, ", one per example")
     bound = (sensitivity * margin(norms.dtype)) / norms.clamp_min(torch.finfo(norms.dtype).tiny)
     return torch.minimum(torch.maximum(found, -bound), bound)
+
+
+def checked_weights(found: Any, norms: Tensor, of: str) -> Tensor:
+    """What a user's function returned for ``norms``, zero where it is NaN; ValueError for another shape than theirs."""
+    if not isinstance(found, Tensor) or found.shape != norms.shape:
+        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"function must return weights of shape {list(norms.shape)}{of}; got {shape}")
+    return torch.nan_to_num(found.to(norms.dtype), nan=0.0)

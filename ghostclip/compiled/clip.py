@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
-from ghostclip.clipper.batches import leaves_of
 from ghostclip.clipper.gradient_guard import have_hooks
-from ghostclip.clipper.replay import Replay
+from ghostclip.clipper.replay import Replay, leaves_of
 from ghostclip.clipper.second_pass import TwoPasses
 from ghostclip.compiled.region import Region, trace
 from ghostclip.compiled.signature import CompileRequest, ModelState, capacity_for, function_key, pad, settings_of
-from ghostclip.compiled.trace_friendly import Clipped, Groups, eager, learn, put_together, taken_apart, trace_friendly
+from ghostclip.compiled.trace_friendly import Clipped, Groups, eager, learn, taken_apart, trace_friendly
 from ghostclip.compiled.trial import TRIALS, Trial, difference, timed
 
 __all__ = [
     "TRIALS",
     "CompiledClip",
+    "GraphPlan",
     "LossFunction",
     "in_a_line",
     "random_numbers",
     "random_state",
     "rolled",
-    "same_random_numbers",
 ]
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -43,25 +42,46 @@ log = logging.getLogger("ghostclip")
 
 
 @dataclass
-class _Plan:
-    """One shape's graph, and how its trial goes.
+class GraphPlan:
+    """One key's graph, and how its trial goes.
 
     Attributes:
-        region: the graph; None where eager is to be used.
         kept: what the key was made of, so that no id in it is used again. Where there is no graph nothing is kept: who
             is taken for another by its id runs eagerly.
-        held: parameters and buffers, the graph's first inputs.
-        groups: how a `Clipped` is made of the graph's outputs.
-        present: for each trained parameter, whether it takes part.
+        held: parameters and buffers, the graph's first inputs; those that the graph writes come before.
+        region: the graph; None where eager is to be used.
+        groups: the names of the groups that norms and weights are of.
+        present: for each trained parameter, whether its sum is among the graph's outputs.
         trial: of graph and eager.
     """
 
-    region: Region | None
-    kept: list[Any]
-    held: list[Tensor]
+    kept: list[Any] = field(default_factory=list)
+    held: list[Tensor] = field(default_factory=list)
+    region: Region | None = None
     groups: Groups = (None, None)
     present: list[bool] = field(default_factory=list)
     trial: Trial = field(default_factory=Trial)
+
+    def run(self, asked: CompileRequest, written: Sequence[Tensor], others: Sequence[Tensor]) -> Clipped | None:
+        """The graph's result, without the rows that were padding; None when a norm or a loss isn't finite.
+
+        Args:
+            asked: the batch.
+            written: what the graph writes to, before all other inputs; only where all is finite.
+            others: inputs after the batch.
+        """
+        assert self.region is not None
+        fine, *found = self.region(*written, *self.held, *asked.leaves, *others)
+        if not math.isfinite(fine.item()):
+            return None
+        count = len(found) - sum(self.present)
+        vectors, sums = found[:count], iter(found[count:])
+        if asked.examples < len(vectors[0]):
+            vectors = [vector[: asked.examples] for vector in vectors]
+        losses, *rest = vectors
+        parts = iter(rest)
+        norms, weights = (next(parts) if names is None else {n: next(parts) for n in names} for names in self.groups)
+        return Clipped(losses, norms, weights, [next(sums) if there else None for there in self.present])
 
 
 @dataclass
@@ -87,7 +107,7 @@ class CompiledClip:
     graphs: int = 0
     seconds: float = 0.0
     refusals: list[str] = field(default_factory=list)
-    _plans: dict[tuple, _Plan] = field(default_factory=dict)
+    _plans: dict[tuple, GraphPlan] = field(default_factory=dict)
     _kept_rows: dict[tuple, Tensor] = field(default_factory=dict)
     _failures: int = 0
 
@@ -106,17 +126,19 @@ class CompiledClip:
         plan = self._plans.get(asked.key)
         if plan is None:
             result = self.eager(loss_fn, batch)
-            asked = self.ask_anew(asked)
+            # The forward may have made something that the model keeps.
+            asked = replace(asked, key=(*asked.key[:-1], self._state.key()))
             # A graph takes for granted what is proved of every layer, and so waits for gradients to have reached all.
             known = asked.key in self._plans or self.passes.is_open or self.gave_up
             if not known and self.may_have(len(self._plans)):
-                self._plans[asked.key] = self._compile(loss_fn, asked)
+                made = self.attempt(loss_fn, asked, self._graph)
+                self._plans |= {} if made is None else {asked.key: made}
             return result
         if plan.region is None:
             return self.eager(loss_fn, batch)
         if plan.trial.left:
             return self._try(plan, loss_fn, batch, asked)
-        return self._run(plan, asked) or self.eager(loss_fn, batch)
+        return plan.run(asked, (), [self.keep_rows(asked)]) or self.eager(loss_fn, batch)
 
     def eager(self, loss_fn: LossFunction, batch: Any) -> Clipped:
         """The same without compiling."""
@@ -136,11 +158,6 @@ class CompiledClip:
         key = (size, shapes, structure, function, policy, self._state.key())
         return CompileRequest(key, [pad(leaf.detach(), size) for leaf in leaves], structure, examples, kept)
 
-    def ask_anew(self, asked: CompileRequest) -> CompileRequest:
-        """The same after a forward, which may have made something that the model keeps."""
-        key = (*asked.key[:-1], self._state.key())
-        return CompileRequest(key, asked.leaves, asked.structure, asked.examples, asked.kept)
-
     @property
     def held(self) -> list[Tensor]:
         """The model's parameters and buffers."""
@@ -148,7 +165,7 @@ class CompiledClip:
 
     def leave(self, asked: CompileRequest) -> None:
         """From now on such batches are clipped eagerly: a graph of more than their passes was of no use."""
-        self._plans[asked.key] = _Plan(None, [], [])
+        self._plans[asked.key] = GraphPlan()
 
     def kept(self, asked: CompileRequest) -> list[Any]:
         """What the key was made of."""
@@ -195,67 +212,66 @@ class CompiledClip:
             )
         return learn(self.passes, losses, self.expected is not None)
 
-    def compiled(self, region: Region, what: str) -> None:
+    def compiled(self, region: Region, what: str) -> Region:
         """Counts a graph that was made."""
         self.graphs, self.seconds = self.graphs + 1, self.seconds + region.seconds
         log.info("compiled %s in %.1f s", what, region.seconds)
+        return region
 
     def refuse(self, reason: str) -> None:
         """Notes, and says, why something isn't compiled."""
         self.refusals.append(reason)
         log.warning("steps of this shape run without compiling: %s", reason)
 
-    def tried(self, reason: str | None) -> None:
-        """Notes that a graph was made, or says why not (``reason``)."""
-        self._failures = 0 if reason is None else self._failures + 1
-        if reason is not None:
-            self.refuse(reason + ("; no other is tried" if self.gave_up else ""))
+    def attempt(
+        self, loss_fn: LossFunction, asked: CompileRequest, graph: Callable[[LossFunction, CompileRequest], GraphPlan]
+    ) -> GraphPlan | None:
+        """The plan that ``graph`` makes, or one without a graph where that isn't possible; the model is as before.
 
-    def _compile(self, loss_fn: LossFunction, asked: CompileRequest) -> _Plan:
-        """A plan with a graph, or without one where that isn't possible; leaves no trace on the model."""
-        plan = _Plan(None, [], [])
+        None where it is too early: no gradient has reached some layer.
+        """
+        plan = GraphPlan()
         try:
             with Replay(self.model).again(gradients=True):
                 if (reason := self.obstacle(loss_fn, asked)) is None:
-                    plan = self._graph(loss_fn, asked)
+                    plan = graph(loss_fn, asked)
         except Exception as error:  # whatever the compiler stumbles over, the eager step is there
             reason = in_a_line(error)
-        self.tried(reason)
+        if self.passes.is_open:
+            return None
+        self._failures = 0 if reason is None else self._failures + 1
+        if reason is not None:
+            self.refuse(reason + ("; no other is tried" if self.gave_up else ""))
         return plan
 
-    def _graph(self, loss_fn: LossFunction, asked: CompileRequest) -> _Plan:
-        held, keep, plan = self.held, self.keep_rows(asked), _Plan(None, self.kept(asked), self.held)
+    def write_down(
+        self, plan: GraphPlan, loss_fn: LossFunction, asked: CompileRequest, leaves: Sequence[Tensor], keep: Tensor
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Forward and passes as a graph has them: all that `GraphPlan.run` reads but the clipped sums, and these."""
+        losses = loss_fn(self.model, tree_unflatten(list(leaves), asked.structure))
+        fine, result = trace_friendly(self.passes, losses, keep)
+        vectors, plan.groups = taken_apart(result)
+        return [fine, *vectors], result.sums
+
+    def _graph(self, loss_fn: LossFunction, asked: CompileRequest) -> GraphPlan:
+        held, keep, plan = self.held, self.keep_rows(asked), GraphPlan(self.kept(asked), self.held)
 
         def step(*inputs: Tensor) -> tuple[Tensor, ...]:
-            batch = tree_unflatten(list(inputs[len(held) : -1]), asked.structure)
-            fine, result = trace_friendly(self.passes, loss_fn(self.model, batch), inputs[-1])
-            vectors, plan.groups = taken_apart(result)
-            plan.present = [total is not None for total in result.sums]
-            outputs = [fine, *vectors, *(total for total in result.sums if total is not None)]
-            return tuple(output.detach() for output in outputs)
+            seen, sums = self.write_down(plan, loss_fn, asked, inputs[len(held) : -1], inputs[-1])
+            plan.present = [total is not None for total in sums]
+            return tuple(output.detach() for output in (*seen, *sums) if output is not None)
 
         inputs, others = ([*held, *leaves, keep] for leaves in (asked.leaves, rolled(asked)))
-        plan.region = Region(trace(step, inputs, others), inputs, len(held))
-        self.compiled(plan.region, f"a step for {len(keep)} rows")
+        region = Region(trace(step, inputs, others), inputs, len(held))
+        plan.region = self.compiled(region, f"a step for {len(keep)} rows")
         return plan
 
-    def _run(self, plan: _Plan, asked: CompileRequest) -> Clipped | None:
-        """The graph's result; None when an example isn't finite or a short cut of the graph didn't hold."""
-        assert plan.region is not None
-        fine, *rest = plan.region(*plan.held, *asked.leaves, self.keep_rows(asked))
-        if not math.isfinite(fine.item()):
-            return None
-        count = len(rest) - sum(plan.present)
-        values = iter(rest[count:])
-        sums = [next(values) if there else None for there in plan.present]
-        return put_together(rest[:count], plan.groups, asked.examples, sums)
-
-    def _try(self, plan: _Plan, loss_fn: LossFunction, batch: Any, asked: CompileRequest) -> Clipped:
+    def _try(self, plan: GraphPlan, loss_fn: LossFunction, batch: Any, asked: CompileRequest) -> Clipped:
         """Both ways on one batch from the same random numbers: compares their results, and their times."""
         before, reason = random_state(asked), None
         try:
-            with same_random_numbers(asked):
-                found, compiled = timed(lambda: self._run(plan, asked))
+            with random_numbers(asked, before):
+                found, compiled = timed(lambda: plan.run(asked, (), [self.keep_rows(asked)]))
         except Exception as failure:
             found, compiled, reason = None, float("inf"), in_a_line(failure)
         expected, taken = timed(lambda: self.eager(loss_fn, batch))
@@ -279,17 +295,11 @@ def in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
-def same_random_numbers(asked: CompileRequest) -> AbstractContextManager[None]:
-    """What comes after draws the same random numbers as what is inside."""
-    device = asked.leaves[0].device
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-
-
 @contextmanager
 def random_numbers(asked: CompileRequest, state: Tensor) -> Iterator[None]:
     """What is inside draws random numbers from a state that `random_state` gave; what comes after, as if it hadn't."""
-    with same_random_numbers(asked):
-        device = asked.leaves[0].device
+    device = asked.leaves[0].device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         if device.type == "cuda":
             torch.cuda.set_rng_state(state, device)
         else:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-__all__ = ["CompileRequest", "ModelState", "capacity_for", "function_key", "function_kind", "pad", "settings_of"]
+__all__ = ["CompileRequest", "ModelState", "capacity_for", "function_key", "pad", "settings_of"]
 
 # Values that are told by their types and what they print as.
 PLAIN = {bool, int, float, complex, str, bytes, type(None)}
@@ -183,32 +183,3 @@ def _part(value: Any, kept: list[Any], depth: int) -> Any:
 def settings_of(policy: Any, kept: list[Any]) -> tuple:
     """The numbers of a clipping policy, which a graph has built in; objects among them are added to ``kept``."""
     return (type(policy), *[_part(each, kept, DEPTH) for each in getattr(policy, "__dict__", {}).items()])
-
-
-def function_kind(function: Any, depth: int = 3) -> tuple:
-    """What a loss function has in common with itself as it is made anew for each batch: its code, and settings in it.
-
-    What was found out of one holds for all of its kind. Of data, nothing is remembered but its type.
-    """
-    if isinstance(function, functools.partial):
-        given = [*function.args, *function.keywords.items()]
-        return (*function_kind(function.func, depth), *(_setting(each, depth) for each in given))
-    code = getattr(function, "__code__", None)
-    if code is None:
-        settings = getattr(function, "__dict__", {}).values()
-        name = getattr(function, "__qualname__", None)  # of what is written in C
-        return (type(function), name, *(_setting(value, depth) for value in settings))
-    values = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
-    values += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    return (code, *(_setting(value, depth) for value in values))
-
-
-def _setting(value: Any, depth: int) -> Any:
-    """A plain value or a class itself, what another callable has in it in turn, and the type of anything else."""
-    if isinstance(value, tuple):
-        return tuple([_setting(each, depth) for each in value])
-    if type(value) in PLAIN:
-        return type(value), repr(value)
-    if isinstance(value, type):
-        return value
-    return function_kind(value, depth - 1) if depth and callable(value) else type(value)

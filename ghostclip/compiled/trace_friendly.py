@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from ghostclip.clipper.collector import Keep, Wanted, norm_dtype
+from ghostclip.clipper.collector import Keep, norm_dtype
+from ghostclip.clipper.gradient_guard import gradients_aside
 from ghostclip.clipper.second_pass import TwoPasses
-from ghostclip.clipping import Automatic, Flat, Groupwise, Thresholds
+from ghostclip.clipping import Automatic, Flat, Thresholds
 from ghostclip.graph.reader import AT_LEAST_FLOAT32, read_graph
 
-__all__ = ["Clipped", "Groups", "eager", "learn", "put_together", "taken_apart", "trace_friendly"]
+__all__ = ["Clipped", "Groups", "eager", "learn", "taken_apart", "trace_friendly"]
 
 # The names of the groups that norms and weights are of; None for a policy without groups.
 Groups = tuple[list[str] | None, list[str] | None]
@@ -36,7 +38,7 @@ class Clipped:
 
 
 def taken_apart(result: Clipped) -> tuple[list[Tensor], Groups]:
-    """Losses, norms and weights as one list, and how to `put_together` what a graph makes of them."""
+    """Losses, norms and weights as one list, and the groups of what a graph makes of them."""
     both = (result.norms, result.weights)
     vectors = [result.losses]
     for part in both:
@@ -45,43 +47,25 @@ def taken_apart(result: Clipped) -> tuple[list[Tensor], Groups]:
     return vectors, (norms, weights)
 
 
-def put_together(vectors: list[Tensor], groups: Groups, examples: int, sums: list[Tensor | None]) -> Clipped:
-    """The result without the rows that were padding."""
-    if examples < len(vectors[0]):
-        vectors = [vector[:examples] for vector in vectors]
-    losses, *rest = vectors
-    parts = iter(rest)
-    norms, weights = (next(parts) if names is None else {name: next(parts) for name in names} for names in groups)
-    return Clipped(losses, norms, weights, sums)
-
-
 def eager(passes: TwoPasses, losses: Tensor) -> Clipped:
     """Both passes, the sums apart from p.grad: what a compiled graph is held against."""
     parameters = [parameter for _, parameter in passes.index.trained()]
-    stashed = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    try:
+    with gradients_aside(parameters):
         norms, weights = passes.clip(losses, retain_graph=False)
         return Clipped(losses.detach(), norms, weights, [parameter.grad for parameter in parameters])
-    finally:
-        for parameter, grad in zip(parameters, stashed, strict=True):
-            parameter.grad = grad
 
 
 def learn(passes: TwoPasses, losses: Tensor, padded: bool) -> str | None:
     """Measures strategies and proves the grouping, so that a graph may take them for granted; else why it can't."""
     if padded and not isinstance(passes.clipping, (Flat, Automatic, Thresholds)):
         return f"{type(passes.clipping).__name__} may look at all norms at once, and batches are padded"
-    if isinstance(passes.clipping, Groupwise) and not isinstance(passes.clipping, Thresholds):
-        return f"{type(passes.clipping).__name__} waits for the norms of all groups, whose gradients a graph can't keep"
     uses = read_graph(losses, passes.index)
     if uses.reorders:
         return "its forward may order examples differently from batch to batch, which is proved anew for each"
     if any(parameter.dtype not in AT_LEAST_FLOAT32 for _, parameter in passes.index.trained()):
         return "sums of parameters narrower than float32 are gathered in float32, which a graph doesn't do"
-    run = passes.first_pass(losses, Wanted(Keep.ALL), retain_graph=False)
-    if not run.keeps_all:
+    run = passes.first_pass(losses, Keep.ALL, retain_graph=False)
+    if run.unkept_calls():
         return "its graph keeps all gradients that it measures, and the memory budget or checkpointing forbids that"
     return "no gradient has reached some layer so far" if passes.is_open else None
 
@@ -99,23 +83,12 @@ def trace_friendly(passes: TwoPasses, losses: Tensor, keep: Tensor) -> tuple[Ten
     trained = passes.index.trained()
     keep = keep.to(norm_dtype(trained))
     totals: dict[int, Tensor] = {}
-    norms: Any
-    weights: Any
-    policy = passes.clipping
-    if isinstance(policy, Thresholds):
-        sums = passes.group_pass(losses, policy, None, keep > 0)
-        groups = dict.fromkeys(passes.partition().values())
-        norms = {group: sums.norms.get(group, torch.zeros_like(keep)) for group in groups}
-        weights = {group: sums.weights.get(group, keep) for group in groups}
-        whole, parts = torch.stack(list(norms.values())).sum(0), sums.pop()
-    else:
-        assert not isinstance(policy, Groupwise)
-        # Whatever the second pass is, sums are formed of the gradients that were measured.
-        run = passes.first_pass(losses, Wanted(Keep.ALL), retain_graph=False)
-        norms, bounds = run.norms_and_bounds()
-        weights, whole = policy.weights(bounds) * keep, norms
-        parts = run.weighted_sums(weights, None)
-    for (owner, rows), amount in parts:
+    # Whatever the second pass is, sums are formed of the gradients that were measured.
+    run = passes.first_pass(losses, Keep.ALL, retain_graph=False)
+    norms, bounds = passes.norms_and_bounds(run)
+    weights = tree_map(lambda each: each * keep, passes.clipping.weights(bounds))
+    whole = torch.stack(list(norms.values())).sum(0) if isinstance(norms, dict) else norms
+    for (owner, rows), amount in passes.weighted_sums(losses, weights, run):
         parameter = next(p for _, p in trained if id(p) == owner)
         amount = amount.to(parameter.dtype)
         if rows is not None:

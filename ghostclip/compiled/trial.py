@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter as clock
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -76,24 +76,20 @@ def difference(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]
     """The norm of the difference of all tensors as a share of the norm of the expected ones."""
     if [tensor is None for tensor in found] != [tensor is None for tensor in expected]:
         return float("inf")
-    pairs = [(one.double(), other.double()) for one, other in zip(found, expected, strict=True)
-             if one is not None and other is not None]  # fmt: skip
-    if not pairs:
-        return 0.0
-    off = torch.stack([(one - other).norm() for one, other in pairs]).norm()
-    size = torch.stack([other.norm() for _, other in pairs]).norm()
-    return float(off / size) if float(size) else float(off)
+    here, there = ([tensor for tensor in some if tensor is not None] for some in (found, expected))
+    off, size = movement(here, there), movement(there)
+    return off / size if size else off
 
 
 @torch.no_grad()
-def movement(after: Sequence[Tensor], before: Sequence[Tensor]) -> float:
-    """The norm of all that changed."""
+def movement(after: Sequence[Tensor], before: Sequence[Tensor] | None = None) -> float:
+    """The norm of all that changed; None: since all was zero."""
     if not after:
         return 0.0
-    return float(torch.stack([(a.double() - b.double()).norm() for a, b in zip(after, before, strict=True)]).norm())
+    origin: Sequence[Any] = [0.0] * len(after) if before is None else before
+    return float(torch.stack([(a.double() - b).norm() for a, b in zip(after, origin, strict=True)]).norm())
 
 
-@torch.no_grad()
 def drift(found: Sequence[Tensor], expected: Sequence[Tensor], moved: float, *, amplified: bool = False) -> float:
     """The norm of the difference of two updates as a share of an update's own, rounding of the values allowed for.
 
@@ -104,8 +100,6 @@ def drift(found: Sequence[Tensor], expected: Sequence[Tensor], moved: float, *, 
     """
     if not found:
         return 0.0
-    rounding = (
-        4 * torch.finfo(found[0].dtype).eps * movement(expected, [torch.zeros_like(tensor) for tensor in expected])
-    )
+    rounding = 4 * torch.finfo(found[0].dtype).eps * movement(expected)
     off = movement(found, expected) - rounding - (AMPLIFIED * moved if amplified else 0.0)
     return 0.0 if off <= 0 else off / moved if moved else float("inf")

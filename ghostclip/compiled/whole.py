@@ -1,154 +1,142 @@
-"""A whole step as one graph: forward, passes, weights, noise and update of a logical batch that comes in one piece.
+"""Graphs that take a step: a whole one, from the forward to the update, or noise and update of sums that are there.
 
-Nothing leaves the graph but losses, norms and weights; parameters and the optimizer's state are written in place, and
-only where all norms and losses are finite.
+A whole one is for a logical batch that comes in one piece. Nothing leaves it but losses, norms and weights; parameters
+and the optimizer's state are written in place, and only where all norms and losses are finite. The other is for batches
+in several pieces, or in none, and where the passes are not compiled: the optimizer's many small operations become one.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_unflatten
 
-from ghostclip.clipper.replay import Replay
-from ghostclip.compiled.clip import CompiledClip, LossFunction, in_a_line, rolled
+from ghostclip.compiled.clip import CompiledClip, GraphPlan, LossFunction, in_a_line, rolled
 from ghostclip.compiled.region import Region, trace, write_back
 from ghostclip.compiled.signature import CompileRequest
-from ghostclip.compiled.trace_friendly import Clipped, Groups, put_together, taken_apart, trace_friendly
-from ghostclip.compiled.trial import Trial
 from ghostclip.compiled.update import Update
 
-__all__ = ["CompiledStep", "WholeStep"]
-
-
-@dataclass
-class WholeStep:
-    """One shape's graph of a whole step.
-
-    Attributes:
-        region: the graph; None where steps are taken apart.
-        kept: what the key was made of, so that no id in it is used again.
-        others: parameters and buffers that the update doesn't write.
-        groups: how a `Clipped` is made of the graph's outputs.
-        trial: of graph and eager.
-    """
-
-    region: Region | None
-    kept: list[Any]
-    others: list[Tensor]
-    groups: Groups = (None, None)
-    trial: Trial = field(default_factory=Trial)
-
-    def run(
-        self, asked: CompileRequest, keep: Tensor, written: list[Tensor], noise: Tensor, numbers: Tensor
-    ) -> Clipped | None:
-        """Takes the step, on ``written``; None, and nothing was written, when a norm or a loss isn't finite.
-
-        Args:
-            asked: the batch.
-            keep: 1 for rows that are examples, 0 for padding.
-            written: `Update.written`, or copies of it.
-            noise: one number for each of the update's, of the standard deviation it has after the division.
-            numbers: `Update.numbers`.
-        """
-        assert self.region is not None
-        fine, *vectors = self.region(*written, *self.others, *asked.leaves, keep, noise, numbers)
-        if not math.isfinite(fine.item()):
-            return None
-        return put_together(vectors, self.groups, asked.examples, [])
+__all__ = ["CompiledStep"]
 
 
 class CompiledStep:
-    """Makes and keeps the graphs of whole steps.
+    """Makes and keeps the graphs that take a step, whole or from the sums on.
 
     Args:
         clip: whose model, passes, padding and records these are; where a whole step can't be compiled or isn't faster,
             it isn't tried for the passes alone.
+
+    Attributes:
+        whole, releases: the plans of both kinds, by what they hold for.
     """
 
     def __init__(self, clip: CompiledClip) -> None:
         self._clip = clip
-        self._plans: dict[tuple, WholeStep] = {}
+        self.whole: dict[tuple, GraphPlan] = {}
+        self.releases: dict[tuple, GraphPlan] = {}
 
     def find(
         self, loss_fn: LossFunction, batch: Any, update: Update, noise: Tensor
-    ) -> tuple[WholeStep, CompileRequest] | None:
-        """The graph for this batch and update, compiled if it is the first of its kind; None to go another way.
+    ) -> tuple[GraphPlan, CompileRequest] | None:
+        """The graph of a whole step for this batch, compiled if it is the first of its kind; None to go another way.
 
         Args:
             loss_fn: (model, batch) -> losses [B].
             batch: what it takes.
             update: the optimizer's step.
-            noise: of the shape and type that `WholeStep.run` will be given.
+            noise: of the shape and type that the graph will be given: one number for each of the update's, of the
+                standard deviation it has after the division.
         """
-        passes = self._clip.passes
-        if passes.is_open or (asked := self._clip.ask(loss_fn, batch)) is None:
+        clip = self._clip
+        if clip.passes.is_open or (asked := clip.ask(loss_fn, batch)) is None:
             return None
         key = (asked.key, update.key)
-        if key not in self._plans and not self._clip.gave_up and self._clip.may_have(len(self._plans)):
-            made = self._compile(loss_fn, asked, update, noise)
-            if passes.is_open:
+        if key not in self.whole and not clip.gave_up and clip.may_have(len(self.whole)):
+            made = clip.attempt(loss_fn, asked, partial(self._whole_graph, update, noise))
+            if made is None:
                 return None
-            self._plans[key] = made
-        plan = self._plans.get(key)
+            if made.region is None:
+                clip.leave(asked)
+            self.whole[key] = made
+        plan = self.whole.get(key)
         return None if plan is None or plan.region is None else (plan, asked)
 
-    def refuse(self, plan: WholeStep, asked: CompileRequest, reason: str) -> None:
-        """The graph is not used any more, nor one of the passes alone tried."""
+    def find_release(self, update: Update, sums: list[Tensor], noise: Tensor) -> GraphPlan | None:
+        """The graph of noise and update, compiled if it is the first of its kind; None to leave it to the optimizer.
+
+        Args:
+            update: the optimizer's step.
+            sums: the clipped sum of each parameter; not changed.
+            noise: as for `find`.
+        """
+        if any(total.stride() != p.stride() for total, p in zip(sums, update.parameters, strict=True)):
+            return None
+        key = update.key
+        if key not in self.releases and self._clip.may_have(len(self.releases)):
+            plan = self.releases[key] = GraphPlan(list(update.parameters))
+            try:
+                plan.region = self._release_graph(update, sums, noise)
+            except Exception as error:  # whatever the compiler stumbles over, the optimizer is there
+                self.refuse(plan, in_a_line(error))
+        found = self.releases.get(key)
+        return None if found is None or found.region is None else found
+
+    def refuse(self, plan: GraphPlan, reason: str, asked: CompileRequest | None = None) -> None:
+        """The graph is not used any more, nor one tried of the passes alone for the batch of a whole step."""
         plan.region, plan.kept = None, []
-        self._clip.leave(asked)
-        self._clip.refuse(reason)
-
-    def _compile(self, loss_fn: LossFunction, asked: CompileRequest, update: Update, noise: Tensor) -> WholeStep:
-        plan = WholeStep(None, [*self._clip.kept(asked), *update.parameters], [])
-        try:
-            with Replay(self._clip.model).again(gradients=True):
-                if (reason := self._clip.obstacle(loss_fn, asked)) is None:
-                    self._graph(plan, loss_fn, asked, update, noise)
-        except Exception as error:  # whatever the compiler stumbles over, the eager step is there
-            reason = in_a_line(error)
-        if self._clip.passes.is_open:
-            return plan
-        if reason is not None:
-            plan.kept = []
+        if asked is not None:
             self._clip.leave(asked)
-        self._clip.tried(reason)
-        return plan
+        self._clip.refuse(reason if asked is not None else f"the update by itself: {reason}")
 
-    def _graph(
-        self, plan: WholeStep, loss_fn: LossFunction, asked: CompileRequest, update: Update, noise: Tensor
-    ) -> None:
-        clip, written = self._clip, update.written
-        ids = set(map(id, written))
-        plan.others = [tensor for tensor in clip.held if id(tensor) not in ids]
-        start = len(written) + len(plan.others)
+    def _whole_graph(self, update: Update, noise: Tensor, loss_fn: LossFunction, asked: CompileRequest) -> GraphPlan:
+        clip, count = self._clip, len(update.written)
+        ids = set(map(id, update.written))
+        held = [tensor for tensor in clip.held if id(tensor) not in ids]
+        plan = GraphPlan([*clip.kept(asked), *update.parameters], held)
         trained = [id(parameter) for _, parameter in clip.passes.index.trained()]
 
         def step(*inputs: Tensor) -> tuple[Tensor, ...]:
-            *leaves, keep, noise, numbers = inputs[start:]
-            fine, result = trace_friendly(
-                clip.passes, loss_fn(clip.model, tree_unflatten(leaves, asked.structure)), keep
-            )
-            vectors, plan.groups = taken_apart(result)
-            totals = dict(zip(trained, result.sums, strict=True))
-            before = [tensor.detach() for tensor in inputs[: len(written)]]
-            sums = [totals.get(id(parameter)) for parameter in update.parameters]
-            after = update.formula(sums, noise, numbers, before)
-            finite = torch.isfinite(fine)
+            *leaves, keep, noise, numbers = inputs[count + len(held) :]
+            seen, totals = clip.write_down(plan, loss_fn, asked, leaves, keep)
+            known = dict(zip(trained, totals, strict=True))
+            before = [tensor.detach() for tensor in inputs[:count]]
+            after = update.formula([known.get(id(p)) for p in update.parameters], noise, numbers, before)
+            finite = torch.isfinite(seen[0])
             after = [torch.where(finite, new, old) for new, old in zip(after, before, strict=True)]
-            return tuple(output.detach() for output in (fine, *vectors, *after))
+            return tuple(output.detach() for output in (*seen, *after))
 
         keep, numbers = clip.keep_rows(asked), update.numbers(1.0)
-        inputs, others = (
-            [*written, *plan.others, *leaves, keep, noise, numbers] for leaves in (asked.leaves, rolled(asked))
-        )
-        graph = trace(step, inputs, others)
+        inputs, others = ([*held, *leaves, keep, noise, numbers] for leaves in (asked.leaves, rolled(asked)))
+        plan.region = self._region(step, update, inputs, others, len(held), f"a whole step for {len(keep)} rows")
+        return plan
+
+    @torch.no_grad()
+    def _release_graph(self, update: Update, sums: list[Tensor], noise: Tensor) -> Region:
+        count = len(update.written)
+
+        def step(*inputs: Tensor) -> tuple[Tensor, ...]:
+            *sums, noise, numbers = inputs[count:]
+            return tuple(update.formula(sums, noise, numbers, inputs[:count]))
+
+        inputs = [*sums, noise, update.numbers(1.0)]
+        return self._region(step, update, inputs, inputs, 0, f"an update of {update.size} numbers")
+
+    def _region(
+        self,
+        step: Callable[..., tuple[Tensor, ...]],
+        update: Update,
+        inputs: Sequence[Tensor],
+        others: Sequence[Tensor],
+        held: int,
+        what: str,
+    ) -> Region:
+        """The graph of a step that writes to `Update.written`, its first inputs; ``held`` of the next ones last too."""
+        written = update.written
+        graph = trace(step, [*written, *inputs], [*written, *others])
         write_back(graph, len(written))
         # Compiling runs the graph once, which is not to be a step.
         copies = [tensor.detach().clone() for tensor in written]
-        plan.region = Region(graph, [*copies, *inputs[len(written) :]], start)
-        clip.compiled(plan.region, f"a whole step for {len(keep)} rows")
+        return self._clip.compiled(Region(graph, [*copies, *inputs], len(written) + held), what)

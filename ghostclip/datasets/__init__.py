@@ -1,33 +1,20 @@
-"""Data sets: one file per format, each with a train and a test part; nothing is ever downloaded."""
+"""Data sets, each with a train and a test part; nothing is ever downloaded."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ghostclip.datasets.adult import adult
 from ghostclip.datasets.base import Data, DataError
-from ghostclip.datasets.cifar10 import cifar10
-from ghostclip.datasets.digits import digits
-from ghostclip.datasets.idx import fashion_mnist, mnist
-from ghostclip.datasets.images import images
+from ghostclip.datasets.images import cifar10, digits, images, mnist
 from ghostclip.datasets.imdb import imdb
 from ghostclip.validate import one_of
 
-__all__ = [
-    "NAMES",
-    "Data",
-    "DataError",
-    "adult",
-    "cifar10",
-    "digits",
-    "fashion_mnist",
-    "images",
-    "imdb",
-    "load",
-    "mnist",
-]
+__all__ = ["NAMES", "Data", "DataError", "digits", "imdb", "load"]
 
-_IN_FOLDERS = {
+_IN_FOLDERS: dict[str, Callable[[str | Path | None], Data]] = {
     "mnist": mnist,
-    "fashion-mnist": fashion_mnist,
+    "fashion-mnist": partial(mnist, name="fashion-mnist"),
     "cifar10": cifar10,
     "adult": adult,
     "images": images,

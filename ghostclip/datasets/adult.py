@@ -21,18 +21,13 @@ MISSING = "?"
 LABELS = {"<=50K": 0, ">50K": 1}
 
 
-def _over(constant: float) -> Callable[[float], float]:
-    """Scaling by a public constant."""
-    return lambda value: value / constant
-
-
 def _log_over(constant: float) -> Callable[[float], float]:
     """Logarithmic scaling, for amounts of money that are mostly 0; ``constant`` maps to 1."""
     return lambda value: math.log1p(max(value, 0.0)) / math.log1p(constant)
 
 
 COLUMNS: dict[str, Callable[[float], float] | tuple[str, ...]] = {
-    "age": _over(100),
+    "age": lambda value: value / 100,
     "workclass": (
         "Private", "Self-emp-not-inc", "Self-emp-inc", "Federal-gov", "Local-gov", "State-gov", "Without-pay",
         "Never-worked",
@@ -42,7 +37,7 @@ COLUMNS: dict[str, Callable[[float], float] | tuple[str, ...]] = {
         "Bachelors", "Some-college", "11th", "HS-grad", "Prof-school", "Assoc-acdm", "Assoc-voc", "9th", "7th-8th",
         "12th", "Masters", "1st-4th", "10th", "Doctorate", "5th-6th", "Preschool",
     ),
-    "education-num": _over(16),
+    "education-num": lambda value: value / 16,
     "marital-status": (
         "Married-civ-spouse", "Divorced", "Never-married", "Separated", "Widowed", "Married-spouse-absent",
         "Married-AF-spouse",
@@ -57,7 +52,7 @@ COLUMNS: dict[str, Callable[[float], float] | tuple[str, ...]] = {
     "sex": ("Female", "Male"),
     "capital-gain": _log_over(100_000),
     "capital-loss": _log_over(5_000),
-    "hours-per-week": _over(100),
+    "hours-per-week": lambda value: value / 100,
     "native-country": (
         "United-States", "Cambodia", "England", "Puerto-Rico", "Canada", "Germany", "Outlying-US(Guam-USVI-etc)",
         "India", "Japan", "Greece", "South", "China", "Cuba", "Iran", "Honduras", "Philippines", "Italy", "Poland",

@@ -5,12 +5,11 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch.utils.data import TensorDataset
 
 from ghostclip.errors import GhostClipError
 
-__all__ = ["Data", "DataError", "folder_of", "label_tensor", "read_bytes", "read_text"]
+__all__ = ["Data", "DataError", "folder_of", "read_bytes", "read_text"]
 
 
 class DataError(GhostClipError, ValueError):
@@ -71,15 +70,3 @@ def read_text(path: Path, expected: str) -> str:
         return read_bytes(path, expected).decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text (byte {error.start}); expected {expected}") from None
-
-
-def label_tensor(labels: bytes, classes: int, path: Path) -> torch.Tensor:
-    """Labels ``[N]`` int64 from one byte each, checked to be in ``0 .. classes - 1``."""
-    tensor = torch.frombuffer(bytearray(labels), dtype=torch.uint8).long()
-    if len(tensor) and int(tensor.max()) >= classes:
-        example = int(tensor.argmax())
-        raise DataError(
-            f"{path}: label {int(tensor.max())} of example {example} is not in 0..{classes - 1}; "
-            "the file is damaged or of another format"
-        )
-    return tensor

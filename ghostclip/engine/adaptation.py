@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor
 
 from ghostclip.clipping import Adaptive
 from ghostclip.events import Event, JointGaussian
-from ghostclip.noise import Noise
 from ghostclip.sampling import LogicalBatches
 
 __all__ = ["Adaptation", "step_event"]
@@ -53,13 +53,13 @@ class Adaptation:
         found = self._policy.count(norms.detach())
         self._count = found if self._count is None else self._count + found
 
-    def release(self, sums: list[Tensor], std: float, noise: Noise) -> list[Tensor]:
+    def release(self, sums: list[Tensor], std: float, release: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
         """The private gradients of ``sums``; the count goes with them in the same draw, and the norm moves.
 
         Args:
             sums: clipped, as `Noise.release` takes them.
             std: of the noise on them; 0: none, on the count too.
-            noise: where it comes from.
+            release: adds it, and divides by the batch size.
         """
         # On the scale of the sums, so that one standard deviation fits all.
         scale = std / self._noise if std else 1.0
@@ -68,6 +68,6 @@ class Adaptation:
         if self._count is not None:
             count += (self._count * scale).to(count)
         self._count = None
-        *private, released = noise.release([*sums, count], std, self._batch_size)
+        *private, released = release([*sums, count])
         self._policy.update(released.item() / scale + 0.5)
         return private

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -61,14 +61,15 @@ class BatchRows:
         self._own_kind = isinstance(batch, MutableMapping) and not isinstance(batch, dict)
         plain = dict(batch) if self._own_kind else batch
         self._leaves, self._structure = tree_flatten(plain, is_leaf=lambda node: isinstance(node, PackedSequence))
-        places = [place for place, leaf in enumerate(self._leaves) if _is_dense(leaf)]
-        dims = known.see([self._leaves[place] for place in places], rows)
-        found = [(p, d) for p, d in zip(places, dims, strict=True) if d and (all(dims) or _is_real(self._leaves[p]))]
-        self._dims = dict(found)
+        dense = {place: leaf for place, leaf in enumerate(self._leaves) if _is_dense(leaf)}
+        dims = known.see([*dense.values()], rows)
+        floats = [leaf.is_floating_point() or leaf.is_complex() for leaf in dense.values()]
+        found = zip(dense, dims, floats, strict=True)
+        self._dims = {place: own for place, own, real in found if own and (all(dims) or real)}
         self.swappable = bool(self._dims)
-        self.choices = max([len(dims) for dims in self._dims.values()], default=0)
-        others = [leaf for place, leaf in enumerate(self._leaves) if place not in self._dims]
-        self.divisible = self.swappable and all(leaf is None for leaf in others)
+        self.choices = max([len(own) for own in self._dims.values()], default=0)
+        kept = [leaf for place, leaf in enumerate(self._leaves) if place not in self._dims]
+        self.divisible = self.swappable and all(leaf is None for leaf in kept)
 
     def taken(self, index: Tensor, choice: int = 0) -> Any:
         """The batch with the rows ``index``, along one or another of the dimensions that may be the examples'."""
@@ -76,10 +77,9 @@ class BatchRows:
         for place, dims in self._dims.items():
             leaf = leaves[place].detach()
             leaves[place] = leaf.index_select(dims[min(choice, len(dims) - 1)], index.to(leaf.device))
-        taken = tree_unflatten(leaves, self._structure)
+        taken: Any = tree_unflatten(leaves, self._structure)
         if not self._own_kind:
             return taken
-        assert isinstance(taken, Mapping)
         batch = copy.copy(self._batch)
         batch.update(taken)
         return batch
@@ -87,7 +87,3 @@ class BatchRows:
 
 def _is_dense(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.dim() > 0
-
-
-def _is_real(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()

@@ -1,20 +1,306 @@
-"""How many steps a budget is enough for, on top of what was spent."""
+"""What was agreed before training, and what an engine has spent: every step is charged here before it is released."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from functools import cache
+import math
+import os
+import secrets
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import NoReturn
 
 from scipy.optimize import brentq
 
 from ghostclip import accounting
-from ghostclip.events import Event
+from ghostclip.engine.distributed import Ranks
+from ghostclip.errors import BudgetExceededError, PrivacyError
+from ghostclip.events import Event, merged
+from ghostclip.ledger import Ledger
+from ghostclip.validate import nonnegative, one_of, positive, positive_int
 
-__all__ = ["MOST", "affordable"]
+__all__ = ["Plan", "Spending", "affordable", "plan_for"]
 
-# More than anyone takes; a run that does asks again.
+# {random name of a run: how often each event (of count 1) was charged by it}
+Runs = Mapping[str, Mapping[Event, int]]
+# Steps that are asked for at once: more than anyone takes; a run that does asks again.
 MOST = 10**6
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The noise of every step, and the number of steps it was calibrated for.
+
+    Attributes:
+        noise_multiplier: standard deviation of the noise over the sensitivity; 0: none.
+        target_delta: where epsilon is reported.
+        steps: the most steps that may be taken; None: no limit was agreed.
+        target_epsilon: what those steps spend at most; None with ``steps``.
+    """
+
+    noise_multiplier: float
+    target_delta: float
+    steps: int | None = None
+    target_epsilon: float | None = None
+
+
+def plan_for(
+    event_of: Callable[[float], Event],
+    steps_an_epoch: int,
+    noise_multiplier: float | None,
+    target_epsilon: float | None,
+    target_delta: float,
+    epochs: int | None,
+    steps: int | None,
+) -> Plan:
+    """The plan from the engine's arguments: noise that was given, or the least noise for the target by PLD.
+
+    Args:
+        event_of: from a noise multiplier to what one step is charged as.
+        steps_an_epoch: how many there are.
+
+    The others as for `PrivacyEngine`.
+
+    Raises:
+        ValueError, TypeError: arguments that don't go together, are out of range, or a target no noise reaches.
+    """
+    if (noise_multiplier is None) == (target_epsilon is None):
+        raise ValueError(
+            "give either noise_multiplier, or target_epsilon with epochs (or steps) to have it calibrated; got "
+            + ("neither" if noise_multiplier is None else "both")
+        )
+    if noise_multiplier is not None:
+        if epochs is not None or steps is not None:
+            raise ValueError(
+                "epochs and steps say what target_epsilon is to be calibrated for; leave them out with "
+                "noise_multiplier, and stop when you like"
+            )
+        return Plan(nonnegative(noise_multiplier=noise_multiplier), target_delta)
+    if (epochs is None) == (steps is None):
+        raise ValueError(
+            "target_epsilon needs the length of training: give either epochs or steps; got "
+            + ("neither" if epochs is None else "both")
+        )
+    planned = positive_int(epochs=epochs) * steps_an_epoch if epochs is not None else positive_int(steps=steps)
+    target_epsilon = positive(target_epsilon=target_epsilon)
+    noise = accounting.noise_for(event_of, target_epsilon=target_epsilon, steps=planned, delta=target_delta)
+    return Plan(noise, target_delta, planned, target_epsilon)
+
+
+class Spending:
+    """Counts the releases of one engine, in memory or in a ledger, and refuses those past the plan or the budget.
+
+    With a ledger everything in it counts, whoever spent it. Where several processes train together, the leading one
+    counts, has the ledger and may refuse; the others are told, and refuse with it.
+
+    Args:
+        ranks: which train together.
+        event: what each step is charged as.
+        plan: how many steps were agreed.
+        max_epsilon: which no step may pass, at the plan's delta; None: ``target_epsilon`` of the plan where something
+            else was spent besides the steps it was calibrated for, else no limit.
+        ledger: the file that every step is charged to, or its path; None: steps are counted in memory.
+        noise: the noise's mode, for readers of the ledger.
+
+    Attributes:
+        max_epsilon: as given.
+        ledger: the `Ledger`, or None; None too on ranks that don't lead.
+
+    Raises:
+        LedgerError: the ledger can't be continued.
+        PrivacyError: the ledger is about other neighbours than ``event``.
+        ValueError, TypeError: ``max_epsilon`` is out of range, or can't be kept.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        event: Event,
+        plan: Plan,
+        max_epsilon: float | None,
+        ledger: str | os.PathLike[str] | Ledger | None,
+        noise: str,
+    ) -> None:
+        self._ranks, self._event, self._plan = ranks, event, plan
+        self._runs: defaultdict[str, Counter[Event]] = defaultdict(Counter)
+        # What the leading rank said last: all that was spent; what by the model's runs.
+        self._told: tuple[list[Event], Runs] = [], {}
+        # How many steps of its own the run may take; for which run, records of others and checkpoints that was found.
+        self._limit, self._limit_for, self._added = 0, ("", -1, -1), 0
+        self._shared(partial(self._open, max_epsilon, ledger, noise))
+        if not ranks.leads:
+            self._open(max_epsilon, None, noise)
+
+    def _open(self, max_epsilon: float | None, ledger: str | os.PathLike[str] | Ledger | None, noise: str) -> None:
+        self.max_epsilon = None if max_epsilon is None else positive(max_epsilon=max_epsilon)
+        if self.max_epsilon is not None and self._event.noise_multiplier == 0:
+            raise ValueError(f"max_epsilon={max_epsilon!r} can't be kept without private noise: epsilon would be inf")
+        self.ledger = ledger if isinstance(ledger, Ledger | None) else Ledger(ledger)
+        self._account = None if self.ledger is None else self.ledger.account(noise)
+        self._start_run()
+        try:
+            self._check_alike(self.events)
+        except PrivacyError:
+            self.close()
+            raise
+
+    def _start_run(self) -> None:
+        """A name that no other engine or process has, under which what is charged from now on is known."""
+        self._process = os.getpid()
+        self._run = secrets.token_hex(16) if self._account is None else self._account.run
+        self._own = self._runs[self._run]
+
+    def _shared(self, work: Callable[[], object]) -> None:
+        """``work`` on the leading rank; afterwards, or when it refuses, all ranks know the same."""
+        if self._ranks.size == 1:
+            work()
+            return
+
+        def told() -> tuple[list[Event], Runs]:
+            work()
+            return self.events, self.runs
+
+        self._told = self._ranks.led(told)
+
+    def _check_alike(self, events: list[Event]) -> None:
+        """Raises PrivacyError when what was spent doesn't add up with the steps to come."""
+        mine = self._event.relation, self._event.unit
+        for other in events:
+            if (other.relation, other.unit) != mine:
+                raise PrivacyError(
+                    f"what was spent before ({other.relation} of one {other.unit}) and the steps of this engine "
+                    f"({mine[0]} of one {mine[1]}) protect different things and don't add up to one guarantee; use "
+                    "another ledger for them"
+                )
+
+    @property
+    def runs(self) -> dict[str, Counter[Event]]:
+        """{name of a run: how often each event (of count 1) was charged by it}, of all that led to this model."""
+        return {run: Counter(spent) for run, spent in (self._runs if self._ranks.leads else self._told[1]).items()}
+
+    @property
+    def events(self) -> list[Event]:
+        """Everything that was charged; on a rank that doesn't lead, as of the last step."""
+        if not self._ranks.leads:
+            return list(self._told[0])
+        return _listed(self._runs if self._account is None else self._with_known(self._account.runs))
+
+    @property
+    def steps(self) -> int:
+        """How many steps of the model's training were charged."""
+        return sum(spent.total() for spent in self.runs.values())
+
+    def add(self, runs: Runs) -> None:
+        """Takes in what other runs were charged, and never less than is known: a run only ever goes on."""
+        self._shared(partial(self._add, runs))
+
+    def _add(self, runs: Runs) -> None:
+        self._check_alike([event for spent in runs.values() for event in spent])
+        self._added += 1
+        for run, spent in runs.items():
+            self._runs[run] |= Counter(spent)
+
+    def charge(self) -> None:
+        """Charges one step; to be called before it is released, by all ranks.
+
+        Raises:
+            BudgetExceededError: it is one too many.
+            LedgerError: it can't be written to the ledger.
+        """
+        self._shared(self._charge)
+
+    def _charge(self) -> None:
+        if self._account is not None:
+            self._account.charge(self._event, self._most)
+        else:
+            if self._process != os.getpid():
+                # After a fork parent and child go on under the same name otherwise.
+                self._start_run()
+            self._most(0, {})
+        self._own[self._event] += 1
+
+    def check(self) -> None:
+        """Raises BudgetExceededError when the next step would be one too many; to be called by all ranks."""
+        account = self._account
+        self._shared(lambda: self._most(0, {}) if account is None else account.check(self._event, self._most))
+
+    def close(self) -> None:
+        """Gives back to the ledger what was reserved there and is not needed any more."""
+        if self._account is not None:
+            self._account.close()
+
+    def epsilon(self, delta: float, accountant: str) -> float:
+        """Epsilon of all that was charged; see `PrivacyEngine.epsilon`."""
+        one_of(accounting.ACCOUNTANTS, accountant=accountant)
+        if self._event.noise_multiplier == 0:
+            return math.inf
+        return accounting.epsilon_of(self.events, delta=delta, accountant=accountant)
+
+    def _most(self, written: int, ledger: Runs) -> int:
+        """How many more steps may be charged, at least 1; computed anew only when another run has spent something.
+
+        Args:
+            written: changes whenever other runs spend.
+            ledger: what all runs spent according to the ledger, or may still spend.
+
+        Raises:
+            BudgetExceededError: none.
+        """
+        runs = self._with_known(ledger)
+        own, state = runs[self._run][self._event], (self._run, written, self._added)
+        if state != self._limit_for or own >= self._limit:
+            self._limit, self._limit_for = own + self._room(_listed(runs), self._limit - own), state
+        if own >= self._limit:
+            self._refuse(_listed(runs))
+        return self._limit - own
+
+    def _room(self, spent: list[Event], before: int) -> int:
+        """How many steps plan and budget allow on top of ``spent``; a lower bound where it may be asked for more.
+
+        Args:
+            spent: by everyone.
+            before: how many steps there was room for when this was asked last.
+        """
+        room = MOST if self._plan.steps is None else max(0, self._plan.steps - self._charged_in(spent))
+        epsilon = self._epsilon_limit(spent)
+        if epsilon is None or not room:
+            return room
+        # Most of what there was room for will still have some: one question instead of a dozen.
+        most = min(room, before // 2) if before > 1 else room
+        return affordable(spent, self._event, max_epsilon=epsilon, delta=self._plan.target_delta, most=most)
+
+    def _epsilon_limit(self, spent: list[Event]) -> float | None:
+        """What epsilon may not pass. The planned steps keep to the target by themselves, as long as they are alone."""
+        alone = all(replace(event, count=1) == self._event for event in spent)
+        return self._plan.target_epsilon if self.max_epsilon is None and not alone else self.max_epsilon
+
+    def _charged_in(self, spent: list[Event]) -> int:
+        return sum(event.count for event in spent if replace(event, count=1) == self._event)
+
+    def _refuse(self, spent: list[Event]) -> NoReturn:
+        plan, where = self._plan, "" if self.ledger is None else f" (all in the ledger {self.ledger.path} counts)"
+        if plan.steps is not None and self._charged_in(spent) >= plan.steps:
+            raise BudgetExceededError(
+                f"all {plan.steps} planned steps were taken{where}, which spend epsilon = {plan.target_epsilon} at "
+                f"delta = {plan.target_delta}; stop here (a new PrivacyEngine would add to what is spent already)"
+            )
+        name = "target_epsilon" if self.max_epsilon is None else "max_epsilon"
+        epsilon = accounting.epsilon_of(spent, delta=plan.target_delta)
+        raise BudgetExceededError(
+            f"one more step would pass {name} = {self._epsilon_limit(spent)} at delta = {plan.target_delta}: "
+            f"epsilon = {epsilon:.6g} is spent or reserved{where}; stop here, or agree on a larger one"
+        )
+
+    def _with_known(self, runs: Runs) -> dict[str, Counter[Event]]:
+        """The runs together with those that are known here, a run that is in both by what is more."""
+        return {run: self._runs.get(run, Counter()) | Counter(runs.get(run, {})) for run in {**self._runs, **runs}}
+
+
+def _listed(runs: Runs) -> list[Event]:
+    """What runs spent, one event a mechanism."""
+    return merged(replace(event, count=count) for spent in runs.values() for event, count in spent.items())
 
 
 def affordable(spent: Iterable[Event], event: Event, *, max_epsilon: float, delta: float, most: int = MOST) -> int:
@@ -24,29 +310,26 @@ def affordable(spent: Iterable[Event], event: Event, *, max_epsilon: float, delt
     """
     spent, most = list(spent), min(most, MOST)
 
-    def excess_by(accountant: str) -> Callable[[int], float]:
-        @cache
-        def excess(count: int) -> float:
-            events = [*spent, replace(event, count=count)]
-            # Finite, so that a root finder can use it.
-            return min(accounting.epsilon_of(events, delta=delta, accountant=accountant) - max_epsilon, 1e6)
+    @cache
+    def excess(count: int, accountant: str = "pld") -> float:
+        events = [*spent, replace(event, count=count)]
+        # Finite, so that a root finder can use it.
+        return min(accounting.epsilon_of(events, delta=delta, accountant=accountant) - max_epsilon, 1e6)
 
-        return excess
-
-    excess = excess_by("pld")
+    if not all("rdp" in accounting.accountants_for(each) for each in (event, *spent)):
+        return _last_within(excess, 1, most, 8)
     # Rényi divergences take a millisecond, and are not far off.
-    quick = all("rdp" in accounting.accountants_for(each) for each in (event, *spent))
-    start = _last_within(excess_by("rdp"), 1, most, 8) if quick else 0
-    return _last_within(excess, max(start, 1), most, 2 if quick else 8)
+    start = bisect_right(range(1, most + 1), 0.0, key=partial(excess, accountant="rdp"))
+    return _last_within(excess, max(start, 1), most, 2)
 
 
 def _last_within(excess: Callable[[int], float], start: int, most: int, factor: int) -> int:
     """The largest count up to ``most`` whose ``excess``, which rises, is not positive; 0 for none."""
     here = min(start, most)
-    while excess(here) > 0 and here:
+    while excess(here) > 0:
+        if not here:
+            return 0
         here //= factor
-    if not here and excess(0) > 0:
-        return 0
     over = min(max(start, factor * here, 1), most)
     while excess(over) <= 0:
         if over == most:

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ghostclip.clipper.replay import Replay
 from ghostclip.engine.batch_rows import BatchRows, ExampleDims
-from ghostclip.engine.trial_losses import TrialLosses
+from ghostclip.engine.trial_losses import LossFunction, TrialLosses
 from ghostclip.errors import VerificationError
 from ghostclip.graph.data_swap import mixed_examples
 
@@ -33,13 +32,10 @@ TOSSES = 16
 # Relative change of a loss, and the fewest losses that must change alike, to say that it depends on their number.
 OF_NUMBER, FEWEST = 0.1, 4
 
-UNREPEATED = "the loss function gives other losses when it is called again"
 OF_THE_NUMBER = (
     "an example's loss depends on how many examples its batch has (it is divided by their number, or the like), which "
     "is private; divide by a constant"
 )
-
-LossFunction = Callable[[nn.Module, Any], Tensor]
 
 log = logging.getLogger("ghostclip")
 
@@ -80,23 +76,14 @@ class LossComparison:
             if self._left == 0:  # another batch may have shown where examples are
                 self._say("the batch holds no tensor with a row for each example")
             return
-        groups = self._two_groups(units, rows // units)[:parts]
-        problem = self._tried(loss_fn, found, groups, gradients=False)
-        if problem:  # the loss function may need a graph of its own
-            problem = self._tried(loss_fn, found, groups, gradients=True)
-        if problem:
-            self._say(problem)
-
-    def _tried(self, loss_fn: LossFunction, batch: BatchRows, parts: list[Tensor], gradients: bool) -> str:
-        """Compares losses; returns what stood in the way, or ""."""
         try:
-            whole = batch.taken(torch.arange(batch.rows))
-            self._compare(loss_fn, TrialLosses(loss_fn, Replay(self._model), whole, gradients=gradients), batch, parts)
+            trial = TrialLosses(loss_fn, self._model, found)
+            if trial.first.losses.shape == (rows,) and trial.first.losses.is_floating_point():
+                self._check(trial, self._two_groups(units, rows // units)[:parts])
         except VerificationError:
             raise
         except Exception as error:  # what is wrong with the batch itself shows in its own forward
-            return f"{type(error).__name__}: {error}"
-        return ""
+            self._say(f"{type(error).__name__}: {error}")
 
     def _parts_to_compare(self, logical: object) -> int:
         """Both groups of a batch in the first steps, and at random later one; 0: it is not its turn."""
@@ -119,22 +106,18 @@ class LossComparison:
             self._said.add(kind)
             log.warning("the self-check could not compare losses among other examples: %s", reason)
 
-    def _compare(self, loss_fn: LossFunction, trial: TrialLosses, batch: BatchRows, parts: list[Tensor]) -> None:
-        if trial.losses.shape != (batch.rows,) or not trial.losses.is_floating_point():
-            return  # refused after its own forward
-        swaps = [(part, index) for part in parts if (index := self._swapped(part, trial.losses)) is not None]
-        if any(trial.moved(trial.of(batch.taken(index)), part) for part, index in swaps):
-            if trial.moved(trial.of(trial.whole)):
-                self._say(UNREPEATED)
-                return
+    def _check(self, trial: TrialLosses, parts: list[Tensor]) -> None:
+        """Raises VerificationError where losses of the rows ``parts`` depend on others, or buffers keep something."""
+        swaps = [(part, index) for part in parts if (index := self._swapped(part, trial.first.losses)) is not None]
+        if swaps:
+            _refuse_remembering(trial, swaps[0][1])
+        if any(trial.moves(index, part) for part, index in swaps):
             # Random numbers may fall elsewhere when other examples are longer: with the modules that draw them in eval
             # mode losses must move as well.
-            quiet = trial.quieter
-            if any(self._depends(quiet, batch, part, index) for part, index in swaps):
-                raise VerificationError(_message(self._place(loss_fn, quiet)))
-        if swaps and not trial.leaves_buffers:
-            _refuse_remembering(trial, batch.taken(swaps[0][1]))
-        if batch.divisible and self._depends_on_number(trial.quieter, batch, parts):
+            trial.quieten()
+            if any(self._depends(trial, part, index) for part, index in swaps):
+                raise VerificationError(_message(_place(trial)))
+        if trial.batch.divisible and self._depends_on_number(trial, parts):
             raise VerificationError(_message(OF_THE_NUMBER))
 
     def _two_groups(self, units: int, each: int) -> list[Tensor]:
@@ -152,40 +135,36 @@ class LossComparison:
         index[part] = part
         return index
 
-    def _depends(self, trial: TrialLosses, batch: BatchRows, part: Tensor, index: Tensor) -> bool:
+    def _depends(self, trial: TrialLosses, part: Tensor, index: Tensor) -> bool:
         """Whether losses of ``part`` depend on the rows that stand in the other places."""
-        swapped = batch.taken(index)
-        if not trial.moved(trial.of(swapped), part):
+        if not trial.moves(index, part):
             return False
-        if trial.draws and not self._draws_alike(trial, batch, len(index)):
+        if trial.draws and not self._draws_alike(trial):
             self._say("the loss function draws other random numbers for other data")
             return False
         trial.allow_rounding()
         # Of several dimensions as long as there are examples, theirs is one along which no other loss moves.
-        for choice in range(batch.choices):
-            other = batch.taken(index, choice)
-            if not self._repeats(trial, partial(self._moves, trial, other, part)):
-                return False
-        return True
+        return all(
+            self._repeats(trial, partial(trial.moves, index, part, choice)) for choice in range(trial.batch.choices)
+        )
 
-    def _moves(self, trial: TrialLosses, other: Any, part: Tensor) -> bool:
-        return trial.moved(trial.of(other), part)
-
-    def _draws_alike(self, trial: TrialLosses, batch: BatchRows, rows: int) -> bool:
+    def _draws_alike(self, trial: TrialLosses) -> bool:
         """Whether the same random numbers are drawn whatever the examples, as far as some random choices show."""
-        chosen = [torch.tensor(self._dice.choices(range(rows), k=rows)) for _ in range(TOSSES)]
-        expected = trial.drawn(trial.whole)
-        return all(trial.drawn(batch.taken(index)) == expected for index in chosen)
+        rows = range(trial.batch.rows)
+        _, expected = trial.watched(trial.every)
+        chosen = [torch.tensor(self._dice.choices(rows, k=len(rows))) for _ in range(TOSSES)]
+        return all(trial.watched(index)[1] == expected for index in chosen)
 
-    def _depends_on_number(self, trial: TrialLosses, batch: BatchRows, parts: list[Tensor]) -> bool:
+    def _depends_on_number(self, trial: TrialLosses, parts: list[Tensor]) -> bool:
         """Whether all losses change alike, and by far more than rounding, when each part is a batch by itself."""
+        trial.quieten()
         if trial.draws:
             return False
-        before = trial.losses[torch.cat(parts).to(trial.losses.device)]
 
         def change() -> bool:
-            losses = [trial.of(batch.taken(part)) for part in parts]
+            losses = [trial.run(part).losses for part in parts]
             right = all(some.shape == part.shape for some, part in zip(losses, parts, strict=True))
+            before = trial.first.losses[torch.cat(parts).to(losses[0].device)]
             return right and _changed_alike(before, torch.cat(losses), trial.floor)
 
         try:
@@ -206,36 +185,23 @@ class LossComparison:
             return False
         for _ in range(TOSSES):
             if self._dice.random() < 0.5:
-                if trial.moved(trial.of(trial.whole)):
-                    self._say(UNREPEATED)
+                if trial.moves(trial.every):
+                    self._say("the loss function gives other losses when it is called again")
                     return False
             elif not changes():
                 return False
         return True
 
-    def _place(self, loss_fn: LossFunction, trial: TrialLosses) -> str:
-        """Where examples meet, and what to do, as far as that can be seen."""
-        try:
-            found = trial.replayed(lambda: mixed_examples(self._model, loss_fn, trial.whole))
-        except Exception:  # the finding stands without a place
-            found = []
-        path, problem, remedy = found[0] if found else ("", "an example's loss depends on the data of another", "")
-        return f"{path + ': ' if path else ''}{problem}{'; ' + remedy if remedy else ''}"
 
-
-def _refuse_remembering(trial: TrialLosses, other: Any) -> None:
-    """Raises VerificationError when a forward leaves other values in the model's buffers for other examples.
-
-    Buffers go into checkpoints and into what is published, and no noise is on them.
-    """
-    before, again, after = (trial.buffers_after(batch) for batch in (trial.whole, trial.whole, other))
-    if not _unlike(before, again) and (changed := _unlike(before, after)):
-        raise VerificationError(
-            f"the self-check found that the forward keeps something of the examples in the buffer {changed[0]!r}, "
-            "which would be saved and published with the model without noise; don't update it in training (put its "
-            "module into eval mode, or take the update out). Nothing of this batch was released or charged. (If it "
-            "tells nothing of the examples' data, switch this off by self_check=False)"
-        )
+def _place(trial: TrialLosses) -> str:
+    """Where examples meet, and what to do, as far as that can be seen."""
+    whole = trial.batch.taken(trial.every)
+    try:
+        found = trial.replayed(lambda: mixed_examples(trial.model, trial.loss_fn, whole))
+    except Exception:  # the finding stands without a place
+        found = []
+    path, problem, remedy = found[0] if found else ("", "an example's loss depends on the data of another", "")
+    return f"{path + ': ' if path else ''}{problem}{'; ' + remedy if remedy else ''}"
 
 
 def _message(finding: str) -> str:
@@ -258,7 +224,24 @@ def _changed_alike(before: Tensor, after: Tensor, floor: float) -> bool:
     return any(bool((sign * each > 0).all()) for each in (change, growth) for sign in (1, -1))
 
 
-def _unlike(these: dict[str, Tensor], those: dict[str, Tensor]) -> list[str]:
+def _refuse_remembering(trial: TrialLosses, index: Tensor) -> None:
+    """Raises VerificationError when a forward leaves other values in the model's buffers for other examples.
+
+    Buffers go into checkpoints and into what is published, and no noise is on them.
+    """
+    if not trial.first.written:
+        return
+    again, after = trial.run(trial.every).written, trial.run(index).written
+    if not _unlike(trial.first.written, again) and (changed := _unlike(trial.first.written, after)):
+        raise VerificationError(
+            f"the self-check found that the forward keeps something of the examples in the buffer {changed[0]!r}, "
+            "which would be saved and published with the model without noise; don't update it in training (put its "
+            "module into eval mode, or take the update out). Nothing of this batch was released or charged. (If it "
+            "tells nothing of the examples' data, switch this off by self_check=False)"
+        )
+
+
+def _unlike(these: Mapping[str, Tensor], those: Mapping[str, Tensor]) -> list[str]:
     """Names of buffers with other values; one that changes its shape with its batch is a cache."""
     both = [name for name in these if name in those and these[name].shape == those[name].shape]
     return [name for name in both if not torch.isclose(these[name], those[name], rtol=0, atol=0, equal_nan=True).all()]

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.clipper.gradient_guard import is_distributed
-from ghostclip.compiled import NOT_YET, CompiledRelease, CompiledStep, ReleaseGraph, Update, UpdateReader, WholeStep
-from ghostclip.compiled.clip import in_a_line, random_numbers, random_state
+from ghostclip.compiled import NOT_YET, CompiledStep, GraphPlan, Update, UpdateReader
+from ghostclip.compiled.clip import LossFunction, in_a_line, random_numbers, random_state
 from ghostclip.compiled.signature import CompileRequest
 from ghostclip.compiled.trial import drift, movement, timed
 from ghostclip.sampling import LogicalBatch
@@ -29,7 +29,6 @@ __all__ = ["CompiledSteps", "LossFunction"]
 
 # The engine's own hooks before the optimizer's step, and after it.
 OWN_HOOKS = 1
-LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
 class CompiledSteps:
@@ -40,6 +39,9 @@ class CompiledSteps:
         clipper: compiling.
         optimizer: as `LogicalStep` has it.
         self_check: of the first steps, which aren't compiled.
+
+    Attributes:
+        graphs: of whole steps, and of noise and update.
     """
 
     def __init__(self, steps: LogicalStep, clipper: GhostClipper, optimizer: Optimizer, self_check: SelfCheck) -> None:
@@ -47,7 +49,7 @@ class CompiledSteps:
         self._steps, self._clipper, self._optimizer, self._self_check = steps, clipper, optimizer, self_check
         self._release = steps.release
         self._clip = clipper.compiled
-        self._whole, self._noise_and_update = CompiledStep(self._clip), CompiledRelease(self._clip)
+        self.graphs = CompiledStep(self._clip)
         # Where nearly all logical batches come in several pieces, one graph for the others isn't worth its compilation.
         self._in_one_as_a_rule = self._clip.largest is None or self._clip.largest >= steps.release.batch_size
         self._reader = UpdateReader(optimizer, OWN_HOOKS)
@@ -58,28 +60,24 @@ class CompiledSteps:
     def step(self, batch: LogicalBatch, loss_fn: LossFunction) -> list[ClippingResult]:
         """Takes the step of a logical batch and returns what was seen of each physical one."""
         update = self._read()
-        in_one = len(batch.sizes) == 1 and self._in_one_as_a_rule
+        checked, in_one = self._self_check.over, len(batch.sizes) == 1 and self._in_one_as_a_rule
+        # A whole step's graph is made as soon as the optimizer has state; one of the passes alone isn't needed.
+        eagerly = not checked or (in_one and update == NOT_YET)
         seen = []
         for examples in batch.physical():
             self._steps.prepare(loss_fn, examples)
-            if in_one and isinstance(update, Update) and self._self_check.over:
-                found = self._whole.find(loss_fn, examples, update, self._buffer(update))
+            if checked and in_one and isinstance(update, Update):
+                found = self.graphs.find(loss_fn, examples, update, self._buffer(update))
                 if found is not None:
                     return self._take_whole(*found, update, loss_fn, examples)
-            # A whole step's graph is made as soon as the optimizer has state; one of the passes alone isn't needed.
-            eagerly = in_one and (update == NOT_YET or not self._self_check.over)
-            clip = self._steps.clip if eagerly else self._clip_compiled
-            seen += self._steps.in_pieces(clip, loss_fn, examples)
-        if not (isinstance(update, Update) and self._self_check.over and self._update(update)):
-            self._release.update()
-        self._optimizer.zero_grad()
+            seen += self._steps.in_pieces(self._steps.clip if eagerly else self._clip_compiled, loss_fn, examples)
+        if not (checked and isinstance(update, Update) and self._update(update)):
+            self._update_eagerly()
         return seen
 
     def _clip_compiled(self, loss_fn: LossFunction, examples: Any) -> ClippingResult:
         """`LogicalStep.clip`, by a graph of forward and passes."""
         self._steps.check_turn()
-        # The graph is made of the user's own function, and its batches are padded.
-        self._self_check.rehearse(loss_fn, examples, self._steps.check_count)
         result = self._steps.gather(lambda: self._clipper.clip(loss_fn, examples))
         if result.losses is not None:
             self._steps.check_count(result.losses)
@@ -99,73 +97,79 @@ class CompiledSteps:
         return update
 
     def _take_whole(
-        self, plan: WholeStep, asked: CompileRequest, update: Update, loss_fn: LossFunction, examples: Any
+        self, plan: GraphPlan, asked: CompileRequest, update: Update, loss_fn: LossFunction, examples: Any
     ) -> list[ClippingResult]:
-        """One graph from the forward to the update, or a trial of it."""
+        """One graph from the forward to the update; at first the eager step, and the graph's on copies beside it."""
+        keep = self._clip.keep_rows(asked)
+
+        def clip() -> list[ClippingResult]:
+            return self._steps.in_pieces(self._steps.clip, loss_fn, examples)
+
         if plan.trial.left:
-            return self._try_whole(plan, asked, update, loss_fn, examples)
+            before = random_state(asked)
+            seen, clipping = timed(clip)
+            # Padding shifts which random number is whose, so that only whole batches of a random model are compared.
+            comparable = asked.examples == asked.key[0] or torch.equal(before, random_state(asked))
+
+            def run(written: list[Tensor], noise: Tensor, numbers: Tensor) -> bool:
+                with random_numbers(asked, before):
+                    return plan.run(asked, written, [keep, noise, numbers]) is not None
+
+            if (reason := self._try(plan, update, clipping, comparable, run)) is not None:
+                self.graphs.refuse(plan, reason, asked)
+            return seen
         self._steps.check_turn()
         held = self._release.check(missing=1)
         sensitivity = self._release.sensitivity
         self._release.spend()
         noise, numbers = self._draw(update)
-        found = plan.run(asked, self._clip.keep_rows(asked), update.written, noise, numbers)
+        found = plan.run(asked, update.written, [keep, noise, numbers])
         if found is None:
             # Charged already, and with the noise that was drawn: an example that isn't finite is left out eagerly.
-            seen = self._steps.in_pieces(self._steps.clip, loss_fn, examples)
+            seen = clip()
             self._release.put_in_place(held, self._private_with(noise))
-            self._release.update()
-            self._optimizer.zero_grad()
+            self._update_eagerly()
             return seen
-        self._release.updated()
-        update.took_place()
+        self._took_place(update)
         return [ClippingResult(found.norms, found.weights, sensitivity, found.losses)]
-
-    def _try_whole(
-        self, plan: WholeStep, asked: CompileRequest, update: Update, loss_fn: LossFunction, examples: Any
-    ) -> list[ClippingResult]:
-        """The eager step, and beside it the graph's on copies, with the same noise and random numbers."""
-        clip, before = self._clip, random_state(asked)
-        seen, clipping = timed(lambda: self._steps.in_pieces(self._steps.clip, loss_fn, examples))
-        # Padding shifts which random number is whose, so that only whole batches of a random model can be compared.
-        comparable = asked.examples == asked.key[0] or torch.equal(before, random_state(asked))
-
-        def run(written: list[Tensor], noise: Tensor, numbers: Tensor) -> bool:
-            with random_numbers(asked, before):
-                return plan.run(asked, clip.keep_rows(asked), written, noise, numbers) is not None
-
-        reason = self._try(plan, update, clipping, comparable, run)
-        if reason is not None:
-            self._whole.refuse(plan, asked, reason)
-        return seen
 
     def _update(self, update: Update) -> bool:
         """Noise and update of what was gathered as one graph, or its trial; False: that is left to the optimizer."""
         self._release.check()
         sums = self._release.sums.of(update.parameters)
-        plan = self._noise_and_update.find(update, sums, self._buffer(update))
+        plan = self.graphs.find_release(update, sums, self._buffer(update))
         if plan is None:
             return False
+        region = plan.region
+
+        def run(written: list[Tensor], noise: Tensor, numbers: Tensor) -> bool:
+            assert region is not None
+            region(*written, *sums, noise, numbers)
+            return True
+
         if plan.trial.left:
-
-            def run(written: list[Tensor], noise: Tensor, numbers: Tensor) -> bool:
-                plan.run(written, sums, noise, numbers)
-                return True
-
-            reason = self._try(plan, update, 0.0, True, run)
-            if reason is not None:
-                self._noise_and_update.refuse(plan, reason)
+            if (reason := self._try(plan, update, 0.0, True, run)) is not None:
+                self.graphs.refuse(plan, reason)
             return True
         self._release.spend()
-        noise, numbers = self._draw(update)
-        plan.run(update.written, sums, noise, numbers)
+        run(update.written, *self._draw(update))
+        self._took_place(update)
+        self._optimizer.zero_grad()
+        return True
+
+    def _took_place(self, update: Update) -> None:
+        """Ends the logical batch, whose step a graph took."""
         self._release.updated()
         update.took_place()
-        return True
+
+    def _update_eagerly(self) -> None:
+        """The optimizer's own step, with the noise that is in place or still to be drawn."""
+        self._release.update()
+        self._optimizer.zero_grad()
 
     def _try(
         self,
-        plan: WholeStep | ReleaseGraph,
+        plan: GraphPlan,
         update: Update,
         clipping: float,
         comparable: bool,
@@ -191,8 +195,7 @@ class CompiledSteps:
         count = len(update.parameters)
         moved = [movement(copies[part], update.written[part]) for part in (slice(count), slice(count, None))]
         self._release.put_in_place(held, self._private_with(noise))
-        _, updating = timed(self._release.update)
-        self._optimizer.zero_grad()
+        _, updating = timed(self._update_eagerly)
         error = 0.0
         if taken and comparable:
             linear = all(rule.linear for rule in update.rules)

@@ -1,22 +1,29 @@
-"""Model, optimizer and configuration as a checkpoint holds them."""
+"""Model, optimizer, configuration and random states as a checkpoint holds them."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from ghostclip.errors import PrivacyError
 
-__all__ = ["configuration_of", "describe_model", "in_words", "model_state", "optimizer_state", "put_optimizer_state"]
-
-
-def model_state(model: nn.Module) -> dict[str, Any]:
-    """The model's ``state_dict()``: parameters, buffers, and extra states of modules that have one."""
-    return dict(model.state_dict())
+__all__ = [
+    "configuration_of",
+    "describe_model",
+    "in_words",
+    "optimizer_state",
+    "put_optimizer_state",
+    "random_states",
+    "set_random_states",
+]
 
 
 def describe_model(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,15 +81,38 @@ def put_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     for parameter, number in zip(parameters, numbers, strict=True):
         if number in state["state"]:
-            optimizer.state[parameter] = _typed(optimizer.state[parameter], state["state"][number])
+            optimizer.state[parameter] = tree_map(_typed, optimizer.state[parameter], state["state"][number])
 
 
 def _typed(loaded: Any, stored: Any) -> Any:
-    """``loaded``, with tensors of another type than stored replaced by what was stored, on the same device."""
-    if isinstance(loaded, Tensor) and isinstance(stored, Tensor):
-        return loaded if loaded.dtype == stored.dtype else stored.to(loaded.device)
-    if isinstance(loaded, dict) and isinstance(stored, dict):
-        return {key: _typed(value, stored[key]) for key, value in loaded.items()}
-    if isinstance(loaded, list | tuple) and isinstance(stored, list | tuple):
-        return type(loaded)(_typed(*pair) for pair in zip(loaded, stored, strict=True))
-    return loaded
+    """``loaded``; a tensor of another type than stored is replaced by what was stored, on the same device."""
+    if not isinstance(loaded, Tensor) or loaded.dtype == stored.dtype:
+        return loaded
+    return stored.to(loaded.device)
+
+
+def random_states() -> dict[str, Any]:
+    """Those of torch (each GPU in use included), numpy and Python, as plain data and tensors.
+
+    Of dropout and data augmentation, never of sampling or noise.
+    """
+    name, keys, place, has_normal, normal = np.random.get_state()
+    version, words, next_normal = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "numpy": [str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), place, has_normal, normal],
+        "python": [version, torch.tensor(words, device="cpu"), next_normal],
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Takes back what `random_states` gave; GPUs that aren't there are left out."""
+    torch.set_rng_state(states["torch"])
+    for device, state in enumerate(states["cuda"]):
+        if device < torch.cuda.device_count():
+            torch.cuda.set_rng_state(state, device)
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    version, words, next_normal = states["python"]
+    random.setstate((version, tuple(words.tolist()), next_normal))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["DeviceMemory", "HostMemory", "MemoryMeter", "in_words", "memory_of"]
+__all__ = ["MemoryMeter", "in_words"]
 
 # Of a limit that is the machine's: the rest is for other processes, and for memory in pieces too small to be used.
 SHARE = 0.9
@@ -18,89 +18,55 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 class MemoryMeter:
-    """Where tensors lie.
+    """Where tensors lie: of a CUDA device as torch's allocator counts it; on Linux what of this process is resident.
+
+    Args:
+        device: of the tensors.
+        limit: bytes that may be used there in all; None: most of what the machine or the GPU has free, and of what the
+            process's control groups allow.
 
     Attributes:
-        limit: bytes that this process may use there in all.
+        limit: as given or found.
+
+    Raises:
+        ValueError: memory can't be measured there.
     """
 
-    limit: int
-
-    def now(self) -> int:
-        """Bytes in use."""
-        raise NotImplementedError
-
-    def peak_of(self, work: Callable[[], None]) -> int:
-        """Bytes in use at the most during ``work``, those from before included."""
-        raise NotImplementedError
-
-
-class DeviceMemory(MemoryMeter):
-    """Of a CUDA device, as torch's allocator counts it.
-
-    Args:
-        device: one of CUDA.
-        limit: bytes; None: most of what other processes leave.
-    """
-
-    def __init__(self, device: torch.device, limit: int | None = None) -> None:
-        self._device = device
-        if limit is None:
-            free, _ = torch.cuda.mem_get_info(device)
-            limit = int(SHARE * (free + torch.cuda.memory_reserved(device)))
-        self.limit = limit
-
-    def now(self) -> int:
-        """See `MemoryMeter.now`."""
-        return torch.cuda.memory_allocated(self._device)
-
-    def peak_of(self, work: Callable[[], None]) -> int:
-        """See `MemoryMeter.peak_of`."""
-        torch.cuda.reset_peak_memory_stats(self._device)
-        work()
-        return torch.cuda.max_memory_allocated(self._device)
-
-
-class HostMemory(MemoryMeter):
-    """Of a Linux machine: what of this process is resident.
-
-    Args:
-        limit: bytes; None: most of what the machine has free, and of what the process's control group allows.
-    """
-
-    def __init__(self, limit: int | None = None) -> None:
-        if not (PROCESS / "status").exists():
+    def __init__(self, device: torch.device, limit: int | None) -> None:
+        self._device = device if device.type == "cuda" else None
+        if device.type not in ("cuda", "cpu"):
+            raise ValueError(f'max_physical_batch_size="auto" can\'t measure memory of a device of {device.type}')
+        if device.type == "cpu" and not (PROCESS / "status").exists():
             raise ValueError(
                 'max_physical_batch_size="auto" measures memory on Linux and on CUDA devices only; give a number here'
             )
-        self.limit = int(SHARE * min(self._left_by_others(), *_limits_of_groups())) if limit is None else limit
+        self.limit = int(SHARE * self._available()) if limit is None else limit
 
-    def _left_by_others(self) -> int:
-        return self.now() + _kilobytes(Path("/proc/meminfo"), "MemAvailable")
+    def _available(self) -> int:
+        """Bytes in use here, and those that nobody uses."""
+        if self._device is not None:
+            return torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
+        return min(self.now() + _kilobytes(Path("/proc/meminfo"), "MemAvailable"), *_limits_of_groups())
 
     def now(self) -> int:
-        """See `MemoryMeter.now`."""
+        """Bytes in use."""
+        if self._device is not None:
+            return torch.cuda.memory_allocated(self._device)
         return _kilobytes(PROCESS / "status", "VmRSS")
 
     def peak_of(self, work: Callable[[], None]) -> int:
-        """See `MemoryMeter.peak_of`. Where the kernel's mark can't be set back, one from before may be the highest."""
+        """Bytes in use at the most during ``work``, those from before included.
+
+        Where Linux's mark can't be set back, one from before may be the highest.
+        """
+        if self._device is not None:
+            torch.cuda.reset_peak_memory_stats(self._device)
+            work()
+            return torch.cuda.max_memory_allocated(self._device)
         with suppress(OSError):
             (PROCESS / "clear_refs").write_text("5")
         work()
         return max(_kilobytes(PROCESS / "status", "VmHWM"), self.now())
-
-
-def memory_of(device: torch.device, limit: int | None) -> MemoryMeter:
-    """The memory of a device, of which ``limit`` bytes may be used.
-
-    Raises:
-        ValueError: its memory can't be measured.
-    """
-    if device.type == "cuda":
-        return DeviceMemory(device, limit)
-    if device.type != "cpu":
-        raise ValueError(f'max_physical_batch_size="auto" can\'t measure memory of a device of {device.type}')
-    return HostMemory(limit)
 
 
 def in_words(size: float) -> str:

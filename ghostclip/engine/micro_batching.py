@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -13,14 +14,14 @@ from torch.optim import SGD, Optimizer
 
 from ghostclip.clipper import GhostClipper
 from ghostclip.clipper.gradient_guard import gradients_aside
-from ghostclip.clipper.other_size import shows_at_another_size
-from ghostclip.clipper.replay import Replay
-from ghostclip.engine.memory import MemoryMeter, in_words, memory_of
+from ghostclip.clipper.replay import Replay, shows_at_another_size
+from ghostclip.clipper.second_pass import TwoPasses
+from ghostclip.engine.memory import MemoryMeter, in_words
 from ghostclip.errors import PrivacyError, UnsupportedModelError, is_out_of_memory
 from ghostclip.sampling import LogicalBatches
 from ghostclip.validate import positive_int
 
-__all__ = ["MicroBatches", "TrialBatches", "is_auto", "rows_of", "trial_batches"]
+__all__ = ["MicroBatches", "is_auto", "met_again", "micro_batches_of", "rows_of"]
 
 T = TypeVar("T")
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -35,23 +36,82 @@ log = logging.getLogger("ghostclip")
 class MicroBatches:
     """Works on physical batches in pieces that fit into memory.
 
+    With a ``memory`` it finds how many examples fit, by passes over batches of growing size that leave no trace. Sizes
+    double as long as the growth of memory so far says that the next one fits. Each trial is a forward and both passes
+    on the first batch's examples, some of them repeated.
+
+    Args:
+        memory: what trials may use; None: there are none, and batches are divided where memory runs out only.
+        largest: logical batches hardly have more examples than this.
+        found: called with the number that was found.
+
     Attributes:
         most: the most examples (or users) that are tried at once; None: all.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, memory: MemoryMeter | None = None, largest: int = 0, found: Callable[[int], None] | None = None
+    ) -> None:
         self.most: int | None = None
+        self._memory, self._largest, self._found = memory, largest, found
+        self._open = memory is not None
+
+    def check_found(self) -> None:
+        """Raises PrivacyError where ``most`` is still to be found, which `PrivacyEngine.backward` can't do."""
+        if self._open:
+            raise PrivacyError(
+                'max_physical_batch_size="auto" is found by engine.step(batch, loss_fn), which can try batches of '
+                "other sizes, and engine.backward() came before it; take the first step by it, or give a number"
+            )
+
+    def agree(self, said: Sequence[int | None]) -> None:
+        """Takes the smallest ``most`` of all ranks, where it was to be found."""
+        known = [most for most in (self.most, *said) if most is not None]
+        if self._found is not None and known and (self._open or self.most != min(known)):
+            self._take(min(known))
+
+    def _take(self, most: int) -> None:
+        assert self._found is not None
+        self.most, self._open = most, False
+        self._found(most)
 
     def find(
         self, clipper: GhostClipper, optimizer: Optimizer, loss_fn: LossFunction, examples: Any, rows: int
     ) -> None:
-        """Finds ``most`` by trial, where that was asked for and has not been done."""
+        """Finds ``most`` by trial, where that was asked for and has not been done.
 
-    def check_found(self) -> None:
-        """Raises PrivacyError where ``most`` is still to be found, which `PrivacyEngine.backward` can't do."""
+        Raises:
+            TypeError: the batch can't be divided.
+            MemoryError: not even one example fits.
+        """
+        if self._memory is None or not self._open or not rows:
+            return
+        try:
+            rows_of(examples, rows, 0, 1)
+        except TypeError as error:
+            raise TypeError(f'max_physical_batch_size="auto" can\'t divide a batch: {error}; give a number') from error
+        trained = [parameter for parameter in clipper.model.parameters() if parameter.requires_grad]
 
-    def agree(self, said: Sequence[int | None]) -> None:
-        """Takes the smallest ``most`` of all ranks, where it was to be found."""
+        def trial(size: int) -> None:
+            index = torch.arange(size) % rows
+            batch = _mapped(examples, rows, lambda tensor: tensor[index.to(tensor.device)])
+            _clip_without_a_trace(clipper, loss_fn, batch)
+
+        reserve = _bytes_of_state(optimizer)
+        clipper.passes.index.watch()
+        with clipper.passes.forgetting(), gradients_aside(trained):
+            most = _largest_that_fits(trial, self._memory, self._memory.limit - reserve, self._largest)
+        if not most:
+            raise MemoryError(
+                f"the passes over one example don't fit: {in_words(self._memory.limit)} is what this process may use "
+                f"(memory_limit, or most of what the machine has), {in_words(self._memory.now())} are in use, and "
+                f"{in_words(reserve)} kept for the optimizer; use a smaller model, shorter examples, or more memory"
+            )
+        log.info(
+            'max_physical_batch_size="auto": batches of %d fit into %s (the loss function was called for batches of '
+            "several sizes to find out)", most, in_words(self._memory.limit),
+        )  # fmt: skip
+        self._take(most)
 
     def first(self, examples: Any, units: int, rows: int) -> tuple[Any, int, int]:
         """The first piece of a physical batch, its units and its rows."""
@@ -103,110 +163,50 @@ class MicroBatches:
         )  # fmt: skip
 
 
-class TrialBatches(MicroBatches):
-    """Finds how many examples fit, by passes over batches of growing size that leave no trace.
+def _largest_that_fits(trial: Callable[[int], None], memory: MemoryMeter, limit: int, largest: int) -> int:
+    """The largest size up to ``largest`` whose trial takes at most ``limit`` bytes, to within CLOSE; 0 for none."""
 
-    Sizes double as long as the growth of memory so far says that the next one fits. Each trial is a forward and both
-    passes on the first batch's examples, some of them repeated.
-
-    Args:
-        memory: what may be used.
-        largest: logical batches hardly have more examples than this.
-        found: called once, with the number that was found.
-    """
-
-    def __init__(self, memory: MemoryMeter, largest: int, found: Callable[[int], None]) -> None:
-        super().__init__()
-        self._memory, self._largest, self._found = memory, largest, found
-        self._open = True
-
-    def check_found(self) -> None:
-        """See `MicroBatches.check_found`."""
-        if self._open:
-            raise PrivacyError(
-                'max_physical_batch_size="auto" is found by engine.step(batch, loss_fn), which can try batches of '
-                "other sizes, and engine.backward() came before it; take the first step by it, or give a number"
-            )
-
-    def agree(self, said: Sequence[int | None]) -> None:
-        """See `MicroBatches.agree`."""
-        known = [most for most in (self.most, *said) if most is not None]
-        if known and (self._open or self.most != min(known)):
-            self._take(min(known))
-
-    def _take(self, most: int) -> None:
-        self.most, self._open = most, False
-        self._found(most)
-
-    def find(
-        self, clipper: GhostClipper, optimizer: Optimizer, loss_fn: LossFunction, examples: Any, rows: int
-    ) -> None:
-        """See `MicroBatches.find`.
-
-        Raises:
-            TypeError: the batch can't be divided.
-            MemoryError: not even one example fits.
-        """
-        if not self._open or not rows:
-            return
+    def peak_of(size: int) -> float:
         try:
-            rows_of(examples, rows, 0, 1)
-        except TypeError as error:
-            raise TypeError(f'max_physical_batch_size="auto" can\'t divide a batch: {error}; give a number') from error
-        trained = [parameter for parameter in clipper.model.parameters() if parameter.requires_grad]
+            return memory.peak_of(lambda: trial(size))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        return math.inf
 
-        def trial(size: int) -> None:
-            index = torch.arange(size) % rows
-            batch = _mapped(examples, rows, lambda tensor: tensor[index.to(tensor.device)])
-            _clip_without_a_trace(clipper, loss_fn, batch)
-
-        reserve = _bytes_of_state(optimizer)
-        clipper.passes.index.watch()
-        with clipper.passes.forgetting(), gradients_aside(trained):
-            most = self._largest_that_fits(trial, self._memory.limit - reserve)
-        if not most:
-            raise MemoryError(
-                f"the passes over one example don't fit: {in_words(self._memory.limit)} is what this process may use "
-                f"(memory_limit, or most of what the machine has), {in_words(self._memory.now())} are in use, and "
-                f"{in_words(reserve)} kept for the optimizer; use a smaller model, shorter examples, or more memory"
-            )
-        log.info(
-            'max_physical_batch_size="auto": batches of %d fit into %s (the loss function was called for batches of '
-            "several sizes to find out)", most, in_words(self._memory.limit),
-        )  # fmt: skip
-        self._take(most)
-
-    def _largest_that_fits(self, trial: Callable[[int], None], limit: int) -> int:
-        """The largest size whose trial stays within ``limit`` bytes, to within CLOSE; 0 when not even 1 does."""
-        for start in (2, 1) if self._largest > 1 else (1,):
-            # The first trial also makes what is made once: gradients, plans, libraries' own memory.
-            if self._peak_of(trial, start) is not None and (fits := self._grow(trial, start, limit)):
-                return fits
-        return 0
-
-    def _grow(self, trial: Callable[[int], None], size: int, limit: int) -> int:
-        """The same from ``size`` upwards; 0 when that is too large."""
-        base, fits = self._memory.now(), 0
-        known: tuple[int, int] | None = None
+    for start in (2, 1) if largest > 1 else (1,):
+        # The first trial also makes what is made once: gradients, plans, libraries' own memory.
+        if peak_of(start) == math.inf:
+            continue
+        base, size, fits = memory.now(), start, 0
+        known: tuple[int, float] | None = None
         while size > fits * CLOSE:
-            peak = self._peak_of(trial, size)
-            if peak is None or peak > limit:
+            if (peak := peak_of(size)) > limit:
                 break
             at, bytes_at = known or (0, base)
             known, fits = known or (size, peak), size
             # Bytes for each further example.
             each = max((peak - bytes_at) / (size - at) if size > at else peak - base, 1)
-            size = min(self._largest, 2 * size, size + int((limit - RESERVE * (limit - base) - peak) / each))
-        return fits
+            size = min(largest, 2 * size, size + int((limit - RESERVE * (limit - base) - peak) / each))
+        if fits:
+            return fits
+    return 0
 
-    def _peak_of(self, trial: Callable[[int], None], size: int) -> int | None:
-        """Bytes in use at the most during a trial; None where it ran out of them."""
-        try:
-            return self._memory.peak_of(lambda: trial(size))
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-        return None
+
+def met_again(
+    passes: TwoPasses, model: nn.Module, loss_fn: LossFunction, examples: Any, clip: Callable[[Tensor], T]
+) -> T:
+    """``clip`` of the losses of a batch.
+
+    One that is refused because its number of examples is that of positions, too, is tried once more after a forward of
+    more examples (`shows_at_another_size`).
+    """
+    try:
+        return clip(loss_fn(model, examples))
+    except UnsupportedModelError:
+        if not shows_at_another_size(passes, model, loss_fn, examples):
+            raise
+    return clip(loss_fn(model, examples))
 
 
 def _clip_without_a_trace(clipper: GhostClipper, loss_fn: LossFunction, batch: Any) -> None:
@@ -216,13 +216,7 @@ def _clip_without_a_trace(clipper: GhostClipper, loss_fn: LossFunction, batch: A
     while isinstance(inner, DistributedDataParallel):
         inner = inner.module
     with Replay(clipper.model).again(gradients=True):
-        try:
-            clipper.passes.clip(loss_fn(inner, batch), retain_graph=False)
-            return
-        except UnsupportedModelError:
-            if not shows_at_another_size(clipper.passes, inner, loss_fn, batch):
-                raise
-        clipper.passes.clip(loss_fn(inner, batch), retain_graph=False)
+        met_again(clipper.passes, inner, loss_fn, batch, lambda losses: clipper.passes.clip(losses, retain_graph=False))
 
 
 def _bytes_of_state(optimizer: Optimizer) -> int:
@@ -315,7 +309,9 @@ def is_auto(max_physical_batch_size: int | str | None, memory_limit: int | None,
     return False
 
 
-def trial_batches(model: nn.Module, memory_limit: int | None, loader: LogicalBatches) -> TrialBatches:
-    """`TrialBatches` for the samples of a loader, whose physical batches they divide from its next loop on."""
-    memory = memory_of(next(model.parameters()).device, memory_limit)
-    return TrialBatches(memory, loader.largest, loader.limit_physical)
+def micro_batches_of(model: nn.Module, loader: LogicalBatches, auto: bool, memory_limit: int | None) -> MicroBatches:
+    """`MicroBatches` for the samples of a loader, of which trials divide the physical batches from its next loop on."""
+    if not auto:
+        return MicroBatches()
+    memory = MemoryMeter(next(model.parameters()).device, memory_limit)
+    return MicroBatches(memory, loader.largest, loader.limit_physical)

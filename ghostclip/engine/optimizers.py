@@ -10,7 +10,7 @@ from torch.optim import LBFGS, Optimizer
 
 from ghostclip.errors import PrivacyError
 
-__all__ = ["check_optimizer", "held_parameters", "refuse_scaling", "show_scaling", "with_closure"]
+__all__ = ["check_optimizer", "held_parameters", "with_closure"]
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
@@ -49,27 +49,6 @@ def held_parameters(owned: Set[nn.Parameter], optimizer: Optimizer) -> dict[nn.P
                 )
             held[parameter] = None
     return held
-
-
-def show_scaling(optimizer: Optimizer) -> Callable[[], None]:
-    """Has a GradScaler announce itself on the optimizer instead of scaling gradients unseen; returns what undoes it."""
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
-        return lambda: None
-    # torch's own mark for optimizers that are told of the scale; the kernel that scales otherwise leaves no trace.
-    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-    return lambda: vars(optimizer).pop("_step_supports_amp_scaling", None)
-
-
-def refuse_scaling(optimizer: Optimizer) -> None:
-    """Raises PrivacyError when the step was called by a GradScaler, which then leaves its marks on the optimizer."""
-    marks = [vars(optimizer).pop(name, None) for name in ("grad_scale", "found_inf")]
-    if any(mark is not None for mark in marks):
-        raise PrivacyError(
-            "a GradScaler called this step; it would scale the noise or the clipped sum, not both, and skip steps "
-            "depending on private gradients. Give it to the engine, PrivacyEngine(..., loss_scale=scaler), or leave it "
-            "out: PrivacyEngine(..., loss_scale=1024.0) scales as well. Call optimizer.step() itself then (bfloat16 "
-            "needs no scaling)"
-        )
 
 
 def with_closure(

@@ -18,29 +18,30 @@ from ghostclip import accounting
 from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.clipping import as_policy
 from ghostclip.engine.adaptation import step_event
-from ghostclip.engine.earlier import warn_of_earlier
-from ghostclip.engine.micro_batching import MicroBatches, is_auto, trial_batches
+from ghostclip.engine.budget import Spending, plan_for
+from ghostclip.engine.distributed import keep_unsynchronised, ranks_of
+from ghostclip.engine.loss_scaling import LossScaling
+from ghostclip.engine.micro_batching import MicroBatches, is_auto, micro_batches_of
 from ghostclip.engine.optimizers import check_optimizer
-from ghostclip.engine.plan import plan_for
-from ghostclip.engine.processes import keep_unsynchronised, ranks_of
-from ghostclip.engine.scaling import LossScaling
-from ghostclip.engine.shared import shared_noise, spending_of
+from ghostclip.engine.release import Release, refuse_second_engine
 from ghostclip.engine.snapshots import Restored, Snapshots, Stateful
-from ghostclip.engine.step import LogicalStep, StepRecord, refuse_second_engine
+from ghostclip.engine.step import LogicalStep, StepRecord
+from ghostclip.engine.update_check import warn_of_earlier
 from ghostclip.errors import PrivacyError
 from ghostclip.events import Event
 from ghostclip.ledger import Ledger
 from ghostclip.nn.grad_mode import keeping_grad_mode
-from ghostclip.noise import noise_source
+from ghostclip.noise import Noise, noise_source
 from ghostclip.sampling import LogicalBatch, LogicalBatches
 from ghostclip.validate import open_fraction, whole
 
 __all__ = ["PrivacyEngine"]
 
+# What must be the same where a run is taken up again.
+AGREED = ("noise_multiplier", "target_epsilon", "planned_steps", "noise")
 # What noise, clipping, sampling and charges were made from: changed afterwards it would be believed and not followed.
 SAMPLED = ("batch_size", "sample_rate", "sampling", "neighboring")
-CHARGED = ("target_epsilon", "target_delta", "planned_steps", "max_epsilon", "ledger")
-FIXED = frozenset(("model", "optimizer", "noise_multiplier", "noise", "clipping", *SAMPLED, *CHARGED))
+FIXED = frozenset(("model", "optimizer", "clipping", "target_delta", "max_epsilon", "ledger", *AGREED, *SAMPLED))
 
 
 class PrivacyEngine:
@@ -73,38 +74,32 @@ class PrivacyEngine:
         ledger: a file (or a `ghostclip.ledger.Ledger`) that every step is charged to before it is released. One that
             exists is continued: what it holds counts for `epsilon`, ``max_epsilon`` and the planned steps.
         self_check: look at the first batches (see `ghostclip.engine.self_check`): are gradients autograd's own, does a
-            loss depend on other examples (`step` calls the loss function 5 to 7 times more for it in each of the first
-            6 steps, and for one in 400 physical batches later: under 1% of the time), do the parameters move. What is
-            wrong is a VerificationError before anything of the batch is released, or a warning.
-        sampling: how logical batches are drawn: "poisson"; "without_replacement": ``batch_size`` different examples
-            each time; "truncated": Poisson, cut down at random to ``max_batch_size`` where it is more.
+            loss depend on other examples (`step` calls the loss function 5 to 7 times more in each of the first 6
+            steps, and in one of 400 physical batches later), do the parameters move. What is wrong is a
+            VerificationError before anything of the batch is released, or a warning.
+        sampling: "poisson"; "without_replacement": ``batch_size`` different examples each time; "truncated": Poisson,
+            cut down at random to ``max_batch_size`` where it is more.
         neighboring: which data sets the guarantee makes hard to tell apart: "add_or_remove_one": they differ by one
             example's presence; "replace_one": in what one example is.
         max_batch_size: with "truncated" only; None: ``max_physical_batch_size``, so that a batch is one physical one.
         unit_ids: for user-level privacy, each row's user (anything hashable): a user's rows are sampled together, and
             the gradient of the sum of their losses is clipped. ``batch_size`` counts users then, and
-            ``max_physical_batch_size`` rows; losses are still one for each row. None: every row is a unit of its own.
+            ``max_physical_batch_size`` rows; losses are still one for each row.
         max_rows_per_unit: with ``unit_ids`` only: of users with more rows the first so many are used; None: all.
         loss_scale: for float16: a power of two such as 1024.0, which the passes scale by (see `GhostClipper`); or the
             loop's GradScaler, for ``engine.backward(scaler.scale(losses))``, ``scaler.step(optimizer)`` and
-            ``scaler.update()``. Gradients are unscaled in p.grad already; ``scaler.unscale_`` is not needed.
+            ``scaler.update()``; p.grad is unscaled already.
         memory_limit: with ``max_physical_batch_size="auto"`` only: the bytes that this process may use in all, on the
-            device of the model's parameters; None: nine tenths of what the machine, the control group or the GPU has
-            left.
-        process_group: who trains together, each with an engine over the same model, data and options: the processes of
-            that group of torch.distributed; None: those of the model's DistributedDataParallel, or else all there are.
-            ``batch_size`` is that of all ranks together; each gets its share of every sample.
+            device of the parameters; None: nine tenths of what the machine, the control group or the GPU has left.
+        process_group: of torch.distributed: who trains together, each with an engine over the same model, data and
+            options; None: the group of the model's DistributedDataParallel, or else all processes. ``batch_size`` is
+            that of all ranks together; each gets its share of every sample.
 
     Attributes:
-        model, optimizer: as given.
-        noise_multiplier, target_epsilon, target_delta: as given or calibrated.
         planned_steps: the most steps that may be taken; None without a ``target_epsilon``.
-        max_epsilon: as given.
+        sample_rate: the expected share of the data in a logical batch.
         ledger: the `Ledger`, or None; None too on ranks that don't lead.
-        batch_size, sample_rate: of the logical batches.
-        noise: the mode the noise is made in.
-        sampling, neighboring: as given.
-        clipping: the policy.
+        model, optimizer, clipping, batch_size, noise_multiplier, ...: as given, taken over or calibrated.
 
     Raises:
         UnsupportedModelError: the model can't be clipped exactly.
@@ -144,59 +139,55 @@ class PrivacyEngine:
         process_group: Any = None,
     ) -> None:
         check_optimizer(model, optimizer)
-        auto = is_auto(max_physical_batch_size, memory_limit, unit_ids)
         refuse_second_engine(optimizer)
+        auto = is_auto(max_physical_batch_size, memory_limit, unit_ids)
         self._ranks = ranks = ranks_of(model, process_group)
-        source = shared_noise(noise_source(noise, seed), ranks)
+        source = noise_source(noise, seed)
+        largest = None if isinstance(max_physical_batch_size, str) else max_physical_batch_size
         loader = LogicalBatches(
-            data,
-            batch_size=batch_size,
-            max_physical_batch_size=None if auto else max_physical_batch_size,  # type: ignore[arg-type]
-            sampling=sampling,
-            neighboring=neighboring,
-            max_batch_size=max_batch_size,
-            unit_ids=unit_ids,
-            max_rows_per_unit=max_rows_per_unit,
-            seed=seed,
-            generator=source.generator,
-            share=(ranks.rank, ranks.size),
-        )
-        event_of = partial(step_event, loader, as_policy(clipping))
-        plan = plan_for(
-            event_of,
-            len(loader),
-            noise_multiplier=noise_multiplier,
-            target_epsilon=target_epsilon,
-            target_delta=open_fraction(target_delta=target_delta),
-            epochs=epochs,
-            steps=steps,
-        )
+            data, batch_size=batch_size, max_physical_batch_size=largest, sampling=sampling, neighboring=neighboring,
+            max_batch_size=max_batch_size, unit_ids=unit_ids, max_rows_per_unit=max_rows_per_unit, seed=seed,
+            generator=ranks.generators(source), share=(ranks.rank, ranks.size),
+        )  # fmt: skip
+        event_of, delta = partial(step_event, loader, as_policy(clipping)), open_fraction(target_delta=target_delta)
+        plan = plan_for(event_of, len(loader), noise_multiplier, target_epsilon, delta, epochs, steps)
+        # Noise that can be foretold protects no one, so it is charged as none.
+        self._event = event_of(plan.noise_multiplier if source.private else 0.0)
         scaling = LossScaling(loss_scale, optimizer)
         clipper = GhostClipper(model, clipping, second_pass=second_pass, loss_scale=scaling.factor)
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer, self.clipping = model, optimizer, clipper.clipping
         self.noise_multiplier, self.planned_steps = plan.noise_multiplier, plan.steps
         self.target_epsilon, self.target_delta = plan.target_epsilon, plan.target_delta
         self.batch_size, self.sample_rate = loader.batch_size, loader.sample_rate
-        self.noise = source.mode
-        self.sampling, self.neighboring, self.clipping = sampling, neighboring, clipper.clipping
-        micro_batches = trial_batches(model, memory_limit, loader) if auto else MicroBatches()
-        # Noise that can be foretold protects no one, so it is charged as none.
-        self._event = event_of(plan.noise_multiplier if source.private else 0.0)
-        self._spending = spending_of(ranks, self._event, plan, max_epsilon=max_epsilon, ledger=ledger, noise=noise)
+        self.noise, self.sampling, self.neighboring = source.mode, sampling, neighboring
+        micro_batches = micro_batches_of(model, loader, auto, memory_limit)
+        self._spending = Spending(ranks, self._event, plan, max_epsilon, ledger, noise)
         self.max_epsilon, self.ledger = self._spending.max_epsilon, self._spending.ledger
-        charge = self._spending.charge
-        self._steps = LogicalStep(
-            clipper, optimizer, source, plan.noise_multiplier, loader.batch_size, charge, self_check, scaling, ranks,
-            micro_batches,
+        self._loader: LogicalBatches | None = loader
+        self._attach(clipper, source, scaling, micro_batches, self_check, seed)
+
+    def _attach(
+        self,
+        clipper: GhostClipper,
+        source: Noise,
+        scaling: LossScaling,
+        micro_batches: MicroBatches,
+        self_check: bool,
+        seed: int | None,
+    ) -> None:
+        """Puts the engine between the optimizer and its gradients, and between the loader and its batches."""
+        model, optimizer, loader, ranks = self.model, self.optimizer, self.batches(), self._ranks
+        release = Release(
+            clipper, optimizer, source, self.noise_multiplier, self.batch_size, self._spending.charge,
+            self_check=self_check, scaling=scaling, ranks=ranks, micro_batches=micro_batches,
         )  # fmt: skip
-        loader.owner = self._steps
-        agreed = plan.agreed | {"noise": noise, "seed": seed}
+        self._steps = loader.owner = LogicalStep(release)
+        agreed = {name: getattr(self, name) for name in AGREED} | {"seed": seed}
         self._snapshots = Snapshots(
-            model, optimizer, clipper.clipping, loader, source, self._spending, self._steps, agreed, ranks
+            model, optimizer, self.clipping, loader, source, self._spending, self._steps, agreed, ranks
         )
         self._snapshots.start_alike()
         self._synchronise = keep_unsynchronised(model)
-        self._loader: LogicalBatches | None = loader
         warn_of_earlier(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -221,10 +212,8 @@ class PrivacyEngine:
         Each, empty ones too, needs its step or ``batch.discard()``; taking the next one, and the end of the epoch,
         raise PrivacyError otherwise, and where trained parameters moved outside of steps (see `accept_parameters`).
         An exception discards the batch, without a charge, when it comes up in `step`, `backward`, the optimizer's step
-        or the data loader, or when it leaves both the loop over ``batch.physical()`` and that over the batches.
-
-        Raises:
-            PrivacyError: the engine was detached.
+        or the data loader, or when it leaves both the loop over ``batch.physical()`` and that over the batches. Raises
+        PrivacyError after `detach`.
         """
         if self._loader is None:
             raise PrivacyError("this engine was detached from its optimizer; build a new PrivacyEngine")
@@ -237,9 +226,6 @@ class PrivacyEngine:
         Args:
             losses: [B], one for each example of the physical batch that was handed out last.
             retain_graph: keep the graph for another call.
-
-        Returns:
-            The clipper's result: norms and weights, which are private data, and the sensitivity.
 
         Raises:
             PrivacyError: no physical batch was handed out for this call, or an earlier one was left out.
@@ -263,18 +249,24 @@ class PrivacyEngine:
             BudgetExceededError: the step is past the planned ones or the budget; nothing was computed.
             LedgerError: the step can't be written to the ledger; the batch is discarded and nothing was released.
             PrivacyError: and all that `backward` raises; the batch is discarded and nothing was released.
-            TypeError: ``loss_fn`` is no such function; nothing was computed.
+            TypeError: ``loss_fn`` can't be called with (model, examples), as losses or a criterion can't.
         """
         try:
-            if batch is not self._steps.current("engine.step()"):
+            if batch is not self._steps.release.current("engine.step()"):
                 raise PrivacyError(
                     "engine.step() got another logical batch than engine.batches() gave last; use each in its turn"
                 )
-            _check_loss_function(loss_fn)
-            self._steps.turns.start(discarded=False)
+            if not callable(loss_fn) or isinstance(loss_fn, _Loss):
+                raise TypeError(
+                    "loss_fn must be a function of (model, examples) that returns one loss for each example; got "
+                    f'{type(loss_fn).__name__}. For a criterion with reduction="none": lambda model, batch: '
+                    "criterion(model(batch[0]), batch[1]); for losses that are computed already: "
+                    "engine.backward(losses)"
+                )
+            self._steps.release.start(discarded=False)
             self._spending.check()
         except BaseException:
-            self._steps.turns.failed()
+            self._steps.release.failed()
             raise
         try:
             seen = self._steps.step(batch, loss_fn)
@@ -288,8 +280,7 @@ class PrivacyEngine:
 
         Of a logical batch in one piece that is everything from the forward to the update (torch's SGD, Adam or AdamW
         without hooks of others); else each physical batch's forward and passes, then noise and update. Batches are
-        padded to one size (few, when they may be of any), with rows of weight zero, so that their varying sizes compile
-        nothing anew. See `GhostClipper.clip` for what a loss function may depend on then.
+        padded to few sizes, with rows of weight zero. See `GhostClipper.clip` for what a loss function may depend on.
         """
         if self._event.unit == "user":
             raise ValueError(
@@ -301,9 +292,7 @@ class PrivacyEngine:
         self._steps.compile(self.batches().limit)
 
     def epsilon(self, delta: float | None = None, accountant: str = "pld") -> float:
-        """The privacy spent so far, by all that is in the ledger where there is one.
-
-        It is 0 before the first step, and inf when there is no noise or the noise isn't private.
+        """The privacy spent so far, by all that is in the ledger where there is one; inf without private noise.
 
         Args:
             delta: where to report it; None: at ``target_delta``.
@@ -314,37 +303,24 @@ class PrivacyEngine:
             ValueError, TypeError: an argument is out of range.
         """
         self._check_updates()
-        return self._spending.epsilon(delta, accountant)
+        return self._spending.epsilon(self._delta(delta), accountant)
 
     def forecast(self, steps: int, delta: float | None = None, accountant: str = "pld") -> float:
-        """Epsilon after that many further steps, everything spent so far included.
-
-        Args:
-            steps: a whole number >= 0.
-            delta, accountant: as for `epsilon`.
-
-        Raises:
-            ValueError, TypeError: an argument is out of range.
-        """
+        """Epsilon after that many further ``steps``, everything spent so far included; see `epsilon`."""
         further = replace(self._event, count=whole(steps=steps))
         spent = accounting.epsilon_of([*self.events, further], delta=self._delta(delta), accountant=accountant)
         return spent if self._event.noise_multiplier else math.inf
 
     def guarantee(self, delta: float | None = None, accountant: str = "pld") -> str:
-        """What was spent so far in words: epsilon, how examples were drawn, which data sets are neighbours.
-
-        Raises:
-            PrivacyError: trained parameters moved outside of the engine's steps, see `accept_parameters`.
-            ValueError, TypeError: an argument is out of range.
-        """
+        """What was spent so far in words: `epsilon`, how examples were drawn, which data sets are neighbours."""
         self._check_updates()
         return accounting.guarantee(self.events, delta=self._delta(delta), accountant=accountant)
 
     def accept_parameters(self) -> None:
         """Takes the trained parameters as they are, after they were set from outside by public means.
 
-        A loaded state dict, steps on public data, clipping or averaging of the weights that were released. Of what was
-        learned from private data without the engine, nothing is known or counted: that must never be accepted.
+        A loaded state dict, steps on public data, averages of released weights. Never what was learned from private
+        data without the engine, of which nothing is known or counted.
 
         Raises:
             PrivacyError: private sums are gathered and their step is not taken; or parameters are other objects, or of
@@ -373,14 +349,11 @@ class PrivacyEngine:
         return self._spending.steps
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Stateful] | None = None) -> None:
-        """Saves model, optimizer, what was spent and where training stands; returns when it is on the disk.
-
-        Where several processes train together, all of them call it, and `restore`; the leading one writes.
-        ``path`` becomes a folder, whole or not at all; the one before is kept as ``<path>.previous``. Its files
-        ``private.*`` hold random states and ``extra``, and must not be published. Noise is never among it.
+        """Saves model, optimizer, what was spent and where training stands; all ranks call it, the leading one writes.
 
         Args:
-            path: of the folder.
+            path: becomes a folder, whole or not at all; the one before is kept as ``<path>.previous``. Its files
+                ``private.*`` hold random states and ``extra``, and must not be published. Noise is never among it.
             extra: {name: object with ``state_dict()`` and ``load_state_dict()``}, such as learning rate schedulers.
 
         Raises:
@@ -414,22 +387,10 @@ class PrivacyEngine:
     def detach(self) -> None:
         """Takes the engine off the optimizer, whose steps are unprotected from then on; ends the data's workers.
 
-        What it had reserved in the ledger and didn't take is given back.
-
         Raises:
-            LedgerError: it can't be given back; the engine is off the optimizer all the same.
+            LedgerError: what was reserved there can't be given back; the engine is off the optimizer all the same.
         """
         self._steps.detach()
         self._synchronise()
         self._loader = None
         self._spending.close()
-
-
-def _check_loss_function(loss_fn: object) -> None:
-    """Raises TypeError for what can't be called with (model, examples): losses, a criterion of torch, None."""
-    if not callable(loss_fn) or isinstance(loss_fn, _Loss):
-        raise TypeError(
-            "loss_fn must be a function of (model, examples) that returns one loss for each example; got "
-            f'{type(loss_fn).__name__}. For a criterion with reduction="none": lambda model, batch: '
-            "criterion(model(batch[0]), batch[1]); for losses that are computed already: engine.backward(losses)"
-        )

@@ -1,103 +1,172 @@
-"""From clipped sums to the noisy gradient: checks, the charge, one draw of noise, and the optimizer's own update."""
+"""From clipped sums to the noisy gradient: whose turn it is, checks, the charge, one draw of noise, and the update."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ghostclip.clipping import Adaptive, Policy
+from ghostclip.clipper import GhostClipper
+from ghostclip.clipping import Adaptive
 from ghostclip.engine.adaptation import Adaptation
+from ghostclip.engine.distributed import Ranks, refuse_differences
+from ghostclip.engine.loss_scaling import LossScaling, show_scaling
 from ghostclip.engine.micro_batching import MicroBatches
-from ghostclip.engine.optimizers import held_parameters, show_scaling, with_closure
-from ghostclip.engine.scaling import LossScaling
+from ghostclip.engine.optimizers import held_parameters, with_closure
 from ghostclip.engine.self_check import SelfCheck
 from ghostclip.engine.sums import ClippedSums
-from ghostclip.engine.turns import Turns
 from ghostclip.engine.update_check import UpdateCheck
 from ghostclip.errors import PrivacyError
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.noise import Noise
+from ghostclip.sampling import LogicalBatch
 
-__all__ = ["Release"]
+__all__ = ["Release", "refuse_second_engine"]
 
+T = TypeVar("T")
+NO_STEP = """the logical batch before this one had no step, so nothing of it was charged or released. The loop is
 
-@runtime_checkable
-class DrawsAhead(Protocol):
-    """Noise that can be had before the sums are there, as an input of a compiled step."""
+    for batch in engine.batches():
+        for examples in batch.physical():    # none in an empty batch, which has its step all the same
+            engine.backward(loss_fn(model, examples))
+        optimizer.step()
+        optimizer.zero_grad()
 
-    def fill(self, out: Tensor, std: float) -> None:
-        """Overwrites ``out`` [n], contiguous, with the noise of one release; zeros when ``std`` is 0."""
+Take the step that is missing, or call batch.discard() (engine.batches().discard() where it is out of reach), which \
+charges it"""
 
 
 class Release:
     """Comes between the optimizer and its gradients: one release of noisy sums for each logical batch, charged before.
 
     Args:
-        model: in training.
+        clipper: of the model in training.
         optimizer: gets hooks before and after its step.
-        policy: of clipping.
         noise: where the noise comes from.
         noise_multiplier: standard deviation of the noise over the sensitivity.
         batch_size: what the noisy sum is divided by; public.
         charge: called once for each step, after all checks and before anything is released; it may refuse by raising.
-        sums: what was gathered.
-        turns: which logical batch is in the making.
-        updates: whether parameters moved in steps only.
-        self_check: watches the first update.
-        scaling: what is known of the scale of losses.
-        micro_batches: of which ranks agree on the size.
+        self_check: whether the first steps are looked at, see `SelfCheck`.
+        scaling: what is known of the scale of losses; None: they come as they are.
+        ranks: which train together; None: this process alone.
+        micro_batches: how physical batches are divided, on which ranks agree; None: where memory runs out only.
 
     Attributes:
-        batch_size, charge, sums, turns, updates: as given.
+        clipper, optimizer, batch_size, charge, scaling, micro_batches: as given.
+        sums: what was gathered.
+        updates: whether parameters moved in steps only.
+        self_check: watches the first steps.
         sensitivity: of what the logical batch in the making has gathered.
+        batch: handed out last; None once it had its step, or was discarded.
+        pending: whether the logical batch handed out last has had no step.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        clipper: GhostClipper,
         optimizer: Optimizer,
-        policy: Any,
         noise: Noise,
         noise_multiplier: float,
         batch_size: int,
         charge: Callable[[], None],
         *,
-        sums: ClippedSums,
-        turns: Turns,
-        updates: UpdateCheck,
-        self_check: SelfCheck,
-        scaling: LossScaling,
-        micro_batches: MicroBatches,
+        self_check: bool = True,
+        scaling: LossScaling | None = None,
+        ranks: Ranks | None = None,
+        micro_batches: MicroBatches | None = None,
     ) -> None:
-        self._optimizer, self._noise, self._noise_multiplier = optimizer, noise, noise_multiplier
+        self.clipper, self.optimizer = clipper, optimizer
+        self._noise, self._noise_multiplier = noise, noise_multiplier
         self.batch_size, self.charge = batch_size, charge
-        self.sums, self.turns, self.updates = sums, turns, updates
-        self._self_check, self._scaling, self._micro_batches = self_check, scaling, micro_batches
-        self._owned = set(model.parameters())
+        self.scaling = LossScaling(1.0, optimizer) if scaling is None else scaling
+        self.micro_batches = MicroBatches() if micro_batches is None else micro_batches
+        self._ranks = Ranks() if ranks is None else ranks
+        self.sums = ClippedSums(clipper.model, clipper.passes.reduce_apart())
+        self.updates = UpdateCheck(clipper.model)
+        self.self_check = SelfCheck(clipper, optimizer, self_check)
+        self._owned = set(clipper.model.parameters())
+        policy = clipper.clipping
         self._adaptation = Adaptation(policy, batch_size) if isinstance(policy, Adaptive) else None
         self.sensitivity = 0.0
-        self._stepping = False
+        self.batch: LogicalBatch | None = None
+        # Of the batch in the making, or the last one: its private gradient is in place; that was charged and is there.
+        self.pending = self._stepping = self._released = False
+        # Whether all ranks were asked about the logical batch in the making, so that nobody waits for an answer.
+        self._asked = self._refused = False
         self._undo = [
             optimizer.register_step_pre_hook(self._before_step).remove,
             optimizer.register_step_post_hook(self._after_step).remove,
             show_scaling(optimizer),
         ]
 
-    def begin(self, policy: Policy | Any) -> None:
-        """A logical batch starts, or none."""
+    def ready(self, new_loop: bool) -> None:
+        """Raises PrivacyError unless the next logical batch may be taken.
+
+        The one before must have had its step, or have been left by an exception: one that came up in the engine, or one
+        by which the loop over its physical batches, and then that over ``engine.batches()``, was left.
+        """
+        batch = self.batch
+        try:
+            self.updates.check()
+            if batch is not None and not batch.failed and not (new_loop and batch.interrupted):
+                raise PrivacyError(NO_STEP)
+        except PrivacyError as problem:
+            if not self._refused:
+                # Other ranks may be in the step of the batch that isn't taken here.
+                self._refused = True
+                self._ranks.refuse(problem)
+            raise
+
+    def begin(self, batch: LogicalBatch | None) -> None:
+        """A logical batch starts, or none: what an earlier one gathered and didn't release is discarded."""
         self.discard()
-        self._stepping = False
-        self.sensitivity = policy.sensitivity
-        self._scaling.begin()
+        self._stepping = self._released = self._asked = self._refused = False
+        self.sensitivity = self.clipper.clipping.sensitivity
+        self.scaling.begin()
+        self.batch = batch
+        if batch is not None:
+            self.pending = True
+            self.updates.begin()
 
     def discard(self) -> None:
         """What was gathered is dropped."""
         self.sums.discard()
         if self._adaptation is not None:
             self._adaptation.discard()
+
+    def failed(self) -> None:
+        """An exception came up in the engine: the batch may be left without its step."""
+        if self.batch is not None:
+            self.batch.failed = True
+
+    def current(self, caller: str) -> LogicalBatch:
+        """The logical batch in the making; raises PrivacyError, which names the caller, when there is none."""
+        if self.batch is None:
+            raise PrivacyError(
+                f"{caller} was called without a logical batch of its own, so nothing could be accounted for; call it "
+                "once for each batch (not one of a DataLoader of yours), inside of `for batch in engine.batches()`"
+            )
+        return self.batch
+
+    def start(self, discarded: bool) -> None:
+        """All ranks begin a step, or discard the batch; raises PrivacyError where some do the other, or refuse."""
+        self._agreed(lambda: None, lambda: {"same": {"whether the batch is discarded": discarded}})
+        self._asked = discarded
+
+    def _agreed(self, work: Callable[[], T], facts: Callable[[], dict[str, Any]]) -> tuple[T, list[dict[str, Any]]]:
+        """`Ranks.agreed`, where ranks must also say the same."""
+        self._asked = True
+        done, said = self._ranks.agreed(work, facts)
+        refuse_differences([each["same"] for each in said], "at every step")
+        return done, said
+
+    def tell(self, failure: Exception) -> None:
+        """Other ranks wait in their step for what this one has to say."""
+        if not self._asked:
+            self._asked = True
+            self._ranks.refuse(failure)
 
     def detach(self) -> None:
         """Takes the hooks off the optimizer."""
@@ -112,7 +181,7 @@ class Release:
     def update(self) -> None:
         """Charges, releases and has the optimizer take its step, even where it has lost the hooks that would do it."""
         self._release()
-        self._optimizer.step()
+        self.optimizer.step()
         if self._stepping:
             self._stepped()
 
@@ -126,13 +195,18 @@ class Release:
                 self._release()
             return replaced
         except BaseException:
-            self.turns.failed()
+            self.failed()
             raise
 
     @keeping_grad_mode
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The optimizer's post-hook."""
-        self.turns.check_released()
+        if not self._released:
+            raise PrivacyError(
+                "optimizer.step() came to its end without the engine's noise or charge (its closure was not called, or "
+                "the engine's hook before the step was removed). If it used clipped sums, they had no noise: don't use "
+                "this model. Call optimizer.step() without a closure, and leave its hooks"
+            )
         self._stepped()
 
     def _stepped(self) -> None:
@@ -140,7 +214,7 @@ class Release:
         self._stepping = False
         self.sums.remember_released()
         self.updates.accept()
-        self._self_check.stepped()
+        self.self_check.stepped()
 
     @keeping_grad_mode
     def _release(self) -> None:
@@ -149,24 +223,24 @@ class Release:
         if self._stepping and self.sums.is_released():
             return
         try:
-            held, said = self.turns.agreed(self.check, self._facts)
-            self._micro_batches.agree([each["most examples that fit"] for each in said])
+            held, said = self._agreed(self.check, self._facts)
+            self.micro_batches.agree([each["most examples that fit"] for each in said])
             self.sensitivity = max([self.sensitivity, *(each["sensitivity"] for each in said)])
             self.spend()
             self.put_in_place(held, self._make_private)
         except BaseException:
-            self.turns.failed()
+            self.failed()
             raise
 
     def _facts(self) -> dict[str, Any]:
         """What ranks tell each other before a step."""
-        held = held_parameters(self._owned, self._optimizer)
-        sizes = [p.numel() for p in held if p.requires_grad or p.grad is not None]
-        same: dict[str, Any] = {"whether the batch is discarded": False}
-        same["the sample (a digest of it)"] = self.turns.current("optimizer.step()").digest
-        same["what is trained"] = sizes
-        most = self._micro_batches.most
-        return {"sensitivity": self.sensitivity, "most examples that fit": most, "same": same}
+        held = held_parameters(self._owned, self.optimizer)
+        same = {
+            "whether the batch is discarded": False,
+            "the sample (a digest of it)": self.current("optimizer.step()").digest,
+            "what is trained": [p.numel() for p in held if p.requires_grad or p.grad is not None],
+        }
+        return {"sensitivity": self.sensitivity, "most examples that fit": self.micro_batches.most, "same": same}
 
     def check(self, missing: int = 0) -> dict[nn.Parameter, None]:
         """The optimizer's parameters; raises GradientLeakError or PrivacyError unless all is ready for a release.
@@ -174,7 +248,7 @@ class Release:
         Args:
             missing: physical batches that are still to be gathered.
         """
-        batch, gathered = self.turns.current("optimizer.step()"), self.sums.count
+        batch, gathered = self.current("optimizer.step()"), self.sums.count
         if gathered + missing != len(batch.sizes):
             if batch.handed < len(batch.sizes):
                 raise PrivacyError(
@@ -186,10 +260,10 @@ class Release:
                 f"optimizer.step() was called, but engine.backward() ran for {gathered} of the {len(batch.sizes)} "
                 "physical batches of this logical batch; call it for each of them (a plain .backward() doesn't count)"
             )
-        held = held_parameters(self._owned, self._optimizer)
+        held = held_parameters(self._owned, self.optimizer)
         self.updates.check_model()
         self.updates.check_within(gathered)
-        self._scaling.before_step()
+        self.scaling.before_step()
         self.sums.check()
         return held
 
@@ -202,21 +276,28 @@ class Release:
         self, held: dict[nn.Parameter, None], make_private: Callable[[list[Tensor]], list[Tensor]]
     ) -> None:
         """Ends the logical batch, charged, with its private gradient in the p.grads, for the optimizer's own step."""
-        self.turns.end()
+        self._end()
         self.sums.release(held, make_private)
-        self._stepping, self.turns.pending = True, False
-        self._self_check.released(held)
+        self._stepping, self.pending = True, False
+        self.self_check.released(held)
+
+    def _end(self) -> None:
+        """The batch is charged, and released."""
+        self.current("optimizer.step()").stepped = True
+        self.batch, self._released = None, True
 
     def _make_private(self, sums: list[Tensor]) -> list[Tensor]:
         std = self._noise_multiplier * self.sensitivity
-        if self._adaptation is not None:
-            return self._adaptation.release(sums, std, self._noise)
-        return self._noise.release(sums, std, self.batch_size)
+
+        def release(every: list[Tensor]) -> list[Tensor]:
+            return self._ranks.released(lambda totals: self._noise.release(totals, std, self.batch_size), every)
+
+        return release(sums) if self._adaptation is None else self._adaptation.release(sums, std, release)
 
     @property
     def draws_ahead(self) -> bool:
-        """Whether noise can be had before the sums are there."""
-        return self._adaptation is None and isinstance(self._noise, DrawsAhead)
+        """Whether noise can be had before the sums are there, as an input of a compiled step."""
+        return self._adaptation is None and hasattr(self._noise, "fill")
 
     def fill_with_noise(self, out: Tensor) -> None:
         """Overwrites ``out`` [n] with the noise of this logical batch's release, divided as its sums will be."""
@@ -226,7 +307,17 @@ class Release:
     def updated(self) -> None:
         """Ends the logical batch, charged and stepped with, without gradients ever having been in place."""
         self.sums.discard()
-        self.turns.end()
-        self.turns.pending = False
+        self._end()
+        self.pending = False
         self.sums.remember_released()
         self.updates.accept()
+
+
+def refuse_second_engine(optimizer: Optimizer) -> None:
+    """Raises PrivacyError when an engine's hooks are on the optimizer already."""
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    if any(isinstance(getattr(hook, "__self__", None), Release) for hook in hooks):
+        raise PrivacyError(
+            "another PrivacyEngine is attached to this optimizer, and two would add noise and charge twice; call its "
+            "detach(), or build a new optimizer"
+        )

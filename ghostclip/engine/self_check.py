@@ -8,25 +8,29 @@ of each layer follow their own example's loss) is not repeated here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_unflatten
 
 from ghostclip.clipper import GhostClipper
-from ghostclip.clipper.replay import Replay
-from ghostclip.engine.agreement import gradients_agree
+from ghostclip.clipper.replay import Replay, leaves_of
+from ghostclip.engine.agreement import gradients_agree, listed
 from ghostclip.engine.comparison import LossComparison
-from ghostclip.engine.head import head_of_large
-from ghostclip.engine.movement import Movement
+from ghostclip.engine.trial_losses import LossFunction
 from ghostclip.errors import VerificationError
+from ghostclip.graph.parameter_names import ParameterNames
 
 __all__ = ["SelfCheck"]
 
-# Examples of a large batch whose gradients are compared, lest the graph of all of it be held.
-HEAD = 16
-LossFunction = Callable[[nn.Module, Any], Tensor]
+# Examples of a large batch whose gradients are compared, lest the graph of all of it be held; the examples of the
+# smallest batch that counts as large, and the bytes of its tensors.
+HEAD, LARGE, LARGE_DATA = 16, 64, 1 << 16
+# Gradients below this share of the largest may be lost in rounding without anything being wrong.
+SLIGHT = 1e-3
 
 log = logging.getLogger("ghostclip")
 
@@ -48,8 +52,8 @@ class SelfCheck:
         self._model, self._passes = clipper.model, clipper.passes
         self._to_compare = wanted
         self._comparison = LossComparison(self._model) if wanted else None
-        self._movement = Movement(self._passes.index, optimizer) if wanted else None
-        self._unused: list[str] = []
+        self._movement = _Movement(self._passes.index, optimizer) if wanted else None
+        self._saw_examples = False
 
     @property
     def over(self) -> bool:
@@ -70,7 +74,7 @@ class SelfCheck:
         Raises:
             VerificationError: as `backward`.
         """
-        if not self._to_compare or (head := head_of_large(examples, HEAD)) is None:
+        if not self._to_compare or (head := _head_of_large(examples)) is None:
             return
         try:
             with Replay(self._model).again(gradients=True):
@@ -82,21 +86,6 @@ class SelfCheck:
         except Exception as error:  # what is wrong shows on the whole batch
             log.info("gradients are not compared on %d examples: %s: %s", HEAD, type(error).__name__, error)
 
-    def rehearse(self, loss_fn: LossFunction, examples: Any, check_count: Callable[[Tensor], None]) -> None:
-        """The same for a batch whose own forward can't be looked at, as part of a compiled step.
-
-        Args:
-            loss_fn: (model, examples) -> losses [B].
-            examples: a physical batch.
-            check_count: refuses losses that aren't one for each example.
-        """
-        self.before(loss_fn, examples)
-        if self._to_compare:
-            with Replay(self._model).again(gradients=True):
-                losses = loss_fn(self._model, examples)
-                check_count(losses)
-                self.backward(losses)
-
     def backward(self, losses: Tensor) -> None:
         """Compares a few of the per-example gradients with autograd's and keeps the graph.
 
@@ -107,18 +96,97 @@ class SelfCheck:
             VerificationError: they differ; nothing was gathered.
             LossShapeError, StaleInputError, UnsupportedModelError: as `GhostClipper.norms`.
         """
-        if self._movement is not None:
-            self._movement.saw_examples = True
+        self._saw_examples = True
         if self._to_compare and losses.requires_grad and (unused := gradients_agree(self._passes, losses)) is not None:
-            self._to_compare, self._unused = False, unused
+            self._to_compare = False
+            if self._movement is not None:
+                self._movement.unused = unused
 
     def released(self, held: Collection[nn.Parameter]) -> None:
         """To be called when the noisy gradients of the optimizer's parameters ``held`` are in place."""
-        if self._movement is not None:
+        if self._movement is not None and self._saw_examples:
             self._movement.note(held)
 
     def stepped(self) -> None:
         """To be called after the update; warns once of trained parameters for which training does nothing."""
         if self._movement is not None and self._movement.noted:
-            movement, self._movement = self._movement, None
-            movement.warn(self._unused)
+            self._movement.warn()
+            self._movement = None
+
+
+class _Entry(NamedTuple):
+    """The one number of a parameter whose gradient (``slope``) is largest, so that it moves if any does."""
+
+    name: str
+    parameter: nn.Parameter
+    place: int
+    value: Tensor
+    slope: float
+
+
+class _Movement:
+    """Whether one update moves what is to be trained: adapters trained to nothing look like training.
+
+    Args:
+        index: the model's names.
+        optimizer: that takes the step.
+
+    Attributes:
+        noted: whether an update was seen coming; one in which every learning rate is zero is none.
+        unused: trained parameters on which the losses didn't depend.
+    """
+
+    def __init__(self, index: ParameterNames, optimizer: Optimizer) -> None:
+        self._index, self._optimizer = index, optimizer
+        self.noted = False
+        self.unused: Sequence[str] = ()
+        self._entries: list[_Entry] = []
+        self._not_held: list[str] = []
+
+    @torch.no_grad()
+    def note(self, held: Collection[nn.Parameter]) -> None:
+        """Remembers one number of each parameter that is about to be updated.
+
+        Args:
+            held: the optimizer's parameters, their gradients in place.
+        """
+        rates = {p: float(group.get("lr", 1.0)) for group in self._optimizer.param_groups for p in group["params"]}
+        if not any(rates.values()):
+            return
+        self.noted = True
+        for name, parameter in self._index.trained():
+            if parameter not in held:
+                self._not_held.append(name)
+            elif rates[parameter] and parameter.grad is not None and parameter.numel():
+                slopes = parameter.grad.reshape(-1).abs()
+                place = int(slopes.argmax())
+                value = parameter.reshape(-1)[place].clone()
+                self._entries.append(_Entry(name, parameter, place, value, float(slopes[place])))
+
+    @torch.no_grad()
+    def warn(self) -> None:
+        """Says which trainable parameters are not trained, if there are any."""
+        largest = max((entry.slope for entry in self._entries), default=0.0)
+        felt = [entry for entry in self._entries if entry.slope > SLIGHT * largest]
+        still = [entry.name for entry in felt if torch.equal(entry.parameter.reshape(-1)[entry.place], entry.value)]
+        found = {
+            "no loss of the first batch depends on {}: until one does, noise is all they are given": self.unused,
+            "the optimizer doesn't hold {}: they stay as they are, and their gradients take up a part of the clipping "
+            "norm": self._not_held,
+            "the first update left {} as they were: it is skipped, or lost in rounding": still,
+        }
+        said = [problem.format(listed(names)) for problem, names in found.items() if names]
+        if said:
+            log.warning(
+                "some trainable parameters are not trained: %s. Freeze what is not meant to be trained "
+                "(requires_grad_(False)) before the engine is built, and give the optimizer the rest",
+                "; ".join(said),
+            )
+
+
+def _head_of_large(batch: Any) -> Any | None:
+    """The first examples of a batch so large that its graph may matter in memory; None of another."""
+    found = leaves_of(batch)
+    if found is None or found[2] < LARGE or sum([leaf.nbytes for leaf in found[0]]) < LARGE_DATA:
+        return None
+    return tree_unflatten([leaf[:HEAD] for leaf in found[0]], found[1])

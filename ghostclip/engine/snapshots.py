@@ -13,18 +13,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ghostclip import checkpoint
+from ghostclip.engine.budget import Spending
 from ghostclip.engine.contents import (
     configuration_of,
     describe_model,
     in_words,
-    model_state,
     optimizer_state,
     put_optimizer_state,
+    random_states,
+    set_random_states,
 )
-from ghostclip.engine.processes import start_alike
-from ghostclip.engine.randomness import random_states, set_random_states
-from ghostclip.engine.ranks import Alone, refuse_differences
-from ghostclip.engine.spending import Spending
+from ghostclip.engine.distributed import Ranks, refuse_differences, start_alike
 from ghostclip.engine.step import LogicalStep
 from ghostclip.errors import LedgerError, PrivacyError
 from ghostclip.ledger import Head
@@ -85,7 +84,7 @@ class Snapshots:
     spending: Spending
     steps: LogicalStep
     agreed: dict[str, Any]
-    ranks: Alone
+    ranks: Ranks
 
     def __post_init__(self) -> None:
         # Steps that were charged and that the model has not behind it.
@@ -94,9 +93,9 @@ class Snapshots:
     def start_alike(self) -> None:
         """All ranks begin with the leading one's model; raises PrivacyError where they were built differently."""
         if self.ranks.size > 1:
-            facts = self._configuration() | describe_model(model_state(self.model))
+            facts = self._configuration() | describe_model(self.model.state_dict())
             facts |= {"batch_size": self.loader.batch_size, "unit_ids": self.loader.units_digest}
-            facts["the state of clipping"] = in_words(self.policy.state_dict()) if _is_stateful(self.policy) else None
+            facts["the state of clipping"] = in_words(self._policy_state())
             refuse_differences(self.ranks.gathered(facts), "when engines are built")
             start_alike(self.model, self.ranks)
 
@@ -116,16 +115,16 @@ class Snapshots:
     ) -> None:
         """The folder, with the random ``states`` of all ranks."""
         # A batch that was handed out and had no step, because it was interrupted, comes again.
-        epoch, taken, sampler = self.loader.position(again=self.steps.turns.pending)
+        epoch, taken, sampler = self.loader.position(again=self.steps.release.pending)
         ledger = self.spending.ledger
         public = {
             "configuration": self._configuration(),
             "progress": {"steps": self.spending.steps - self._elsewhere, "epoch": epoch, "steps_in_epoch": taken},
             "spent": {run: [[encoded(e), n] for e, n in spent.items()] for run, spent in self.spending.runs.items()},
             "ledger": None if ledger is None else vars(ledger.head),
-            "model": model_state(self.model),
+            "model": dict(self.model.state_dict()),
             "optimizer": optimizer_state(self.optimizer),
-            "clipping": self.policy.state_dict() if _is_stateful(self.policy) else None,
+            "clipping": self._policy_state(),
         }
         private = {
             "sampler": None if sampler is None else dict(sampler),
@@ -144,10 +143,11 @@ class Snapshots:
         if said:
             found = {"the steps of a checkpoint": public["progress"], "what it spent": public["spent"]}
             refuse_differences(self.ranks.gathered(found), "when they restore it (from a folder that all of them see)")
+        spent = {run: Counter({decoded(event): n for event, n in own}) for run, own in public["spent"].items()}
         # First of all, so that whatever fails after it, nothing that was spent is forgotten.
-        self.spending.add(_runs(public["spent"]))
+        self.spending.add(spent)
         self.steps.begin(None)
-        self.steps.turns.pending = False
+        self.steps.release.pending = False
         self.steps.updates.expect()
         self.model.load_state_dict(public["model"])
         put_optimizer_state(self.optimizer, public["optimizer"])
@@ -165,22 +165,22 @@ class Snapshots:
         self.steps.updates.accept()
         return Restored(stored.place, **progress)
 
+    def _policy_state(self) -> Any:
+        """What the clipping policy learnt; None where it learns nothing."""
+        return self.policy.state_dict() if _is_stateful(self.policy) else None
+
     def _read(self, path: str | os.PathLike[str], extra: Mapping[str, Stateful]) -> checkpoint.Stored:
-        """The checkpoint, if it is of an engine like this one and no logical batch is half done."""
+        """The checkpoint; PrivacyError unless it is of an engine like this one and no logical batch is half done."""
         self.steps.check_between("engine.restore()")
         stored = checkpoint.load(path)
-        self._check(stored, extra)
-        return stored
-
-    def _configuration(self) -> dict[str, Any]:
-        data = {"sampling": in_words(self.loader.scheme), "the number of examples": self.loader.dataset_size}
-        return configuration_of(self.model, self.optimizer, self.policy) | data | self.agreed
-
-    def _check(self, stored: checkpoint.Stored, extra: Mapping[str, Stateful]) -> None:
-        """Raises PrivacyError unless the checkpoint is of an engine like this one."""
         place, public = stored.place, stored.public
-        differences = _differences(public["configuration"], self._configuration())
-        differences += _differences(describe_model(public["model"]), describe_model(model_state(self.model)))
+        there = {**public["configuration"], **describe_model(public["model"])}
+        here = {**self._configuration(), **describe_model(self.model.state_dict())}
+        differences = [
+            f"{name} is {there.get(name, 'not there')} in it and {here.get(name, 'not there')} here"
+            for name in dict.fromkeys([*there, *here])
+            if there.get(name) != here.get(name) or (name in there) != (name in here)
+        ]
         if differences:
             more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
             raise PrivacyError(
@@ -195,37 +195,27 @@ class Snapshots:
             )
         if (public["clipping"] is not None) != _is_stateful(self.policy):
             raise PrivacyError(f"the checkpoint {place} and the clipping policy differ in whether they have a state")
-        if self.ranks.leads:
-            self._check_ledger(place, public["ledger"])
+        if self.ranks.leads and public["ledger"] is not None:
+            self._check_ledger(place, Head(**public["ledger"]))
+        return stored
 
-    def _check_ledger(self, place: Path, head: Mapping[str, Any] | None) -> None:
-        """Raises LedgerError unless what the checkpoint spent is in the ledger that the engine has, if it had one."""
-        if head is None:
-            return
+    def _configuration(self) -> dict[str, Any]:
+        data = {"sampling": in_words(self.loader.scheme), "the number of examples": self.loader.dataset_size}
+        return configuration_of(self.model, self.optimizer, self.policy) | data | self.agreed
+
+    def _check_ledger(self, place: Path, head: Head) -> None:
+        """Raises LedgerError unless what the checkpoint spent, up to ``head``, is in the ledger that the engine has."""
         ledger = self.spending.ledger
         if ledger is None:
             raise LedgerError(
                 f"the checkpoint {place} belongs to a run with a ledger, in which more may have been charged since; "
                 "build the engine with ledger=... and that file"
             )
-        if not ledger.contains(Head(**head)):
+        if not ledger.contains(head):
             raise LedgerError(
                 f"the ledger {ledger.path} doesn't have what it had when the checkpoint {place} was saved: it is "
                 "another one, or an older copy; put the file of that run back, or what it spent is forgotten"
             )
-
-
-def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """What is not the same, with both values."""
-    return [
-        f"{name} is {there.get(name, 'not there')} in it and {here.get(name, 'not there')} here"
-        for name in dict.fromkeys([*there, *here])
-        if there.get(name) != here.get(name) or (name in there) != (name in here)
-    ]
-
-
-def _runs(stored: Mapping[str, Any]) -> dict[str, Counter]:
-    return {run: Counter({decoded(event): count for event, count in spent}) for run, spent in stored.items()}
 
 
 def _is_stateful(thing: Any) -> bool:

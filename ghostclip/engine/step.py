@@ -8,26 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from ghostclip.clipper import ClippingResult, GhostClipper
+from ghostclip.clipper import ClippingResult
 from ghostclip.clipper.first_pass import check_losses
-from ghostclip.clipper.other_size import shows_at_another_size
 from ghostclip.engine.compiled_steps import CompiledSteps, LossFunction
-from ghostclip.engine.micro_batching import MicroBatches
-from ghostclip.engine.ranks import Alone
+from ghostclip.engine.micro_batching import met_again
 from ghostclip.engine.release import Release
-from ghostclip.engine.scaling import LossScaling
-from ghostclip.engine.self_check import SelfCheck
-from ghostclip.engine.sums import ClippedSums
-from ghostclip.engine.turns import Turns
-from ghostclip.engine.update_check import UpdateCheck
-from ghostclip.engine.weighing import is_of_user, refuse_joint_weights
+from ghostclip.engine.weighing import refuse_joint_weights
 from ghostclip.errors import LossShapeError, PrivacyError, UnsupportedModelError
-from ghostclip.noise import Noise
 from ghostclip.sampling import LogicalBatch, UserRows
 
-__all__ = ["LogicalStep", "StepRecord", "refuse_second_engine"]
+__all__ = ["LogicalStep", "StepRecord"]
 
 OF_USERS = (
     "with unit_ids, a user's rows lie side by side in the batch, and a layer over [positions x rows, features] parts "
@@ -36,83 +27,49 @@ OF_USERS = (
 
 
 class LogicalStep:
-    """Follows the logical batches and gathers their clipped sums; `Release` makes private gradients of them.
-
-    Args:
-        clipper: of the model in training.
-        optimizer: as `Release` has it.
-        noise, noise_multiplier, batch_size, charge: likewise.
-        self_check: whether the first steps are looked at, see `SelfCheck`.
-        scaling: what is known of the scale of losses; None: they come as they are.
-        ranks: which train together; None: this process alone.
-        micro_batches: how physical batches are divided; None: where memory runs out only.
+    """Follows the logical batches and gathers their clipped sums, of which `Release` makes private gradients.
 
     Attributes:
-        release: checks, charge, noise and update.
-        turns: which logical batch is in the making.
-        updates: whether parameters moved in steps only.
-        micro_batches: as given.
+        release: as given: checks, charge, noise and update.
+        updates, micro_batches: its own.
     """
 
-    def __init__(
-        self,
-        clipper: GhostClipper,
-        optimizer: Optimizer,
-        noise: Noise,
-        noise_multiplier: float,
-        batch_size: int,
-        charge: Callable[[], None],
-        self_check: bool = True,
-        scaling: LossScaling | None = None,
-        ranks: Alone | None = None,
-        micro_batches: MicroBatches | None = None,
-    ) -> None:
-        self._clipper, self._optimizer, self._model = clipper, optimizer, clipper.model
-        self.micro_batches = MicroBatches() if micro_batches is None else micro_batches
-        self._sums = ClippedSums(clipper.model, clipper.passes.reduce_apart())
-        self._self_check = SelfCheck(clipper, optimizer, self_check)
-        self._scaling = LossScaling(1.0, optimizer) if scaling is None else scaling
-        self.updates = UpdateCheck(clipper.model)
-        self.turns = Turns(self.updates, Alone() if ranks is None else ranks)
-        self.release = Release(
-            clipper.model, optimizer, clipper.clipping, noise, noise_multiplier, batch_size, charge,
-            sums=self._sums, turns=self.turns, updates=self.updates, self_check=self._self_check,
-            scaling=self._scaling, micro_batches=self.micro_batches,
-        )  # fmt: skip
-        self.ready, self.current = self.turns.ready, self.turns.current
-        self._weighed_by_user = is_of_user(clipper.clipping)
+    def __init__(self, release: Release) -> None:
+        self.release, self.updates, self.micro_batches = release, release.updates, release.micro_batches
+        self._clipper, self._optimizer, self._model = release.clipper, release.optimizer, release.clipper.model
+        self._sums, self._self_check, self._scaling = release.sums, release.self_check, release.scaling
+        # As a `BatchOwner`.
+        self.ready, self.begin = release.ready, release.begin
         self._compiled: CompiledSteps | None = None
         # Of the physical batch in the making: (first unit, the one after the last, units in all).
         self._piece: tuple[int, int, int] | None = None
 
-    def begin(self, batch: LogicalBatch | None) -> None:
-        """A logical batch starts, or none: what an earlier one gathered and didn't release is discarded."""
-        self.release.begin(self._clipper.clipping)
-        self.turns.begin(batch)
-
     def left(self, batch: LogicalBatch) -> None:
         """A logical batch was left before its last physical one: its sums are discarded, its step will be refused."""
-        if batch is self.turns.batch:
+        if batch is self.release.batch:
             self.release.discard()
 
     def abandon(self, failure: BaseException) -> None:
         """Ends the logical batch after a failure wherever in its step: nothing stands in the way of the next one."""
         if isinstance(failure, Exception):
-            self.turns.tell(failure)
+            self.release.tell(failure)
         self.begin(None)
         self._sums.discard_released()
 
     def discard(self, batch: LogicalBatch | None) -> None:
         """Ends the logical batch without a release, and charges it; None: whichever had no step."""
-        if batch is not None:
-            self.turns.refuse_over(batch)
-        if self.turns.batch is not None:
+        if batch is not None and (batch.stepped or self.release.batch not in (None, batch)):
+            raise PrivacyError(
+                "batch.discard() is for the logical batch that engine.batches() gave last, before its step; this one "
+                f"{'had its step' if batch.stepped else 'was over before'}"
+            )
+        if self.release.batch is not None:
             try:
-                self.turns.start(discarded=True)
+                self.release.start(discarded=True)
                 self.release.charge()
             finally:
                 self.begin(None)
-                self.turns.pending = False
+                self.release.pending = False
 
     def detach(self) -> None:
         """Discards what was gathered and takes the hooks off the optimizer."""
@@ -150,7 +107,7 @@ class LogicalStep:
         rows, units = self._rows_and_units()
         self.micro_batches.find(self._clipper, self._optimizer, loss_fn, examples, rows)
         first, units, rows = self.micro_batches.first(examples, units, rows)
-        self._self_check.compare(loss_fn, first, rows, units, self.turns.batch)
+        self._self_check.compare(loss_fn, first, rows, units, self.release.batch)
 
     def in_pieces(
         self, clip: Callable[[LossFunction, Any], ClippingResult], loss_fn: LossFunction, examples: Any
@@ -168,22 +125,10 @@ class LogicalStep:
             self._piece = None
 
     def clip(self, loss_fn: LossFunction, examples: Any) -> ClippingResult:
-        """Forward and `backward` of the physical batch (or piece of one) that was handed out last.
-
-        A batch whose number of examples is that of positions, too, may be refused for it: it is tried once more after
-        a forward of more examples (`shows_at_another_size`).
-        """
-        tried = False
-        while True:
-            self.check_turn()
-            self._self_check.before(loss_fn, examples)
-            losses = loss_fn(self._model, examples)
-            try:
-                return self._gather_losses(losses)
-            except UnsupportedModelError:
-                if tried or not shows_at_another_size(self._clipper.passes, self._model, loss_fn, examples):
-                    raise
-                tried = True
+        """Forward and `backward` of the physical batch (or piece of one) that was handed out last."""
+        self.check_turn()
+        self._self_check.before(loss_fn, examples)
+        return met_again(self._clipper.passes, self._model, loss_fn, examples, self._gather_losses)
 
     def backward(self, losses: Tensor, retain_graph: bool) -> ClippingResult:
         """Gathers the clipped sum of the physical batch that was handed out last; see `PrivacyEngine.backward`."""
@@ -192,7 +137,7 @@ class LogicalStep:
             self.micro_batches.check_found()
             return self._gather_losses(self._scaling.unscaled(losses), retain_graph)
         except BaseException:
-            self.turns.failed()
+            self.release.failed()
             raise
 
     def _gather_losses(self, losses: Tensor, retain_graph: bool = False) -> ClippingResult:
@@ -219,21 +164,20 @@ class LogicalStep:
 
         def clipped() -> ClippingResult:
             result = clip()
-            if self._weighed_by_user:
-                refuse_joint_weights(self._clipper.clipping, result.norms)
+            refuse_joint_weights(self._clipper.clipping, result.norms)
             # Before the sums count as gathered, lest an interruption part them from their noise.
             self.release.sensitivity = max(self.release.sensitivity, result.sensitivity)
             return result
 
         piece = self._piece
-        result = self._sums.gather(clipped, apart=piece is not None, more=piece is not None and piece[1] < piece[2])
+        result = self._sums.gather(clipped, more=piece is not None and piece[1] < piece[2])
         self.release.saw(result.norms)
         self._batch.failed = False
         return result
 
     def check_turn(self) -> None:
         """Raises PrivacyError unless the physical batch that was handed out last is the next to be gathered."""
-        batch = self.current("engine.backward()")
+        batch = self.release.current("engine.backward()")
         self._clipper.check_whole()
         if batch.handed != self._sums.count + 1:
             raise PrivacyError(
@@ -260,8 +204,8 @@ class LogicalStep:
     @property
     def _batch(self) -> LogicalBatch:
         """The logical batch in the making; there is one."""
-        assert self.turns.batch is not None
-        return self.turns.batch
+        assert self.release.batch is not None
+        return self.release.batch
 
     def _rows_and_units(self) -> tuple[int, int]:
         """How many rows the physical batch that was handed out last has, and how many examples or users."""
@@ -305,13 +249,3 @@ def _joined(parts: list[Any]) -> Any:
     if parts and isinstance(parts[0], dict):
         return {group: torch.cat([part[group] for part in parts]) for group in parts[0]}
     return torch.cat(parts) if parts else torch.zeros(0)
-
-
-def refuse_second_engine(optimizer: Optimizer) -> None:
-    """Raises PrivacyError when an engine's hooks are on the optimizer already."""
-    hooks = optimizer._optimizer_step_pre_hooks.values()
-    if any(isinstance(getattr(hook, "__self__", None), Release) for hook in hooks):
-        raise PrivacyError(
-            "another PrivacyEngine is attached to this optimizer, and two would add noise and charge twice; call its "
-            "detach(), or build a new optimizer"
-        )

@@ -37,19 +37,15 @@ class ClippedSums:
         self.count = 0
         self._exact = {} if exact is None else exact
         self._named = list(model.named_parameters())
-        self._narrow = [p for _, p in self._named if p.dtype not in WIDE]
         self._wide: dict[nn.Parameter, Tensor] = {}
         self._known: Snapshot = []
         self._released: Snapshot = []
 
-    def gather(self, backward: Callable[[], T], *, apart: bool = False, more: bool = False) -> T:
-        """Runs ``backward``, which adds clipped sums to the p.grads.
-
-        Where it fails before it changed a p.grad, or ``apart``, all is as it was; else everything is discarded.
+    def gather(self, backward: Callable[[], T], more: bool = False) -> T:
+        """Runs ``backward``, which adds clipped sums to the p.grads. Where it fails, all is as it was.
 
         Args:
             backward: its result is returned.
-            apart: what was gathered before is stashed meanwhile, which takes memory of its own.
             more: what comes next belongs to the same physical batch.
 
         Raises:
@@ -57,57 +53,52 @@ class ClippedSums:
             PrivacyError: zero_grad was forgotten after the last step.
         """
         self.check()
-        stashed = self._stash(apart)
-        before = self._snapshot()
-        # Not every way to the sums leaves them there, and what another backward left is not this one's.
-        self._exact.clear()
-        kept = True
+        before = [parameter.grad for _, parameter in self._named]
+        adding = False
         try:
+            _drop(parameter for _, parameter in self._named)
+            # Not every way to the sums leaves them there, and what another backward left is not this one's.
+            self._exact.clear()
             result = backward()
             first = self._first_of_narrow()
-            kept = False
-            self._join(stashed, first)
+            adding = True
+            self._add(before, first)
             self._known = self._snapshot()
             self.count += not more
         except BaseException:
-            if kept and apart:
-                _drop(parameter for _, parameter in self._named)
-            elif not kept or self._changed_since(before) is not None:
+            if adding:
                 self._discard_all()
-                raise
-            for parameter, grad in stashed.items():
-                parameter.grad = grad
+            else:
+                for (_, parameter), grad in zip(self._named, before, strict=True):
+                    parameter.grad = grad
             raise
         return result
 
-    def _stash(self, apart: bool) -> dict[nn.Parameter, Tensor]:
-        """Takes p.grads off their parameters: all, or those of which the sum is beside them."""
-        taken = [p for _, p in self._named] if apart else self._narrow if self._known else []
-        stashed = {parameter: parameter.grad for parameter in taken if parameter.grad is not None}
-        _drop(stashed)
-        return stashed
-
     def _first_of_narrow(self) -> dict[nn.Parameter, Tensor]:
-        """Float32 copies of narrow p.grads of which there is no sum yet; all that `_join` needs memory for."""
+        """Float32 copies of narrow p.grads of which there is no sum yet; all that `_add` needs memory for."""
         return {
             p: self._exact[id(p)].clone() if id(p) in self._exact else p.grad.float()
-            for p in self._narrow
-            if p.grad is not None and p not in self._wide
+            for _, p in self._named
+            if p.dtype not in WIDE and p.grad is not None and p not in self._wide
         }
 
     @torch.no_grad()
-    def _join(self, stashed: dict[nn.Parameter, Tensor], first: dict[nn.Parameter, Tensor]) -> None:
-        """Adds what came now to what was stashed or stands beside the p.grads."""
-        for parameter in self._narrow:
-            if parameter.grad is not None and parameter not in first:
-                self._wide[parameter] += self._exact.get(id(parameter), parameter.grad)
+    def _add(self, before: list[Tensor | None], first: dict[nn.Parameter, Tensor]) -> None:
+        """Adds what came now to what stood in the p.grads ``before``, or stands beside them."""
+        sums, added = [], []
+        for (_, parameter), old in zip(self._named, before, strict=True):
+            new = parameter.grad
+            if new is not None and parameter.dtype not in WIDE:
+                if parameter not in first:
+                    self._wide[parameter] += self._exact.get(id(parameter), new)
+            elif old is not None:
+                parameter.grad = old
+                if new is not None:
+                    sums.append(old)
+                    added.append(new)
         self._wide.update(first)
-        back = {p: grad for p, grad in stashed.items() if p.dtype in WIDE}
-        pairs = [(grad, p.grad) for p, grad in back.items() if p.grad is not None]
-        if pairs:
-            torch._foreach_add_([old for old, _ in pairs], [new for _, new in pairs])
-        for parameter, grad in back.items():
-            parameter.grad = grad
+        if sums:
+            torch._foreach_add_(sums, added)
 
     def check(self) -> None:
         """Raises GradientLeakError or PrivacyError unless the p.grads hold what was gathered here, and nothing else."""
@@ -126,7 +117,13 @@ class ClippedSums:
                     f"the gradient of {name!r} is still the one of the last step; call optimizer.zero_grad() after "
                     "each optimizer.step()"
                 )
-        _refuse_filled(self._named)
+        for name, parameter in self._named:
+            if parameter.grad is not None and bool(torch.count_nonzero(parameter.grad)):
+                raise GradientLeakError(
+                    f"the gradient of {name!r} was filled by something other than per-example clipping (a plain "
+                    ".backward() or an assignment), so it isn't bounded for any example; call optimizer.zero_grad(), "
+                    "and engine.backward() only"
+                )
 
     @torch.no_grad()
     def release(self, held: Collection[nn.Parameter], make_private: Callable[[list[Tensor]], list[Tensor]]) -> None:
@@ -162,17 +159,16 @@ class ClippedSums:
 
     def discard(self) -> None:
         """Drops what was gathered; a p.grad that holds something of someone else's is left to be complained about."""
-        for (_, parameter), (grad, _) in zip(self._named, self._known, strict=False):
-            if parameter.grad is grad:
-                parameter.grad = None
+        self._drop_those_in(self._known)
         self._forget()
 
     def discard_released(self) -> None:
         """Drops what a step left in the p.grads, as zero_grad would."""
-        for (_, parameter), (grad, _) in zip(self._named, self._released, strict=False):
-            if parameter.grad is grad:
-                parameter.grad = None
+        self._drop_those_in(self._released)
         self._released = []
+
+    def _drop_those_in(self, snapshot: Snapshot) -> None:
+        _drop(p for (_, p), (grad, _) in zip(self._named, snapshot, strict=False) if p.grad is grad)
 
     def _discard_all(self) -> None:
         _drop(parameter for _, parameter in self._named)
@@ -203,14 +199,3 @@ class ClippedSums:
 def _drop(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.grad = None
-
-
-def _refuse_filled(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Raises GradientLeakError when a p.grad is there and isn't zero."""
-    for name, parameter in named:
-        if parameter.grad is not None and bool(torch.count_nonzero(parameter.grad)):
-            raise GradientLeakError(
-                f"the gradient of {name!r} was filled by something other than per-example clipping (a plain "
-                ".backward() or an assignment), so it isn't bounded for any example; call optimizer.zero_grad(), and "
-                "engine.backward() only"
-            )

@@ -1,11 +1,11 @@
-"""Losses of batches that are tried out: without a graph, from the same random numbers, and without a trace."""
+"""Losses of batches that are tried out: from the same random numbers, and without a trace."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Any, TypeVar
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ghostclip.clipper.replay import Replay
+from ghostclip.engine.batch_rows import BatchRows
 
 __all__ = ["TrialLosses"]
 
-T = TypeVar("T")
 # By the narrowest type: share of the largest loss by which one must move to be another, and the least that counts.
 ROUNDING = {torch.float64: (1e-9, 1e-14), torch.float32: (1e-5, 1e-6)}
 ROUNDING_OF_HALVES = (5e-2, 1e-4)
@@ -28,124 +28,112 @@ log = logging.getLogger("ghostclip")
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
+class _Outcome(NamedTuple):
+    """The losses of a batch, the buffers that its forward wrote to, by their names, and the random states after it."""
+
+    losses: Tensor
+    written: dict[str, Tensor]
+    random_state: tuple[Any, ...]
+
+
 class TrialLosses:
-    """The losses of a batch and, from the same state of the model and of random numbers, those of others.
+    """The losses of a batch and, from the same state of the model and of random numbers, those of other rows of it.
+
+    Graphs are recorded, since the loss function may need one of its own.
 
     Args:
         loss_fn: (model, batch) -> losses [B].
-        replay: of the model.
-        whole: the batch.
-        quiet: modules to be in eval mode.
-        gradients: whether a graph is recorded.
+        model: in training.
+        batch: whose rows are taken.
 
     Attributes:
-        losses: of ``whole``.
+        loss_fn, model, batch: as given.
+        every: the index of all its rows.
+        first: the outcome for these.
         draws: whether random numbers are drawn for it.
-        leaves_buffers: whether no buffer is written to or exchanged.
     """
 
-    def __init__(
-        self,
-        loss_fn: LossFunction,
-        replay: Replay,
-        whole: Any,
-        quiet: Sequence[nn.Module] = (),
-        gradients: bool = False,
-    ) -> None:
-        self._loss_fn, self._replay, self._quiet, self.whole = loss_fn, replay, quiet, whole
-        self._gradients = gradients
-        unchanged = _buffers_unchanged(replay.model)
+    def __init__(self, loss_fn: LossFunction, model: nn.Module, batch: BatchRows) -> None:
+        self.loss_fn, self.model, self.batch = loss_fn, model, batch
+        self._replay = Replay(model)
+        self._begins = self._replay.state()
+        self._quiet: set[nn.Module] = set()
+        self.every = torch.arange(batch.rows)
+        self._rounding = ROUNDING[torch.float32]
+        self._start()
+        self._rounding = ROUNDING.get(self.first.losses.dtype, self._rounding)
 
-        def first() -> tuple[Tensor, bool, bool]:
-            return loss_fn(replay.model, whole).detach(), replay.drew(), unchanged()
+    def _start(self) -> None:
+        self.first = self.run(self.every)
+        self.draws = self.first.random_state != self._begins
 
-        self.losses, self.draws, self.leaves_buffers = self.replayed(first)
-        self._rounding = ROUNDING.get(self.losses.dtype, ROUNDING[torch.float32])
-
-    def replayed(self, work: Callable[[], T]) -> T:
+    def replayed(self, work: Callable[[], Any]) -> Any:
         """What ``work`` returns in the state in which all batches are tried."""
-        with self._replay.again(gradients=self._gradients):
+        with self._replay.again(gradients=True):
             for module in self._quiet:
                 module.training = False
             return work()
 
-    def of(self, batch: Any) -> Tensor:
-        """The losses of another batch."""
-        return self.replayed(lambda: self._loss_fn(self._replay.model, batch).detach())
+    def run(self, index: Tensor, choice: int = 0, watch: Any = None) -> _Outcome:
+        """The outcome for the rows ``index`` (see `BatchRows.taken`)."""
 
-    def drawn(self, batch: Any) -> tuple[Any, ...]:
-        """Which random numbers are drawn for another batch: the sizes, in their order, and the states they leave."""
+        def outcome() -> _Outcome:
+            versions = {id(buffer): buffer._version for buffer in self.model.buffers()}
+            with watch or nullcontext():
+                losses = self.loss_fn(self.model, self.batch.taken(index, choice)).detach()
+            buffers = self.model.named_buffers()
+            written = {name: each.clone() for name, each in buffers if versions.get(id(each)) != each._version}
+            return _Outcome(losses, written, self._replay.state())
 
-        def draw() -> tuple[Any, ...]:
-            return self._seen(batch).drawn, self._replay.state()
+        return self.replayed(outcome)
 
-        return self.replayed(draw)
-
-    def _seen(self, batch: Any) -> _Seen:
-        """What is computed for a batch; nothing where that can't be watched, as in compiled functions."""
-        seen = _Seen()
-        try:
-            with seen:
-                self._loss_fn(self._replay.model, batch)
-        except Exception as error:
-            log.info("what losses are computed of can't be watched: %s: %s", type(error).__name__, error)
-            return _Seen()
-        return seen
-
-    def buffers_after(self, batch: Any) -> dict[str, Tensor]:
-        """Copies of the model's buffers as another batch leaves them."""
-
-        def buffers() -> dict[str, Tensor]:
-            self._loss_fn(self._replay.model, batch)
-            return {name: buffer.clone() for name, buffer in self._replay.model.named_buffers()}
-
-        return self.replayed(buffers)
-
-    def moved(self, losses: Tensor, rows: Tensor | None = None) -> bool:
-        """Whether ``losses`` of another batch differ, in those rows, by more than rounding may do."""
-        if losses.shape != self.losses.shape:
+    def moves(self, index: Tensor, kept: Tensor | None = None, choice: int = 0) -> bool:
+        """Whether losses, those in the rows ``kept``, differ for the rows ``index`` by more than rounding may do."""
+        losses, before = self.run(index, choice).losses, self.first.losses
+        if losses.shape != before.shape:
             return True
-        before = self.losses
-        if rows is not None:
-            losses, before = losses[rows.to(losses.device)], before[rows.to(before.device)]
-        off = max(self._rounding[0] * self._largest(), self.floor)
-        return not bool(torch.isclose(losses, before, rtol=0, atol=off, equal_nan=True).all())
+        largest = float(before.nan_to_num(nan=0, posinf=0, neginf=0).abs().max())
+        off = max(self._rounding[0] * largest, self.floor)
+        same = torch.isclose(losses, before, rtol=0, atol=off, equal_nan=True)
+        return not bool((same if kept is None else same[kept.to(same.device)]).all())
 
     @property
     def floor(self) -> float:
         """The least difference that is more than rounding."""
         return self._rounding[1]
 
-    def _largest(self) -> float:
-        return float(self.losses.nan_to_num(nan=0, posinf=0, neginf=0).abs().max())
+    def watched(self, index: Tensor) -> tuple[set[torch.dtype], Any]:
+        """Floating-point types of all that is computed for the rows ``index``, and what is drawn: sizes and states.
+
+        Nothing where that can't be watched, as in compiled functions.
+        """
+        seen = _Seen()
+        try:
+            return seen.types, (seen.drawn, self.run(index, watch=seen).random_state)
+        except Exception as error:
+            log.info("what losses are computed of can't be watched: %s: %s", type(error).__name__, error)
+            return set(), None
 
     def allow_rounding(self) -> None:
         """From now on differences count that are more than the narrowest type rounds that losses come through."""
-        devices = {parameter.device.type for parameter in self._replay.model.parameters()}
-        types = self.replayed(lambda: self._seen(self.whole)).types | {self.losses.dtype}
-        types |= {parameter.dtype for parameter in self._replay.model.parameters()}
+        parameters = list(self.model.parameters())
+        types = self.watched(self.every)[0] | {self.first.losses.dtype, *(each.dtype for each in parameters)}
         found = [ROUNDING.get(dtype, ROUNDING_OF_HALVES) for dtype in types]
-        self._rounding = max([*found, *([ROUNDING_OF_DEVICES] if devices - {"cpu"} else [])])
+        on_cpu = all(each.is_cpu for each in parameters)
+        self._rounding = max(found if on_cpu else [*found, ROUNDING_OF_DEVICES])
 
-    @cached_property
-    def quieter(self) -> TrialLosses:
-        """The same with modules in eval mode that draw random numbers themselves."""
+    def quieten(self) -> None:
+        """From now on modules that draw random numbers themselves, not by their children, are in eval mode."""
         if not self.draws:
-            return self
-        drawing: dict[nn.Module, None] = {}
-        self.replayed(lambda: self._note_drawing(drawing))
-        return TrialLosses(self._loss_fn, self._replay, self.whole, [*drawing], self._gradients)
-
-    def _note_drawing(self, drawing: dict[nn.Module, None]) -> None:
-        """Fills ``drawing`` with the modules in whose forward, but not their children's, numbers are drawn."""
+            return
         running: list[nn.Module] = []
-        state = self._replay.state()
+        state = self._begins
 
         def note() -> None:
             nonlocal state
             if (now := self._replay.state()) != state:
                 state = now
-                drawing.update(dict.fromkeys(running[-1:]))
+                self._quiet.update(running[-1:])
 
         def enter(module: nn.Module, *_: Any) -> None:
             note()
@@ -155,17 +143,12 @@ class TrialLosses:
             note()
             running.pop()
 
-        model = self._replay.model
-        handles = [
-            hook
-            for m in model.modules()
-            for hook in (m.register_forward_pre_hook(enter), m.register_forward_hook(leave))
-        ]
-        try:
-            self._loss_fn(model, self.whole)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as hooks:
+            for module in self.model.modules():
+                hooks.enter_context(module.register_forward_pre_hook(enter))
+                hooks.enter_context(module.register_forward_hook(leave))
+            self.run(self.every)
+        self._start()
 
 
 class _Seen(TorchDispatchMode):
@@ -179,19 +162,7 @@ class _Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         tensors = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
-        self.types |= {each.dtype for each in tensors if each.is_floating_point()}
+        self.types.update(each.dtype for each in tensors if each.is_floating_point())
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.drawn += [each.shape for each in tensors]
         return found
-
-
-def _buffers_unchanged(model: nn.Module) -> Callable[[], bool]:
-    """A function that says whether no buffer was written to or exchanged since."""
-    before = [(buffer, buffer._version) for buffer in model.buffers()]
-
-    def unchanged() -> bool:
-        now = list(model.buffers())
-        same = (one is other and one._version == version for one, (other, version) in zip(now, before, strict=False))
-        return len(now) == len(before) and all(same)
-
-    return unchanged

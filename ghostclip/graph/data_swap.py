@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,29 +92,18 @@ def _observed(model: nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[Tens
     """The losses, and what each module gave, in the order in which they were done."""
     outputs: Outputs = []
 
-    def note(path: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if isinstance(output, Tensor):
-                outputs.append((path, output.clone()))
+    def note(path: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            outputs.append((path, output.clone()))
 
-        return hook
-
-    handles = [module.register_forward_hook(note(path)) for path, module in model.named_modules() if path]
-    try:
-        with _as_it_was(model), torch.no_grad(), torch.random.fork_rng():
-            torch.manual_seed(0)
-            return loss_fn(model, batch), outputs
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Buffers get back the values they had."""
+    handles = [module.register_forward_hook(partial(note, path)) for path, module in model.named_modules() if path]
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in before:
-            buffer.copy_(value)
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        try:
+            return loss_fn(model, batch), outputs
+        finally:
+            for handle in handles:
+                handle.remove()
+            for buffer, value in before:
+                buffer.copy_(value)

@@ -11,28 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ghostclip.graph.parameter_names import ParameterNames
-from ghostclip.graph.reader import first_pass, gradients_at
-from ghostclip.graph.shared.boundary import Edge
-from ghostclip.graph.shared.search import (
-    OTHER,
-    PICKED,
-    TOO_SMALL,
-    BoundaryCandidate,
-    Decision,
-    DecisionCache,
-    constants_only,
-    refusal,
-)
+from ghostclip.graph.reader import first_pass, shape_of
 from ghostclip.nn.base import LayerCall
 
-__all__ = ["Verdict", "check_mixing", "decide"]
+__all__ = ["Verdict", "check_mixing", "verdicts"]
 
 # What share of a row's gradient may differ from what its example's factor makes of it, before the row counts as
 # another's. Factors are powers of two, which scale every rounding error along with the gradient in any floating point
@@ -50,163 +37,82 @@ NOISE = {torch.float64: 1e-10, torch.float32: 1e-3}
 ABOVE_SUBNORMAL = 2.0**14
 
 
-@dataclass(frozen=True)
+def check_mixing(losses: Tensor, calls: Sequence[LayerCall], pending: Sequence[LayerCall]) -> dict[LayerCall, Verdict]:
+    """How rows of the ``pending`` among ``calls`` are grouped; calls that no gradient reached are left out."""
+    found = verdicts(losses, calls, _batch_dims(pending))
+    most = 2.0 ** (math.frexp(torch.finfo(losses.dtype).max)[1] - 1)
+    for lift in LIFTS if any(call.dtype == torch.float16 for call in calls) else ():
+        if mixing := [call for call, verdict in found.items() if verdict.best is None]:
+            again = verdicts(losses, calls, _batch_dims(mixing), min(lift, most))
+            # What overflowed for the lift alone shows nothing.
+            found |= {call: v for call, v in again.items() if v.best is not None and not v.spoilt}
+    return {call: verdict for call, verdict in found.items() if verdict.reached}
+
+
+def _batch_dims(calls: Sequence[LayerCall]) -> dict[Any, list[int]]:
+    return {call: [call.batch_dim] for call in calls}
+
+
+def verdicts(
+    losses: Tensor, calls: Sequence[LayerCall], subjects: Mapping[Any, list[int]], lift: float = 1.0
+) -> dict[Any, Verdict]:
+    """What is found of each of the subjects.
+
+    Args:
+        losses: [B].
+        calls: of layers with rows for each example; by these it is known how large an example's gradients are.
+        subjects: some of ``calls``, or edges, with the dimensions that may hold examples.
+        lift: a power of two, that losses are multiplied with.
+    """
+    base = _sketches(losses, {**_batch_dims(calls), **subjects}, torch.full_like(losses, lift), {})
+    scale, finite = torch.zeros(losses.shape, dtype=torch.float64, device=losses.device), losses.detach().isfinite()
+    for (subject, _), sketch in base.items():
+        if isinstance(subject, LayerCall) and len(sketch.rows) == len(losses):
+            scale = torch.maximum(scale, _sizes(sketch.rows))
+    tests: dict[Any, list[RowTest]] = {subject: [] for subject in subjects}
+    for (subject, dim), sketch in base.items():
+        for row_order in ("example", "row") if len(sketch.rows) > len(losses) else ("example",):
+            if subject in tests:
+                tests[subject].append(RowTest(sketch, dim, row_order, finite, scale))
+    for factors in _telling_factors(losses):
+        seen = _sketches(losses, subjects, lift * factors, base)
+        for subject, each in tests.items():
+            for test in each:
+                test.compare(seen[subject, test.dim], factors)
+    return {subject: Verdict(each) for subject, each in tests.items()}
+
+
 class Verdict:
-    """What was found of a layer that a gradient reached.
+    """What the tests of a layer's use, or of another tensor of the graph, say together.
+
+    Args:
+        tests: one for each dimension and order of rows that is possible.
 
     Attributes:
-        row_order: how its rows are grouped, "example" or "row" (see `ghostclip.graph.row_layout`); None where rows mix
-            examples.
-        sure: whether that holds for other batches, too.
+        best: of those that no row contradicts; None where examples mix.
+        reached: whether any gradient came.
         shown: whether anything was shown; where it was, but isn't sure, the gradients there are fit all other ways.
-        dark: nothing was, and some numbers weren't finite.
-        spreads: so were numbers of every example whose loss is.
+        spoilt: whether some numbers weren't finite.
+        unclear: whether some numbers weren't finite, or too small.
+        sure: whether the best holds for other batches, too.
+        dark: nothing was shown, for what is unclear.
+        spreads: numbers of every example whose loss is finite weren't.
         lone: rows of a single example were shown. A table's row that one large example dominates looks like that.
     """
 
-    row_order: str | None
-    sure: bool = True
-    shown: bool = True
-    dark: bool = False
-    spreads: bool = False
-    lone: bool = False
-
-
-def check_mixing(losses: Tensor, calls: Sequence[LayerCall], pending: Sequence[LayerCall]) -> dict[LayerCall, Verdict]:
-    """How rows of the pending calls are grouped; calls no gradient reached are left out.
-
-    Args:
-        losses: [B].
-        calls: of layers whose batch dimension is a multiple of B.
-        pending: those of them to be proved.
-    """
-    found = _row_orders(losses, calls, pending, 1.0)
-    most = 2.0 ** (math.frexp(torch.finfo(losses.dtype).max)[1] - 1)
-    for lift in LIFTS if any(call.dtype == torch.float16 for call in calls) else ():
-        if mixing := [call for call, verdict in found.items() if verdict.row_order is None]:
-            again = _row_orders(losses, calls, mixing, min(lift, most))
-            found |= {call: verdict for call, verdict in again.items() if verdict.row_order is not None}
-    return found
-
-
-def _row_orders(
-    losses: Tensor, calls: Sequence[LayerCall], pending: Sequence[LayerCall], lift: float
-) -> dict[LayerCall, Verdict]:
-    """The same, for losses ``lift`` times as large."""
-    examples, finite = losses.shape[0], torch.isfinite(losses.detach())
-    base = _sketches(losses, calls, torch.full_like(losses, lift))
-    scale = _scale(base, examples)
-    ways = {
-        call: [_Rows(base[call], finite, way, scale) for way in _ways(call.shape[call.batch_dim] // examples)]
-        for call in pending
-        if call in base and base[call].reached
-    }
-    for factors in _telling_factors(losses):
-        seen = _sketches(losses, pending, lift * factors, base)
-        for call, possible in ways.items():
-            for rows in possible:
-                rows.compare(seen[call], factors)
-    return {call: _verdict(base[call], possible, lift) for call, possible in ways.items()}
-
-
-def _verdict(base: _Sketch, ways: list[_Rows], lift: float) -> Verdict:
-    if lift != 1.0 and bool(base.spoilt.any()):
-        return Verdict(None)  # what overflowed for the lift alone shows nothing
-    if not (left := [rows for rows in ways if not rows.contradicted]):
-        return Verdict(None)
-    # Of what both ways say the same, the one that shows more examples, and leaves more of them what they are.
-    best = min(left, key=lambda rows: (-rows.owners, rows.harmed, rows.spoilt, rows.faint))
-    shown = any(rows.shown for rows in left)
-    unclear = best.faint or bool(base.spoilt.any())
-    spreads = all(rows.spreads for rows in left)
-    sure = len(left) == 1 and shown and not unclear
-    return Verdict(best.way, sure, shown, not shown and unclear, spreads, shown and best.lone)
-
-
-def decide(
-    losses: Tensor,
-    calls: Sequence[LayerCall],
-    candidates: Sequence[BoundaryCandidate],
-    index: ParameterNames,
-    places: DecisionCache,
-) -> tuple[dict[Edge, Decision], bool]:
-    """Which dimension of each candidate holds the examples, or none; what is sure is remembered in ``places``.
-
-    Args:
-        losses: [B].
-        calls: of layers whose batch dimension is a multiple of B.
-        candidates: to be decided.
-        index: of the model.
-        places: remembers.
-
-    Returns:
-        The decisions, and whether numbers that aren't finite, or one large example, left one of them open.
-
-    Raises:
-        UnsupportedModelError: examples mix, or this batch doesn't show it.
-    """
-    ones, finite = torch.ones_like(losses), torch.isfinite(losses.detach())
-    base = _edge_sketches(losses, candidates, ones)
-    scale = _scale(_sketches(losses, calls, ones), len(losses))
-    ways: dict[Edge, list[tuple[Decision, _Rows]]] = {}
-    for candidate in candidates:
-        possible = [
-            (dim, count, way) for dim in candidate.dims for count in [candidate.multiples[dim]] for way in _ways(count)
-        ]
-        ways[candidate.edge] = [
-            (Decision(dim, count, way), _Rows(base[candidate.edge, dim], finite, way, scale))
-            for dim, count, way in possible
-        ]
-    for factors in _telling_factors(losses):
-        seen = _edge_sketches(losses, candidates, factors, base)
-        for candidate in candidates:
-            for decision, rows in ways[candidate.edge]:
-                rows.compare(seen[candidate.edge, decision.dim], factors)
-    found: dict[Edge, Decision] = {}
-    dark = False
-    for candidate in candidates:
-        found[candidate.edge], sure = _choice(candidate, ways[candidate.edge], len(losses), index)
-        dark = dark or (not sure and any(rows.spoilt or rows.lone for _, rows in ways[candidate.edge]))
-        if sure:
-            places.decisions[candidate.key] = found[candidate.edge]
-    return found, dark
-
-
-def _choice(
-    candidate: BoundaryCandidate, ways: list[tuple[Decision, _Rows]], examples: int, index: ParameterNames
-) -> tuple[Decision, bool]:
-    """What a candidate is, and whether that was shown: one of the ways not contradicted, else a shared tensor.
-
-    Raises:
-        UnsupportedModelError: it can be neither.
-    """
-    left = [(decision, rows) for decision, rows in ways if not rows.contradicted]
-    shown = [(decision, rows) for decision, rows in left if rows.shown]
-    shared = Decision(None, multiples=candidate.multiples, examples=examples)
-    may_be_shared = OTHER not in candidate.inputs and (min(candidate.inputs) >= 0 or constants_only(candidate, index))
-    unclear = any(rows.spoilt for _, rows in ways) or any(rows.faint for _, rows in shown or left)
-    if not shown and may_be_shared and (unclear or not left):
-        # Finite rows of examples' own would follow their factors. What isn't sure counts as shared, which is safe: were
-        # it examples' own, each would be given its own rows' gradients all the same, or nothing that follows takes it.
-        return shared, not (left or unclear)
-    if may_be_shared and shown and all(rows.lone for _, rows in shown):
-        return shared, False
-    if left:
-        # Of what all ways say the same, the one that shows more examples, and leaves more of them what they are.
-
-        def cost(way: tuple[Decision, _Rows]) -> tuple[int, int, int, bool, bool]:
-            decision, rows = way
-            return -rows.owners, rows.harmed, rows.spoilt, rows.faint, decision.count != 1
-
-        best, _ = min(shown or left, key=cost)
-        return best, len(shown) == len(left) == 1 and not unclear
-    if OTHER in candidate.inputs and candidate.shape[0] != 1 and 0 not in candidate.dims:
-        raise refusal(candidate, PICKED)
-    too_small = TOO_SMALL if any(parameter.dtype == torch.float16 for _, parameter in index.trained()) else ""
-    raise refusal(
-        candidate,
-        f"the loss of one example depends on what belongs to others, so examples mix before or after it{too_small}",
-    )
+    def __init__(self, tests: list[RowTest]) -> None:
+        left = [test for test in tests if not test.contradicted]
+        # Of what several say the same, the one that shows more examples, and leaves more of them what they are.
+        self.best = min(left, key=RowTest.cost, default=None)
+        shown = [test for test in left if test.shown]
+        self.reached = any(test.reached for test in tests)
+        self.shown = bool(shown)
+        self.spoilt = any(test.spoilt for test in tests)
+        self.unclear = self.spoilt or any(test.faint for test in shown or left)
+        self.sure = len(shown) == len(left) == 1 and not self.unclear
+        self.dark = self.best is not None and not shown and (self.spoilt or self.best.faint)
+        self.spreads = all(test.spreads for test in left)
+        self.lone = self.best is not None and self.best.lone
 
 
 @dataclass(frozen=True)
@@ -225,13 +131,8 @@ class _Sketch:
     finite: Tensor | None
     dtype: torch.dtype
 
-    @property
-    def reached(self) -> bool:
-        """Whether the gradient isn't zero."""
-        return bool((self.rows != 0).any() | self.spoilt.any())
 
-
-def _sketch(grad: Tensor, dim: int, base: _Sketch | None = None) -> _Sketch:
+def _sketch(grad: Tensor, dim: int, base: _Sketch | None) -> _Sketch:
     """Of the entries that are finite, in the gradient ``base`` is of, too."""
     if grad.is_complex():
         grad = torch.view_as_real(grad)
@@ -250,26 +151,29 @@ def _sketch(grad: Tensor, dim: int, base: _Sketch | None = None) -> _Sketch:
     return _Sketch((torch.where(finite, grad, 0.0) @ directions).double(), ~finite.all(1), finite, grad.dtype)
 
 
-class _Rows:
+class RowTest:
     """Whether rows follow the factors of the examples they would belong to, were they grouped in one way.
 
     Args:
         base: the rows for losses that all have the same factor.
+        dim: which dimension's they are.
+        row_order: "example" or "row".
         finite: [B] bool, of the losses.
-        way: "example" or "row".
         scale: [B], the size of each example's gradients elsewhere.
 
     Attributes:
+        count: rows of each example.
         contradicted: a row that is more than noise follows no factor, or another example's.
         faint: a row follows none, but may be rounding below the smallest normal number.
         spoilt: how many examples would have entries that aren't finite.
         harmed: of these, how many have a finite loss.
     """
 
-    def __init__(self, base: _Sketch, finite: Tensor, way: str, scale: Tensor) -> None:
+    def __init__(self, base: _Sketch, dim: int, row_order: str, finite: Tensor, scale: Tensor) -> None:
         examples, numbers = len(finite), torch.arange(len(base.rows), device=base.rows.device)
-        self.way, self.contradicted, self.faint = way, False, False
-        self._owners = numbers // max(1, len(numbers) // examples) if way == "example" else numbers % examples
+        self.dim, self.count, self.row_order = dim, len(numbers) // examples, row_order
+        self.contradicted, self.faint = False, False
+        self._owners = numbers // max(1, self.count) if row_order == "example" else numbers % examples
         self._sizes = _sizes(base.rows)
         self._unit = torch.where(self._sizes > 0, self._sizes, 1.0)[:, None]
         self._base = base.rows / self._unit
@@ -277,21 +181,19 @@ class _Rows:
         own = scale.scatter_reduce(0, self._owners, self._sizes, "amax")
         self._noise = NOISE[base.dtype] * own[self._owners]
         self._floor = ABOVE_SUBNORMAL * torch.finfo(base.dtype).tiny
-        self._spoilt = self._owners[base.spoilt].unique()
-        self.spoilt, self.harmed = len(self._spoilt), int(finite[self._spoilt].sum())
+        spoilt = self._owners[base.spoilt].unique()
+        self.spoilt, self.harmed = len(spoilt), int(finite[spoilt].sum())
+        self.reached = bool(self._follow.any()) or self.spoilt > 0
+        # Whether each example with a finite loss would have entries that aren't finite.
+        self.spreads = 0 < int(finite.sum()) == self.harmed
         others = (scale > 0) & finite
-        others[self._spoilt] = False
-        self._finite, self._with_gradients = finite, int(others.sum())
+        others[spoilt] = False
+        self._with_gradients = int(others.sum())
 
     @property
     def shown(self) -> bool:
         """Whether a row followed its own example's factors."""
         return not self.contradicted and bool(self._follow.any())
-
-    @property
-    def spreads(self) -> bool:
-        """Whether each example with a finite loss would have entries that aren't; False where there is no such loss."""
-        return 0 < int(self._finite.sum()) == self.harmed
 
     @property
     def lone(self) -> bool:
@@ -305,6 +207,10 @@ class _Rows:
         Where several ways are possible, one that gives rows of small examples to a large one leaves those with none.
         """
         return len(self._owners[self._follow].unique())
+
+    def cost(self) -> tuple[int, int, int, bool, bool]:
+        """The smaller, the more examples it shows, and the fewer are spoilt by it."""
+        return -self.owners, self.harmed, self.spoilt, self.faint, self.count != 1
 
     def compare(self, seen: _Sketch, factors: Tensor) -> None:
         """Takes the same rows for losses given these factors; zeros must be exact."""
@@ -325,50 +231,23 @@ def _sizes(rows: Tensor) -> Tensor:
     return rows.abs().amax(1) if rows.numel() else rows.new_zeros(len(rows))
 
 
-def _scale(sketches: dict[Any, _Sketch], examples: int) -> Tensor:
-    """[B], the largest row of each example where it has just one."""
-    single = [_sizes(each.rows) for each in sketches.values() if len(each.rows) == examples]
-    if single:
-        return torch.stack(single).amax(0)
-    some = next(iter(sketches.values())).rows if sketches else None
-    return torch.zeros(examples, dtype=torch.float64, device=None if some is None else some.device)
-
-
-def _ways(count: int) -> tuple[str, ...]:
-    """How so many rows an example may be grouped."""
-    return ("example",) if count == 1 else ("example", "row")
-
-
 def _sketches(
-    losses: Tensor,
-    calls: Sequence[LayerCall],
-    factors: Tensor,
-    base: Mapping[Any, _Sketch] = MappingProxyType({}),
+    losses: Tensor, subjects: Mapping[Any, list[int]], factors: Tensor, base: Mapping[Any, _Sketch]
 ) -> dict[Any, _Sketch]:
-    """The sketch of each pre-activation's gradient, for weighted losses; ``base`` are those for other weights."""
+    """{(subject, dimension): sketch of the gradient there} for weighted losses; ``base`` is for other weights."""
     found: dict[Any, _Sketch] = {}
 
     def look(call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
-        found[call] = _sketch(grad, call.batch_dim, base.get(call))
+        found[call, call.batch_dim] = _sketch(grad, call.batch_dim, base.get((call, call.batch_dim)))
 
-    first_pass(losses, calls, look, factors, retain_graph=True)
+    calls = [each for each in subjects if isinstance(each, LayerCall)]
+    edges = [each for each in subjects if not isinstance(each, LayerCall)]
+    grads = first_pass(losses, calls, look, factors, retain_graph=True, edges=edges)
+    for edge, grad in zip(edges, grads, strict=True):
+        grad = losses.new_zeros(()).expand(shape_of(edge)) if grad is None else grad
+        for dim in subjects[edge]:
+            found[edge, dim] = _sketch(grad, dim, base.get((edge, dim)))
     return found
-
-
-def _edge_sketches(
-    losses: Tensor,
-    candidates: Sequence[BoundaryCandidate],
-    factors: Tensor,
-    base: Mapping[Any, _Sketch] = MappingProxyType({}),
-) -> dict[Any, _Sketch]:
-    """The same for each candidate and each of its dimensions, by (edge, dimension)."""
-    grads = gradients_at([candidate.edge for candidate in candidates], losses, factors)
-    grads = [losses.new_zeros(()).expand(c.shape) if g is None else g for c, g in zip(candidates, grads, strict=True)]
-    return {
-        (candidate.edge, dim): _sketch(grad, dim, base.get((candidate.edge, dim)))
-        for candidate, grad in zip(candidates, grads, strict=True)
-        for dim in candidate.dims
-    }
 
 
 def _telling_factors(losses: Tensor) -> Iterator[Tensor]:

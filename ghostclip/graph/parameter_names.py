@@ -1,16 +1,40 @@
-"""The model's names, looked up once: which Parameter and which module is called what."""
+"""The model's names, looked up once: which Parameter and which module is called what; and numbers for objects."""
 
 from __future__ import annotations
 
+import itertools
 import operator
+import weakref
 
 import torch
 from torch import Tensor, nn
 
-from ghostclip.graph.serial import serial_number
 from ghostclip.nn.base import LayerCall
 
-__all__ = ["ParameterNames"]
+__all__ = ["ParameterNames", "serial_number"]
+
+_numbers = itertools.count()
+_known: dict[int, tuple[weakref.ref[object], int]] = {}
+
+
+def serial_number(item: object) -> int:
+    """A number for keys that outlive a module or tensor: the same as long as it lives, and never another object's.
+
+    An ``id`` is given again when its object is gone.
+    """
+    address = id(item)
+    known = _known.get(address)
+    if known is not None and known[0]() is item:
+        return known[1]
+    number = next(_numbers)
+
+    def forget(reference: weakref.ref[object], known: dict[int, tuple[weakref.ref[object], int]] = _known) -> None:
+        now = known.get(address)
+        if now is not None and now[0] is reference:
+            del known[address]
+
+    _known[address] = weakref.ref(item, forget), number
+    return number
 
 
 class ParameterNames:
@@ -56,14 +80,14 @@ class ParameterNames:
         """(name, Parameter) of every parameter that requires a gradient now."""
         return [item for item in self._named if item[1].requires_grad]
 
-    def knows(self, call: LayerCall) -> bool:
-        """Whether the layer and the parameters of ``call`` are the ones that were read."""
-        own = call.layer._parameters
-        return id(call.layer) in self.layers and {id(own[name]) for name in call.parameters} <= self.names.keys()
-
     def own_parameters(self, call: LayerCall) -> list[str]:
-        """Those of the call's parameters that are this model's; none for a layer of another model in the graph."""
+        """Those of the call's parameters that are this model's; none for a layer of another model in the graph.
+
+        Reads the model again for a layer or parameter it doesn't know.
+        """
         own = call.layer._parameters
+        if id(call.layer) not in self.layers or any(id(own[name]) not in self.names for name in call.parameters):
+            self.refresh()
         return [name for name in call.parameters if id(own[name]) in self.names]
 
     def name_of(self, leaf: Tensor) -> str | None:

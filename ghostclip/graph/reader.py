@@ -21,14 +21,25 @@ from torch.autograd.graph import _engine_run_backward as run_backward
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.parameter_names import ParameterNames
-from ghostclip.graph.serial import serial_number
-from ghostclip.graph.shared.boundary import Edge
-from ghostclip.graph.shared.subgraph import from_below, inputs_of
-from ghostclip.nn.base import CAPTURE, NOTHING, PROBE, LayerCall
+from ghostclip.nn.base import NOTHING, PROBE, LayerCall
 from ghostclip.nn.fallback import FallbackCall
 
-__all__ = ["AT_LEAST_FLOAT32", "Uses", "first_pass", "free_graph", "gradients_at", "read_graph"]
+__all__ = [
+    "AT_LEAST_FLOAT32",
+    "Edge",
+    "Uses",
+    "first_pass",
+    "free_graph",
+    "from_below",
+    "inputs_of",
+    "read_graph",
+    "saved_dimensions",
+    "shape_of",
+    "without_hooks",
+]
 
+# (node, number of its output): a tensor of the graph.
+Edge = tuple[Any, int]
 ACCUMULATE = type(torch.zeros((), device="cpu", requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
 # Operations that may put the examples of a batch into another order, differently for every batch.
@@ -42,9 +53,6 @@ REORDERING = {
 BATCH_STATISTICS = {f"{name}BatchNormBackward0" for name in ("Native", "Cudnn", "Miopen")}
 # Types in which sums may be formed.
 AT_LEAST_FLOAT32 = (torch.float32, torch.float64, torch.complex64, torch.complex128)
-# Nodes of torch's own that more has to be known of than where they lead.
-TOLD = REORDERING | BATCH_STATISTICS
-
 
 log = logging.getLogger("ghostclip")
 
@@ -66,21 +74,9 @@ class Uses:
     reorders: bool
     size: tuple[int, int]
 
-    def key(self, examples: int) -> tuple:
-        """What graphs have in common of which one thing holds, for batches of that size."""
-        uses = [
-            (serial_number(c.layer), c.parameters, c.batch_dim, c.shape, c.dtype, c.has_saved_tensor_hooks)
-            for c in self.calls
-        ]
-        return (examples, self.size, *uses)
-
 
 def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
-    """Every use of a wrapper layer that ``losses`` depend on.
-
-    Args:
-        losses: [B], attached to the graph.
-        index: of the model.
+    """Every use of a layer or parameter that ``losses`` [B] depend on.
 
     Raises:
         UnsupportedModelError: reentrant checkpointing hides what is behind them, or a function mixes examples.
@@ -105,8 +101,6 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
         elif isinstance(node, Tensor):
             stack.append(get_gradient_edge(node).node)
         elif isinstance(call := getattr(node, "call", None), LayerCall):
-            if not index.knows(call):
-                index.refresh()
             call.own = index.own_parameters(call)
             if call.own:
                 calls.append(call)
@@ -127,17 +121,17 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
 @functools.cache
 def _is_plain(kind: type) -> bool:
     """Whether nodes of this type are torch's own, and nothing has to be known of them but where they lead."""
-    return kind.__module__ == "builtins" and kind is not ACCUMULATE and kind.__name__ not in TOLD
+    return (
+        kind.__module__ == "builtins" and kind is not ACCUMULATE and kind.__name__ not in REORDERING | BATCH_STATISTICS
+    )
 
 
 def _moves_first_dimension(node: Any) -> bool:
     """Whether a node of a REORDERING kind may move entries along dimension 0; where it doesn't say, it may."""
     if type(node.next_functions[0][0]) is ACCUMULATE:
         return False  # a lookup in a table
-    for saved in ("_saved_dim", "_saved_dims"):
-        if hasattr(node, saved):
-            dims = getattr(node, saved)
-            return 0 in (dims if isinstance(dims, (tuple, list)) else (dims,))
+    if dimensions := saved_dimensions(node, len(shape_of((node, 0)))):
+        return 0 in dimensions
     indices = getattr(node, "_saved_indices", False)
     first: Any = indices[0] if isinstance(indices, tuple) else False
     if first is None:
@@ -156,6 +150,44 @@ def _refuse_statistics(node: Any) -> None:
         )
 
 
+def shape_of(edge: Edge) -> torch.Size:
+    """The shape of a tensor of the graph."""
+    node, number = edge
+    return torch.Size(tuple(node._input_metadata[number].shape))
+
+
+def saved_dimensions(node: Any, total: int) -> list[int]:
+    """Along which of so many dimensions an operation went, counted from the front; [] where it doesn't say."""
+    saved = getattr(node, "_saved_dims", None)
+    saved = [node._saved_dim] if saved is None and hasattr(node, "_saved_dim") else saved or []
+    # Where they were negative they are saved as numbers of 64 bits that wrapped around.
+    return [((dim + (1 << 63)) % (1 << 64) - (1 << 63)) % max(1, total) for dim in saved]
+
+
+def inputs_of(node: Any) -> Sequence[Edge]:
+    """What a node was given, over the inside of layers; for a layer, without the numbers of outputs."""
+    call = getattr(node, "call", None)
+    if isinstance(call, LayerCall):
+        return [(get_gradient_edge(s).node if isinstance(s, Tensor) else s, 0) for s in call.sources]
+    return node.next_functions
+
+
+def from_below(*starts: Any) -> list[Any]:
+    """The nodes ``starts`` and all behind them, over the inside of layers, each after all of its inputs."""
+    ordered: list[Any] = []
+    seen: set[Any] = set()
+    stack: list[tuple[Any, bool]] = [(node, False) for node in starts]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            ordered.append(node)
+        elif node is not None and node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(below, False) for below, _ in inputs_of(node)]
+    return ordered
+
+
 def first_pass(
     losses: Tensor,
     calls: Sequence[LayerCall],
@@ -164,78 +196,72 @@ def first_pass(
     *,
     retain_graph: bool,
     wanted: Collection[LayerCall] | None = None,
-) -> None:
-    """A backward from ``losses`` to the pre-activations and no further; ``sink`` is told of each as it arrives.
+    edges: Sequence[Any] = (),
+) -> list[Any]:
+    """A backward from ``losses`` [B] to the pre-activations and no further; ``sink`` is told of each as it arrives.
 
     Args:
-        losses: [B].
-        calls: from `read_graph`.
+        losses, calls: as given to and found by `read_graph`, uses of parameters outside of layers last.
         sink: called with (call, inputs, gradient at the pre-activation); nothing is kept on its behalf.
         seed: gradient of the losses, [B]; None for ones.
         retain_graph: as torch's.
         wanted: the calls whose gradients the sink needs: the pass ends at the lowest of them, and the graph is kept.
             None for all.
+        edges: leaves, or tensors of the graph.
+
+    Returns:
+        The gradients at ``edges``, None where none arrived.
     """
+    seed = torch.ones_like(losses) if seed is None else seed
+    if calls and isinstance(calls[-1], FallbackCall):
+        _pass_with_region(losses, calls, sink, seed, retain_graph)
+        return []
     for call in calls:
         call.sink = sink
-    ends: tuple[Any, ...] = (PROBE,) if wanted is None else tuple(_edges_below(losses, wanted))
+    below = [PROBE] if wanted is None else list(_edges_below(losses, wanted))
+    ends = (*below, *(edge if isinstance(edge, Tensor) else GradientEdge(*edge) for edge in edges))
     try:
-        seed = torch.ones_like(losses) if seed is None else seed
-        if calls and isinstance(calls[-1], FallbackCall):
-            _pass_with_region(losses, calls, sink, seed, retain_graph)
-        else:
-            # What torch.autograd.grad does, without its checks of what is right here.
-            run_backward((losses,), (seed,), retain_graph, False, ends, True, accumulate_grad=False)
+        # What torch.autograd.grad does, without its checks of what is right here.
+        found = run_backward((losses,), (seed,), retain_graph, False, ends, True, accumulate_grad=False)
+        return list(found[len(below) :])
     finally:
         for call in calls:
             call.sink, call.ends = None, False
 
 
-def _edges_below(losses: Tensor, wanted: Collection[LayerCall]) -> Iterator[GradientEdge]:
-    """What a backward to the wanted calls has to ask for: an edge just below each one that has none further down.
+def _pass_with_region(losses: Tensor, calls: Sequence[LayerCall], sink: Any, seed: Tensor, retain_graph: bool) -> None:
+    """A first pass where parameters are used outside of layers, too."""
+    region = calls[-1].region  # type: ignore[attr-defined]
+    layers = [call for call in calls if not isinstance(call, FallbackCall)]
+    if sink is not NOTHING:
+        edges = [boundary.edge for boundary in region.boundaries]
+        grads = first_pass(losses, layers, sink, seed, retain_graph=True, edges=edges)
+        region.hand_over(grads, losses, seed, sink)
+    if not retain_graph:
+        leaves = list(region.leaves.values())
+        with without_hooks(leaves):
+            first_pass(_NoGradient.apply(losses), layers, NOTHING, seed, retain_graph=False, edges=leaves)
 
-    And one below the weights' node of each recurrent layer, which lies beside the way down.
-    """
+
+def _edges_below(losses: Tensor, wanted: Collection[LayerCall]) -> Iterator[GradientEdge]:
+    """Where a backward to the wanted calls ends: an edge just below each one that has none further down."""
     ids = {id(call) for call in wanted}
     above: set[Any] = set()
-    for node in from_below(losses):
+    for node in from_below(losses.grad_fn):
         reaches = any(below in above for below, _ in inputs_of(node))
         call = getattr(node, "call", None)
         if isinstance(call, LayerCall) and id(call) in ids:
             call.ends = not reaches
-            if call.ends or node.name() != CAPTURE:
-                yield _edge_below(node)
+            if call.ends:
+                # To a pre-activation, which only the node of a layer leads to; of a recurrent layer, to a weight.
+                yield GradientEdge(*next(edge for edge in node.next_functions if edge[0] is not None))
             reaches = True
         if reaches:
             above.add(node)
 
 
-def _edge_below(node: Any) -> GradientEdge:
-    """An edge that only the node of a layer leads to; of a recurrent layer, the node of its weights."""
-    if node.name() == CAPTURE:
-        return GradientEdge(*node.next_functions[0])
-    weights = node.next_functions[0][0]
-    return GradientEdge(*next(edge for edge in weights.next_functions[1:] if edge[0] is not None))
-
-
-def _pass_with_region(losses: Tensor, calls: Sequence[LayerCall], sink: Any, seed: Tensor, retain_graph: bool) -> None:
-    """A first pass where parameters are used outside of layers, too; such uses come last among ``calls``."""
-    region = calls[-1].region  # type: ignore[attr-defined]
-    if sink is not NOTHING:
-        grads = gradients_at([boundary.edge for boundary in region.boundaries], losses, seed)
-        for call in calls:
-            call.sink = None
-        region.hand_over(grads, losses, seed, sink)
-    if not retain_graph:
-        for call in calls:
-            call.sink = NOTHING
-        leaves = list(region.leaves.values())
-        with _without_hooks(leaves):
-            torch.autograd.grad(_NoGradient.apply(losses), [PROBE, *leaves], seed, allow_unused=True)
-
-
 @contextmanager
-def _without_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
+def without_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
     """Inside, no hook of these parameters runs: they are for finished sums, and nothing is delivered."""
     hooks = [(leaf._backward_hooks, dict(leaf._backward_hooks)) for leaf in leaves if leaf._backward_hooks]
     for live, _ in hooks:
@@ -245,12 +271,6 @@ def _without_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for live, own in hooks:
             live.update(own)
-
-
-def gradients_at(edges: Sequence[Edge], losses: Tensor, seed: Tensor) -> list[Any]:
-    """A first pass that also returns the gradients at tensors of the graph; keeps the graph."""
-    wanted: Any = [PROBE, *(GradientEdge(*edge) for edge in edges)]
-    return list(torch.autograd.grad(losses, wanted, seed, retain_graph=True, allow_unused=True))[1:]
 
 
 class _NoGradient(torch.autograd.Function):

@@ -17,28 +17,15 @@ import torch
 from torch import Tensor
 
 from ghostclip.errors import LossShapeError, UnsupportedModelError
-from ghostclip.graph.mixing_test import Verdict, check_mixing, decide
-from ghostclip.graph.parameter_names import ParameterNames
-from ghostclip.graph.reader import Uses
-from ghostclip.graph.serial import serial_number
-from ghostclip.graph.shared.boundary import Edge
+from ghostclip.graph.mixing_test import Verdict, check_mixing
+from ghostclip.graph.parameter_names import ParameterNames, serial_number
+from ghostclip.graph.reader import Uses, from_below
 from ghostclip.graph.shared.positions import are_positions
-from ghostclip.graph.shared.search import (
-    TOO_SMALL,
-    BoundaryCandidate,
-    Decision,
-    DecisionCache,
-    NotShared,
-    Search,
-    settle,
-)
-from ghostclip.graph.shared.subgraph import SharedSubgraph, from_below
+from ghostclip.graph.shared.search import TOO_SMALL, DecisionCache, Search, not_a_batch
+from ghostclip.graph.shared.subgraph import SharedSubgraph, parameters_of
 from ghostclip.nn.base import LayerCall
 
-__all__ = ["RowLayout", "RowLayouts", "row_count"]
-
-# So many graphs are remembered as a whole.
-MOST_GRAPHS = 1000
+__all__ = ["RowLayout", "RowLayouts", "overlapping_parts", "row_count"]
 
 
 def row_count(call: LayerCall, examples: int, name: str) -> int:
@@ -49,41 +36,6 @@ def row_count(call: LayerCall, examples: int, name: str) -> int:
     if rows % examples or rows == 0:
         raise not_a_batch(call, examples, name)
     return rows // examples
-
-
-def not_a_batch(call: LayerCall, examples: int, name: str) -> Exception:
-    """The error for a layer whose batch dimension can't be the batch's."""
-    rows = call.shape[call.batch_dim]
-    if 1 < rows < examples and examples % rows == 0:
-        return LossShapeError(
-            f"losses must have shape exactly [B]; got [{examples}], but {name} saw {rows} (its output has shape "
-            f"{list(call.shape)}). Reshape losses of several tokens or positions to [B, T] and average them by .mean(1)"
-        )
-    return UnsupportedModelError(
-        f"{name}: its output has shape {list(call.shape)} with {rows} rows in dimension {call.batch_dim}, for "
-        f"{examples} losses; say where the examples are by wrap(model, batch_dim={{...}}), "
-        "or give an input that all of them share (position ids of shape [1, T]) a row for each"
-    )
-
-
-def _is_odd(call: LayerCall, examples: int) -> bool:
-    rows = call.shape[call.batch_dim]
-    return bool(rows % examples if examples else rows)
-
-
-def _use(call: LayerCall, uses: Uses) -> tuple:
-    """What a layer's use that sees no examples has in common in all batches."""
-    return (uses.size, serial_number(call.layer), call.parameters, call.batch_dim, call.shape)
-
-
-def _alike(calls: list[LayerCall], uses: Uses) -> dict[tuple, int]:
-    """How many of the calls that read nothing autograd knows of are alike."""
-    return Counter(_use(call, uses) for call in calls if not call.sources)
-
-
-def _key(call: LayerCall, count: int) -> tuple:
-    """What a layer's use with so many rows an example has in common in all batches."""
-    return (serial_number(call.layer), call.parameters, call.batch_dim, len(call.shape), count)
 
 
 @dataclass(frozen=True)
@@ -116,13 +68,12 @@ class RowLayouts:
         # Uses, and how many alike, of a shape that a batch of another size had too: as no multiple of it, so that they
         # saw no examples.
         self._constant: set[tuple] = set()
-        # How the calls' rows are grouped for a batch size and a graph in which all is proved.
-        self._settled: dict[tuple, list[str]] = {}
         self._places: dict[tuple[int, int], DecisionCache] = {}
 
-    def is_settled(self, graph: tuple, uses: Uses) -> bool:
-        """Whether all was proved of graphs with that key, and needn't be proved again for these ``uses``."""
-        return graph in self._settled and not (uses.reorders or uses.leaves or self._positions)
+    @property
+    def constants(self) -> int:
+        """How many uses of layers are known to see no examples."""
+        return len(self._constant)
 
     def lay_out(
         self,
@@ -132,194 +83,179 @@ class RowLayouts:
         rehearsal: bool = False,
         reached: bool = False,
     ) -> RowLayout:
-        """Every use of a parameter, and how each call's rows are grouped.
+        """Every use of a parameter behind ``losses`` [B], and how each call's rows are grouped.
 
         Runs extra backwards on first meeting a layer with so many rows an example in a graph of so many nodes, and when
         a gradient reaches one that isn't proved; and none otherwise, but for a graph that may order its examples
         differently every time.
 
         Args:
-            losses: [B].
-            uses: what is behind them.
-            index: of the model.
+            losses, uses, index: what `read_graph` was given and found.
             rehearsal: the graph is that of other examples, met to see which layers see none.
             reached: this batch's gradient reached something that is open.
 
         Raises:
             UnsupportedModelError: rows of other examples move with one example's loss, or the grouping can't be told.
         """
-        examples = losses.shape[0]
-        graph = uses.key(examples)
-        if self.is_settled(graph, uses):
-            row_orders = {id(call): row_order for call, row_order in zip(uses.calls, self._settled[graph], strict=True)}
-            return RowLayout(uses.calls, row_orders, [], True)
-        tables = self._constant.intersection(_alike(uses.calls, uses).items()) if self._constant else ()
-        known = {key for key, _ in tables}
-        odd = [
-            call
-            for call in uses.calls
-            if _is_odd(call, examples) or self._is_table(call, examples) or (known and _use(call, uses) in known)
-        ]
-        return self._lay_out(losses, uses, index, odd, rehearsal, reached)
-
-    def _lay_out(
-        self,
-        losses: Tensor,
-        uses: Uses,
-        index: ParameterNames,
-        odd: list[LayerCall],
-        rehearsal: bool,
-        reached: bool,
-        unsure: bool = False,
-    ) -> RowLayout:
-        """The same, given the calls that saw no examples, as far as is known; ``unsure``: one of them may have."""
-        examples, region = losses.shape[0], None
-        calls = uses.calls
-        if odd or uses.leaves:
-            region = self._region(losses, uses, odd, index, unsure)
-            if examples > 1:
+        examples, odd, unsure = losses.shape[0], self._odd(uses, losses.shape[0]), False
+        while True:
+            region = self._region(losses, uses, odd, index, unsure) if odd or uses.leaves else None
+            if odd and examples > 1:
                 self._constant |= _alike([call for call in odd if _is_odd(call, examples)], uses).items()
-            shared = {id(call) for call in region.calls.values()}
-            calls = [call for call in calls if id(call) not in shared]
-        keys = {id(call): (uses.size, *self._key(call, examples, index)) for call in calls}
-        found: dict[LayerCall, Verdict] = {}
-        pending = self._pending(uses, calls, keys, examples, rehearsal or reached) if examples > 1 else []
-        if pending:
-            found = check_mixing(losses, calls, pending)
+            shared = set() if region is None else {id(call) for call in region.calls.values()}
+            calls = [call for call in uses.calls if id(call) not in shared]
+            keys = {call: (uses.size, *_key(call, row_count(call, examples, index.layer(call)))) for call in calls}
+            pending = self._pending(keys, examples, uses.reorders or rehearsal or reached)
+            found = check_mixing(losses, calls, pending) if pending else {}
             # Of layers that saw data, a row of zeros is nothing unusual, and its input may not be finite.
             lone = [call for call, v in found.items() if v.lone and not call.sources and call.layer.reads_indices]
-            if tables := {*self._tables(losses, found, keys, index), *lone}:
-                odd = [*odd, *(call for call in calls if call in tables)]
-                return self._lay_out(losses, uses, index, odd, rehearsal, reached, unsure=bool(lone))
-            if not rehearsal:  # whose examples are copies, which may meet unseen
-                self._proved |= {keys[id(call)]: str(v.row_order) for call, v in found.items() if v.sure}
-                self._tried |= {keys[id(call)]: max(examples, self._tried.get(keys[id(call)], 0)) for call in pending}
-        row_orders = {
-            id(call): self._row_order(call, keys[id(call)], found.get(call), examples, index) for call in calls
-        }
-        left = [call for call in calls if keys[id(call)] not in self._proved] if examples > 1 else []
-        if region is None and all(key in self._proved for key in keys.values()) and len(self._settled) < MOST_GRAPHS:
-            self._settled[uses.key(examples)] = list(row_orders.values())
+            tables = {*self._tables(losses, found, index), *lone}
+            if not tables:
+                break
+            odd, unsure = [*odd, *(call for call in calls if call in tables)], bool(lone)
+        if not rehearsal:  # whose examples are copies, which may meet unseen
+            self._proved |= {keys[call]: v.best.row_order for call, v in found.items() if v.best and v.sure}
+            self._tried |= {keys[call]: max(examples, self._tried.get(keys[call], 0)) for call in pending}
+        row_orders = {id(call): self._row_order(call, key, found.get(call), index) for call, key in keys.items()}
+        left = [call for call in calls if keys[call] not in self._proved] if examples > 1 else []
         calls = calls if region is None else [*calls, *region.uses]
         return RowLayout(calls, row_orders, [call for call in left if call not in pending], not left)
 
-    def _pending(
-        self, uses: Uses, calls: list[LayerCall], keys: dict[int, tuple], examples: int, anew: bool
-    ) -> list[LayerCall]:
+    def _odd(self, uses: Uses, examples: int) -> list[LayerCall]:
+        """The calls that saw no examples, as far as is known."""
+        known = self._constant.intersection(_alike(uses.calls, uses).items()) if self._constant else ()
+        tables = {key for key, _ in known}
+        return [
+            call
+            for call in uses.calls
+            if _is_odd(call, examples)
+            or (self._positions and examples and _key(call, _rows(call) // examples) in self._positions)
+            or (tables and _use(call, uses) in tables)
+        ]
+
+    def _pending(self, keys: dict[LayerCall, tuple], examples: int, anew: bool) -> list[LayerCall]:
         """The calls to be proved now; all of them where a gradient came a new way, which may lead through others.
 
         A proof is repeated on a batch that is twice as large: of two examples, say, fewer meet than of twenty.
         """
-        if anew or uses.reorders:
-            return calls
-        return [call for call in calls if examples >= 2 * self._tried.get(keys[id(call)], 0)]
+        if examples <= 1:
+            return []
+        return [call for call, key in keys.items() if anew or examples >= 2 * self._tried.get(key, 0)]
 
-    def _tables(
-        self, losses: Tensor, found: dict[LayerCall, Verdict], keys: dict[int, tuple], index: ParameterNames
-    ) -> list[LayerCall]:
+    def _tables(self, losses: Tensor, found: dict[LayerCall, Verdict], index: ParameterNames) -> list[LayerCall]:
         """The calls that are tables of positions as long as a batch; raises where examples mix in truth."""
         # Of all examples, a table has a row that isn't finite where one example's is. As a tensor that all share,
         # examples' own rows have the same norms.
         dark = [call for call, verdict in found.items() if verdict.dark]
         dark = [call for call in dark if (found[call].spreads and not call.sources) or are_positions(losses, [call])]
-        mixing = [call for call, verdict in found.items() if verdict.row_order is None]
+        mixing = [call for call, verdict in found.items() if verdict.best is None]
         if not mixing:
             return dark
         if not are_positions(losses, mixing):
             call = next((call for call in mixing if call.sources), mixing[0])
             too_small = TOO_SMALL if call.dtype == torch.float16 else ""
-            rows = call.shape[call.batch_dim]
-            table = f", or, if it gives {rows} rows for all examples together, begin with a batch of another size"
+            table = (
+                f", or, if it gives {_rows(call)} rows for all examples together, begin with a batch of another size"
+                if _may_be_a_table(call, len(losses))
+                else ""
+            )
             raise UnsupportedModelError(
                 f"{index.layer(call)}: one example's loss depends on rows of this output that belong to others "
                 f"({list(call.shape)}, examples in dimension {call.batch_dim}), so examples mix"
-                f"{too_small}; compute each loss from its own example, or correct wrap(model, batch_dim={{...}})"
-                f"{table if _may_be_a_table(call, losses.shape[0]) else ''}"
+                f"{too_small}; compute each loss from its own example, or correct wrap(model, batch_dim={{...}}){table}"
             )
-        self._positions |= {keys[id(call)][1:] for call in mixing}
+        self._positions |= {_key(call, _rows(call) // len(losses)) for call in mixing}
         return [*mixing, *dark]
-
-    def _is_table(self, call: LayerCall, examples: int) -> bool:
-        """Whether the call was found to be a table of positions, of as many rows an example as now."""
-        return bool(examples) and _key(call, call.shape[call.batch_dim] // examples) in self._positions
 
     def _region(
         self, losses: Tensor, uses: Uses, odd: list[LayerCall], index: ParameterNames, unsure: bool
     ) -> SharedSubgraph:
-        """What all examples share, and where they meet it; of one example, or none, all is its own."""
-        leaves = {node: node.variable for node in uses.leaves}
-        examples = losses.shape[0]
-        if examples <= 1:
-            alone = {id(call) for call in odd}
-            nodes = from_below(losses) if odd else []
-            calls = {node: node.call for node in nodes if id(getattr(node, "call", None)) in alone}
-            return SharedSubgraph(examples, [], leaves, calls)
+        """What all examples share, and where they meet it; ``unsure``: one of the odd calls may have seen examples."""
+        if len(losses) <= 1:
+            return _without_boundaries(losses, uses, odd)
         places = DecisionCache() if uses.reorders else self._places.setdefault(uses.size, DecisionCache())
-        search = Search(losses, odd, leaves, index, places)
-
-        alone = {id(call) for call in odd}
-        whole = [call for call in uses.calls if id(call) not in alone]
-
-        def lay_out(candidates: list[BoundaryCandidate]) -> tuple[dict[Edge, Decision], bool]:
-            return decide(losses, whole, candidates, index, places)
-
+        search = Search(losses, odd, uses, index, places)
         try:
-            return settle(search, lay_out)
-        except (NotShared, UnsupportedModelError) as refused:
+            return search.region()
+        except (LossShapeError, UnsupportedModelError):
             if search.dark or unsure:
                 # Nobody knows what one backward an example would not tell, and nothing is refused for what it is.
-                return SharedSubgraph(examples, [], leaves, search.calls)
-            if isinstance(refused, NotShared):
-                raise not_a_batch(refused.call, examples, index.layer(refused.call)) from None
+                return _without_boundaries(losses, uses, list(search.calls.values()))
             raise
 
-    def _key(self, call: LayerCall, examples: int, index: ParameterNames) -> tuple:
-        return _key(call, row_count(call, examples, index.layer(call)))
-
-    @property
-    def constants(self) -> int:
-        """How many uses of layers are known to see no examples."""
-        return len(self._constant)
-
-    def _row_order(
-        self, call: LayerCall, key: tuple, verdict: Verdict | None, examples: int, index: ParameterNames
-    ) -> str:
-        if key[-1] == 1 or examples <= 1:
+    def _row_order(self, call: LayerCall, key: tuple, verdict: Verdict | None, index: ParameterNames) -> str:
+        """How the call's rows are grouped, as was proved or this batch shows."""
+        # No verdict: all of its gradient is zero, or will be looked at when it isn't.
+        if key[-1] == 1 or (key not in self._proved and verdict is None):
             return "example"
         if key in self._proved:
             return self._proved[key]
-        if verdict is None:
-            return "example"  # all of its gradient is zero, or will be looked at when it isn't
-        if not (verdict.shown or verdict.dark):
+        assert verdict is not None
+        if verdict.best is None or not (verdict.shown or verdict.dark):
             raise UnsupportedModelError(
                 f"{index.layer(call)}: {key[-1]} rows an example are folded into its batch dimension, and this batch "
                 f"doesn't show how; give it inputs [B, positions, features] instead"
             )
-        return str(verdict.row_order)
+        return verdict.best.row_order
+
+
+def _rows(call: LayerCall) -> int:
+    return call.shape[call.batch_dim]
+
+
+def _is_odd(call: LayerCall, examples: int) -> bool:
+    """Whether a layer's rows are no multiple of the examples."""
+    rows = call.shape[call.batch_dim]
+    return bool(rows % examples if examples else rows)
+
+
+def _use(call: LayerCall, uses: Uses) -> tuple:
+    """What a layer's use that sees no examples has in common in all batches."""
+    return (uses.size, serial_number(call.layer), call.parameters, call.batch_dim, call.shape)
+
+
+def _alike(calls: list[LayerCall], uses: Uses) -> dict[tuple, int]:
+    """How many of the calls that read nothing autograd knows of are alike."""
+    return Counter(_use(call, uses) for call in calls if not call.sources)
+
+
+def _key(call: LayerCall, count: int) -> tuple:
+    """What a layer's use with so many rows an example has in common in all batches."""
+    return (serial_number(call.layer), call.parameters, call.batch_dim, len(call.shape), count)
+
+
+def _without_boundaries(losses: Tensor, uses: Uses, shared: list[LayerCall]) -> SharedSubgraph:
+    """All of the graph below which parameters are that are used by ``shared`` or outside of layers.
+
+    Of one example, or none, all is its own; of several, it takes one backward for each.
+    """
+    leaves = {node: node.variable for node in uses.leaves}
+    while True:
+        parameters = set(map(id, leaves.values())).union(*map(parameters_of, shared))
+        users = [call for call in uses.calls if not parameters.isdisjoint(parameters_of(call))]
+        if len(users) == len(shared):
+            break
+        shared = users
+    ids = set(map(id, users))
+    calls = {node: node.call for node in from_below(losses.grad_fn) if id(getattr(node, "call", None)) in ids}
+    return SharedSubgraph(len(losses), [], leaves, calls)
 
 
 def _may_be_a_table(call: LayerCall, examples: int) -> bool:
     """Whether a layer may give the same rows for all examples together, as one that reads position ids [T] does."""
-    return not call.sources and (
-        call.layer.reads_indices or len(call.shape) == 2 or call.shape[call.batch_dim] > examples
-    )
+    return not call.sources and (call.layer.reads_indices or len(call.shape) == 2 or _rows(call) > examples)
 
 
 def overlapping_parts(calls: Iterable[LayerCall]) -> set[int]:
     """Ids of parameters that were used by parts which overlap without being the same."""
-    owners = [id(call.layer._parameters[name]) for call in calls for name in call.parameters]
-    if len(set(owners)) == len(owners):
-        return set()
-    used: dict[int, set[tuple[int, int]]] = {}
+    used: dict[int, set[tuple[int, int] | None]] = {}
     for call in calls:
         for name in call.parameters:
-            if call.rows or id(call.layer._parameters[name]) in used:
-                parameter = call.layer._parameters[name]
-                assert parameter is not None
-                used.setdefault(id(parameter), set()).add(call.rows.get(name, (0, parameter.shape[0])))
-    found = set()
-    for owner, spans in used.items():
-        ordered = sorted(spans)
-        if any(left[1] > right[0] for left, right in pairwise(ordered)):
-            found.add(owner)
-    return found
+            used.setdefault(id(call.layer._parameters[name]), set()).add(call.rows.get(name))
+    return {owner for owner, parts in used.items() if len(parts) > 1 and _overlap(parts)}
+
+
+def _overlap(parts: set[tuple[int, int] | None]) -> bool:
+    """Whether two of several parts (start, stop) have rows in common; None is the whole."""
+    spans = sorted(part for part in parts if part is not None)
+    return None in parts or any(left[1] > right[0] for left, right in pairwise(spans))

@@ -14,7 +14,7 @@ from typing import Any
 from ghostclip.errors import LedgerError
 from ghostclip.events import Event
 from ghostclip.ledger import files
-from ghostclip.ledger.records import Contents, Head, check_kept, encoded, line_of, parsed
+from ghostclip.ledger.records import Contents, Head, check_kept, encoded, line_of, parsed, take_in
 from ghostclip.validate import positive_int
 
 __all__ = ["Journal", "Most", "now"]
@@ -159,20 +159,16 @@ class Journal:
 
     def _append(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Writes records and returns when they are on the disk. Whatever comes in between, they may count as spent."""
-        number, hash = len(self.contents.hashes), self.contents.head.hash
-        lines: list[bytes] = []
-        hashes: list[str] = []
-        for record in records:
-            line, hash = line_of(record, number + len(lines), hash)
-            lines.append(line)
-            hashes.append(hash)
+        data, hash = b"", self.contents.head.hash
+        for number, record in enumerate(records, len(self.contents.hashes)):
+            line, hash = line_of(record, number, hash)
+            data += line
         self._sure = False
-        files.write(self.path, self._file, b"".join(lines))
+        files.write(self.path, self._file, data)
         self._flush()
-        for record, hash in zip(records, hashes, strict=True):
-            self.contents.add(record, hash)
-        self.contents.size += sum(map(len, lines))
-        self._digest.update(b"".join(lines))
+        for line in data.splitlines():
+            take_in(self.contents, line, self.path)
+        self._digest.update(data)
         self._sure = True
         files.note(self._file, str(self.contents.head))
         self._stamp = files.seal(self._file)

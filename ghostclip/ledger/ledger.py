@@ -6,7 +6,6 @@ import os
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +13,11 @@ from ghostclip.errors import LedgerError
 from ghostclip.events import Event, merged
 from ghostclip.ledger import files
 from ghostclip.ledger.journal import Most
-from ghostclip.ledger.records import Charge, Contents, Head, check_kept, parsed
+from ghostclip.ledger.records import Contents, Head, check_kept, parsed
 from ghostclip.ledger.turns import end, found, give_up, in_turn, joined
 from ghostclip.validate import positive_int
 
-__all__ = ["BLOCK", "Account", "Ledger", "listed"]
+__all__ = ["BLOCK", "Account", "Ledger"]
 
 BLOCK = 32
 
@@ -37,9 +36,9 @@ class Ledger:
 
     One process at a time may write (a lock on the file tells the others); its engines may share the ledger. A forked
     process can't write through what its parent opened. CRC and hash chain show damage and careless edits; they are no
-    signature, and whoever can write the file can forge it. How far it had come is noted in an extended attribute of the
-    file too, where the file system has those, so that a file which was cut or written over with an older copy is
-    refused; one that was replaced by another file is told by `contains`, with a `head` that was kept elsewhere.
+    signature. How far it had come is noted in an extended attribute of the file too, so that one which was cut or
+    written over with an older copy is refused; one that was replaced by another file is told by `contains`, with a
+    `head` that was kept elsewhere.
 
     Args:
         path: of the file; it is made when the first account is opened. On a local disk: locks and fsync of network file
@@ -68,48 +67,12 @@ class Ledger:
         return Account(self, noise)
 
     @property
-    def head(self) -> Head:
-        """The number of records and the last one's hash: what a copy of the file that is not older has too.
+    def contents(self) -> Contents:
+        """What the file says: as this process wrote it, or as it is there now.
 
         Raises:
-            LedgerError: the file can't be read or is damaged.
+            LedgerError: the file can't be read or is damaged; so do all the others that read it.
         """
-        return self._contents().head
-
-    def contains(self, head: Head) -> bool:
-        """Whether the ledger goes on from where it was at ``head``; False for an older copy or another ledger.
-
-        Raises:
-            LedgerError: the file can't be read or is damaged.
-        """
-        return self._contents().contains(head)
-
-    @property
-    def torn(self) -> int:
-        """How many bytes of a last line that a crash cut short are at the end of the file; 0 for none.
-
-        Raises:
-            LedgerError: the file can't be read or is damaged.
-        """
-        return len(self._contents().torn)
-
-    @property
-    def charges(self) -> list[Charge]:
-        """All intents, in order. Raises LedgerError when the file can't be read or is damaged."""
-        return list(self._contents().charges.values())
-
-    @property
-    def events(self) -> list[Event]:
-        """What was spent, one event a mechanism; blocks in use by this process count as far as they were taken.
-
-        Raises:
-            LedgerError: the file can't be read or is damaged.
-        """
-        used = _in_use(self.path)
-        return listed(self._contents().totals if used is None else used[1])
-
-    def _contents(self) -> Contents:
-        """What the file says: as this process wrote it, or as it is there now."""
         if (used := _in_use(self.path)) is not None:
             return used[0]
         # In this order, since another process may be writing.
@@ -117,6 +80,22 @@ class Ledger:
         contents = parsed(files.read(self.path), self.path)
         check_kept(contents, noted, self.path)
         return contents
+
+    @property
+    def head(self) -> Head:
+        """The number of records and the last one's hash: what a copy of the file that is not older has too."""
+        return self.contents.head
+
+    def contains(self, head: Head) -> bool:
+        """Whether the ledger goes on from where it was at ``head``; False for an older copy or another ledger."""
+        return self.contents.contains(head)
+
+    @property
+    def events(self) -> list[Event]:
+        """What was spent, one event a mechanism; blocks in use by this process count as far as they were taken."""
+        used = _in_use(self.path)
+        runs = self.contents.totals if used is None else used[1]
+        return merged(replace(event, count=count) for spent in runs.values() for event, count in spent.items())
 
 
 class Account:
@@ -145,7 +124,7 @@ class Account:
         """
         self._check_open()
         if not self._journal.take(self.run, event):
-            self._journal.reserve(self.run, event, self._block, self._noise, most or _any_number)
+            self._journal.reserve(self.run, event, self._block, self._noise, most or (lambda *_: sys.maxsize))
             self._journal.take(self.run, event)
 
     @in_turn
@@ -185,12 +164,3 @@ def _in_use(path: Path) -> tuple[Contents, dict[str, Counter[Event]]] | None:
     """What the ledger says that this process has open, and what each run took; None where it hasn't."""
     journal = found(path)
     return None if journal is None else (journal.contents, journal.taken())
-
-
-def _any_number(written: int, spent: object) -> int:
-    return sys.maxsize
-
-
-def listed(runs: Mapping[str, Mapping[Event, int]]) -> list[Event]:
-    """What runs spent, each by how often each event (of count 1), as events with their counts, one a mechanism."""
-    return merged(replace(event, count=count) for spent in runs.values() for event, count in spent.items())

@@ -35,6 +35,7 @@ __all__ = [
     "first_line",
     "line_of",
     "parsed",
+    "take_in",
 ]
 
 FORMAT, VERSION = "ghostclip ledger", 1
@@ -157,25 +158,15 @@ def encoded(event: Event) -> dict[str, Any]:
             f"{', '.join(EVENTS)}"
         )
     values = {item.name: getattr(event, item.name) for item in fields(event)}
-    return {"event": type(event).__name__} | {name: _plain(value) for name, value in values.items()}
+    parts = {name: [encoded(part) for part in value] for name, value in values.items() if isinstance(value, tuple)}
+    return {"event": type(event).__name__} | values | parts
 
 
 def decoded(value: Mapping[str, Any]) -> Event:
     """The event that `encoded` was given. Raises ValueError, TypeError or KeyError when there is none like that."""
-    values = {name: _read(item) for name, item in value.items() if name != "event"}
-    return EVENTS[value["event"]](**values)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, str | int | float) else encoded(value)
-
-
-def _read(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(_read(item) for item in value)
-    return decoded(value) if isinstance(value, dict) else value
+    values = {name: item for name, item in value.items() if name != "event"}
+    parts = {name: tuple(map(decoded, item)) for name, item in values.items() if isinstance(item, list)}
+    return EVENTS[value["event"]](**values | parts)
 
 
 def line_of(record: Mapping[str, Any], number: int, before: str) -> tuple[bytes, str]:
@@ -212,17 +203,17 @@ def parsed(data: bytes, path: Any) -> Contents:
     contents = Contents()
     *lines, last = data.split(b"\n")
     for line in lines:
-        _take(contents, line, path)
+        take_in(contents, line, path)
     if last:
         contents.torn, contents.rest = last, _completion(last, contents, path)
     if contents.rest:
-        _take(contents, last + contents.rest[:-1], path)
+        take_in(contents, last + contents.rest[:-1], path)
     if not contents.hashes:
         raise _damaged(path, 0, "it is cut short")
     return contents
 
 
-def _take(contents: Contents, line: bytes, path: Any) -> None:
+def take_in(contents: Contents, line: bytes, path: Any) -> None:
     """Checks the next line and takes in its record."""
     number, before = contents.head.records, contents.head.hash
     found = LINE.fullmatch(line)
@@ -233,7 +224,11 @@ def _take(contents: Contents, line: bytes, path: Any) -> None:
         raise _damaged(path, number, "its CRC is wrong, so bytes in it have changed")
     try:
         record = json.loads(body)
-        _check_version(record, number, path)
+        if number == 0 and record["kind"] == FORMAT and record["version"] != VERSION:
+            raise LedgerError(
+                f"the ledger {path} is of version {record['version']}, and this is ghostclip's version {VERSION} of "
+                "the format; read it with the version of ghostclip that wrote it"
+            )
         if record["n"] != number or hash.decode() != _line(body, before)[1]:
             raise _damaged(
                 path, number, "it doesn't continue the record before, so records were taken out, moved or edited"
@@ -242,14 +237,6 @@ def _take(contents: Contents, line: bytes, path: Any) -> None:
         contents.size += len(line) + 1
     except (ValueError, TypeError, KeyError) as error:
         raise _damaged(path, number, f"it can't be read ({error})") from error
-
-
-def _check_version(record: Mapping[str, Any], number: int, path: Any) -> None:
-    if number == 0 and record["kind"] == FORMAT and record["version"] != VERSION:
-        raise LedgerError(
-            f"the ledger {path} is of version {record['version']}, and this is ghostclip's version {VERSION} of the "
-            "format; read it with the version of ghostclip that wrote it"
-        )
 
 
 def _completion(last: bytes, contents: Contents, path: Any) -> bytes:

@@ -1,11 +1,8 @@
-"""The five networks of Lee & Kifer (2020, section 6.1.1), built of `ghostclip.nn` layers."""
+"""The five networks of Lee & Kifer (2020, section 6.1.1), built of `ghostclip.nn` layers, by name."""
 
 from torch.nn import Module
 
-from ghostclip.models.cnn import CNN
-from ghostclip.models.mlp import MLP
-from ghostclip.models.recurrent import LSTMClassifier, RNNClassifier
-from ghostclip.models.transformer import TransformerClassifier
+from ghostclip.models.networks import CNN, MLP, LSTMClassifier, RNNClassifier, TransformerClassifier
 from ghostclip.validate import one_of, positive_int
 
 __all__ = ["CNN", "MLP", "NAMES", "LSTMClassifier", "RNNClassifier", "TransformerClassifier", "build"]

@@ -7,10 +7,8 @@ import functools
 import os
 import struct
 import sys
-import threading
 from array import array
-from collections.abc import Callable, Iterable
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +17,10 @@ from torch import Tensor
 
 from ghostclip.native.build import library
 
-__all__ = ["function", "run", "run_examples", "share_out"]
+__all__ = ["run", "run_examples", "share_out"]
 
-# A thread is worth it from about this many multiplications on: one of torch's, and one that is started for it.
-SHARE, OWN_SHARE = 500_000, 4_000_000
+# One of torch's threads is worth it from about this many multiplications on.
+SHARE = 500_000
 # What share.c has room for.
 MOST_WORDS = 20
 NAMES = {torch.float32: "float", torch.float64: "double"}
@@ -62,25 +60,13 @@ def _function(source: str, name: str, dtype: torch.dtype) -> Callable[..., int]:
     return found
 
 
-@functools.cache
-def function(source: str, name: str, dtype: torch.dtype, arguments: int) -> Callable[..., int] | None:
-    """The same for so many whole numbers and addresses, which it takes as Python's ints; None where there is none."""
-    loaded = library(source, NAMES[dtype]) if dtype in NAMES else None
-    if loaded is None:
-        return None
-    found = loaded[f"{name}_{NAMES[dtype]}"]  # one of its own, where an attribute would be shared
-    found.argtypes, found.restype = [ctypes.c_ssize_t] * arguments, ctypes.c_int
-    return found
-
-
 def run(source: str, name: str, dtype: torch.dtype, arguments: tuple[Any, ...]) -> int:
     """Calls a function for numbers of that type; tensors go as pointers, None as null, integers as C's long."""
-    return _called(_function(source, name, dtype), _words(arguments))
+    return _called(_function(source, name, dtype), *map(_as_word, arguments))
 
 
-def _called(function: Callable[..., int], words: Iterable[int]) -> int:
-    known: Any = getattr(function, "argtypes", None)
-    return function(*words) if known else function(*map(ctypes.c_ssize_t, words))
+def _called(function: Callable[..., int], *words: int) -> int:
+    return function(*map(ctypes.c_ssize_t, words))
 
 
 def run_examples(
@@ -98,86 +84,37 @@ def run_examples(
 def share_out(function: Callable[..., int], size: int, unit: int, work: int, arguments: tuple[Any, ...]) -> bool:
     """Calls ``function(*arguments, first, last)`` for parts of ``range(size)``; whether a call returned other than 0.
 
-    Parts begin at multiples of ``unit``, and are shared among torch's threads where ``work`` multiplications are many.
-    Numbers that aren't whole go as their bits.
+    Parts begin at multiples of ``unit``, and are shared among torch's threads where these can be had and ``work``
+    multiplications are many. Numbers that aren't whole go as their bits.
     """
-    words, shares = _words(arguments), work // SHARE
-    if shares < 2 or (threads := torch.get_num_threads()) == 1:
-        return bool(_called(function, (*words, 0, size)))
-    blocks, runtime = -(-size // unit), None if _forks.lost_threads else _runtime()
-    count = max(1, min(threads, blocks, work // OWN_SHARE if runtime is None else shares))
-    edges = [min(size, share * blocks // count * unit) for share in range(count + 1)]
+    words, threads = [*map(_as_word, arguments)], torch.get_num_threads()
+    blocks = -(-size // unit)
+    shares = max(1, min(threads, blocks, work // SHARE))
+    runtime = None if shares == 1 or _forks.lost_threads else _runtime()
     if runtime is None:
-        return _by_own_threads(function, words, edges)
-    return _by_torchs_threads(runtime, function, words, edges)
-
-
-def _words(arguments: tuple[Any, ...]) -> tuple[int, ...]:
-    return tuple([
-        value if type(value) is int else value.data_ptr() if type(value) is Tensor else _as_word(value)
-        for value in arguments
-    ])  # fmt: skip
+        return bool(_called(function, *words, 0, size))
+    share = library("share")
+    assert share is not None
+    assert len(words) <= MOST_WORDS
+    given = array("q", words)
+    edges = array("q", [min(size, part * blocks // shares * unit) for part in range(shares + 1)])
+    # As many threads as torch asks for: another number would have the runtime end some of them, or start new ones.
+    return bool(share.ghostclip_share(
+        ctypes.c_void_p(runtime), function, ctypes.c_void_p(given.buffer_info()[0]), ctypes.c_long(len(words)),
+        ctypes.c_void_p(edges.buffer_info()[0]), ctypes.c_long(shares), threads,
+    ))  # fmt: skip
 
 
 def _as_word(value: Tensor | float | None) -> int:
     if isinstance(value, int):
         return value
-    if isinstance(value, float):
-        return _bits(value)
-    if value is None:
-        return 0
     if isinstance(value, Tensor):
         return value.data_ptr()
+    if isinstance(value, float):
+        return struct.unpack("q", struct.pack("d", value))[0]
+    if value is None:
+        return 0
     raise TypeError(f"expected a tensor, a number or None; got {type(value).__name__}")
-
-
-@functools.lru_cache(256)
-def _bits(value: float) -> int:
-    return struct.unpack("q", struct.pack("d", value))[0]
-
-
-def _by_torchs_threads(runtime: int, function: Callable[..., int], words: tuple[int, ...], edges: list[int]) -> bool:
-    share = library("share")
-    assert share is not None
-    assert len(words) <= MOST_WORDS
-    given, borders = array("q", words), array("q", edges)
-    # As many threads as torch asks for: another number would have the runtime end some of them, or start new ones.
-    return bool(share.ghostclip_share(
-        ctypes.c_void_p(runtime), function, ctypes.c_void_p(given.buffer_info()[0]), ctypes.c_long(len(words)),
-        ctypes.c_void_p(borders.buffer_info()[0]), ctypes.c_long(len(edges) - 1), torch.get_num_threads(),
-    ))  # fmt: skip
-
-
-def _by_own_threads(function: Callable[..., int], words: tuple[int, ...], edges: list[int]) -> bool:
-    """Where torch's can't be had: the first share in this thread, the others each in a new one."""
-    failed: list[int] = []
-
-    def share(first: int, last: int) -> None:
-        if _called(function, (*words, first, last)):
-            failed.append(first)
-
-    started: list[threading.Thread] = []
-    try:
-        for edge in pairwise(edges[1:]):
-            started.append(threading.Thread(target=share, args=edge))
-            started[-1].start()
-        share(edges[0], edges[1])
-    finally:
-        # Nobody writes into memory that is let go of after an exception, of Ctrl-C say.
-        _wait_for(started)
-    return bool(failed)
-
-
-def _wait_for(threads: list[threading.Thread]) -> None:
-    """Joins those that run, come what may, and lets the last interruption go on."""
-    interrupted: BaseException | None = None
-    while running := [thread for thread in threads if thread.is_alive()]:
-        try:
-            running[0].join()
-        except BaseException as error:
-            interrupted = error
-    if interrupted is not None:
-        raise interrupted
 
 
 @functools.cache

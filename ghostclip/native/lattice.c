@@ -1,5 +1,5 @@
 /* Noisy sums rounded to a lattice: the first look at each coordinate, which settles all but about one in two hundred.
- * noise/lattice.py says what is computed and why it is exact; what is left open here is settled there.
+ * noise/hardened.py says what is computed and why it is exact; what is left open here is settled there.
  *
  * It is read twice, with REAL float and double (twice.h); NAME(x) is x_float or x_double.
  */

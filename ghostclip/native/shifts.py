@@ -7,15 +7,12 @@ fastest of torch's ways where places are many and weights few.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from ghostclip.native.build import library
 from ghostclip.native.calls import run_examples
 from ghostclip.native.custom_ops import traceable
-from ghostclip.native.gram import in_plane
 
 __all__ = ["shifted_products", "shifts_are_there"]
 
@@ -38,14 +35,7 @@ def _shapes(images: Tensor, grads: Tensor, kernel: Sizes, *rest: object) -> list
     _shapes,
 )
 def shifted_products(
-    images: Tensor,
-    grads: Tensor,
-    kernel: Sizes,
-    stride: Sizes,
-    padding: Sizes,
-    dilation: Sizes,
-    keep: bool,
-    empty: Callable[..., Tensor] = Tensor.new_empty,
+    images: Tensor, grads: Tensor, kernel: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes, keep: bool
 ) -> list[Tensor]:
     """Squared norms [B] of the weight's gradients and, where asked, these, [B, P, C, *kernel].
 
@@ -53,15 +43,18 @@ def shifted_products(
         images, grads: float32 or float64, [B, C, *S] and [B, P, *O], gradients at the pre-activation.
         kernel, stride, padding, dilation: of the convolution, one entry a spatial dimension; padding with zeros.
         keep: whether the gradients are to be kept.
-        empty: like Tensor.new_empty, makes their room.
     """
     images, grads = images.contiguous(), grads.contiguous()
-    axes = [in_plane(sizes) for sizes in (images.shape[2:], grads.shape[2:], kernel)]
-    steps = [in_plane(padding, 0), in_plane(dilation), in_plane(stride)]
-    squared = grads.new_empty(len(grads))
-    kept = [empty(grads, len(grads), grads.shape[1], images.shape[1], *kernel)] if keep else []
-    sizes = (images.shape[1], grads.shape[1], *(size for axis in (*axes, *steps) for size in axis))
+    found = _shapes(images, grads, kernel, keep)
+    sizes = [_in_plane(each) for each in (images.shape[2:], grads.shape[2:], kernel)]
+    sizes += [_in_plane(padding, 0), _in_plane(dilation), _in_plane(stride)]
+    channels = images.shape[1], grads.shape[1]
     work = grads.numel() * images.shape[1] * torch.Size(kernel).numel()
-    arguments = (images, grads, squared, kept[0] if keep else None, *sizes)
+    arguments = (images, grads, found[0], found[1] if keep else None, *channels, *(n for axes in sizes for n in axes))
     run_examples("shifts", "shifts", grads.dtype, len(grads), work, arguments)
-    return [squared, *kept]
+    return found
+
+
+def _in_plane(sizes: Sizes, of_one_row: int = 1) -> Sizes:
+    """What a convolution has along two axes: as it is, or for a line, which is a picture of one row."""
+    return (of_one_row, *sizes) if len(sizes) == 1 else tuple(sizes)

@@ -9,6 +9,7 @@ module or its Parameters: what is remembered lives in the graph and dies with it
 from __future__ import annotations
 
 import abc
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -30,8 +31,10 @@ __all__ = [
     "LayerCall",
     "Repeat",
     "Sink",
+    "built_of_wrappers",
     "is_capturing",
     "place_of",
+    "without_examples",
 ]
 
 # What packs saved tensors now, or None.
@@ -293,10 +296,36 @@ class GhostLayer(torch.nn.Module):
         return LayerCall(self, trained, rows or {}, dim, preactivation, inputs, extra)
 
 
+def built_of_wrappers(wrapped: type[torch.nn.Module]) -> Callable[..., None]:
+    """An ``__init__`` that does what that of ``wrapped`` does, then turns the new module's parts into wrappers.
+
+    It takes the same arguments and draws the same random numbers. A part is turned by its class, in place; one with a
+    setting that its rule can't be exact for stays as it is, for `ghostclip.check` to find.
+    """
+
+    @functools.wraps(wrapped.__init__)
+    def __init__(self: torch.nn.Module, *args: Any, **options: Any) -> None:
+        wrapped.__init__(self, *args, **options)
+        for part in self.modules():
+            wrapper = LAYERS.get(type(part))
+            if wrapper is not None and not wrapper.obstacles(part):
+                part.__class__ = wrapper
+
+    return __init__
+
+
 def place_of(layer: torch.nn.Module) -> str:
     """How messages call a layer: by its name in the model and its class."""
     kind, path = type(layer).__name__, getattr(layer, "ghost_path", "")
     return f"{path} ({kind})" if path else kind
+
+
+def without_examples(layer: torch.nn.Module, input: Tensor, dims: int) -> UnsupportedModelError:
+    """The error of a layer that needs ``dims`` dimensions and got one example by itself."""
+    return UnsupportedModelError(
+        f"{place_of(layer)} got an input of shape {list(input.shape)} without a batch dimension; "
+        f"add one: {dims} dimensions, examples first"
+    )
 
 
 def _whole_base(tensor: Tensor) -> Tensor:

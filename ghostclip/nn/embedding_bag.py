@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.norms.bags import BagGrads
-from ghostclip.norms.rows import LookupGrads
+from ghostclip.norms.rows import BagGrads, LookupGrads
 from ghostclip.norms.term import PerExampleGrads, to_float32
 
 from .base import LayerCall, is_capturing, place_of

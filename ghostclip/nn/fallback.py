@@ -20,7 +20,7 @@ from ghostclip.norms.term import Dense, PerExampleGrads, split_examples
 
 from .base import LayerCall
 
-__all__ = ["FallbackCall", "bare", "one_example", "product", "spread", "spread_one_by_one"]
+__all__ = ["FallbackCall", "bare", "product", "spread"]
 
 NormResult = Callable[[str, tuple[Tensor, ...], Tensor], PerExampleGrads]
 
@@ -41,11 +41,9 @@ class FallbackCall(LayerCall):
     Attributes:
         region: the `ghostclip.graph.shared.subgraph.Region` that gives it its gradients during a first pass.
         answer: (parameter name, inputs, gradient) -> term.
-        gathered: {parameter name: gradients [1, *shape] of one example after the other}, for a layer that has to be
-            asked once for every example.
     """
 
-    __slots__ = ("answer", "gathered", "region")
+    __slots__ = ("answer", "region")
 
     def __init__(
         self,
@@ -61,7 +59,6 @@ class FallbackCall(LayerCall):
         self.dtype, self.device, self.sources, self.extra = like.dtype, like.device, [], None
         self.sink, self.answer, self.has_saved_tensor_hooks = None, answer, False
         self.region: Any = None
-        self.gathered: dict[str, list[Tensor]] = {name: [] for name in trained}
 
     def term(self, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         return self.answer(name, inputs, grad)
@@ -112,20 +109,6 @@ def spread(call: LayerCall, examples: int) -> FallbackCall:
     return use
 
 
-def spread_one_by_one(call: LayerCall, examples: int) -> FallbackCall:
-    """The same for a layer whose rule needs more than the gradient: its answers are in ``gathered`` by then."""
-    use = spread(call, examples)
-
-    def answer(name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
-        parameter = use.layer._parameters[name]
-        part = parameter[slice(*call.rows.get(name, (None, None)))]
-        parts, use.gathered[name] = use.gathered[name], []
-        return Dense(torch.cat(parts) if parts else part.detach().new_zeros(examples, *part.shape))
-
-    use.answer = answer
-    return use
-
-
 def _is_row_by_row(call: LayerCall, inputs: tuple[Tensor, ...]) -> bool:
     return call.layer.row_by_row and not call.rows and len(inputs) == 1
 
@@ -144,15 +127,10 @@ def _repeated(call: LayerCall, name: str, inputs: tuple[Tensor, ...], grad: Tens
     return term if rows == 1 else term.split_rows(rows, "example")
 
 
-def one_example(call: LayerCall, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-    """The layer's rule for one example's gradient, all rows being that example's; [1, *shape of the parameter]."""
-    term, rows = call.term(name, inputs, grad), call.shape[call.batch_dim]
-    return (term if rows == 1 else term.split_rows(rows, "example")).per_example()
-
-
 def _one_by_one(call: LayerCall, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
     """The layer's rule once for every example; it knows best which dimension of its inputs is which."""
-    found = [one_example(call, name, inputs, each) for each in grad]
+    rows, terms = call.shape[call.batch_dim], [call.term(name, inputs, each) for each in grad]
+    found = [(term if rows == 1 else term.split_rows(rows, "example")).per_example() for term in terms]
     parameter: Any = call.layer._parameters[name]
     part = parameter[slice(*call.rows.get(name, (None, None)))]
     return Dense(torch.cat(found) if found else grad.new_zeros(0, *part.shape))

@@ -18,9 +18,8 @@ from ghostclip.errors import UnsupportedModelError
 from ghostclip.norms.outer import OuterProduct
 from ghostclip.norms.term import PerExampleGrads
 
-from .base import GhostLayer, LayerCall, is_capturing, place_of
+from .base import GhostLayer, LayerCall, built_of_wrappers, is_capturing, place_of
 from .linear import Linear, examples_first, summed_positions
-from .parts import built_of_wrappers
 
 __all__ = ["MultiheadAttention"]
 
@@ -65,7 +64,7 @@ class MultiheadAttention(GhostLayer, torch.nn.MultiheadAttention, wraps=torch.nn
         key_padding_mask, attn_mask, is_causal = _masks(query, key_padding_mask, attn_mask, is_causal, need_weights)
         if self.batch_first:
             query, key, value = _transposed(query, key, value)
-        projected = self._project(query, key, value, whole=need_weights)
+        projected = self._project(query, key, value)
         heads, attn_mask, key_padding_mask = self._heads(projected, attn_mask, key_padding_mask)
         mask = self._merged_mask(attn_mask, key_padding_mask, query.shape[1], heads[1].shape[2])
         attended, weights = self._attend(heads, mask, query.shape[1], need_weights, is_causal)
@@ -91,12 +90,8 @@ class MultiheadAttention(GhostLayer, torch.nn.MultiheadAttention, wraps=torch.nn
         shapes = [None if mask is None else tuple(mask.shape) for mask in (attn_mask, key_padding_mask)]
         return key.shape[batch] == examples and shapes[0] in masks and shapes[1] in padding
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor, *, whole: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value through their projections, in as few products as torch makes of them.
-
-        As torch has them each is contiguous; unless ``whole``, those from one product are views of it.
-        """
-        unpacked = _unpacked if whole else _divided
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value through their projections, in as few products as torch makes of them."""
         width = self.embed_dim
         if not self._qkv_same_embed_dim:
             sides = [(query, "q_proj_weight"), (key, "k_proj_weight"), (value, "v_proj_weight")]
@@ -107,9 +102,9 @@ class MultiheadAttention(GhostLayer, torch.nn.MultiheadAttention, wraps=torch.nn
             return q, k, v
         if query is not key:
             q = self._packed(query, 0, width)
-            k, v = unpacked(self._packed(key, width, 3 * width), 2)
+            k, v = _divided(self._packed(key, width, 3 * width), 2)
             return q, k, v
-        q, k, v = unpacked(self._packed(query, 0, 3 * width), 3)
+        q, k, v = _divided(self._packed(query, 0, 3 * width), 3)
         return q, k, v
 
     def _packed(self, input: Tensor, start: int, stop: int) -> Tensor:
@@ -249,13 +244,8 @@ def _product(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor
     return (output if bias is None else output.add_(bias.to(output.dtype))), input
 
 
-def _unpacked(packed: Tensor, parts: int) -> Tensor:
-    """[T, B, parts * E] as [parts, T, B, E]."""
-    return packed.unflatten(-1, (parts, -1)).unsqueeze(0).transpose(0, -2).squeeze(-2).contiguous()
-
-
 def _divided(packed: Tensor, parts: int) -> tuple[Tensor, ...]:
-    """The same as views, whose gradients are put together example by example: no other copy is made of either."""
+    """[T, B, parts * E] as views [T, B, E], whose gradients are put together example by example, without a copy."""
     sides = packed.transpose(0, 1).chunk(parts, 2)
     return tuple([side.transpose(0, 1) for side in sides])
 

@@ -13,21 +13,26 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.native.normalize import by_channel, by_feature
 from ghostclip.norms.term import Dense, PerExampleGrads, to_float32
 
-from .base import GhostLayer, LayerCall, is_capturing, place_of
+from .base import GhostLayer, LayerCall, is_capturing, place_of, without_examples
 
 __all__ = [
     "BatchNorm1d",
     "BatchNorm2d",
     "BatchNorm3d",
     "GroupNorm",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
     "LayerNorm",
     "RMSNorm",
     "SyncBatchNorm",
-    "over_channels",
 ]
+
+
+UPDATES = "updates its running statistics (track_running_stats) from private data, without noise"
+UNTRACKED = "build it with track_running_stats=False, or call .eval() on it and keep it so"
 
 
 def instead_of_batchnorm(kind: str) -> str:
@@ -50,11 +55,8 @@ class LayerNorm(GhostLayer, torch.nn.LayerNorm, wraps=torch.nn.LayerNorm):
         grads, dims = to_float32(grad), len(self.normalized_shape)
         if name == "bias":
             return _over_positions(grads, call.batch_dim, dims)
-        first, second = (side.movedim(call.batch_dim, 0) for side in (to_float32(inputs[0]), grads))
-        return Dense(by_feature(first, second, dims, True, self.eps, self._normalized))
-
-    def _normalized(self, inputs: Tensor) -> Tensor:
-        return F.layer_norm(inputs, self.normalized_shape, None, None, self.eps)
+        normalized = F.layer_norm(to_float32(inputs[0]), self.normalized_shape, None, None, self.eps)
+        return _over_positions(grads * normalized, call.batch_dim, dims)
 
 
 class RMSNorm(GhostLayer, torch.nn.RMSNorm, wraps=torch.nn.RMSNorm):
@@ -66,13 +68,8 @@ class RMSNorm(GhostLayer, torch.nn.RMSNorm, wraps=torch.nn.RMSNorm):
         return self.capture(super().forward(x), x, parameters=("weight",))
 
     def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
-        first, second = (side.movedim(call.batch_dim, 0) for side in (to_float32(inputs[0]), to_float32(grad)))
-        # Without an eps torch takes that of the type it computes in.
-        eps = torch.finfo(first.dtype).eps if self.eps is None else self.eps
-        return Dense(by_feature(first, second, len(self.normalized_shape), False, eps, self._normalized))
-
-    def _normalized(self, inputs: Tensor) -> Tensor:
-        return F.rms_norm(inputs, self.normalized_shape, None, self.eps)
+        normalized = F.rms_norm(to_float32(inputs[0]), self.normalized_shape, None, self.eps)
+        return _over_positions(to_float32(grad) * normalized, call.batch_dim, len(self.normalized_shape))
 
     @classmethod
     def parameter_names(cls, module: torch.nn.Module) -> tuple[str, ...]:
@@ -94,16 +91,70 @@ class GroupNorm(GhostLayer, torch.nn.GroupNorm, wraps=torch.nn.GroupNorm):
 
     def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         if name == "bias":
-            return over_channels(to_float32(grad))
-        return Dense(by_channel(to_float32(inputs[0]), to_float32(grad), self.num_groups, self.eps, self._normalized))
-
-    def _normalized(self, images: Tensor) -> Tensor:
-        return F.group_norm(images, self.num_groups, None, None, self.eps)
+            return _over_channels(to_float32(grad))
+        return _over_channels(to_float32(grad) * F.group_norm(to_float32(inputs[0]), self.num_groups, eps=self.eps))
 
 
-def over_channels(products: Tensor) -> Dense:
+def _over_channels(products: Tensor) -> Dense:
     """Products [B, C, ...] summed over everything behind the channels."""
     return Dense(products if products.dim() == 2 else products.flatten(2).sum(2))
+
+
+class _InstanceNorm(GhostLayer):
+    """The rule all three share; images have B in dimension 0, channels in 1."""
+
+    checked_when_frozen = True
+    # What torch.nn.modules.instancenorm._InstanceNorm has, for the type checker.
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    weight: Any
+    bias: Any
+    eps: float
+    _get_no_batch_dim: Any
+
+    def forward(self, input: Tensor) -> Tensor:
+        if is_capturing():
+            if self._updates_statistics(self):
+                raise UnsupportedModelError(f"{place_of(self)} {UPDATES}; {UNTRACKED}")
+            if input.dim() == self._get_no_batch_dim():
+                raise without_examples(self, input, input.dim() + 1)
+        if not len(input):  # which torch's own kernel can't take
+            return self.capture(
+                F.group_norm(input, input.shape[1], self.weight, self.bias, self.eps), input, batch_dim=0
+            )
+        return self.capture(super().forward(input), input, batch_dim=0)
+
+    @staticmethod
+    def _updates_statistics(module: Any) -> bool:
+        return module.running_mean is not None and (module.training or not module.track_running_stats)
+
+    def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
+        if name == "bias":
+            return _over_channels(to_float32(grad))
+        return _over_channels(to_float32(grad) * self._normalized(to_float32(inputs[0])))
+
+    def _normalized(self, images: Tensor) -> Tensor:
+        if self.running_mean is None:
+            return F.group_norm(images, images.shape[1], eps=self.eps)
+        return F.instance_norm(images, self.running_mean, self.running_var, use_input_stats=False, eps=self.eps)
+
+    @classmethod
+    def obstacles(cls, module: torch.nn.Module) -> list[tuple[str, str]]:
+        if not cls._updates_statistics(module):
+            return []
+        return [(UPDATES, UNTRACKED)]
+
+
+class InstanceNorm1d(_InstanceNorm, torch.nn.InstanceNorm1d, wraps=torch.nn.InstanceNorm1d):
+    """`torch.nn.InstanceNorm1d` that can be clipped; affine or not, inputs [B, C, L]."""
+
+
+class InstanceNorm2d(_InstanceNorm, torch.nn.InstanceNorm2d, wraps=torch.nn.InstanceNorm2d):
+    """`torch.nn.InstanceNorm2d` that can be clipped; affine or not, inputs [B, C, H, W]."""
+
+
+class InstanceNorm3d(_InstanceNorm, torch.nn.InstanceNorm3d, wraps=torch.nn.InstanceNorm3d):
+    """`torch.nn.InstanceNorm3d` that can be clipped; affine or not, inputs [B, C, D, H, W]."""
 
 
 class _BatchNorm(GhostLayer):
@@ -138,7 +189,7 @@ class _BatchNorm(GhostLayer):
         if name == "weight":
             images = to_float32(inputs[0])
             products = products * F.batch_norm(images, self.running_mean, self.running_var, eps=self.eps)
-        return over_channels(products)
+        return _over_channels(products)
 
     @classmethod
     def obstacles(cls, module: torch.nn.Module) -> list[tuple[str, str]]:

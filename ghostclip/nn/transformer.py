@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import GhostLayer, LayerCall
-from .parts import built_of_wrappers
+from .base import GhostLayer, LayerCall, built_of_wrappers
 
 __all__ = [
     "Transformer",
@@ -26,16 +25,18 @@ __all__ = [
 
 
 class _BuiltOfWrappers(GhostLayer):
-    """A layer whose parameters are all those of its parts."""
+    """A layer whose parameters are all those of its parts: a layer of an encoder or decoder, or several of them."""
 
     has_parts = True
 
-    def _tell_parts(self, batch_first: Any) -> None:
-        """Sets where the parts' examples are, if they are not in dimension 0 and nobody has said so."""
-        if batch_first is False:
+    def forward(self, *inputs: Any, **options: Any) -> Tensor:
+        """As torch's; before, says where the parts' examples are, if not in dimension 0 and nobody has said so."""
+        first = next(iter(getattr(self, "layers", ())), self)
+        if getattr(getattr(first, "self_attn", None), "batch_first", None) is False:
             for part in self.children():
                 if isinstance(part, GhostLayer):
                     part.__dict__.setdefault("ghost_batch_dim", 1)
+        return super().forward(*inputs, **options)
 
     def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> Tensor:
         """Never asked for."""
@@ -46,48 +47,29 @@ class _BuiltOfWrappers(GhostLayer):
         return ()
 
 
-class _Block(_BuiltOfWrappers):
-    """One layer of an encoder or a decoder."""
-
-    self_attn: torch.nn.MultiheadAttention
-
-    def forward(self, *inputs: Any, **options: Any) -> Tensor:
-        """As torch's."""
-        self._tell_parts(getattr(self.self_attn, "batch_first", None))
-        return super().forward(*inputs, **options)
-
-
-class _Stack(_BuiltOfWrappers):
-    """Several such layers, and perhaps a normalization after the last."""
-
-    layers: torch.nn.ModuleList
-
-    def forward(self, *inputs: Any, **options: Any) -> Tensor:
-        """As torch's."""
-        first = next(iter(self.layers), None)
-        self._tell_parts(getattr(getattr(first, "self_attn", None), "batch_first", None))
-        return super().forward(*inputs, **options)
-
-
-class TransformerEncoderLayer(_Block, torch.nn.TransformerEncoderLayer, wraps=torch.nn.TransformerEncoderLayer):
+class TransformerEncoderLayer(
+    _BuiltOfWrappers, torch.nn.TransformerEncoderLayer, wraps=torch.nn.TransformerEncoderLayer
+):
     """`torch.nn.TransformerEncoderLayer`, its attention, linear and normalization layers wrappers."""
 
     __init__ = built_of_wrappers(torch.nn.TransformerEncoderLayer)
 
 
-class TransformerDecoderLayer(_Block, torch.nn.TransformerDecoderLayer, wraps=torch.nn.TransformerDecoderLayer):
+class TransformerDecoderLayer(
+    _BuiltOfWrappers, torch.nn.TransformerDecoderLayer, wraps=torch.nn.TransformerDecoderLayer
+):
     """`torch.nn.TransformerDecoderLayer`, its attention, linear and normalization layers wrappers."""
 
     __init__ = built_of_wrappers(torch.nn.TransformerDecoderLayer)
 
 
-class TransformerEncoder(_Stack, torch.nn.TransformerEncoder, wraps=torch.nn.TransformerEncoder):
+class TransformerEncoder(_BuiltOfWrappers, torch.nn.TransformerEncoder, wraps=torch.nn.TransformerEncoder):
     """`torch.nn.TransformerEncoder`, its layers and normalization wrappers, whatever classes they were given as."""
 
     __init__ = built_of_wrappers(torch.nn.TransformerEncoder)
 
 
-class TransformerDecoder(_Stack, torch.nn.TransformerDecoder, wraps=torch.nn.TransformerDecoder):
+class TransformerDecoder(_BuiltOfWrappers, torch.nn.TransformerDecoder, wraps=torch.nn.TransformerDecoder):
     """`torch.nn.TransformerDecoder`, its layers and normalization wrappers, whatever classes they were given as."""
 
     __init__ = built_of_wrappers(torch.nn.TransformerDecoder)

@@ -11,7 +11,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from ghostclip.validate import nonnegative, positive
 
-__all__ = ["Noise", "check_release", "flat", "on_flat", "precision"]
+__all__ = ["Noise", "check_release", "flat", "on_flat"]
 
 
 class Noise:
@@ -67,7 +67,7 @@ def check_release(sums: Sequence[Tensor], std: float, divisor: float) -> None:
 
 
 def on_flat(like: Sequence[Tensor], make: Callable[[list[Tensor]], Tensor]) -> list[Tensor]:
-    """Tensors of the shapes of ``like``, as views of what ``make`` returns for those of one device and precision.
+    """Tensors of the shapes of ``like``, as views of what ``make`` returns for those of one device and type.
 
     Args:
         like: tensors.
@@ -76,7 +76,7 @@ def on_flat(like: Sequence[Tensor], make: Callable[[list[Tensor]], Tensor]) -> l
     views: list[Tensor] = [torch.empty(0)] * len(like)
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(like):
-        groups.setdefault((tensor.device, precision(tensor)), []).append(index)
+        groups.setdefault((tensor.device, tensor.dtype), []).append(index)
     for indices in groups.values():
         some = [like[index] for index in indices]
         for index, view in zip(indices, _unflatten_dense_tensors(make(some), some), strict=True):
@@ -87,8 +87,3 @@ def on_flat(like: Sequence[Tensor], make: Callable[[list[Tensor]], Tensor]) -> l
 def flat(tensors: list[Tensor]) -> Tensor:
     """Their numbers, in one vector."""
     return _flatten_dense_tensors([tensor.contiguous() for tensor in tensors])
-
-
-def precision(tensor: Tensor) -> torch.dtype:
-    """The type in which a tensor's noise is made: float32 or wider."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

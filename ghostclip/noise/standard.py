@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.noise.gaussian import ChaCha, Normal, normal_on
-from ghostclip.noise.release import Noise, check_release, on_flat, precision
+from ghostclip.noise.release import Noise, check_release, on_flat
 from ghostclip.validate import nonnegative
 
 __all__ = ["StandardNoise"]
@@ -41,30 +41,8 @@ class StandardNoise(Noise):
         """A copy, or what another process unpickles, has streams of its own: two alike would cancel each other out."""
         return (StandardNoise, (self._seed,))
 
-    def draw(self, like: Sequence[Tensor], std: float) -> list[Tensor]:
-        """One independent draw for each tensor, of its shape and device, float32 or wider.
-
-        One flat draw is made for each device and precision (as a rule one in all); the results are views of it.
-
-        Args:
-            like: tensors whose shapes are wanted.
-            std: standard deviation, finite and >= 0.
-
-        Raises:
-            ValueError: ``std`` is out of range.
-        """
-        nonnegative(std=std)
-
-        def drawn(some: list[Tensor]) -> Tensor:
-            device, size = some[0].device, sum(tensor.numel() for tensor in some)
-            numbers = torch.empty(size, dtype=precision(some[0]), device=device)
-            self._stream(device).fill(numbers, std)
-            return numbers
-
-        return on_flat(like, drawn)
-
     def fill(self, out: Tensor, std: float) -> None:
-        """Overwrites ``out`` [n], contiguous, with one release's noise as `draw` would give it; zeros for no noise."""
+        """Overwrites ``out`` [n], contiguous, with one release's noise; zeros for no noise."""
         if nonnegative(std=std) == 0:
             out.zero_()
         else:
@@ -85,9 +63,15 @@ class StandardNoise(Noise):
         if isinstance(stream, ChaCha) and stream.add(sums, std / divisor, divisor):
             return list(sums)
         with torch.no_grad():
-            noise = self.draw(sums, std / divisor)
+            noise = on_flat(sums, lambda some: self._drawn(some, std / divisor))
             torch._foreach_add_(noise, list(sums), alpha=1.0 / divisor)
         return noise
+
+    def _drawn(self, like: list[Tensor], std: float) -> Tensor:
+        """As many numbers as these tensors of one device and type have, in one draw."""
+        numbers = torch.empty(sum(tensor.numel() for tensor in like), dtype=like[0].dtype, device=like[0].device)
+        self._stream(numbers.device).fill(numbers, std)
+        return numbers
 
     def generator(self, key: bytes | None = None) -> np.random.Generator:
         """See `Noise.generator`."""

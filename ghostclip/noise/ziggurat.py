@@ -20,6 +20,7 @@ import math
 from dataclasses import dataclass
 from decimal import Context, Decimal, localcontext
 from fractions import Fraction
+from itertools import accumulate
 
 import numpy as np
 
@@ -43,24 +44,19 @@ class Ziggurat:
     """The layers, from the lowest to the highest.
 
     Attributes:
-        area: of each layer.
         widths: [1024], exact.
+        exact_floors: [1025], the top included, to 60 digits.
         floors, heights: [1024], rounded to the nearest float64.
         inside: [1024], the share of each width that is certainly under f at all of the layer's heights.
         table: [1024], what lattice.c reads of them: the width, and the first digits below which all is inside.
     """
 
-    area: float
     widths: np.ndarray
+    exact_floors: list[Decimal]
     floors: np.ndarray
     heights: np.ndarray
     inside: np.ndarray
     table: np.ndarray
-
-    @property
-    def exact_floors(self) -> list[Decimal]:
-        """The floors [1025], the top included, to 60 digits."""
-        return _exact_floors(self.area, tuple(self.widths.tolist()))
 
     def under(self, layers: np.ndarray, shares: np.ndarray, stream: KeyStream) -> tuple[np.ndarray, ...]:
         """Which points are under f, at heights drawn from ``stream``.
@@ -107,8 +103,10 @@ def ziggurat() -> Ziggurat:
     inside = np.append(wide[1:] / wide[:-1] * NARROWER, 0.0)
     table = np.empty(LAYERS, [("width", np.float32), ("inside", np.uint32)])
     table["width"], table["inside"] = wide, np.floor(inside * 2**DIGITS)
-    floors = np.array([float(floor) for floor in _exact_floors(high, widths)[:-1]])
-    return Ziggurat(high, wide, floors, high / wide, inside, table)
+    with localcontext(PRECISION):
+        exact = list(accumulate((Decimal(high) / Decimal(width) for width in widths), initial=Decimal(0)))
+    floors = np.array([float(floor) for floor in exact[:-1]])
+    return Ziggurat(wide, exact, floors, high / wide, inside, table)
 
 
 def _stack(area: float) -> tuple[float, ...] | None:
@@ -119,16 +117,6 @@ def _stack(area: float) -> tuple[float, ...] | None:
         higher = math.sqrt(-2 * math.log(floor)) * WIDER if floor < 1 else widths[-1]
         widths.append(float(np.float32(higher)))
     return tuple(widths) if floor + area / widths[-1] > 1 else None
-
-
-@functools.cache
-def _exact_floors(area: float, widths: tuple[float, ...]) -> list[Decimal]:
-    """The floors [1025], the top included, to 60 digits."""
-    with localcontext(PRECISION):
-        floors = [Decimal(0)]
-        for width in widths:
-            floors.append(floors[-1] + Decimal(area) / Decimal(width))
-        return floors
 
 
 def _decimal(number: Fraction) -> Decimal:

@@ -1,8 +1,7 @@
 """Weight and bias of a linear layer that saw one position an example: both answers from one read of the gradient.
 
 With dz [B, p] and x [B, d], dL_i/dW = dz[i] (x) x[i] and dL_i/db = dz[i], so that ||dL_i/dW|| = ||dz[i]|| ||x[i]||
-(Goodfellow 2015), and clipped sums of both are made of the same scaled dz. Several layers are answered for together, in
-C where that can be had.
+(Goodfellow 2015), and clipped sums of both are made of the same scaled dz.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from ghostclip.native import affine as native
 
 from .term import squared_norms, to_float32, zero_examples
 
@@ -39,18 +36,16 @@ class LinearPair:
         """Bytes of the two tensors."""
         return self.left.nbytes + self.right.nbytes
 
-    def squared_norms(self) -> Tensor:
-        """[names, B], in float32 or wider."""
+    def squared_norms(self) -> list[Tensor]:
+        """[B] for each name, in float32 or wider."""
         left = squared_norms(self.left)
-        return torch.stack([left if name == "bias" else left * squared_norms(self.right) for name in self.names])
+        return [left if name == "bias" else left * squared_norms(self.right) for name in self.names]
 
     def weighted_sums(self, weights: Tensor) -> list[Tensor]:
         """``sum_i weights[i] * gradient[i]`` for each name, for weights [B]."""
-        scaled = to_float32(self.left) * weights.to(to_float32(self.left).dtype).unsqueeze(1)
-        return [
-            torch.sum(scaled, 0) if name == "bias" else torch.mm(scaled.t(), to_float32(self.right))
-            for name in self.names
-        ]
+        left = to_float32(self.left)
+        scaled = (left * weights.to(left.dtype).unsqueeze(1)).t()
+        return [scaled.sum(1) if name == "bias" else scaled @ to_float32(self.right) for name in self.names]
 
     def keep_only(self, keep: Tensor) -> LinearPair:
         """The same with zeros for examples where ``keep`` [B] is False."""
@@ -59,11 +54,9 @@ class LinearPair:
 
 def squared_norms_of(pairs: Sequence[LinearPair]) -> Tensor:
     """Squared norms for each name of each layer in turn, of which there is at least one: [names, B], for the same B."""
-    found = native.squared_norms(pairs)
-    return torch.cat([pair.squared_norms() for pair in pairs]) if found is None else found
+    return torch.stack([squared for pair in pairs for squared in pair.squared_norms()])
 
 
 def weighted_sums_of(pairs: Sequence[LinearPair], weights: Sequence[Tensor]) -> list[list[Tensor]]:
     """``sum_i weights[i] * gradient[i]`` for each name of each, for as many weights [B]."""
-    found = native.weighted_sums(pairs, weights)
-    return [pair.weighted_sums(w) for pair, w in zip(pairs, weights, strict=True)] if found is None else found
+    return [pair.weighted_sums(each) for pair, each in zip(pairs, weights, strict=True)]

@@ -9,13 +9,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .bags import BagGrads
 from .convolution import ConvGrads
-from .memory import FRESH, Memory
 from .outer import OuterProduct, chunks, gram_is_reliable, reliable
-from .rounding import product_of_sizes
-from .rows import LookupGrads, runs_squared_norms
-from .term import Dense, NormResult, PerExampleGrads, Strategy, StrategyRun, squared_norms, to_float32
+from .rows import BagGrads, LookupGrads, lookup_squared_norms
+from .term import (
+    Dense,
+    NormResult,
+    PerExampleGrads,
+    Strategy,
+    StrategyRun,
+    product_of_sizes,
+    squared_norms,
+    to_float32,
+)
 
 __all__ = ["Tied", "combine", "cross"]
 
@@ -108,16 +114,13 @@ class Tied(PerExampleGrads):
         return self.outer.shape
 
     @property
-    def key(self) -> tuple:
-        return ("tied", self.outer.key, self.rows.key)
-
-    @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (*self.outer.tensors, *self.rows.tensors)
 
     def _joined(self, outer: NormResult) -> NormResult:
         """Squared norms of the sums of both uses; where the two cancel, of the gradients themselves."""
-        apart = outer.squared_norms + runs_squared_norms(self.rows.indices, to_float32(self.rows.gradients))
+        looked_up, _ = lookup_squared_norms(self.rows.indices, to_float32(self.rows.gradients))
+        apart = outer.squared_norms + looked_up
         products, sizes = cross(self.outer, self.rows)
         squared, scale = apart + 2 * products, CANCELLING_USES * apart + sizes
         return NormResult(reliable(squared, scale, partial(self._measured_again, squared, scale)))
@@ -147,8 +150,8 @@ class Tied(PerExampleGrads):
                 for name, way in self.outer.candidates().items()}  # fmt: skip
 
     @staticmethod
-    def _by(run: StrategyRun, term: Tied, /, keep: bool = False, memory: Memory = FRESH) -> NormResult:
-        return term._joined(run(term.outer, False, memory))
+    def _by(run: StrategyRun, term: Tied, /, keep: bool = False) -> NormResult:
+        return term._joined(run(term.outer))
 
     def head(self, count: int) -> Tied:
         return Tied(self.outer.head(count), self.rows.head(count))

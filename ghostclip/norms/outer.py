@@ -18,37 +18,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ghostclip.native.gram import half_gram, half_gram_is_there
-
-from .memory import FRESH, Memory
-from .rounding import product_of_sizes
 from .term import (
     Dense,
     NormResult,
     PerExampleGrads,
     Strategy,
     may_sync,
-    size_class,
+    product_of_sizes,
     split_examples,
     squared_norms,
     to_float32,
     zero_examples,
 )
 
-__all__ = ["OuterProduct", "chunks", "direct", "gram", "gram_is_reliable", "reliable", "scaled_product"]
+__all__ = ["OuterProduct", "chunks", "direct", "gram", "gram_is_reliable", "reliable"]
 
 # Chunks of about this many bytes stay in the processor's cache between the product and its reduction.
 CHUNK_BYTES = 1 << 21
-# Where all gradients are kept, larger ones: products of many examples are faster by more than their reductions are
-# slower (measured: 0.93 of a layer's norms).
-KEPT_CHUNK_BYTES = 1 << 24
 # Rows of a Gram matrix formed at a time. Smaller blocks leave out more of the upper half and are slower (measured).
 BLOCK_ROWS = 256
-# Rows that are scaled at a time for a weighted sum: fewer make its product slower (measured: at 512, not yet at 1024).
-SCALED_ROWS = 1024
-# Columns up to which a product's narrower side comes first, and how many times as wide the other has to be (measured:
-# 768 x 8 takes half the time, 400 x 100 four fifths; a wide one, of 200 columns, no less).
-NARROW, WIDER = 128, 4
 # Below this share of sum_t |left_t|^2 |right_t|^2, rounding in the Gram form may reach 1e-4 of the result in float32.
 CANCELLATION = {torch.float32: 1e-2, torch.float64: 1e-5}
 
@@ -60,7 +48,7 @@ def chunks(examples: int, bytes_per_example: int, bytes_: int = CHUNK_BYTES) -> 
         yield slice(start, min(start + step, examples))
 
 
-def gram(left: Tensor, right: Tensor, memory: Memory = FRESH) -> tuple[Tensor, Tensor]:
+def gram(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Squared norms by Gram matrices, for left [B, T, p] and right [B, T, d].
 
     T x T is formed a chunk of examples and a block of rows at a time; of longer sequences the lower triangle of blocks
@@ -75,8 +63,9 @@ def gram(left: Tensor, right: Tensor, memory: Memory = FRESH) -> tuple[Tensor, T
     rows = max(1, min(positions, BLOCK_ROWS))
     for part in chunks(batch, 2 * rows * positions * left.element_size()):
         for start in range(0, positions, rows):
-            pairs = _block_of_pairs(left[part], start, start + rows, memory)
-            pairs *= _block_of_pairs(right[part], start, start + rows, memory)
+            stop = start + rows
+            pairs = torch.bmm(left[part, start:stop], left[part, :stop].mT)
+            pairs *= torch.bmm(right[part, start:stop], right[part, :stop].mT)
             own = pairs[:, :, start:]
             squared[part] += own.sum(dim=(1, 2))
             scale[part] += own.diagonal(dim1=1, dim2=2).sum(dim=1)
@@ -85,12 +74,6 @@ def gram(left: Tensor, right: Tensor, memory: Memory = FRESH) -> tuple[Tensor, T
             # Its memory is the next block's.
             del pairs, own
     return squared, scale
-
-
-def _block_of_pairs(side: Tensor, start: int, stop: int, memory: Memory) -> Tensor:
-    """Inner products of positions start:stop with all up to stop, [B, rows, columns]."""
-    rows, columns = side[:, start:stop], side[:, :stop].mT
-    return torch.bmm(rows, columns, out=memory.empty(side, side.shape[0], rows.shape[1], columns.shape[2]))
 
 
 def gram_is_reliable(squared: Tensor, scale: Tensor) -> Tensor:
@@ -115,45 +98,13 @@ def reliable(squared: Tensor, scale: Tensor, otherwise: Callable[[], Tensor]) ->
     return squared if trusted.all() else otherwise()
 
 
-def direct(left: Tensor, right: Tensor, memory: Memory = FRESH, kept: Tensor | None = None) -> Tensor:
+def direct(left: Tensor, right: Tensor, kept: Tensor | None = None) -> Tensor:
     """Squared norms [B] from gradients formed a chunk of examples at a time; ``kept`` [B, p, d] is filled with them."""
-    batch, _, outputs = left.shape
-    inputs = right.shape[2]
-    if kept is not None and kept.nbytes <= KEPT_CHUNK_BYTES:
-        return squared_norms(torch.bmm(left.mT, right, out=kept))
-    squared = left.new_empty(batch)
-    most = CHUNK_BYTES if kept is None else KEPT_CHUNK_BYTES
-    parts = list(chunks(batch, outputs * inputs * left.element_size(), most))
-    space = memory.empty(left, parts[0].stop if parts else 0, outputs, inputs) if kept is None else kept
-    for part in parts:
-        into = space[: part.stop - part.start] if kept is None else kept[part]
-        squared[part] = squared_norms(torch.bmm(left[part].mT, right[part], out=into))
+    squared = left.new_empty(left.shape[0])
+    for part in chunks(left.shape[0], left.shape[2] * right.shape[2] * left.element_size()):
+        gradients = torch.bmm(left[part].mT, right[part], out=None if kept is None else kept[part])
+        squared[part] = squared_norms(gradients)
     return squared
-
-
-def is_narrow(left: Tensor, right: Tensor) -> bool:
-    """Whether the transpose of ``left[i]^T right[i]`` is formed faster."""
-    return right.shape[2] <= NARROW and left.shape[2] >= WIDER * right.shape[2]
-
-
-def scaled_product(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
-    """``sum scale * left (x) right`` over the first two axes, for left [m, n, p], right [m, n, d] and scale [m, n, 1].
-
-    A part of the first axis at a time, so that never more than SCALED_ROWS rows are scaled.
-    """
-    turned = is_narrow(left, right)
-    by_left = left.shape[2] <= right.shape[2]
-    total: Tensor | None = None
-    step = max(1, SCALED_ROWS // max(1, left.shape[1]))
-    for start in range(0, max(1, left.shape[0]), step):
-        a, b, by = (side[start : start + step] for side in (left, right, scale))
-        a, b = (a * by, b) if by_left else (a, b * by)
-        first, second = (b, a) if turned else (a, b)
-        first, second = first.flatten(0, 1).mT, second.flatten(0, 1)
-        total = first @ second if total is None else total.addmm_(first, second)
-        del a, b, first, second  # gone before the next rows are scaled
-    assert total is not None
-    return total.mT if turned else total
 
 
 @dataclass(eq=False)
@@ -173,11 +124,6 @@ class OuterProduct(PerExampleGrads):
     groups: int = 1
 
     @property
-    def key(self) -> tuple:
-        sizes = (*self.left.shape[1:], self.right.shape[2], self.groups)
-        return ("outer", size_class(self.examples), sizes, self.left.dtype, self.left.device)
-
-    @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.left, self.right)
 
@@ -194,16 +140,11 @@ class OuterProduct(PerExampleGrads):
     def candidates(self) -> dict[str, Strategy]:
         batch, positions, outputs = self.left.shape
         inputs = self.right.shape[2]
-        pairs, products = (
-            2.0 * batch * positions * each for each in (positions * (outputs + inputs), outputs * inputs)
-        )
-        found = {
-            "gram": Strategy("gram", OuterProduct.by_gram, pairs),
-            "direct": Strategy("direct", OuterProduct.by_direct, products, keeps=True),
+        pairs, products = positions * (outputs + inputs), outputs * inputs
+        return {
+            "gram": Strategy("gram", OuterProduct.by_gram, 2.0 * batch * positions * pairs),
+            "direct": Strategy("direct", OuterProduct.by_direct, 2.0 * batch * positions * products, keeps=True),
         }
-        if half_gram_is_there(self.left):
-            found["half gram"] = Strategy("gram", OuterProduct.by_half_gram, pairs / 2)
-        return found
 
     def head(self, count: int) -> OuterProduct:
         rows = count * self.groups
@@ -212,33 +153,19 @@ class OuterProduct(PerExampleGrads):
     def _by_example(self, squared: Tensor) -> Tensor:
         return squared if self.groups == 1 else squared.view(-1, self.groups).sum(1)
 
-    def by_gram(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
+    def by_gram(self, keep: bool = False) -> NormResult:
         """The Gram form; the direct one where it can't be relied on."""
-        return self._reliable(*gram(to_float32(self.left), to_float32(self.right), memory), memory)
-
-    def by_half_gram(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
-        """The same by compiled C."""
-        return self._reliable(*half_gram(to_float32(self.left), to_float32(self.right)), memory)
-
-    def _reliable(self, squared: Tensor, scale: Tensor, memory: Memory) -> NormResult:
-        """The answer of a Gram form, as `gram` returns it; the direct one where it can't be relied on."""
         left, right = to_float32(self.left), to_float32(self.right)
-        squared = reliable(squared, scale, lambda: direct(left, right, memory))
+        squared, scale = gram(left, right)
+        squared = reliable(squared, scale, lambda: direct(left, right))
         return NormResult(self._by_example(squared), absolute=self._by_example(scale) * left.shape[1])
 
-    def by_direct(self, keep: bool = False, memory: Memory = FRESH, kept: Tensor | None = None) -> NormResult:
-        """The direct form; ``keep`` keeps the gradients, in ``kept`` [B, *shape] where that is given."""
+    def by_direct(self, keep: bool = False) -> NormResult:
+        """The direct form; ``keep`` keeps the gradients."""
         left, right = to_float32(self.left), to_float32(self.right)
-        if kept is not None:
-            squared = direct(left, right, memory, kept.view(left.shape[0], left.shape[2], right.shape[2]))
-            return NormResult(self._by_example(squared), kept)
-        turned = len(self.shape) == 2 and is_narrow(left, right) and left.stride(2) == right.stride(2) == 1
-        first, second = (right, left) if turned else (left, right)
-        formed = memory.to_keep(first, first.shape[0], first.shape[2], second.shape[2]) if keep else None
-        squared = self._by_example(direct(first, second, memory, formed))
-        if formed is None:
-            return NormResult(squared)
-        return NormResult(squared, formed.mT if turned else formed.view(self.examples, *self.shape))
+        kept = left.new_empty(left.shape[0], left.shape[2], right.shape[2]) if keep else None
+        squared = self._by_example(direct(left, right, kept))
+        return NormResult(squared, None if kept is None else kept.view(self.examples, *self.shape))
 
     def absolute(self) -> Tensor | None:
         return None if self.left.shape[1] == 1 else self._by_example(product_of_sizes(self.left, self.right))
@@ -248,23 +175,15 @@ class OuterProduct(PerExampleGrads):
         return gradients.reshape(-1, *self.shape)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
+        left, right = to_float32(self.left), to_float32(self.right)
+        scale = weights.to(left.dtype).repeat_interleave(self.groups).view(-1, 1, 1)
+        left, right = (left * scale, right) if left.shape[2] <= right.shape[2] else (left, right * scale)
         if self.groups > 1:
-            return self._weighted_sum_of_groups(weights)
-        left, right = to_float32(self.left), to_float32(self.right)
-        scale = weights.to(left.dtype).view(-1, 1, 1)
-        if left.shape[1] == 1:
-            return ((left * scale).squeeze(1).t() @ right.squeeze(1)).view(self.shape)
+            left, right = (side.unflatten(0, (-1, self.groups)) for side in (left, right))
+            return torch.einsum("bgtp,bgtd->gpd", left, right).reshape(self.shape)
         if not left.is_contiguous() and left.transpose(0, 1).is_contiguous():
-            left, right, scale = left.transpose(0, 1), right.transpose(0, 1), scale.transpose(0, 1)
-        return scaled_product(left, right, scale.expand(*left.shape[:2], 1)).reshape(self.shape)
-
-    def _weighted_sum_of_groups(self, weights: Tensor) -> Tensor:
-        left, right = to_float32(self.left), to_float32(self.right)
-        left = (left * weights.to(left.dtype).repeat_interleave(self.groups).view(-1, 1, 1)).unflatten(
-            0, (-1, self.groups)
-        )
-        right = right.unflatten(0, (-1, self.groups))
-        return torch.einsum("bgtp,bgtd->gpd", left, right).reshape(self.shape)
+            left, right = left.transpose(0, 1), right.transpose(0, 1)
+        return (left.flatten(0, 1).mT @ right.flatten(0, 1)).view(self.shape)
 
     def keep_only(self, keep: Tensor) -> OuterProduct:
         rows = keep.repeat_interleave(self.groups)

@@ -3,12 +3,8 @@
 A row is d numbers that stand together in the table's memory: all of a table's row, or as little as one entry of it.
 
 The gradient of example i is a table whose row r is the sum of ``gradients[i, t]`` over the positions t with
-``indices[i, t] == r``. Four ways to its squared norm:
-
-    chains    compiled: chain the positions of equal indices, sum each chain
-    runs      sort each example's indices, sum runs of equal ones
-    repeats   the same, but only for indices that occur more than once; the others' norms add up as they are
-    gram      inner products of all pairs of positions with equal indices, for few positions
+``indices[i, t] == r``. For its squared norm compiled C chains the positions of equal indices and sums each chain;
+without it each example's indices are sorted, and runs of equal ones summed.
 """
 
 from __future__ import annotations
@@ -21,24 +17,19 @@ from torch import Tensor
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.native.rows import add_rows, chained_squared_norms, chains_are_there
 
-from .memory import FRESH, Memory
-from .outer import chunks, reliable
-from .rounding import squared_sizes
+from .outer import chunks
 from .term import (
     NormResult,
     PerExampleGrads,
-    Strategy,
-    size_class,
+    product_of_sizes,
     split_examples,
     squared_norms,
+    squared_sizes,
     to_float32,
     zero_examples,
 )
 
-__all__ = ["LookupGrads", "pairs_squared_norms", "repeats_squared_norms", "runs_squared_norms"]
-
-# With more positions than this, all pairs of them are never the fewest steps.
-PAIRED_POSITIONS = 128
+__all__ = ["BagGrads", "LookupGrads", "lookup_squared_norms", "runs_squared_norms"]
 
 
 def runs_squared_norms(indices: Tensor, gradients: Tensor) -> Tensor:
@@ -58,40 +49,15 @@ def runs_squared_norms(indices: Tensor, gradients: Tensor) -> Tensor:
     return sums.new_zeros(batch).index_add_(0, owner, squared_norms(sums))
 
 
-def repeats_squared_norms(indices: Tensor, gradients: Tensor) -> Tensor:
-    """As `runs_squared_norms`; sums only where an index occurs more than once, which it has to look for."""
-    batch, positions = indices.shape
-    ordered, order = indices.sort(dim=1)
-    same = ordered[:, 1:] == ordered[:, :-1]
-    alone = torch.ones_like(ordered, dtype=torch.bool)
-    alone[:, 1:] &= ~same
-    alone[:, :-1] &= ~same
-    # Where they are in sorted order; there, equal neighbours of one example make a run.
-    repeated = (~alone).flatten().nonzero().squeeze(1)
-    owner = repeated.div(positions, rounding_mode="floor")
-    place = owner * positions + order.flatten()[repeated]
-    flat = gradients.flatten(0, 1)
-    each = gradients.square().sum(2).flatten()
-    each[place] = 0.0
-    starts = torch.ones_like(repeated, dtype=torch.bool)
-    starts[1:] = ~same.flatten()[repeated[1:] - owner[1:] - 1] | (owner[1:] != owner[:-1])
-    run = starts.cumsum(0) - 1
-    sums = torch.zeros_like(flat[: len(repeated)]).index_add_(0, run, flat[place])
-    first = owner[starts]
-    return each.view(batch, positions).sum(1).index_add_(0, first, sums[: first.shape[0]].square().sum(1))
+def lookup_squared_norms(indices: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor | None]:
+    """As `runs_squared_norms`, by compiled C where it is there.
 
-
-def pairs_squared_norms(indices: Tensor, gradients: Tensor, memory: Memory = FRESH) -> Tensor:
-    """As `runs_squared_norms`, in O(B T^2 d), which is less work for few positions."""
-    batch, positions = indices.shape
-    squared, scale = gradients.new_empty(batch), gradients.square().sum(dim=(1, 2))
-    for part in chunks(batch, 2 * positions * positions * gradients.element_size()):
-        side = gradients[part]
-        pairs = torch.bmm(side, side.mT, out=memory.empty(side, side.shape[0], positions, positions))
-        pairs.masked_fill_(indices[part].unsqueeze(1) != indices[part].unsqueeze(2), 0.0)
-        torch.sum(pairs, dim=(1, 2), out=squared[part])
-        del pairs  # its memory is the next chunk's
-    return reliable(squared, scale, lambda: runs_squared_norms(indices, gradients))
+    Returns:
+        The squared norms [B], and ``sum_t |gradients_t|^2`` [B] where it was found on the way.
+    """
+    if chains_are_there(indices, gradients):
+        return chained_squared_norms(indices, gradients)
+    return runs_squared_norms(indices, gradients), None
 
 
 @dataclass(eq=False)
@@ -114,41 +80,14 @@ class LookupGrads(PerExampleGrads):
         return self.gradients.shape[2]
 
     @property
-    def key(self) -> tuple:
-        sizes, kinds = tuple(self.gradients.shape[1:]), (self.indices.dtype, self.gradients.dtype)
-        return ("rows", size_class(self.examples), sizes, self.shape, kinds, self.gradients.device)
-
-    @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.gradients, self.indices)
 
-    def closed_form(self, keep: bool) -> NormResult | None:
-        return NormResult(squared_norms(self.gradients)) if self.indices.shape[1] == 1 else None
-
-    def candidates(self) -> dict[str, Strategy]:
-        numbers, positions = float(self.gradients.numel()), self.indices.shape[1]
-        # Sorting and adding by index are not counted in flops; these factors are what they were measured to cost.
-        found = {"runs": Strategy("direct", LookupGrads._by_runs, 60 * numbers)}
-        if chains_are_there(self.indices, to_float32(self.gradients)):
-            found["chains"] = Strategy("direct", LookupGrads._by_chains, 10 * numbers)
-        if self.gradients.device.type == "cpu":
-            found["repeats"] = Strategy("direct", LookupGrads._by_repeats, 50 * numbers, traces=False)
-        if positions <= PAIRED_POSITIONS:
-            found["gram"] = Strategy("gram", LookupGrads._by_pairs, 2 * numbers * positions)
-        return found
-
-    def _by_runs(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
-        return NormResult(runs_squared_norms(self.indices, to_float32(self.gradients)))
-
-    def _by_chains(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
-        squared, sizes = chained_squared_norms(self.indices, to_float32(self.gradients))
-        return NormResult(squared, absolute=sizes * self.indices.shape[1])
-
-    def _by_repeats(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
-        return NormResult(repeats_squared_norms(self.indices, to_float32(self.gradients)))
-
-    def _by_pairs(self, keep: bool = False, memory: Memory = FRESH) -> NormResult:
-        return NormResult(pairs_squared_norms(self.indices, to_float32(self.gradients), memory))
+    def closed_form(self, keep: bool) -> NormResult:
+        if self.indices.shape[1] == 1:
+            return NormResult(squared_norms(self.gradients))
+        squared, sizes = lookup_squared_norms(self.indices, to_float32(self.gradients))
+        return NormResult(squared, absolute=None if sizes is None else sizes * self.indices.shape[1])
 
     def head(self, count: int) -> LookupGrads:
         return LookupGrads(self.indices[:count], self.gradients[:count], self.shape)
@@ -185,3 +124,62 @@ class LookupGrads(PerExampleGrads):
     def split_rows(self, count: int, row_order: str) -> LookupGrads:
         indices, gradients = (split_examples(t, count, row_order).flatten(1, 2) for t in (self.indices, self.gradients))
         return LookupGrads(indices, gradients, self.shape)
+
+
+@dataclass(eq=False)
+class BagGrads(PerExampleGrads):
+    """Bags of rows of a table, which were added up: every position of an example has the same gradient.
+
+    Row r of example i's gradient is ``(sum of factors[i, t] over t with indices[i, t] == r) * gradients[i]``, an outer
+    product of counts and one vector, so that its squared norm is that of the counts times that of the vector.
+
+    Attributes:
+        gradients: [B, d], at the sums.
+        indices: [B, T], the rows each example looked up.
+        factors: [B, T], what they were multiplied with, zero where a position does not count; None for ones.
+        shape: of the table, [rows, d].
+    """
+
+    gradients: Tensor
+    indices: Tensor
+    factors: Tensor | None
+    shape: torch.Size
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.gradients, self.indices, *([] if self.factors is None else [self.factors]))
+
+    def rows(self, part: slice = slice(None)) -> LookupGrads:
+        """Those of some examples with a gradient for every position."""
+        indices, gradients = self.indices[part], to_float32(self.gradients[part]).unsqueeze(1)
+        if self.factors is None:
+            return LookupGrads(indices, gradients.expand(-1, indices.shape[1], -1), self.shape)
+        return LookupGrads(indices, self.factors[part].unsqueeze(2) * gradients, self.shape)
+
+    def closed_form(self, keep: bool) -> NormResult:
+        gradients, factors = to_float32(self.gradients), self.factors
+        if factors is None:
+            factors = gradients.new_ones(()).expand(self.indices.shape)
+        counts, _ = lookup_squared_norms(self.indices, factors.unsqueeze(2))
+        return NormResult(counts * squared_norms(gradients))
+
+    def absolute(self) -> Tensor | None:
+        if self.factors is None:
+            return None
+        return product_of_sizes(self.gradients, self.factors) * self.indices.shape[1]
+
+    def per_example(self) -> Tensor:
+        return self.rows().per_example()
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        total = to_float32(self.gradients).new_zeros(self.shape)
+        for part in chunks(self.examples, total[:1].nbytes * self.indices.shape[1]):
+            self.rows(part).add_weighted(total, weights[part])
+        return total
+
+    def keep_only(self, keep: Tensor) -> BagGrads:
+        factors = None if self.factors is None else zero_examples(self.factors, keep)
+        return BagGrads(zero_examples(self.gradients, keep), self.indices, factors, self.shape)
+
+    def split_rows(self, count: int, row_order: str) -> LookupGrads:
+        return self.rows().split_rows(count, row_order)

@@ -9,15 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ghostclip.native.custom_ops import is_traced
-
-if TYPE_CHECKING:
-    from .memory import Memory
 
 __all__ = [
     "SAMPLE",
@@ -26,21 +23,17 @@ __all__ = [
     "PerExampleGrads",
     "Strategy",
     "may_sync",
+    "product_of_sizes",
     "size_class",
     "squared_norms",
+    "squared_sizes",
     "to_float32",
 ]
-
-# (number of an example, its squared norm) -> its weight, a finite number.
-Weigh = Callable[[int, float], float]
 
 # Costs are measured on at most this many examples: beyond, they grow with their number.
 SAMPLE = 32
 # A norm in float32 loses 1e-6 of itself for about so many numbers, and more in proportion (2.5 million: 4e-4).
 LONG = 8192
-# MKL's inner products of rows from so many numbers on take half the time on one thread (measured: in the cache), and
-# lose 2e-7 where so many are added up.
-INNER_LEAST, INNER_MOST = 1 << 16, 1 << 18
 
 
 @dataclass(slots=True)
@@ -59,10 +52,9 @@ class StrategyRun(Protocol):
     Args:
         term: the term.
         keep: whether per-example gradients are to be kept, where the way can.
-        memory: lends what is needed.
     """
 
-    def __call__(self, term: Any, /, keep: bool = ..., memory: Memory = ...) -> NormResult: ...
+    def __call__(self, term: Any, /, keep: bool = ...) -> NormResult: ...
 
 
 @dataclass(frozen=True)
@@ -74,14 +66,12 @@ class Strategy:
         run: computes the answer, of this term or another of the same ``key``.
         flops: an estimate, for choices that must not depend on a clock.
         keeps: whether ``run`` can keep the per-example gradients.
-        traces: whether it can be written down as a graph, without a look at any value.
     """
 
     family: str
     run: StrategyRun
     flops: float
     keeps: bool = False
-    traces: bool = True
 
 
 class PerExampleGrads(ABC):
@@ -90,9 +80,10 @@ class PerExampleGrads(ABC):
     shape: torch.Size
 
     @property
-    @abstractmethod
     def key(self) -> tuple:
-        """What the cost of this term depends on: kind, sizes, dtype, device."""
+        """What the cost of this term depends on: kind, sizes, dtypes, device."""
+        sizes = [(tuple(tensor.shape[1:]), tensor.dtype) for tensor in self.tensors]
+        return (type(self).__name__, size_class(self.examples), *sizes, self.shape, self.device)
 
     @property
     @abstractmethod
@@ -127,13 +118,13 @@ class PerExampleGrads(ABC):
         return None
 
     def head(self, count: int) -> PerExampleGrads:
-        """The term of the first ``count`` examples, to measure on; all of them where a kind can't be divided."""
+        """The term of the first ``count`` examples, to measure on; needed where there are `candidates`."""
         return self
 
     def absolute(self) -> Tensor | None:
         """At least ``(sum_t |part_t|)^2`` [B] of the parts that a gradient is added up from; None where it is not.
 
-        Digits can cancel between parts, see `ghostclip.norms.rounding`.
+        Digits can cancel between parts, see `ghostclip.norms.reduce`.
         """
         return None
 
@@ -193,30 +184,12 @@ def may_sync(device: torch.device) -> bool:
 def squared_norms(gradients: Tensor) -> Tensor:
     """Squared L2 norms of the rows of ``gradients`` [B, ...]; returns [B] in float32 or wider."""
     gradients = to_float32(gradients)
-    dims = gradients.dim()
-    if dims == 1:
+    if gradients.dim() == 1:
         return gradients.square()
     if gradients.numel() == 0:
         return gradients.new_zeros(gradients.shape[0])
-    flat = gradients if dims == 2 else gradients.flatten(1)
-    if flat.shape[1] >= INNER_LEAST and _inner_products_are_best(flat):
-        return _inner_products(flat)
-    norms = _row_norms(flat)
+    norms = _row_norms(gradients.flatten(1))
     return norms.mul_(norms)
-
-
-def _inner_products_are_best(flat: Tensor) -> bool:
-    # Of numbers that don't lie side by side MKL adds up one after another.
-    if flat.device.type != "cpu" or flat.is_complex() or flat.stride(1) != 1:
-        return False
-    return torch.get_num_threads() == 1 and torch.backends.mkl.is_available() and not is_traced()
-
-
-def _inner_products(flat: Tensor) -> Tensor:
-    """Inner products [B] of the rows of ``flat`` [B, n] with themselves."""
-    if flat.shape[1] <= INNER_MOST:
-        return torch.stack([torch.dot(row, row) for row in flat.unbind()])
-    return torch.stack([_inner_products(part) for part in flat.split(INNER_MOST, dim=1)]).sum(0)
 
 
 def _row_norms(flat: Tensor) -> Tensor:
@@ -229,6 +202,19 @@ def _row_norms(flat: Tensor) -> Tensor:
         rest = torch.linalg.vector_norm(flat[:, whole:], dim=1, keepdim=True)
         parts = torch.cat([parts, rest], dim=1)
     return _row_norms(parts)
+
+
+def squared_sizes(side: Tensor) -> Tensor:
+    """``|side[i]|^2`` [B] over all other axes, read as they lie in memory."""
+    if side.dim() == 3 and not side.is_contiguous() and side.transpose(0, 1).is_contiguous():
+        rows = squared_norms(side.transpose(0, 1).flatten(0, 1))
+        return rows.view(side.shape[1], side.shape[0]).sum(0)
+    return squared_norms(side)
+
+
+def product_of_sizes(left: Tensor, right: Tensor) -> Tensor:
+    """``|left[i]|^2 |right[i]|^2`` [B] over all other axes: at least S^2 of `norms.reduce`, by Cauchy and Schwarz."""
+    return squared_sizes(left) * squared_sizes(right)
 
 
 @dataclass(eq=False)
@@ -246,10 +232,6 @@ class Dense(PerExampleGrads):
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         return self.gradients.shape[1:]
-
-    @property
-    def key(self) -> tuple:
-        return ("dense", tuple(self.gradients.shape[1:]), self.gradients.dtype, self.gradients.device)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -271,9 +253,6 @@ class Dense(PerExampleGrads):
         if gradients.dim() == 3 and not gradients.is_contiguous() and gradients.mT.is_contiguous():
             return Dense(gradients.mT).weighted_sum(weights).mT.contiguous()
         return (weights.to(gradients.dtype) @ gradients.unsqueeze(-1).flatten(1)).view(self.shape)
-
-    def head(self, count: int) -> Dense:
-        return Dense(self.gradients[:count])
 
     def keep_only(self, keep: Tensor) -> Dense:
         return Dense(zero_examples(self.gradients, keep))

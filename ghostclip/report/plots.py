@@ -1,10 +1,11 @@
-"""The report's plots as PNG bytes. What is computed from training data without noise says so in its title."""
+"""Plots of reports and audits as PNG bytes. What is computed from training data without noise says so in its title."""
 
 from __future__ import annotations
 
 import io
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import cycle
 from typing import TYPE_CHECKING, Literal
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "GREY", "RESOLUTION", "epsilon_plot", "label", "loss_plot", "norm_plot", "png"]
+__all__ = ["AuditPanel", "audit_plot", "epsilon_plot", "loss_plot", "norm_plot"]
 
 # Okabe & Ito's colours, told apart by colour-blind readers too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -39,7 +40,7 @@ def loss_plot(losses: Mapping[str, tuple[int, Sequence[float]]]) -> bytes:
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     _legend(axes)
-    return png(figure)
+    return _png(figure)
 
 
 def epsilon_plot(
@@ -73,7 +74,7 @@ def epsilon_plot(
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     _legend(axes)
-    return png(figure)
+    return _png(figure)
 
 
 def norm_plot(norms: Sequence[float], max_norm: float) -> bytes:
@@ -94,7 +95,63 @@ def norm_plot(norms: Sequence[float], max_norm: float) -> bytes:
     clipped = NormSnapshot(norms, max_norm).clipped
     axes.plot([], [], color=COLOURS[1], linewidth=6, label=f"clipped: {clipped:.0%} of examples")
     _legend(axes, location="upper left")
-    return png(figure)
+    return _png(figure)
+
+
+@dataclass(frozen=True)
+class AuditPanel:
+    """One claim and the lower bounds about it.
+
+    Attributes:
+        title: what the claim is about.
+        claimed: epsilon.
+        releases: numbers of audited releases.
+        lines: {method: lower bound after each number of releases}.
+        levels: {method: lower bound} of attacks that don't grow with the releases.
+    """
+
+    title: str
+    claimed: float
+    releases: Sequence[int] = ()
+    lines: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    levels: Mapping[str, float] = field(default_factory=dict)
+
+
+def audit_plot(panels: Sequence[AuditPanel], delta: float, confidence: float) -> bytes:
+    """Lower bounds on epsilon over the number of releases: one panel for each claim, two in a row."""
+    from matplotlib.figure import Figure
+
+    columns, rows = min(len(panels), 2), -(-len(panels) // 2)
+    figure = Figure(figsize=(1.2 + 4.6 * columns, 0.4 + 4.0 * rows), dpi=RESOLUTION, layout="constrained")
+    figure.suptitle(f"Claimed and audited epsilon (delta = {delta:g}, lower bounds at confidence {confidence:.8g})")
+    for number, panel in enumerate(panels, 1):
+        _draw(figure.add_subplot(rows, columns, number), panel)
+    return _png(figure)
+
+
+def _draw(axes: Axes, panel: AuditPanel) -> None:
+    """One panel: the claim as a dashed line, bounds with markers, levels dotted."""
+    _label(axes, panel.title, "audited releases" if panel.lines else "", "epsilon")
+    axes.axhline(panel.claimed, color=GREY, linewidth=1.2, linestyle="--", label=f"claimed: {panel.claimed:.3g}")
+    colours = iter(COLOURS)
+    for method, values in panel.lines.items():
+        shown = [value if math.isfinite(value) else math.nan for value in values]
+        last = f"{method}: {values[-1]:.3g}"
+        axes.plot(panel.releases, shown, color=next(colours), linewidth=1.8, marker="o", markersize=4, label=last)
+    for method, value in panel.levels.items():
+        axes.axhline(value, color=next(colours), linewidth=1.8, linestyle=":", label=f"{method}: {value:.3g}")
+    axes.set_xticks([])
+    if panel.lines:
+        # Counts that a reader can read: two ticks a decade where they fit, else one.
+        axes.set_xscale("log")
+        figures = (1, 3) if panel.releases[-1] / panel.releases[0] < 300 else (1,)
+        ticks = [figure * 10**power for power in range(10) for figure in figures]
+        shown = [tick for tick in ticks if panel.releases[0] <= tick <= panel.releases[-1]]
+        axes.set_xticks(shown, [f"{tick:,}" for tick in shown])
+        axes.minorticks_off()
+    highest = [panel.claimed, *panel.levels.values(), *(value for line in panel.lines.values() for value in line)]
+    axes.set_ylim(0, 1.12 * max(value for value in highest if math.isfinite(value)))
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, fontsize=9, frameon=False)
 
 
 def _axes(title: str, x: str, y: str) -> tuple[Figure, Axes]:
@@ -103,11 +160,11 @@ def _axes(title: str, x: str, y: str) -> tuple[Figure, Axes]:
 
     figure = Figure(figsize=(6.4, 4.0), dpi=RESOLUTION, layout="constrained")
     axes = figure.add_subplot()
-    label(axes, title, x, y)
+    _label(axes, title, x, y)
     return figure, axes
 
 
-def label(axes: Axes, title: str, x: str, y: str) -> None:
+def _label(axes: Axes, title: str, x: str, y: str) -> None:
     """Title, labels and grid, in the house's look."""
     axes.set_title(title, fontsize=11)
     axes.set_xlabel(x)
@@ -126,15 +183,10 @@ def _legend(axes: Axes, location: Literal["best", "upper left"] = "best") -> Non
 
 def _smoothed(values: Sequence[float]) -> np.ndarray:
     """Running mean over a twentieth of the steps on either side, leaving out what is not finite."""
-    array = np.asarray(values, dtype=float)
-    reach = max(1, len(array) // 40)
-    means = np.full(len(array), math.nan)
-    for i in range(len(array)):
-        window = array[max(0, i - reach) : i + reach + 1]
-        window = window[np.isfinite(window)]
-        if len(window):
-            means[i] = window.mean()
-    return means
+    array, reach = np.asarray(values, dtype=float), max(1, len(values) // 40)
+    windows = (array[max(0, i - reach) : i + reach + 1] for i in range(len(array)))
+    finite = [window[np.isfinite(window)] for window in windows]
+    return np.array([window.mean() if len(window) else math.nan for window in finite])
 
 
 def _log_edges(norms: np.ndarray, max_norm: float) -> np.ndarray:
@@ -147,7 +199,7 @@ def _log_edges(norms: np.ndarray, max_norm: float) -> np.ndarray:
     return np.concatenate([below, above[1:]])
 
 
-def png(figure: Figure) -> bytes:
+def _png(figure: Figure) -> bytes:
     """The figure as a PNG file's bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")

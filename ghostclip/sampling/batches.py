@@ -45,6 +45,7 @@ class LogicalBatches:
         share: (rank, size) where several processes draw the same samples and each takes every size-th unit of them.
 
     Attributes:
+        batch_size, sample_rate: the expected number, and share, of the examples (or users) in a logical batch.
         limit: the most examples (or rows of users) in a physical batch; None: no limit.
         owner: takes the steps; told of each batch.
 
@@ -90,7 +91,7 @@ class LogicalBatches:
         # A function of its own: a method would put the samples into a reference cycle.
         self._divide = partial(_divided, self._users, self.limit, share)
         self.scheme = self._scheme(batch_size, sampling, neighboring, max_batch_size)
-        self.batch_size = self.scheme.batch_size
+        self.batch_size, self.sample_rate = self.scheme.batch_size, self.scheme.sample_rate
         self.owner: BatchOwner = Unowned()
         self._seeded = None if seed is None else np.random.default_rng(seed)
         self._generator = generator
@@ -126,11 +127,6 @@ class LogicalBatches:
     def largest(self) -> int:
         """About the most units in a logical batch, or in this rank's share of one."""
         return -(-self.scheme.largest // self._share[1])
-
-    @property
-    def sample_rate(self) -> float:
-        """The expected share of the examples (or users) in a logical batch."""
-        return self.scheme.sample_rate
 
     def event(self, noise_multiplier: float) -> SampledRelease:
         """What the release of a noisy sum over one logical batch is to be charged as."""

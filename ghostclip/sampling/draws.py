@@ -44,27 +44,27 @@ class Draws:
         compared: bool = False,
     ) -> None:
         self.digest = ""
-        self._compared = compared
-        self._digests: deque[str] = deque()
         self._generator, self._scheme, self._divide = generator, scheme, divide
-        self._steps, self._handed = steps, 0
+        self._steps, self._handed, self._compared = steps, 0, compared
         self._to_load: deque[Sequence[Physical]] = deque()
-        self._to_hand_out: deque[Sequence[Physical]] = deque()
-        # The generator's state before the sample handed out last, and before each one that is still to be.
+        # Of each sample that is still to be handed out: physical batches, digest, the generator's state before it.
+        self._ahead: deque[tuple[Sequence[Physical], str, Any]] = deque()
+        # The state before the one handed out last.
         self._last = generator.bit_generator.state
-        self._before: deque[Any] = deque()
 
     def _draw(self) -> bool:
         """Draws a sample; False after the last."""
-        if self._handed + len(self._before) >= self._steps:
+        place = self._handed + len(self._ahead)
+        if place >= self._steps:
             return False
-        self._before.append(self._generator.bit_generator.state)
+        before = self._generator.bit_generator.state
         chosen = self._scheme.draw(self._generator)
-        named = np.array([self._handed + len(self._before), *chosen], np.int64).tobytes() if self._compared else b""
-        self._digests.append(hashlib.sha256(named).hexdigest()[:DIGITS] if named else "")
+        digest = ""
+        if self._compared:
+            digest = hashlib.sha256(np.array([place + 1, *chosen], np.int64).tobytes()).hexdigest()[:DIGITS]
         physical = self._divide(chosen)
+        self._ahead.append((physical, digest, before))
         self._to_load.append(physical)
-        self._to_hand_out.append(physical)
         return True
 
     def indices(self) -> Iterator[list[int]]:
@@ -75,11 +75,9 @@ class Draws:
 
     def next_batch(self) -> Sequence[Physical] | None:
         """The next logical batch's physical ones, for the training loop; None after the last."""
-        if not self._to_hand_out and not self._draw():
+        if not self._ahead and not self._draw():
             return None
-        physical = self._to_hand_out.popleft()
-        self._last = self._before.popleft()
-        self.digest = self._digests.popleft()
+        physical, self.digest, self._last = self._ahead.popleft()
         self._handed += 1
         return physical
 
@@ -92,14 +90,14 @@ class Draws:
         """The generator's state before the next sample to hand out, or before the last one ``again``."""
         if again:
             return self._last
-        return self._before[0] if self._before else self._generator.bit_generator.state
+        return self._ahead[0][2] if self._ahead else self._generator.bit_generator.state
 
     def rewind(self) -> None:
         """Takes back what was drawn ahead; the same samples will be drawn again."""
-        if self._before:
-            self._generator.bit_generator.state = self._before[0]
-        for ahead in (self._before, self._to_load, self._to_hand_out, self._digests):
-            ahead.clear()
+        if self._ahead:
+            self._generator.bit_generator.state = self._ahead[0][2]
+        self._ahead.clear()
+        self._to_load.clear()
 
 
 class Chunks:

@@ -1,6 +1,7 @@
 """Recurrent layers on cuDNN: the fused kernel's backward beside the loop, its memory, TensorFloat-32, CUDA graphs."""
 
 from collections.abc import Iterator
+from functools import partial
 from threading import get_ident
 
 import pytest
@@ -11,11 +12,10 @@ from test_time_loop import GATES, incoming_for
 from torch import Tensor
 
 from ghostclip import GhostClipper
-from ghostclip.nn import recurrence
-from ghostclip.nn.gates import Trace
-from ghostclip.nn.identity_input import IDENTITY
-from ghostclip.nn.through_time import LOOPS, GateGradients, Incoming, Way
-from ghostclip.nn.time_kernels import way_of
+from ghostclip.nn.rnn import recurrence
+from ghostclip.nn.rnn.identity_input import identity_gradients, serves
+from ghostclip.nn.rnn.loops import LOOPS
+from ghostclip.nn.rnn.trace import GateGradients, Incoming, Trace, Way
 
 DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
@@ -45,15 +45,14 @@ def on_gpu(mode: str, dtype: torch.dtype, bias: bool = True) -> tuple[Trace, Inc
 
 def gone_back(way: Way, trace: Trace, incoming: Incoming) -> list[Tensor]:
     """All gradients of one backward."""
-    found: GateGradients = way.back(way.keep(trace), trace, incoming)
+    found: GateGradients = way(trace, incoming)
     return [part for part in (*found[:4], *found.summed()) if part is not None]
 
 
 @on_a_gpu
 @every_mode
 def test_the_backward_is_the_fused_kernel_s(mode):
-    trace, _ = on_gpu(mode, torch.float32)
-    assert way_of(mode, trace) is IDENTITY[mode]
+    assert serves(*on_gpu(mode, torch.float32))
 
 
 @every_mode
@@ -61,7 +60,7 @@ def test_the_backward_is_the_fused_kernel_s(mode):
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_gate_gradients_are_those_of_the_loop(mode, dtype, bias, tensor_float):
     trace, incoming = on_gpu(mode, dtype, bias)
-    ways = [gone_back(ways[mode], trace, incoming) for ways in (IDENTITY, LOOPS)]
+    ways = [gone_back(way, trace, incoming) for way in (partial(identity_gradients, mode), LOOPS[mode])]
     for found, expected in zip(*ways, strict=True):
         assert (found - expected).norm() <= (1e-12 if dtype == torch.float64 else 1e-5) * expected.norm()
     assert torch.backends.cudnn.allow_tf32 is tensor_float
@@ -75,16 +74,18 @@ def test_it_can_be_captured_in_a_cuda_graph(mode):
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
-            gone_back(IDENTITY[mode], trace, incoming)
+            gone_back(partial(identity_gradients, mode), trace, incoming)
     torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.graph(graph):
-        found = gone_back(IDENTITY[mode], trace, incoming)
+        found = gone_back(partial(identity_gradients, mode), trace, incoming)
     other, _ = on_gpu(mode, torch.float32)
     for name, value in vars(trace).items():
         if value is not None:
             value.copy_(getattr(other, name))
     graph.replay()
-    torch.testing.assert_close(found, gone_back(IDENTITY[mode], trace, incoming), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        found, gone_back(partial(identity_gradients, mode), trace, incoming), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,14 +108,14 @@ def test_outputs_and_ordinary_gradients_are_torchs(kind, option):
 def test_the_sink_is_called_in_the_thread_of_the_backward(kind, monkeypatch):
     """Autograd has a thread for each device: norms taken in another one would be two at once, and out of the stream."""
     threads: dict[str, int] = {}
-    for name in ("_back", "_for_rule"):
-        watched = getattr(recurrence, name)
+    for owner, name in ((recurrence, "_back"), (recurrence.Found, "for_rule")):
+        watched = getattr(owner, name)
         monkeypatch.setattr(
-            recurrence,
+            owner,
             name,
             lambda *args, name=name, watched=watched: (threads.update({name: get_ident()}), watched(*args))[1],
         )
     _, layer = pair(kind, dtype=torch.float32)
     layer = layer.to(DEVICE)
     GhostClipper(layer, 1.0).backward(layer(sequences(layer).to(DEVICE))[0].square().sum((0, 2)))
-    assert threads["_back"] == threads["_for_rule"]
+    assert threads["_back"] == threads["for_rule"]

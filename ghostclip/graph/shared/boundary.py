@@ -8,7 +8,7 @@ whatever the operation is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from ghostclip.errors import UnsupportedModelError
+from ghostclip.graph.reader import Edge, shape_of
 from ghostclip.native.custom_ops import is_traced
+from ghostclip.norms.rows import LookupGrads
 from ghostclip.norms.term import split_examples, to_float32
 
-__all__ = ["ELEMENTWISE", "EXPAND", "REPEAT", "BroadcastBoundary", "Edge", "broadcasts", "shape_of"]
-
-# (node, number of its output): a tensor of the graph.
-Edge = tuple[Any, int]
+__all__ = ["ELEMENTWISE", "EXPAND", "REPEAT", "BroadcastBoundary", "broadcasts"]
 
 # Their backward gives a gradient of the output's shape to an input that was broadcast, and leaves summing to autograd.
 ELEMENTWISE = {
@@ -33,12 +32,6 @@ ELEMENTWISE = {
     for variant in (0, 1)
 }  # fmt: skip
 EXPAND, REPEAT = "ExpandBackward0", "RepeatBackward0"
-
-
-def shape_of(edge: Edge) -> torch.Size:
-    """The shape of a tensor of the graph."""
-    node, number = edge
-    return torch.Size(tuple(node._input_metadata[number].shape))
 
 
 def broadcasts(shape: torch.Size, whole: torch.Size, dim: int) -> bool:
@@ -72,21 +65,16 @@ class BroadcastBoundary:
         """The output."""
         return self.node, self.number
 
-    def factor(self, place: int) -> Tensor | None:
-        """The x [rows, d] of a product x @ P, where the input at ``place`` is P and rows are by example; else None."""
-        name = self.node.name()
-        if name == "MmBackward0" and place == 1 and self.dim == 0:
-            return self.node._saved_self
-        if name == "AddmmBackward0" and place == 2 and self.dim == 0 and self.node._saved_alpha == 1:
-            return self.node._saved_mat1
-        return None
-
     def is_product(self, place: int) -> bool:
-        """Whether `factor` has a real answer; looks at no saved tensor."""
+        """Whether it is a real x @ P, and the input at ``place`` is P; looks at no saved tensor."""
         wanted = {"MmBackward0": 1, "AddmmBackward0": 2}.get(self.node.name())
         if wanted != place or self.dim != 0 or getattr(self.node, "_saved_alpha", 1) != 1:
             return False
         return not self.node._input_metadata[self.number].dtype.is_complex
+
+    def factor(self) -> Tensor:
+        """The x [rows, d] of a product x @ P."""
+        return self.node._saved_self if self.node.name() == "MmBackward0" else self.node._saved_mat1
 
     def per_example(self, grad: Tensor, places: list[tuple[int, Edge]]) -> Iterator[tuple[Edge, Tensor]]:
         """(shared tensor, [B, *its shape]) for those of ``shared`` that are asked for.
@@ -95,26 +83,20 @@ class BroadcastBoundary:
             grad: of the summed losses at the output.
             places: some of ``shared``.
         """
-        left = []
-        unsummed: tuple[Tensor | None, ...] | None = None
+        left, name = [], self.node.name()
+        unsummed: Sequence[Tensor | None] | None = None
         for place, edge in places:
-            name, shape = self.node.name(), shape_of(edge)
-            if name == EXPAND:
-                yield edge, self._summed(grad, shape)
-            elif name == REPEAT and (share := self._of_repeat(grad, shape)) is not None:
-                yield edge, share
+            if name in (EXPAND, *ELEMENTWISE) or (name == "AddmmBackward0" and place == 0):
+                if unsummed is None:
+                    unsummed = [grad] if name == EXPAND else self._inputs_gradients(grad)
+                if (each := unsummed[place]) is not None:
+                    yield edge, self._summed(each.expand(grad.shape), shape_of(edge))
+            elif self.is_product(place):
+                rows = [to_float32(self.factor()), to_float32(grad)]
+                x, dz = (split_examples(each, self.count, self.row_order) for each in rows)
+                yield edge, torch.bmm(x.mT, dz)
             elif (indices := self._rows_read()) is not None:
-                yield edge, self._of_table(grad, indices, shape)
-            elif (factor := self.factor(place)) is not None:
-                x, dz = (
-                    split_examples(rows, self.count, self.row_order) for rows in (to_float32(factor), to_float32(grad))
-                )
-                yield edge, torch.bmm(x.mH, dz)
-            elif name in ELEMENTWISE or (name == "AddmmBackward0" and place == 0):
-                unsummed = self._inputs_gradients(grad) if unsummed is None else unsummed
-                each = unsummed[place]
-                if each is not None:
-                    yield edge, self._summed(each.expand(grad.shape), shape)
+                yield edge, self._of_table(grad, indices, shape_of(edge))
             elif name == "ConvolutionBackward0" and place > 0 and self.dim == 0:
                 yield edge, self._of_convolution(grad, place)
             else:
@@ -124,22 +106,20 @@ class BroadcastBoundary:
 
     def _inputs_gradients(self, grad: Tensor) -> tuple[Tensor | None, ...]:
         """What the operation's own backward gives to each of its inputs, for a gradient of the output alone."""
-        grads: list[Tensor | None] = [None] * len(self.node._input_metadata)
-        grads[self.number] = grad
+        outputs = list(enumerate(self.node._input_metadata))
         backward = getattr(getattr(self.node, "_forward_cls", None), "backward", None)
         if backward is None:
-            found = self.node(*grads)
+            found = self.node(*[grad if number == self.number else None for number, _ in outputs])
             return found if isinstance(found, tuple) else (found,)
         # A Function written in Python answers for all its arguments, the graph knows of those that need gradients.
-        whole = [self._zeros(number) if each is None else each for number, each in enumerate(grads)]
+        whole = [
+            grad if number == self.number else torch.zeros(tuple(of.shape), dtype=of.dtype, device=of.device)
+            for number, of in outputs
+        ]
         answers = backward(self.node, *whole)
         answers = answers if isinstance(answers, tuple) else (answers,)
         needed = iter([each for each, needs in zip(answers, self.node.needs_input_grad, strict=True) if needs])
         return tuple(None if below is None else next(needed) for below, _ in self.node.next_functions)
-
-    def _zeros(self, number: int) -> Tensor:
-        told = self.node._input_metadata[number]
-        return torch.zeros(tuple(told.shape), dtype=told.dtype, device=told.device)
 
     def _examples_first(self, tensor: Tensor) -> Tensor:
         """[B, count, *the other dimensions] of a tensor of the output's shape."""
@@ -153,40 +133,27 @@ class BroadcastBoundary:
         repeated = [1 + dim for dim, size in enumerate(padded) if size == 1 and grad.shape[1 + dim] != 1]
         return (grad.sum(repeated, keepdim=True) if repeated else grad).reshape(grad.shape[0], *shape)
 
-    def _of_repeat(self, grad: Tensor, shape: torch.Size) -> Tensor | None:
-        """A gradient of the output's shape summed to [B, *shape], for an input repeated to the output."""
-        padded = (1,) * (grad.dim() - len(shape)) + tuple(shape)
-        own = padded[self.dim]
-        if own != 1 and (self.count % own or self.row_order != "example"):
-            return None
-        rows = self._examples_first(to_float32(grad)).unflatten(1, (-1, own)).sum(1).movedim(1, self.dim + 1)
-        for dim, size in enumerate(padded, 1):
-            rows = rows.unflatten(dim, (-1, size)).sum(dim)
-        return rows.reshape(rows.shape[0], *shape)
-
     def _rows_read(self) -> Tensor | None:
         """The indices at which an operation looked up rows of a table, for each example its own; None for another."""
-        node, indices = self.node, None
+        node = self.node
         if node.name() == "EmbeddingBackward0":
             indices = node._saved_indices
         elif node.name() == "IndexSelectBackward0" and node._saved_dim == 0:
             indices = node._saved_index
         elif node.name() == "IndexBackward0" and len(node._saved_indices) == 1:
             (indices,) = node._saved_indices
-        fits = indices is not None and indices.dtype not in (torch.bool, torch.uint8) and self.dim < indices.dim()
-        return indices if fits else None
+        else:
+            return None
+        return indices if indices.dtype not in (torch.bool, torch.uint8) and self.dim < indices.dim() else None
 
     def _of_table(self, grad: Tensor, indices: Tensor, shape: torch.Size) -> Tensor:
         """Gradients [B, *shape] of a table whose rows were looked up."""
         rows = self._examples_first(indices).flatten(1)
-        values = self._examples_first(to_float32(grad)).flatten(1, indices.dim())
-        padding = getattr(self.node, "_saved_padding_idx", -1)
-        if 0 <= padding < shape[0]:
-            values = values.masked_fill((rows == padding).view(*rows.shape, *[1] * (values.dim() - 2)), 0)
-        first = torch.arange(len(rows), device=rows.device)[:, None] * shape[0]
-        found = values.new_zeros(len(rows) * shape[0], *shape[1:])
-        found.index_add_(0, (rows % shape[0] + first).flatten(), values.flatten(0, 1))
-        return found.view(-1, *shape)
+        values = self._examples_first(to_float32(grad)).reshape(*rows.shape, -1)
+        if 0 <= (padding := getattr(self.node, "_saved_padding_idx", -1)) < shape[0]:
+            values = values.masked_fill((rows == padding).unsqueeze(2), 0)
+        table = torch.Size((shape[0], values.shape[2]))
+        return LookupGrads(rows % shape[0], values, table).per_example().reshape(-1, *shape)
 
     def _of_convolution(self, grad: Tensor, place: int) -> Tensor:
         """Gradients of a filter (place 1) or a bias (2), by torch's own kernel on one example after another."""

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ghostclip.graph.shared.boundary import ELEMENTWISE, EXPAND, REPEAT, Edge, broadcasts, shape_of
-from ghostclip.graph.shared.subgraph import from_below, inputs_of
+from ghostclip.graph.reader import Edge, from_below, inputs_of, saved_dimensions, shape_of
+from ghostclip.graph.shared.boundary import ELEMENTWISE, EXPAND, REPEAT, broadcasts
 from ghostclip.nn.base import LayerCall
 
 __all__ = ["are_positions"]
@@ -36,17 +36,15 @@ SELECT = "SelectBackward0"
 def are_positions(losses: Tensor, calls: Sequence[LayerCall]) -> bool:
     """Whether each of ``calls``, whose rows are no examples' own, is used as a table of positions is.
 
-    Args:
-        losses: [B].
-        calls: of layers that read nothing autograd knows of.
+    What it gives, or an entry of each of its rows, is then added to something of a batch and its own size.
     """
     if any(call.sources for call in calls):
         return False
-    nodes, wanted = from_below(losses), {id(call) for call in calls}
+    wanted = {id(call) for call in calls}
     consumers: dict[Any, list[Any]] = {}
     tainted: set[Any] = set()
     starts = []
-    for node in nodes:
+    for node in from_below(losses.grad_fn):
         below = [edge[0] for edge in inputs_of(node) if edge[0] is not None]
         for each in below:
             consumers.setdefault(each, []).append(node)
@@ -55,21 +53,18 @@ def are_positions(losses: Tensor, calls: Sequence[LayerCall]) -> bool:
             tainted.add(node)
         elif any(each in tainted for each in below):
             tainted.add(node)
-    return all(_meets_a_batch(start, consumers, tainted, losses.shape[0]) for start in starts)
 
+    def meets_a_batch(start: Any) -> bool:
+        entries = [node for node in consumers.get(start, ()) if _leaves_rows(node, start.call)]
+        met = [edge for each in (start, *entries) for edge in _met(each, consumers, tainted, len(losses))]
+        return any(_has_both(edge, len(losses)) for edge in met)
 
-def _meets_a_batch(start: Any, consumers: dict[Any, list[Any]], tainted: set[Any], examples: int) -> bool:
-    """Whether what a layer gives is added to something of a batch and its own size, from elsewhere."""
-    starts = [start, *(node for node in consumers.get(start, ()) if _leaves_rows(node, start.call))]
-    met = [edge for each in starts for edge in _met(each, consumers, tainted, examples)]
-    return any(_has_both(edge, examples) for edge in met)
+    return all(map(meets_a_batch, starts))
 
 
 def _leaves_rows(node: Any, call: LayerCall) -> bool:
     """Whether an operation takes one of the entries of every row."""
-    if node.name() != SELECT:
-        return False
-    return node._saved_dim % (1 << 64) not in (call.batch_dim, (1 << 64) + call.batch_dim - len(call.shape))
+    return node.name() == SELECT and call.batch_dim not in saved_dimensions(node, len(call.shape))
 
 
 def _has_both(edge: Edge, examples: int) -> bool:
@@ -113,11 +108,7 @@ def _met(start: Any, consumers: dict[Any, list[Any]], tainted: set[Any], example
             seen.add(node)
             if node.name() in RELAYING:
                 stack.append((node, broadcast))
-            elif node.name() in REPEATING:
-                once = shape_of(node.next_functions[0])
-                if broadcast or _long_dimensions(once) == table:
-                    stack.append((node, broadcast or _spread_over(once, shape_of((node, 0)), examples)))
-            elif node.name() in ELEMENTWISE:
+            elif node.name() in ELEMENTWISE | REPEATING:
                 whole = shape_of((node, 0))
                 own = [shape_of(edge) for edge in node.next_functions if edge[0] is below]
                 if not broadcast and any(_long_dimensions(shape) != table for shape in own):

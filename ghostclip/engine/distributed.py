@@ -1,0 +1,239 @@
+"""Several processes that train one model: what they tell each other, so that all take a step or none does.
+
+Rank 0 of them leads: it alone draws the noise and charges. Whatever differs between ranks where it must not, and
+whatever fails on one of them, becomes an error on all before anything is released. The engine adds up the ranks'
+clipped sums itself, once a step and before the noise, however many physical batches each rank has.
+DistributedDataParallel, which would average gradients after each backward, is kept from it and is a plain wrapper then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ghostclip import errors
+from ghostclip.clipper.gradient_guard import is_distributed
+from ghostclip.errors import PrivacyError, UnsupportedModelError
+from ghostclip.noise import Noise
+from ghostclip.noise.cipher import KEY_BYTES
+from ghostclip.noise.release import flat, on_flat
+from ghostclip.sharding import INSTEAD_OF_SHARDING, sharding_of
+
+__all__ = ["Ranks", "keep_unsynchronised", "ranks_of", "refuse_differences", "start_alike"]
+
+T = TypeVar("T")
+# What is raised on the other ranks as what it was on one.
+KINDS = {name: kind for name in errors.__all__ if isinstance(kind := getattr(errors, name), type)}
+KINDS |= {kind.__name__: kind for kind in (ValueError, TypeError, OSError, MemoryError, ModuleNotFoundError)}
+
+
+class Ranks:
+    """The processes of a group, each with an engine of its own over the same model and data; or one that is alone.
+
+    Args:
+        group: of torch.distributed; None: all processes.
+
+    Attributes:
+        rank: which of the processes this is.
+        size: how many there are; one that is alone agrees with itself.
+        leads: whether it draws the noise and charges.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self._group, self._joined = group, is_distributed()
+        self.rank, self.size = (dist.get_rank(group), dist.get_world_size(group)) if self._joined else (0, 1)
+        self.leads = self.rank == 0
+        self._leader = 0 if group is None else dist.get_global_rank(group, 0)
+
+    def agreed(self, work: Callable[[], T], facts: Callable[[], dict[str, Any]]) -> tuple[T, list[dict[str, Any]]]:
+        """What ``work`` returns here, once it has come to an end on all ranks, and the ``facts`` of them all, if many.
+
+        Raises:
+            PrivacyError: processes have joined since the engine was built; or another rank failed.
+            What ``work`` raises here.
+        """
+        if self.size == 1:
+            if not self._joined and is_distributed() and dist.get_world_size() > 1:
+                raise PrivacyError(
+                    "processes were joined after this PrivacyEngine was built, which samples, charges and draws noise "
+                    "for its own process alone; call torch.distributed.init_process_group() first and build the engine "
+                    "then"
+                )
+            return work(), []
+        try:
+            done, told = work(), {"failed": None, **facts()}
+        except Exception as problem:
+            self.refuse(problem)
+            raise
+        said = self.gathered(told)
+        for rank, each in enumerate(said):
+            if each["failed"] is not None:
+                raise PrivacyError(
+                    f"nothing was released, because rank {rank} failed: {each['failed'][1]} ({each['failed'][0]} there)"
+                )
+        return done, said
+
+    def refuse(self, problem: Exception) -> None:
+        """Takes part in the `agreed` that the other ranks wait in, with what failed here; raises nothing for it."""
+        if self.size > 1:
+            self.gathered({"failed": _told(problem)})
+
+    def led(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns on the leading rank, where alone it runs; raises on all ranks what it raises."""
+        if self.size == 1:
+            return work()
+        told: list[Any] = [None, None]
+        problem: Exception | None = None
+        if self.leads:
+            try:
+                told[1] = work()
+            except Exception as error:
+                told[0], problem = _told(error), error
+        dist.broadcast_object_list(told, self._leader, self._group)
+        if problem is not None:
+            raise problem
+        if told[0] is not None:
+            kind, message = told[0]
+            raise KINDS[kind](f"{message} (on rank 0, which leads)")
+        return told[1]
+
+    def gathered(self, value: T) -> list[T]:
+        """The values of all ranks, in their order; plain data."""
+        found: list[Any] = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(found, value, self._group)
+        return found
+
+    @torch.no_grad()
+    def released(self, release: Callable[[list[Tensor]], list[Tensor]], sums: list[Tensor]) -> list[Tensor]:
+        """What the leading rank's ``release`` makes of the totals of all ranks' ``sums``, on all of them."""
+        if self.size == 1:
+            return release(sums)
+
+        def total(some: list[Tensor]) -> Tensor:
+            dist.all_reduce(numbers := flat(some), group=self._group)
+            return numbers
+
+        totals = on_flat(sums, total)
+
+        def work() -> None:
+            totals[:] = release(totals)
+
+        self.led(work)
+        return self.spread(totals)
+
+    @torch.no_grad()
+    def spread(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The leading rank's tensors, on all; those of other ranks say which shapes and types to expect."""
+
+        def given(some: list[Tensor]) -> Tensor:
+            dist.broadcast(numbers := flat(some), self._leader, self._group)
+            return numbers
+
+        return on_flat(tensors, given)
+
+    def generators(self, source: Noise) -> Callable[[], Any]:
+        """Makes generators for sampling, the same on all ranks, one after another."""
+        if self.size == 1:
+            return source.generator
+        key, made = self.led(lambda: os.urandom(KEY_BYTES)), itertools.count(1)
+        return lambda: source.generator(hashlib.sha256(key + next(made).to_bytes(8, "big")).digest())
+
+
+def _told(problem: Exception) -> tuple[str, str]:
+    """The nearest kind of error that all ranks know, and the message."""
+    kind = next((kind.__name__ for kind in type(problem).__mro__ if KINDS.get(kind.__name__) is kind), None)
+    if kind is None:
+        return PrivacyError.__name__, f"{type(problem).__name__}: {problem}"
+    return kind, str(problem)
+
+
+def refuse_differences(said: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Raises PrivacyError unless all ranks say the same; the first thing in which they differ is named."""
+    for name in dict.fromkeys(name for each in said for name in each):
+        values = [each.get(name, "nothing") for each in said]
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            raise PrivacyError(
+                f"the ranks must agree on {name} {where}; rank 0 has {values[0]} and rank {other} {values[other]}"
+            )
+
+
+def ranks_of(model: nn.Module, process_group: Any = None) -> Ranks:
+    """The processes that train ``model``: those of its DistributedDataParallel, of the group given, or all there are.
+
+    Raises:
+        UnsupportedModelError: the model is sharded: a process holds only a part of it.
+        PrivacyError: its DistributedDataParallel exchanges the parameters for others, or is of another group.
+    """
+    if (found := sharding_of(model)) is not None:
+        raise UnsupportedModelError(f"{found[0] or 'the model'}: {found[1]}; {INSTEAD_OF_SHARDING}")
+    wrappers = _wrappers(model)
+    for name, wrapper in wrappers.items():
+        if wrapper.mixed_precision is not None:
+            raise PrivacyError(
+                f"{name or 'the model'} is wrapped in DistributedDataParallel with mixed_precision, which exchanges "
+                "the parameters for others in each forward; use torch.autocast in the loss function instead"
+            )
+    groups = [wrapper.process_group for wrapper in wrappers.values()]
+    if process_group is not None and any(group is not process_group for group in groups):
+        raise PrivacyError(
+            "process_group isn't the one that the model's DistributedDataParallel was built with; leave it out, or "
+            "build both with the same"
+        )
+    if not is_distributed():
+        return Ranks()
+    group = process_group if process_group is not None else next(iter(groups), None)
+    if dist.get_rank(group) < 0:
+        raise PrivacyError("this process is not in process_group; build the engine in its members only")
+    return Ranks(group)
+
+
+def _wrappers(model: nn.Module) -> dict[str, DistributedDataParallel]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, DistributedDataParallel)}
+
+
+def keep_unsynchronised(model: nn.Module) -> Callable[[], None]:
+    """Has no DistributedDataParallel reduce the gradients of ``model``; returns what undoes it.
+
+    A forward through one that does, built around the model later or told to, raises PrivacyError.
+    """
+    wrappers = list(_wrappers(model).values())
+    before = [wrapper.require_backward_grad_sync for wrapper in wrappers]
+    for wrapper in wrappers:
+        wrapper.require_backward_grad_sync = False
+    watched = [model, *(wrapper.module for wrapper in wrappers)] if is_distributed() else []
+    hooks = [module.register_forward_pre_hook(_refuse_averaging) for module in watched]
+
+    def undo() -> None:
+        for wrapper, setting in zip(wrappers, before, strict=True):
+            wrapper.require_backward_grad_sync = setting
+        for hook in hooks:
+            hook.remove()
+
+    return undo
+
+
+def _refuse_averaging(module: nn.Module, _: Any) -> None:
+    """Raises PrivacyError in a forward whose backward would average gradients. A model with it can still be pickled."""
+    active = DistributedDataParallel._active_ddp_module
+    if active is not None and active.require_backward_grad_sync and torch.is_grad_enabled():
+        raise PrivacyError(
+            "the model was called inside of a DistributedDataParallel that averages its gradients, which the engine "
+            "adds up itself; give the engine that wrapper as model=, or call the model without it"
+        )
+
+
+@torch.no_grad()
+def start_alike(model: nn.Module, ranks: Ranks) -> None:
+    """Parameters and buffers of all ranks become the leading one's, as DistributedDataParallel has it."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.copy_(ranks.spread([tensor.detach().clone()])[0])
