@@ -1,6 +1,7 @@
 """Ctrl-C while a command is still being imported ends it in one line with status 130, and no other program."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,14 @@ def interrupted(folder: Path, command: list[str], place: str) -> subprocess.Comp
     (folder / "sitecustomize.py").write_text(FINDER)
     root = str(Path(ghostclip.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), root]), "CTRL_C_AT": place}
-    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, check=False, preexec_fn=listening
+    )
+
+
+def listening() -> None:
+    """A shell starts what it runs in the background with Ctrl-C ignored, and so would be what that starts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.mark.parametrize(

@@ -40,15 +40,10 @@ KNOBS: dict[str, dict[str, Values]] = {
         f"{module}:may_sync": (lambda device: False,)
         for module in ("norms.outer", "clipper.first_pass", "clipper.second_pass")
     },
-    "at once": {"native.affine:MOST_WORK": (0, 64), "native.affine:MOST_NUMBERS": (0, 64)},
-    "chunks": {"norms.outer:CHUNK_BYTES": (1, 200), "norms.outer:KEPT_CHUNK_BYTES": (1, 200)},
-    "blocks": {"norms.outer:BLOCK_ROWS": (1, 2), "norms.outer:SCALED_ROWS": (1, 3)},
-    "narrow": {"norms.outer:NARROW": (2, 4), "norms.outer:WIDER": (1, 2)},
+    "chunks": {"norms.outer:CHUNK_BYTES": (1, 200)},
+    "blocks": {"norms.outer:BLOCK_ROWS": (1, 2)},
     "long rows": {"norms.term:LONG": (4, 16)},
-    "inner products": {"norms.term:INNER_LEAST": (1, 8), "norms.term:INNER_MOST": (8, 16)},
-    "pairs of rows": {"norms.rows:PAIRED_POSITIONS": (0, 2)},
     "windows": {"norms.convolution:MOST_POSITIONS": (0, 4), "norms.convolution:SUM_BYTES": (1, 100)},
-    "images": {"native.normalize:FEW": (1, 2)},
     "states": {"nn.rnn.recurrence:SMALL": (0, 100)},
     "no time loop": {"nn.rnn.kernels:has_compiled_loop": (lambda trace: False,)},
 }  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ghostclip.native.build import library
 
-__all__ = ["run", "run_examples", "share_out"]
+__all__ = ["function", "run", "run_examples", "share_out"]
 
 # One of torch's threads is worth it from about this many multiplications on.
 SHARE = 500_000
@@ -51,7 +51,7 @@ _forks = _Forks()
 
 
 @functools.cache
-def _function(source: str, name: str, dtype: torch.dtype) -> Callable[..., int]:
+def function(source: str, name: str, dtype: torch.dtype) -> Callable[..., int]:
     """The C function of that name in ``source``.c for numbers of that type."""
     loaded = library(source, NAMES[dtype])
     assert loaded is not None
@@ -62,7 +62,7 @@ def _function(source: str, name: str, dtype: torch.dtype) -> Callable[..., int]:
 
 def run(source: str, name: str, dtype: torch.dtype, arguments: tuple[Any, ...]) -> int:
     """Calls a function for numbers of that type; tensors go as pointers, None as null, integers as C's long."""
-    return _called(_function(source, name, dtype), *map(_as_word, arguments))
+    return _called(function(source, name, dtype), *map(_as_word, arguments))
 
 
 def _called(function: Callable[..., int], *words: int) -> int:
@@ -77,7 +77,7 @@ def run_examples(
     Raises:
         MemoryError: C had no memory for its workspace.
     """
-    if share_out(_function(source, name, dtype), batch, together, work, arguments):
+    if share_out(function(source, name, dtype), batch, together, work, arguments):
         raise MemoryError(f"no memory for the workspace of {name}")
 
 

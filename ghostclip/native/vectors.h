@@ -16,6 +16,7 @@
 #else
 #define BYTES 16
 #endif
+#define LESSER(a, b) ((a) < (b) ? (a) : (b))
 #define INLINE static inline __attribute__((always_inline))
 
 #else
@@ -25,5 +26,7 @@
 #define INTS NAME(integers)
 typedef REAL VEC __attribute__((vector_size(BYTES), aligned(sizeof(REAL)), may_alias));
 typedef INTEGER INTS __attribute__((vector_size(BYTES), aligned(sizeof(REAL)), may_alias));
+
+static const INTEGER NAME(numbers)[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 #endif
