@@ -79,9 +79,9 @@ def test_one_step_follows_the_formula() -> None:
 def test_one_example_moves_the_count_by_a_half() -> None:
     policy = Adaptive(1.0)
     norms = torch.tensor([0.5, 1.0, 1.5, math.inf, math.nan])
-    assert policy.count(norms) == -0.5
+    assert policy.counts(norms) == -0.5
     for extra in (0.0, 1.0, 7.0, math.inf, math.nan):
-        moved = policy.count(torch.cat([norms, torch.tensor([extra])])) - policy.count(norms)
+        moved = policy.counts(torch.cat([norms, torch.tensor([extra])])) - policy.counts(norms)
         assert abs(moved) == 0.5
 
 
@@ -191,7 +191,7 @@ def test_a_clipper_alone_clips_and_never_moves_the_norm() -> None:
 
 def test_a_state_is_kept() -> None:
     policy = Adaptive(1.0)
-    policy.update(0.9)
+    policy.update([0.9])
     other = Adaptive(7.0)
     other.load_state_dict(policy.state_dict())
     assert other.max_norm == policy.max_norm < 1.0
@@ -205,7 +205,7 @@ def test_noise_alone_never_leaves_floating_point() -> None:
     policy = Adaptive(1.0)
     for share in (-1e6, 1e6, math.inf):
         for _ in range(1000):
-            policy.update(share)
+            policy.update([share])
         assert 0.9e-12 < policy.max_norm < 1.1e12
 
 
@@ -223,9 +223,9 @@ def test_arguments_are_named_when_wrong(name: str, value: Any) -> None:
 
 
 def test_graphs_are_refused_since_the_norm_would_be_built_in() -> None:
-    with pytest.raises(ValueError, match="compile and Adaptive clipping don't go together"):
+    with pytest.raises(ValueError, match="compile and adaptive clipping don't go together"):
         engine_for(torch.rand(400), Adaptive(1.0)).compile()
-    with pytest.raises(ValueError, match="compile and Adaptive clipping"):
+    with pytest.raises(ValueError, match="compile and adaptive clipping"):
         GhostClipper(LookupGrads(), Adaptive(1.0), compile=True)
 
 

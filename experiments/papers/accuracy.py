@@ -74,7 +74,7 @@ def compare(data: datasets.Data, seeds: int, tuning_seeds: int, rates: Sequence[
 
 
 def difference(row: dict[str, Any], other: dict[str, Any]) -> tuple[float, float, float, float]:
-    """Mean of the paired differences in accuracy, their 95% interval, and the p-value of Wilcoxon's signed-rank test."""
+    """Mean of the paired differences in accuracy, their 95% interval, and p by Wilcoxon's signed-rank test."""
     pairs = [a - b for a, b in zip(row["accuracies"], other["accuracies"], strict=True)]
     interval = stats.t.interval(0.95, len(pairs) - 1, mean(pairs), stats.sem(pairs))
     same = not any(pairs)

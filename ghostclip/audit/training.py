@@ -14,8 +14,8 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from ghostclip import accounting
-from ghostclip.clipping import Adaptive
 from ghostclip.engine import PrivacyEngine
+from ghostclip.engine.adaptation import adapts
 from ghostclip.sampling import LogicalBatch
 from ghostclip.validate import one_of, open_fraction, positive, positive_int
 
@@ -103,7 +103,7 @@ class Training:
         positive_int(steps=self.steps)
         open_fraction(target_delta=self.target_delta)
         one_of(("standard", "hardened"), noise=self.noise)
-        if isinstance(self.clipping, Adaptive):
+        if adapts(self.clipping):
             raise ValueError(
                 "an adaptive clipping norm is released along with the gradients, which this audit does not attack; "
                 "give the norm that training settled on as a number"

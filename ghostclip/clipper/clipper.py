@@ -14,7 +14,7 @@ from ghostclip.clipper.gradient_guard import GradientGuard, is_distributed
 from ghostclip.clipper.replay import shows_at_another_size
 from ghostclip.clipper.second_pass import TwoPasses, add_to_gradient
 from ghostclip.clipper.verify import compare_with_loop
-from ghostclip.clipping import Adaptive, Groupwise, Policy, as_policy
+from ghostclip.clipping import Adaptive, Composed, Groupwise, Policy, as_policy
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.planner import Planner
@@ -120,9 +120,9 @@ class GhostClipper:
             ValueError: the clipping policy changes while training goes on, and a graph has its norm built in; or there
                 is a ``loss_scale``.
         """
-        if isinstance(self.clipping, Adaptive):
+        if isinstance(self.clipping, Adaptive) or (isinstance(self.clipping, Composed) and self.clipping.counted):
             raise ValueError(
-                "compile and Adaptive clipping don't go together: a graph is made for one clipping norm; leave one of "
+                "compile and adaptive clipping don't go together: a graph is made for one clipping norm; leave one of "
                 "them out"
             )
         if self.loss_scale != 1.0:

@@ -180,9 +180,8 @@ class FirstPasses:
         if not isinstance(self.clipping, Groupwise):
             return {}
         trained = self.index.trained()
-        names = [name for name, _ in trained]
-        if names != list(self._partition):
-            self._partition = self.clipping.partition(names)
+        if [name for name, _ in trained] != list(self._partition):
+            self._partition = self.clipping.partition({name: parameter.numel() for name, parameter in trained})
         return {id(parameter): self._partition[name] for name, parameter in trained}
 
 

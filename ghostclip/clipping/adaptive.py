@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,12 +71,18 @@ class Adaptive:
         """The standard deviation of the noise on the count, for an expected batch size."""
         return COUNT_NOISE_SHARE * batch_size if self.count_noise is None else self.count_noise
 
-    def count(self, norms: Tensor) -> Tensor:
-        """The sum of +1/2 for each norm of at most ``max_norm`` and -1/2 for each other (NaN too), float64; private."""
-        return torch.where(norms <= self.max_norm, 0.5, -0.5).sum(dtype=torch.float64)
+    @property
+    def counted(self) -> int:
+        """How many counts each step releases."""
+        return 1
 
-    def update(self, share: float) -> None:
+    def counts(self, norms: Tensor) -> Tensor:
+        """[1], float64: the sum of +1/2 for norms [B] of at most ``max_norm`` and -1/2 for others (or NaN); private."""
+        return torch.where(norms <= self.max_norm, 0.5, -0.5).sum(dtype=torch.float64).view(1)
+
+    def update(self, shares: Sequence[float]) -> None:
         """Moves ``max_norm``, given a noisy share of norms of at most ``max_norm``."""
+        (share,) = shares
         moved = math.log(self.max_norm) - self.learning_rate * (share - self.target_quantile)
         self.max_norm = math.exp(min(max(moved, math.log(self._lowest)), math.log(self._highest)))
 

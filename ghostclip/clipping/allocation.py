@@ -55,6 +55,15 @@ class NoiseAllocation(ABC):
         scale = sigma * math.hypot(*(thresholds[group] / share for group, share in shares.items()))
         return {group: scale * share for group, share in shares.items()}
 
+    def stds_of_joint_bound(self, sigma: float, max_norm: float, sizes: Mapping[str, int]) -> dict[str, float]:
+        """{group: s_k} with ``min_k s_k = sigma * max_norm``, for one bound on all groups together.
+
+        One example may put all of its share into the group with the least noise.
+        """
+        shares = self.proportions(dict.fromkeys(sizes, max_norm), sizes)
+        scale = sigma * max_norm / min(shares.values())
+        return {group: scale * share for group, share in shares.items()}
+
 
 @dataclass(frozen=True)
 class GlobalNoise(NoiseAllocation):
@@ -126,9 +135,18 @@ class GivenNoise(NoiseAllocation):
     def stds(self, sigma: float, thresholds: Mapping[str, float], sizes: Mapping[str, int]) -> dict[str, float]:
         """The standard deviations given; zeros for a sigma of 0."""
         given = self.proportions(thresholds, sizes)
+        found = 1.0 / math.hypot(*(thresholds[group] / std for group, std in given.items()))
+        return self._checked(sigma, found, given)
+
+    def stds_of_joint_bound(self, sigma: float, max_norm: float, sizes: Mapping[str, int]) -> dict[str, float]:
+        """The standard deviations given; zeros for a sigma of 0."""
+        given = self.proportions(dict.fromkeys(sizes, max_norm), sizes)
+        return self._checked(sigma, min(given.values()) / max_norm, given)
+
+    def _checked(self, sigma: float, found: float, given: dict[str, float]) -> dict[str, float]:
+        """``given``, whose noise multiplier is ``found``."""
         if not sigma:
             return dict.fromkeys(given, 0.0)
-        found = 1.0 / math.hypot(*(thresholds[group] / std for group, std in given.items()))
         if not math.isclose(found, sigma, rel_tol=TOLERANCE):
             raise ValueError(
                 f"the standard deviations given make a noise multiplier of {found!r} with these thresholds, and the "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from torch import Tensor
 
 from ghostclip.clipping.adaptive import Adaptive
+from ghostclip.clipping.composed import Composed
 from ghostclip.clipping.groups import CustomGroups, Grouped, Groupwise, PerLayer
 from ghostclip.clipping.policies import Automatic, Custom, Flat, Policy, clamped
 from ghostclip.validate import nonnegative, positive
@@ -54,12 +56,14 @@ def as_policy(clipping: Any) -> Policy | Groupwise:
     """
     if isinstance(clipping, Custom) and clipping.groups is not None:
         return CustomGroups(clipping.function, clipping.sensitivity, clipping.groups)
+    if type(clipping) is Composed:
+        return copy.deepcopy(clipping)  # it learns the groups of one model
     if type(clipping) in OWN or isinstance(clipping, (Adaptive, Clamped)):
         return clipping
     if isinstance(clipping, Groupwise):
         raise TypeError(
-            "a group-wise policy must be PerLayer, Grouped, or Custom(function, sensitivity, groups=...), whose "
-            f"weights are held to the sensitivity; got {type(clipping).__name__}"
+            "a group-wise policy must be PerLayer, Grouped, Composed, or Custom(function, sensitivity, groups=...), "
+            f"whose weights are held to the sensitivity; got {type(clipping).__name__}"
         )
     if isinstance(clipping, Policy):
         return Clamped(clipping)

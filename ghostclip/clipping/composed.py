@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ghostclip.clipping.allocation import GlobalNoise, NoiseAllocation
-from ghostclip.clipping.groups import Groupwise
+from ghostclip.clipping.groups import Groupwise, joint_weights
 from ghostclip.clipping.partitions import ByLayer, Partition
-from ghostclip.clipping.scaling import Clip, Scaling
-from ghostclip.clipping.thresholds import EqualShare, Quantiles, ThresholdRule
+from ghostclip.clipping.scaling import AutoS, AutoV, Clip, Psac, Scaling
+from ghostclip.clipping.thresholds import EqualShare, JointBound, Quantiles, ThresholdRule
 from ghostclip.errors import PrivacyError
 from ghostclip.norms.reduce import margin
 
 __all__ = ["Composed"]
+
+SCALINGS = (Clip, AutoS, AutoV, Psac)
 
 
 class Composed(Groupwise):
@@ -53,6 +55,8 @@ class Composed(Groupwise):
                 raise TypeError(f"{name} must be a {kind.__name__} of ghostclip.clipping; got {given!r}")
         if not callable(self.scaling):
             raise TypeError(f"scaling must be a function of (norms, threshold); got {self.scaling!r}")
+        if scaling is not None and isinstance(self.rule, JointBound):
+            raise ValueError("JointBound has a function of its own in place of a scaling; leave scaling out")
         self._sizes: dict[str, int] = {}
 
     def __repr__(self) -> str:
@@ -79,35 +83,63 @@ class Composed(Groupwise):
     @property
     def sensitivity(self) -> float:
         """The root of the sum of the squared thresholds."""
-        return math.hypot(*self.thresholds.values())
+        thresholds = self.thresholds
+        return self.rule.max_norm if isinstance(self.rule, JointBound) else math.hypot(*thresholds.values())
 
     def weights(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """{group: weights [B]} from {group: norms [B]}."""
+        if isinstance(self.rule, JointBound):
+            return joint_weights(self.rule.function, self.rule.max_norm, norms)
         stacked = torch.stack(list(norms.values()))
         bounds = self.thresholds
         limits = stacked.new_tensor([bounds[group] * margin(stacked.dtype) for group in norms]).unsqueeze(1)
         found = self.scaling(stacked, limits)
         if not isinstance(found, Tensor) or found.shape != stacked.shape:
             shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise ValueError(f"a scaling must return weights of the shape of its norms, {list(stacked.shape)}; got {shape}")
+            expected = list(stacked.shape)
+            raise ValueError(f"a scaling must return weights of the shape of its norms, {expected}; got {shape}")
         most = limits / stacked.clamp_min(torch.finfo(stacked.dtype).tiny)
         weights = torch.nan_to_num(found.to(stacked.dtype), nan=0.0)
         return dict(zip(norms, torch.minimum(torch.maximum(weights, -most), most).unbind(), strict=True))
 
     def noise_stds(self, sigma: float) -> dict[str, float]:
         """{group: standard deviation of the noise in its sum} for the noise multiplier ``sigma``."""
+        if isinstance(self.rule, JointBound):
+            return self.noise.stds_of_joint_bound(sigma, self.rule.max_norm, self._sizes)
         return self.noise.stds(sigma, self.thresholds, self._sizes)
 
     @property
-    def adapts(self) -> Quantiles | None:
-        """The rule that moves the thresholds by noisy counts; None where they are fixed."""
-        return self.rule if isinstance(self.rule, Quantiles) else None
+    def weighs_each_alone(self) -> bool:
+        """Whether an example's weights follow from its own norms for certain: no function of the user's decides."""
+        return type(self.scaling) in SCALINGS and not isinstance(self.rule, JointBound)
+
+    @property
+    def counted(self) -> int:
+        """How many counts each step releases: one for each group whose threshold follows a quantile."""
+        return len(self.thresholds) if isinstance(self.rule, Quantiles) else 0
+
+    def counts(self, norms: Mapping[str, Tensor]) -> Tensor:
+        """`Quantiles.counts`."""
+        return self._quantiles.counts(norms)
+
+    def count_noise_for(self, batch_size: int) -> float:
+        """The standard deviation of the noise on each count, for an expected batch size."""
+        return self._quantiles.count_noise_for(batch_size, self.counted)
+
+    def update(self, shares: Sequence[float]) -> None:
+        """`Quantiles.update`."""
+        self._quantiles.update(shares)
+
+    @property
+    def _quantiles(self) -> Quantiles:
+        assert isinstance(self.rule, Quantiles)
+        return self.rule
 
     def state_dict(self) -> dict[str, Any]:
         """What training changes: the state of the threshold rule."""
-        return self.adapts.state_dict() if self.adapts is not None else {}
+        return self.rule.state_dict() if isinstance(self.rule, Quantiles) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes a `state_dict` back."""
-        if self.adapts is not None:
-            self.adapts.load_state_dict(state)
+        if isinstance(self.rule, Quantiles):
+            self.rule.load_state_dict(state)

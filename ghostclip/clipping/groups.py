@@ -9,17 +9,17 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ghostclip.clipping.partitions import ByLayer, ByName, Partition, as_partition
 from ghostclip.clipping.policies import checked_weights, flat_weights
 from ghostclip.norms.reduce import margin
 from ghostclip.validate import positive
 
-__all__ = ["CustomGroups", "Grouped", "Groupwise", "PerLayer", "Thresholds"]
+__all__ = ["CustomGroups", "Grouped", "Groupwise", "PerLayer", "Thresholds", "joint_weights"]
 
 
 class Groupwise(ABC):
@@ -31,8 +31,11 @@ class Groupwise(ABC):
         """The L2 bound on one example's whole weighted gradient."""
 
     @abstractmethod
-    def partition(self, names: Sequence[str]) -> dict[str, str]:
-        """{parameter name: group} for the trained parameters; raises ValueError where that isn't possible."""
+    def partition(self, sizes: Mapping[str, int]) -> dict[str, str]:
+        """{parameter name: group} for {parameter name: number of entries} of the trained parameters.
+
+        Raises ValueError where that isn't possible.
+        """
 
     @abstractmethod
     def weights(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -100,9 +103,9 @@ class PerLayer(Thresholds):
             object.__setattr__(self, "max_norm", None)
         self._check()
 
-    def partition(self, names: Sequence[str]) -> dict[str, str]:
+    def partition(self, sizes: Mapping[str, int]) -> dict[str, str]:
         """{parameter name: name of its layer}."""
-        found = {name: name.rpartition(".")[0] for name in names}
+        found = ByLayer().groups(sizes)
         if self.thresholds is not None:
             _same_names("layer", set(found.values()), set(self.thresholds))
         return found
@@ -128,14 +131,14 @@ class Grouped(Thresholds):
     max_norm: float | None = None
 
     def __post_init__(self) -> None:
-        check_groups(self.groups)
+        ByName(self.groups)
         self._check()
         if self.thresholds is not None:
             _same_names("group", set(self.groups), set(self.thresholds))
 
-    def partition(self, names: Sequence[str]) -> dict[str, str]:
+    def partition(self, sizes: Mapping[str, int]) -> dict[str, str]:
         """{parameter name: group}."""
-        return by_patterns(self.groups, names)
+        return as_partition(self.groups).groups(sizes)
 
 
 @dataclass(frozen=True)
@@ -146,69 +149,45 @@ class CustomGroups(Groupwise):
         function: {group: norms [B]} -> {group: weights [B]}; where the root of the sum over groups of
             (weight * norm)^2 passes ``bound`` for an example, all its weights are scaled down to it.
         bound: the sensitivity; both are checked by `Custom`.
-        groups: as for `Grouped`.
+        groups: as for `Grouped`, or a partition.
     """
 
     function: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
     bound: float
-    groups: Mapping[str, Sequence[str]]
+    groups: Partition | Mapping[str, Sequence[str]]
 
     def __post_init__(self) -> None:
-        check_groups(self.groups)
+        as_partition(self.groups)
 
     @property
     def sensitivity(self) -> float:
         """The L2 bound on one example's whole weighted gradient."""
         return self.bound
 
-    def partition(self, names: Sequence[str]) -> dict[str, str]:
+    def partition(self, sizes: Mapping[str, int]) -> dict[str, str]:
         """{parameter name: group}."""
-        return by_patterns(self.groups, names)
+        return as_partition(self.groups).groups(sizes)
 
     def weights(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The function's weights, scaled down together; raises ValueError for other groups or shapes."""
-        given = self.function(dict(norms))
-        if not isinstance(given, Mapping) or set(given) != set(norms):
-            got = sorted(given) if isinstance(given, Mapping) else type(given).__name__
-            raise ValueError(f"function must return weights for the groups {sorted(norms)}; got {got}")
-        found = {group: checked_weights(given[group], norm, f" for {group!r}") for group, norm in norms.items()}
-        # In float64: the products of large weights and norms must not overflow to inf, nor their squares.
-        parts = torch.stack([found[group].double() * norm.double() for group, norm in norms.items()])
-        whole = torch.linalg.vector_norm(parts, dim=0).clamp_min(torch.finfo(torch.float64).tiny)
-        some = next(iter(found.values()))
-        factor = ((self.sensitivity * margin(some.dtype)) / whole).clamp(max=1.0).to(some.dtype)
-        return {group: weights * factor for group, weights in found.items()}
+        return joint_weights(self.function, self.bound, norms)
 
 
-def by_patterns(groups: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str, str]:
-    """{parameter name: the one group with a pattern for it or its module}; raises ValueError, naming what is wrong."""
-    found: dict[str, str] = {}
-    fitted: set[tuple[str, str]] = set()
-    for name in names:
-        layer = name.rpartition(".")[0]
-        fits = [(g, p) for g, own in groups.items() for p in own if fnmatchcase(name, p) or fnmatchcase(layer, p)]
-        inside = sorted({group for group, _ in fits})
-        if len(inside) != 1:
-            where = f"in several: {', '.join(inside)}" if inside else f"in none of {', '.join(groups)}"
-            raise ValueError(f"each trained parameter must be in exactly one group; {name!r} is {where}")
-        fitted.update(fits)
-        found[name] = inside[0]
-    idle = [f"{pattern!r} of {group!r}" for group, own in groups.items() for pattern in own
-            if (group, pattern) not in fitted]  # fmt: skip
-    if idle and names:
-        raise ValueError(f"every pattern must fit a trained parameter or its module; these fit none: {', '.join(idle)}")
-    return found
-
-
-def check_groups(groups: object) -> None:
-    """Raises TypeError or ValueError unless ``groups`` is {name: list of patterns}, none of them empty."""
-    if not isinstance(groups, Mapping):
-        raise TypeError(f"groups must be {{group: [name patterns]}}; got {groups!r}")
-    for group, patterns in groups.items():
-        if isinstance(patterns, str) or not isinstance(patterns, Sequence):
-            raise TypeError(f"groups must hold lists of name patterns; got {patterns!r} for {group!r}")
-    if not groups or not all(groups.values()):
-        raise ValueError(f"groups must name at least one pattern for each of at least one group; got {dict(groups)!r}")
+def joint_weights(
+    function: Callable[[dict[str, Tensor]], Mapping[str, Tensor]], bound: float, norms: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The function's weights, scaled down where the whole weighted gradient passes ``bound``; see `CustomGroups`."""
+    given = function(dict(norms))
+    if not isinstance(given, Mapping) or set(given) != set(norms):
+        got = sorted(given) if isinstance(given, Mapping) else type(given).__name__
+        raise ValueError(f"function must return weights for the groups {sorted(norms)}; got {got}")
+    found = {group: checked_weights(given[group], norm, f" for {group!r}") for group, norm in norms.items()}
+    # In float64: the products of large weights and norms must not overflow to inf, nor their squares.
+    parts = torch.stack([found[group].double() * norm.double() for group, norm in norms.items()])
+    whole = torch.linalg.vector_norm(parts, dim=0).clamp_min(torch.finfo(torch.float64).tiny)
+    some = next(iter(found.values()))
+    factor = ((bound * margin(some.dtype)) / whole).clamp(max=1.0).to(some.dtype)
+    return {group: weights * factor for group, weights in found.items()}
 
 
 def _same_names(kind: str, needed: set[str], given: set[str]) -> None:

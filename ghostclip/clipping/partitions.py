@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from ghostclip.validate import positive_int
 
-__all__ = ["Blocks", "ByLayer", "ByName", "ByParameter", "EqualSizes", "Partition", "Whole"]
+__all__ = ["Blocks", "ByLayer", "ByName", "ByParameter", "EqualSizes", "Partition", "Whole", "as_partition"]
 
 
 class Partition(ABC):
@@ -154,6 +154,11 @@ class EqualSizes(Partition):
             found.update(dict.fromkeys(names[start:stop], str(group)))
             start = stop
         return found
+
+
+def as_partition(groups: Partition | Mapping[str, Sequence[str]]) -> Partition:
+    """A partition, or {group: patterns} as one; raises as `ByName`."""
+    return groups if isinstance(groups, Partition) else ByName(groups)
 
 
 def _block_of(name: str) -> str:

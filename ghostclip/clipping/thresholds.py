@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from ghostclip.clipping.allocation import same_groups
 from ghostclip.validate import nonnegative, open_fraction, positive
 
-__all__ = ["ByDimension", "EqualShare", "Fixed", "Quantiles", "ThresholdRule"]
+__all__ = ["ByDimension", "EqualShare", "Fixed", "JointBound", "Quantiles", "ThresholdRule"]
 
 # Thresholds that follow noisy counts stay within this factor of where they began.
 MOST_CHANGE = 1e12
@@ -97,6 +97,29 @@ class ByDimension(ThresholdRule):
         return {group: self.max_norm * math.sqrt(size / total) for group, size in sizes.items()}
 
 
+@dataclass(frozen=True)
+class JointBound(ThresholdRule):
+    """Weights of all groups by one function of all their norms, with one bound for the whole gradient.
+
+    Args:
+        function: {group: norms [B]} -> {group: weights [B]}; where the root of the sum over groups of
+            (weight * norm)^2 passes ``max_norm`` for an example, all its weights are scaled down to it.
+        max_norm: the sensitivity.
+    """
+
+    function: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+    max_norm: float
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(f"function must map {{group: norms [B]}} to {{group: weights [B]}}; got {self.function!r}")
+        object.__setattr__(self, "max_norm", positive(max_norm=self.max_norm))
+
+    def thresholds(self, sizes: Mapping[str, int]) -> dict[str, float]:
+        """{group: max_norm}: one group may have all of it."""
+        return dict.fromkeys(sizes, self.max_norm)
+
+
 class Quantiles(ThresholdRule):
     """Each group's threshold follows a quantile of its norms, seen through noisy counts (He et al. 2023).
 
@@ -159,12 +182,12 @@ class Quantiles(ThresholdRule):
 
     def counts(self, norms: Mapping[str, Tensor]) -> Tensor:
         """[K], float64: for each group the sum of +1/2 for norms [B] of at most C_k and -1/2 for others; private."""
-        found = [torch.where(norms[group] <= self._now[group], 0.5, -0.5).sum(dtype=torch.float64) for group in norms]
-        return torch.stack(found)
+        within = [norms[group] <= norm for group, norm in self._now.items()]
+        return torch.stack([torch.where(each, 0.5, -0.5).sum(dtype=torch.float64) for each in within])
 
-    def update(self, shares: Mapping[str, float]) -> None:
+    def update(self, shares: Sequence[float]) -> None:
         """Moves the thresholds, given each group's noisy share of norms of at most C_k."""
-        for group, share in shares.items():
+        for group, share in zip(list(self._now), shares, strict=True):
             low, high = self._begun[group] / MOST_CHANGE, self._begun[group] * MOST_CHANGE
             moved = math.log(self._now[group]) - self.learning_rate * (share - self.target_quantile)
             self._now[group] = math.exp(min(max(moved, math.log(low)), math.log(high)))

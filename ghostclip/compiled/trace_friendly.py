@@ -57,7 +57,9 @@ def eager(passes: TwoPasses, losses: Tensor) -> Clipped:
 
 def learn(passes: TwoPasses, losses: Tensor, padded: bool) -> str | None:
     """Measures strategies and proves the grouping, so that a graph may take them for granted; else why it can't."""
-    if padded and not isinstance(passes.clipping, (Flat, Automatic, Thresholds)):
+    policy = passes.clipping
+    alone = isinstance(policy, (Flat, Automatic, Thresholds)) or getattr(policy, "weighs_each_alone", False)
+    if padded and not alone:
         return f"{type(passes.clipping).__name__} may look at all norms at once, and batches are padded"
     uses = read_graph(losses, passes.index)
     if uses.reorders:

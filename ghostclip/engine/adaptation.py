@@ -1,73 +1,92 @@
-"""Adaptive clipping in training: the count that is released with each step's gradients, and what it is charged as."""
+"""Adaptive clipping in training: counts that are released with each step's gradients, and what they are charged as."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ghostclip.clipping import Adaptive
+from ghostclip.clipping import Adaptive, Composed, Groupwise, as_policy
 from ghostclip.events import Event, JointGaussian
 from ghostclip.sampling import LogicalBatches
 
-__all__ = ["Adaptation", "step_event"]
+__all__ = ["Adaptation", "adapts", "policy_for", "step_event"]
+
+
+def policy_for(model: nn.Module, clipping: Any) -> Any:
+    """The policy that ``clipping`` stands for, knowing the groups of the model's trained parameters.
+
+    Raises:
+        ValueError, TypeError: it is no policy, or none for this model.
+    """
+    policy = as_policy(clipping)
+    if isinstance(policy, Groupwise):
+        policy.partition({name: p.numel() for name, p in model.named_parameters() if p.requires_grad})
+    return policy
+
+
+def adapts(policy: Any) -> bool:
+    """Whether a policy's thresholds follow noisy counts."""
+    return isinstance(policy, Adaptive) or (isinstance(policy, Composed) and policy.counted > 0)
 
 
 def step_event(loader: LogicalBatches, policy: Any, noise_multiplier: float) -> Event:
-    """What a step is charged as: a noisy sum over a sample and, under adaptive clipping, a count over the same one.
+    """What a step is charged as: a noisy sum over a sample and, under adaptive clipping, counts over the same one.
 
     Args:
         loader: whose samples they are.
-        policy: of clipping.
-        noise_multiplier: standard deviation of the gradients' noise over the sensitivity; 0: none, on the count too.
+        policy: of clipping, as `policy_for` returns it.
+        noise_multiplier: standard deviation of the gradients' noise over the sensitivity; 0: none, on the counts too.
     """
     gradients = loader.event(noise_multiplier)
-    if not isinstance(policy, Adaptive):
+    if not adapts(policy):
         return gradients
-    # One example moves the count by 1/2.
-    count = loader.event(2 * policy.count_noise_for(loader.batch_size) if noise_multiplier else 0.0)
-    return JointGaussian((gradients, count))
+    # One example moves each of K counts by 1/2, and all of them together by sqrt(K) / 2.
+    std = policy.count_noise_for(loader.batch_size)
+    counts = loader.event(2 * std / math.sqrt(policy.counted) if noise_multiplier else 0.0)
+    return JointGaussian((gradients, counts))
 
 
 class Adaptation:
-    """Counts norms over the physical batches of a logical one, and moves the policy's norm when the count is released.
+    """Counts norms over the physical batches of a logical one, and moves thresholds when the counts are released.
 
     Args:
-        policy: whose norm moves.
-        batch_size: the expected, public one, by which the count is divided.
+        policy: whose thresholds move.
+        batch_size: the expected, public one, by which the counts are divided.
     """
 
-    def __init__(self, policy: Adaptive, batch_size: int) -> None:
+    def __init__(self, policy: Adaptive | Composed, batch_size: int) -> None:
         self._policy, self._batch_size = policy, batch_size
         self._noise = policy.count_noise_for(batch_size)
-        self._count: Tensor | None = None
+        self._counts: Tensor | None = None
 
     def discard(self) -> None:
-        """A new logical batch begins, or one was left: its count is dropped."""
-        self._count = None
+        """A new logical batch begins, or one was left: its counts are dropped."""
+        self._counts = None
 
-    def saw(self, norms: Tensor) -> None:
-        """The norms [B] of a physical batch."""
-        found = self._policy.count(norms.detach())
-        self._count = found if self._count is None else self._count + found
+    def saw(self, norms: Any) -> None:
+        """The norms [B], or {group: [B]}, of a physical batch."""
+        found = self._policy.counts(norms)
+        self._counts = found if self._counts is None else self._counts + found
 
     def release(self, sums: list[Tensor], std: float, release: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
-        """The private gradients of ``sums``; the count goes with them in the same draw, and the norm moves.
+        """The private gradients of ``sums``; the counts go with them in the same draw, and thresholds move.
 
         Args:
             sums: clipped, as `Noise.release` takes them.
-            std: of the noise on them; 0: none, on the count too.
+            std: of the noise on them; 0: none, on the counts too.
             release: adds it, and divides by the batch size.
         """
         # On the scale of the sums, so that one standard deviation fits all.
         scale = std / self._noise if std else 1.0
         place = sums[0]
-        count = torch.zeros(1, dtype=place.dtype, device=place.device)
-        if self._count is not None:
-            count += (self._count * scale).to(count)
-        self._count = None
-        *private, released = release([*sums, count])
-        self._policy.update(released.item() / scale + 0.5)
+        counts = torch.zeros(self._policy.counted, dtype=place.dtype, device=place.device)
+        if self._counts is not None:
+            counts += (self._counts * scale).to(counts)
+        self._counts = None
+        *private, released = release([*sums, counts])
+        self._policy.update([share / scale + 0.5 for share in released.tolist()])
         return private

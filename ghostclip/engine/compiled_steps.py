@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ghostclip.clipper import ClippingResult, GhostClipper
@@ -220,10 +220,10 @@ class CompiledSteps:
             self._noise = torch.empty(size, dtype=like.dtype, device=like.device)
         return self._noise
 
-    def _private_with(self, noise: Tensor) -> Callable[[list[Tensor]], list[Tensor]]:
+    def _private_with(self, noise: Tensor) -> Callable[[list[nn.Parameter], list[Tensor]], list[Tensor]]:
         """A function that divides sums and adds the ``noise`` [n] that was drawn for them."""
 
-        def make_private(sums: list[Tensor]) -> list[Tensor]:
+        def make_private(parameters: list[nn.Parameter], sums: list[Tensor]) -> list[Tensor]:
             parts = noise.split([total.numel() for total in sums])
             share = 1.0 / self._release.batch_size
             return [torch.add(part.view_as(total), total, alpha=share) for total, part in zip(sums, parts, strict=True)]

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 from ghostclip import accounting
 from ghostclip.clipper import ClippingResult, GhostClipper
-from ghostclip.clipping import as_policy
-from ghostclip.engine.adaptation import step_event
+from ghostclip.engine.adaptation import policy_for, step_event
 from ghostclip.engine.budget import Spending, plan_for
 from ghostclip.engine.distributed import keep_unsynchronised, ranks_of
 from ghostclip.engine.loss_scaling import LossScaling
@@ -149,7 +148,8 @@ class PrivacyEngine:
             max_batch_size=max_batch_size, unit_ids=unit_ids, max_rows_per_unit=max_rows_per_unit, seed=seed,
             generator=ranks.generators(source), share=(ranks.rank, ranks.size),
         )  # fmt: skip
-        event_of, delta = partial(step_event, loader, as_policy(clipping)), open_fraction(target_delta=target_delta)
+        policy, delta = policy_for(model, clipping), open_fraction(target_delta=target_delta)
+        event_of = partial(step_event, loader, policy)
         plan = plan_for(event_of, len(loader), noise_multiplier, target_epsilon, delta, epochs, steps)
         # Noise that can be foretold protects no one, so it is charged as none.
         self._event = event_of(plan.noise_multiplier if source.private else 0.0)
@@ -337,6 +337,11 @@ class PrivacyEngine:
 
     def _delta(self, delta: float | None) -> float:
         return self.target_delta if delta is None else open_fraction(delta=delta)
+
+    def noise_std(self, parameter: nn.Parameter) -> float:
+        """The standard deviation of the noise in each entry of a trained parameter's private gradient, as it is now."""
+        share = self._steps.release.noise_shares().get(parameter, 1.0)
+        return self.noise_multiplier * self._steps.release.sensitivity * share / self.batch_size
 
     @property
     def events(self) -> list[Event]:

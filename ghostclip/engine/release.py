@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ghostclip.clipper import GhostClipper
-from ghostclip.clipping import Adaptive
-from ghostclip.engine.adaptation import Adaptation
+from ghostclip.clipping import Composed, GlobalNoise
+from ghostclip.engine.adaptation import Adaptation, adapts
 from ghostclip.engine.distributed import Ranks, refuse_differences
 from ghostclip.engine.loss_scaling import LossScaling, show_scaling
 from ghostclip.engine.micro_batching import MicroBatches
@@ -87,8 +87,10 @@ class Release:
         self.updates = UpdateCheck(clipper.model)
         self.self_check = SelfCheck(clipper, optimizer, self_check)
         self._owned = set(clipper.model.parameters())
-        policy = clipper.clipping
-        self._adaptation = Adaptation(policy, batch_size) if isinstance(policy, Adaptive) else None
+        policy: Any = clipper.clipping
+        self._adaptation = Adaptation(policy, batch_size) if adapts(policy) else None
+        self._allocated = isinstance(policy, Composed) and type(policy.noise) is not GlobalNoise
+        self.noise_shares()  # which refuses standard deviations that don't fit the noise multiplier
         self.sensitivity = 0.0
         self.batch: LogicalBatch | None = None
         # Of the batch in the making, or the last one: its private gradient is in place; that was charged and is there.
@@ -273,7 +275,7 @@ class Release:
         self.updates.expect()
 
     def put_in_place(
-        self, held: dict[nn.Parameter, None], make_private: Callable[[list[Tensor]], list[Tensor]]
+        self, held: dict[nn.Parameter, None], make_private: Callable[[list[nn.Parameter], list[Tensor]], list[Tensor]]
     ) -> None:
         """Ends the logical batch, charged, with its private gradient in the p.grads, for the optimizer's own step."""
         self._end()
@@ -286,18 +288,33 @@ class Release:
         self.current("optimizer.step()").stepped = True
         self.batch, self._released = None, True
 
-    def _make_private(self, sums: list[Tensor]) -> list[Tensor]:
+    def noise_shares(self) -> dict[nn.Parameter, float]:
+        """{parameter: std of the noise in its sum over sigma times the sensitivity}; {} where all of these are 1."""
+        if not self._allocated or not self._noise_multiplier:
+            return {}
+        policy: Any = self.clipper.clipping
+        stds, std = policy.noise_stds(self._noise_multiplier), self._noise_multiplier * policy.sensitivity
+        group_of = self.clipper.passes.group_of()
+        return {p: stds[group_of[id(p)]] / std for p in self.clipper.model.parameters() if id(p) in group_of}
+
+    def _make_private(self, parameters: list[nn.Parameter], sums: list[Tensor]) -> list[Tensor]:
         std = self._noise_multiplier * self.sensitivity
 
         def release(every: list[Tensor]) -> list[Tensor]:
             return self._ranks.released(lambda totals: self._noise.release(totals, std, self.batch_size), every)
 
-        return release(sums) if self._adaptation is None else self._adaptation.release(sums, std, release)
+        # Divided by their shares of the noise, all sums need the same noise.
+        shares = self.noise_shares()
+        found = [total / shares.get(p, 1.0) for p, total in zip(parameters, sums, strict=True)] if shares else sums
+        private = release(found) if self._adaptation is None else self._adaptation.release(found, std, release)
+        if shares:
+            private = [each * shares.get(p, 1.0) for p, each in zip(parameters, private, strict=True)]
+        return private
 
     @property
     def draws_ahead(self) -> bool:
         """Whether noise can be had before the sums are there, as an input of a compiled step."""
-        return self._adaptation is None and hasattr(self._noise, "fill")
+        return self._adaptation is None and not self._allocated and hasattr(self._noise, "fill")
 
     def fill_with_noise(self, out: Tensor) -> None:
         """Overwrites ``out`` [n] with the noise of this logical batch's release, divided as its sums will be."""

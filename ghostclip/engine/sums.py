@@ -126,8 +126,12 @@ class ClippedSums:
                 )
 
     @torch.no_grad()
-    def release(self, held: Collection[nn.Parameter], make_private: Callable[[list[Tensor]], list[Tensor]]) -> None:
-        """Leaves what ``make_private`` makes of the sums in the p.grads of ``held``.
+    def release(
+        self,
+        held: Collection[nn.Parameter],
+        make_private: Callable[[list[nn.Parameter], list[Tensor]], list[Tensor]],
+    ) -> None:
+        """Leaves what ``make_private`` makes of the sums, given their parameters, in the p.grads of ``held``.
 
         Trained parameters without a gradient get zeros first, since optimizers skip None and it would have no noise;
         sums of parameters that aren't held are dropped.
@@ -135,7 +139,7 @@ class ClippedSums:
         stepped = [p for p in held if p.requires_grad or p.grad is not None]
         sums = self.of(stepped)
         try:
-            for parameter, total in zip(stepped, make_private(sums), strict=True):
+            for parameter, total in zip(stepped, make_private(stepped, sums), strict=True):
                 parameter.grad = total if total.dtype == parameter.dtype else total.to(parameter.dtype)
             _drop(p for _, p in self._named if p not in held)
             self._forget()

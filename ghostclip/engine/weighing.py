@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ghostclip.clipping import Custom
+from ghostclip.clipping import Composed, Custom
 from ghostclip.clipping.choice import Clamped
 from ghostclip.clipping.groups import CustomGroups
 from ghostclip.errors import PrivacyError
@@ -29,7 +29,8 @@ def refuse_joint_weights(policy: Any, norms: Any) -> None:
         policy: of clipping.
         norms: of a physical batch, [B] or {group: [B]}.
     """
-    if not isinstance(policy, Custom | CustomGroups | Clamped):
+    of_user = isinstance(policy, Custom | CustomGroups | Clamped)
+    if not of_user and not (isinstance(policy, Composed) and not policy.weighs_each_alone):
         return
     found: Any = policy.weights(norms)
     whole = found if isinstance(found, dict) else {"": found}

@@ -22,7 +22,7 @@ class AdamBC(Optimizer):
 
     With noise of standard deviation s in each entry of the private gradient g, the average of g^2 is that of the
     clipped gradient plus s^2. Adam divides by its root, so that all entries where noise prevails move alike. Here entry
-    i moves by ``lr * m_i / sqrt(max(v_i - s^2, floor))``, m and v Adam's averages of g and g^2, corrected for their start.
+    i moves by ``lr * m_i / sqrt(max(v_i - s^2, floor))``, for Adam's averages m of g and v of g^2.
 
     ``optimizer.noise_std = engine.noise_std`` says how much noise there is; without it `step` raises PrivacyError.
 
@@ -53,7 +53,7 @@ class AdamBC(Optimizer):
         self.noise_std: NoiseStd | None = None
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update; returns what ``closure`` returns.
 
         Raises:
