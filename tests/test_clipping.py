@@ -94,7 +94,7 @@ def test_a_group_wise_policy_of_ones_own_is_refused():
     class Mine(PerLayer):
         pass
 
-    with pytest.raises(TypeError, match=r"must be PerLayer, Grouped, or Custom\(.*got Mine"):
+    with pytest.raises(TypeError, match=r"must be PerLayer, Grouped, Composed, or Custom\(.*got Mine"):
         as_policy(Mine(1.0))
 
 

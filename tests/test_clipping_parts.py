@@ -137,7 +137,7 @@ def test_quantiles_move_by_their_formula_and_stop_at_the_floor() -> None:
     assert rule.thresholds(sizes) == {"a": 1.0, "b": 2.0}
     counts = rule.counts({"a": torch.tensor([0.5, 1.0, 3.0, math.nan]), "b": torch.tensor([1.0, 1.0, 1.0, 1.0])})
     assert counts.tolist() == [0.0, 2.0]
-    rule.update({"a": 1.0, "b": 0.1})
+    rule.update([1.0, 0.1])
     assert rule.thresholds(sizes) == pytest.approx({"a": 0.9, "b": 2.0 * math.exp(-0.5 * (0.1 - 0.6))})
     other = Quantiles(Fixed({"a": 1.0, "b": 2.0}), floor=0.9)
     other.load_state_dict(rule.state_dict())

@@ -22,7 +22,7 @@ LEVELS: list[tuple[str, ...] | set[str]] = [
     ("clipping",),
     ("clipper", "compiled"),
     ("events",),
-    {"noise", "sampling", "accounting", "ledger", "checkpoint"},
+    {"noise", "sampling", "accounting", "ledger", "checkpoint", "optim"},
     ("engine",),
     {"datasets", "models"},
     {"audit", "report", "bench", "integrations"},

@@ -340,8 +340,9 @@ class PrivacyEngine:
 
     def noise_std(self, parameter: nn.Parameter) -> float:
         """The standard deviation of the noise in each entry of a trained parameter's private gradient, as it is now."""
-        share = self._steps.release.noise_shares().get(parameter, 1.0)
-        return self.noise_multiplier * self._steps.release.sensitivity * share / self.batch_size
+        release = self._steps.release
+        sensitivity = release.sensitivity or self.clipping.sensitivity
+        return self.noise_multiplier * sensitivity * release.noise_shares().get(parameter, 1.0) / self.batch_size
 
     @property
     def events(self) -> list[Event]:

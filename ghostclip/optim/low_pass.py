@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -42,6 +43,7 @@ class LowPassFilter:
         self._outputs: dict[nn.Parameter, deque[Tensor]] = {}
         self._ones: deque[float] = deque(maxlen=len(self.a))
         self._steps = 0
+        self._optimizer = optimizer
         self._handle = optimizer.register_step_pre_hook(self._filter)
 
     def remove(self) -> None:
@@ -54,10 +56,9 @@ class LowPassFilter:
         self._steps += 1
         passed = sum(self.b[: self._steps]) - sum(c * one for c, one in zip(self.a, self._ones, strict=False))
         self._ones.appendleft(passed)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad = self._output(parameter, parameter.grad) / passed
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                parameter.grad = self._output(parameter, parameter.grad) / passed
 
     def _output(self, parameter: nn.Parameter, grad: Tensor) -> Tensor:
         inputs = self._inputs.setdefault(parameter, deque(maxlen=len(self.b)))
@@ -72,13 +73,23 @@ class LowPassFilter:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers of earlier steps, parameters by their place in the optimizer."""
-        return {"steps": self._steps, "ones": list(self._ones), "inputs": [list(d) for d in self._inputs.values()],
-                "outputs": [list(d) for d in self._outputs.values()]}  # fmt: skip
+        """What it remembers of earlier steps, by the places of parameters in the optimizer."""
+        places = {parameter: str(place) for place, parameter in enumerate(self._parameters())}
+        kept = [{places[p]: list(values) for p, values in each.items()} for each in (self._inputs, self._outputs)]
+        return {"steps": self._steps, "ones": list(self._ones), "inputs": kept[0], "outputs": kept[1]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes a `state_dict` back, of a filter with as many coefficients over as many parameters."""
+        parameters = self._parameters()
+        self._steps, self._ones = int(state["steps"]), deque(state["ones"], maxlen=len(self.a))
+        for name, kept, most in (("inputs", self._inputs, len(self.b)), ("outputs", self._outputs, len(self.a))):
+            kept.clear()
+            kept.update({parameters[int(place)]: deque(values, maxlen=most) for place, values in state[name].items()})
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
 
 def _roots(a: Sequence[float]) -> list[complex]:
     """The poles of the filter: roots of z^n + a_1 z^(n-1) + ... + a_n."""
-    import numpy as np
-
     return list(np.roots([1.0, *a]))

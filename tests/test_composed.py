@@ -1,0 +1,215 @@
+"""Policies composed of partition, threshold rule, scaling and noise allocation, beside the slow obvious loop."""
+
+import copy
+import math
+
+import dp_accounting
+import pytest
+import torch
+import torch.nn.functional as F
+from dp_accounting.pld import PLDAccountant
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import ghostclip
+from ghostclip import clipping as c
+from ghostclip.errors import PrivacyError
+
+PARTITIONS = [
+    c.Whole(),
+    c.ByLayer(),
+    c.ByParameter(),
+    c.Blocks(),
+    c.EqualSizes(2),
+    c.ByName({"weights": ["*weight"], "biases": ["*bias"]}),
+]
+RULES = [c.EqualShare(0.7), c.Fixed(0.4), c.ByDimension(1.3), c.Quantiles(0.8)]
+
+
+def half(norms, threshold):
+    """A scaling of a user's own, far over what it may return for large norms."""
+    return torch.full_like(norms, 0.5)
+
+
+SCALINGS = [c.Clip(), c.AutoS(), c.AutoV(), c.Psac(), half]
+NOISES = [c.GlobalNoise(), c.EqualNoise(), c.OptimalNoise()]
+composed = st.builds(
+    c.Composed, st.sampled_from(PARTITIONS), st.sampled_from(RULES), st.sampled_from(SCALINGS), st.sampled_from(NOISES)
+)
+
+
+def network(dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
+
+
+def losses_of(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def by_loop(policy, model, batch):
+    """{parameter name: clipped sum} by single examples."""
+    sizes, policy = {name: p.numel() for name, p in model.named_parameters()}, copy.deepcopy(policy)
+    group_of, totals = policy.partition(sizes), dict.fromkeys(sizes, 0.0)
+    thresholds = policy.thresholds
+    for x, y in zip(*batch, strict=True):
+        loss = F.cross_entropy(model(x[None]), y[None])
+        grads = dict(zip(sizes, torch.autograd.grad(loss, list(model.parameters())), strict=True))
+        for group, threshold in thresholds.items():
+            inside = [name for name in sizes if group_of[name] == group]
+            norm = torch.sqrt(sum(grads[name].square().sum() for name in inside))
+            weight = policy.scaling(norm.view(1), torch.tensor(threshold, dtype=norm.dtype))[0]
+            weight = min(weight, threshold / norm)
+            for name in inside:
+                totals[name] = totals[name] + weight * grads[name]
+    return totals
+
+
+def batch_of(dtype=torch.float64, examples=6):
+    torch.manual_seed(1)
+    inputs = torch.randn(examples, 5, dtype=dtype) * torch.logspace(-2, 2, examples, dtype=dtype)[:, None]
+    return inputs, torch.randint(0, 3, (examples,))
+
+
+@settings(deadline=None, max_examples=60)
+@given(policy=composed, second_pass=st.sampled_from(["cached", "reweight"]))
+def test_clipped_sums_equal_the_loop(policy, second_pass) -> None:
+    model, batch = network(), batch_of()
+    expected = by_loop(policy, network(), batch)
+    clipper = ghostclip.GhostClipper(model, policy, second_pass=second_pass)
+    result = clipper.backward(losses_of(clipper.model, batch))
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-10, atol=1e-10)
+    assert result.sensitivity == pytest.approx(math.hypot(*clipper.clipping.thresholds.values()))
+
+
+@settings(deadline=None, max_examples=60)
+@given(policy=composed, left_out=st.integers(0, 5))
+def test_one_example_moves_the_sum_by_at_most_the_sensitivity(policy, left_out: int) -> None:
+    inputs, labels = batch_of(torch.float32)
+    sums = []
+    for rows in (range(6), [row for row in range(6) if row != left_out]):
+        clipper = ghostclip.GhostClipper(network(torch.float32), policy)
+        clipper.backward(losses_of(clipper.model, (inputs[list(rows)], labels[list(rows)])))
+        sums.append(torch.cat([p.grad.double().flatten() for p in clipper.model.parameters()]))
+    assert (sums[0] - sums[1]).norm() <= clipper.sensitivity * (1 + 1e-5)
+
+
+WIDE = {"0.weight": 40_000, "1.weight": 20_000}
+
+
+def noise_of(policy, sigma=2.0, steps=3):
+    """{parameter name: standard deviation of what one step adds to its sum}, and the engine."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(200, 200, bias=False), nn.Linear(200, 100, bias=False)).double()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    data = TensorDataset(torch.randn(40, 200, dtype=torch.float64), torch.zeros(40, dtype=torch.long))
+    engine = ghostclip.PrivacyEngine(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), data, batch_size=10, noise_multiplier=sigma,
+        clipping=policy, self_check=False,
+    )  # fmt: skip
+    taken = 0
+    while taken < steps:
+        for batch in engine.batches():
+            engine.step(batch, lambda model, batch: model(batch[0]).sum(1) * 0.0)
+            taken += 1
+            if taken == steps:
+                break
+    moved = {name: (p.detach() - before[name]) for name, p in model.named_parameters()}
+    return {name: float(each.std()) * 10 / math.sqrt(steps) for name, each in moved.items()}, engine
+
+
+@pytest.mark.parametrize("noise", [*NOISES, c.ProportionalNoise({"0": 1.0, "1": 5.0})])
+def test_each_release_has_the_noise_of_its_group(noise) -> None:
+    policy = c.Composed(c.ByLayer(), c.Fixed({"0": 0.5, "1": 2.0}), noise=noise)
+    found, engine = noise_of(policy)
+    expected = noise.stds(2.0, {"0": 0.5, "1": 2.0}, {"0": 40_000, "1": 20_000})
+    for name, std in found.items():
+        assert std == pytest.approx(expected[name[0]], rel=0.02)
+        assert engine.noise_std(engine.model.get_parameter(name)) * 10 == pytest.approx(expected[name[0]], rel=1e-9)
+
+
+def test_noise_that_makes_another_multiplier_is_refused_before_training() -> None:
+    policy = c.Composed(c.ByLayer(), c.Fixed(1.0), noise=c.GivenNoise({"0": 1.0, "1": 1.0}))
+    with pytest.raises(ValueError, match="multiply each by"):
+        noise_of(policy)
+
+
+def test_a_joint_bound_has_its_least_noise_in_every_group() -> None:
+    def all_alike(norms):
+        whole = torch.stack(list(norms.values())).norm(dim=0)
+        return dict.fromkeys(norms, (1.5 / whole).clamp(max=1.0))
+
+    rule = c.JointBound(all_alike, 1.5)
+    policy = c.Composed(c.ByLayer(), rule, noise=c.ProportionalNoise({"0": 1.0, "1": 4.0}))
+    found, engine = noise_of(policy, sigma=1.0)
+    assert found["0.weight"] == pytest.approx(1.5, rel=0.02)
+    assert found["1.weight"] == pytest.approx(6.0, rel=0.02)
+    assert engine.clipping.sensitivity == 1.5
+
+
+@pytest.mark.parametrize("partition", [c.Whole(), c.ByLayer(), c.ByParameter()])
+def test_counts_are_charged_with_the_gradients(partition) -> None:
+    policy = c.Composed(partition, c.Quantiles(1.0, count_noise=3.0), noise=c.EqualNoise())
+    model = network(torch.float32)
+    data = TensorDataset(*batch_of(torch.float32, 40))
+    engine = ghostclip.PrivacyEngine(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), data, batch_size=10, noise_multiplier=1.2, clipping=policy
+    )
+    groups = len(set(engine.clipping.thresholds))
+    start = dict(engine.clipping.thresholds)
+    for batch in engine.batches():
+        engine.step(batch, losses_of)
+    assert all(engine.clipping.thresholds[group] != start[group] for group in start)
+    multiplier = 1 / math.sqrt(1 / 1.2**2 + groups / (4 * 3.0**2))
+    accountant = PLDAccountant()
+    event = dp_accounting.PoissonSampledDpEvent(10 / 40, dp_accounting.GaussianDpEvent(multiplier))
+    accountant.compose(event, engine.steps_taken)
+    assert engine.epsilon() == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-6)
+
+
+def test_thresholds_are_those_of_one_model_each() -> None:
+    policy = c.Composed(c.ByLayer(), c.Quantiles(1.0))
+    first, second = ghostclip.GhostClipper(network(), policy), ghostclip.GhostClipper(nn.Linear(3, 2), policy)
+    assert set(first.clipping.thresholds) == {"0", "2", "4"}
+    assert set(second.clipping.thresholds) == {""}
+    with pytest.raises(PrivacyError, match="once it is given"):
+        _ = policy.thresholds
+
+
+def test_adapted_thresholds_go_through_a_checkpoint(tmp_path) -> None:
+    def engine():
+        model = network(torch.float32)
+        policy = c.Composed(c.ByLayer(), c.Quantiles(1.0))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = TensorDataset(*batch_of(torch.float32, 40))
+        return ghostclip.PrivacyEngine(
+            model, optimizer, data, batch_size=10, noise_multiplier=1.2, clipping=policy, noise="test", seed=3
+        )
+
+    first, second = engine(), engine()
+    for batch in first.batches():
+        first.step(batch, losses_of)
+    first.save(tmp_path / "saved")
+    second.restore(tmp_path / "saved")
+    assert second.clipping.thresholds == first.clipping.thresholds != c.EqualShare(1.0).thresholds({"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: c.Composed(partition="layers"), "partition must be a Partition"),
+        (lambda: c.Composed(noise=1.0), "noise must be a NoiseAllocation"),
+        (lambda: c.Composed(scaling=1.0), "scaling must be a function"),
+    ],
+)
+def test_other_parts_are_refused(make, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        make()
+
+
+def test_a_scaling_beside_a_joint_bound_is_refused() -> None:
+    with pytest.raises(ValueError, match="leave scaling out"):
+        c.Composed(thresholds=c.JointBound(lambda norms: norms, 1.0), scaling=c.Clip())

@@ -1,0 +1,121 @@
+"""What is done with private gradients after their release: DP-AdamBC and low-pass filters."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.signal import butter, lfilter
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import ghostclip
+from ghostclip.errors import PrivacyError
+from ghostclip.optim import AdamBC, LowPassFilter
+
+
+def parameter() -> nn.Parameter:
+    return nn.Parameter(torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64))
+
+
+GRADS = [torch.tensor(row, dtype=torch.float64) for row in np.random.default_rng(0).normal(size=(12, 3))]
+
+
+def stepped(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> torch.Tensor:
+    for grad in GRADS:
+        p.grad = grad.clone()
+        optimizer.step()
+    return p.detach().clone()
+
+
+def test_without_noise_it_is_adam() -> None:
+    mine, torchs = parameter(), parameter()
+    optimizer = AdamBC([mine], lr=0.1, floor=1e-30)
+    optimizer.noise_std = lambda p: 0.0
+    expected = stepped(torch.optim.Adam([torchs], lr=0.1, eps=0.0), torchs)
+    torch.testing.assert_close(stepped(optimizer, mine), expected, rtol=1e-12, atol=0)
+
+
+def test_the_variance_of_the_noise_is_subtracted() -> None:
+    p, std, floor, (b1, b2) = parameter(), 0.8, 0.05, (0.8, 0.95)
+    optimizer = AdamBC([p], lr=0.1, betas=(b1, b2), floor=floor)
+    optimizer.noise_std = lambda p: std
+    expected, m, v = p.detach().clone(), 0.0, 0.0
+    for step, grad in enumerate(GRADS, 1):
+        m, v = b1 * m + (1 - b1) * grad, b2 * v + (1 - b2) * grad**2
+        second = (v / (1 - b2**step) - std**2).clamp(min=floor)
+        expected -= 0.1 * (m / (1 - b1**step)) / second.sqrt()
+    torch.testing.assert_close(stepped(optimizer, p), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_adam_bc_asks_for_the_noise() -> None:
+    p = parameter()
+    with pytest.raises(PrivacyError, match=r"optimizer.noise_std = engine.noise_std"):
+        stepped(AdamBC([p]), p)
+
+
+@pytest.mark.parametrize("bad", [{"lr": 0.0}, {"floor": 0.0}, {"betas": (0.9, 1.0)}])
+def test_arguments_of_adam_bc_out_of_range(bad) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        AdamBC([parameter()], **bad)
+
+
+FILTERS = [((1.0,), ()), ((0.1,), (-0.9,)), ((0.5, 0.3, 0.2), ()), (butter(2, 0.3)[0], butter(2, 0.3)[1][1:])]
+
+
+@pytest.mark.parametrize(("b", "a"), FILTERS)
+def test_gradients_are_filtered_as_scipy_does(b, a) -> None:
+    p, seen = parameter(), []
+    optimizer = torch.optim.SGD([p], lr=0.0)
+    LowPassFilter(optimizer, b, a)
+    optimizer.register_step_post_hook(lambda *_: seen.append(p.grad.clone()))
+    stepped(optimizer, p)
+    grads = torch.stack(GRADS).numpy()
+    expected = lfilter(b, [1.0, *a], grads, axis=0) / lfilter(b, [1.0, *a], np.ones((len(grads), 1)), axis=0)
+    np.testing.assert_allclose(torch.stack(seen).numpy(), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_filter_goes_on_where_it_was_and_can_be_removed() -> None:
+    p, q = parameter(), parameter()
+    first, second = torch.optim.SGD([p], lr=0.1), torch.optim.SGD([q], lr=0.1)
+    here, there = LowPassFilter(first), LowPassFilter(second)
+    stepped(first, p)
+    there.load_state_dict(here.state_dict())
+    with torch.no_grad():
+        q.copy_(p)
+    assert torch.equal(stepped(first, p), stepped(second, q))
+    here.remove()
+    before = p.detach().clone()
+    assert torch.allclose(stepped(first, p), before - 0.1 * torch.stack(GRADS).sum(0))
+
+
+@pytest.mark.parametrize(("b", "a"), [((), ()), ((1.0, -1.0), ()), ((1.0,), (-1.0,)), ((1.0,), (0.0, 1.5))])
+def test_filters_that_pass_nothing_or_grow_are_refused(b, a) -> None:
+    with pytest.raises(ValueError, match=r"b must have|without bound"):
+        LowPassFilter(torch.optim.SGD([parameter()], lr=0.1), b, a)
+
+
+def test_both_work_behind_an_engine(tmp_path) -> None:
+    def made():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = AdamBC(model.parameters(), lr=0.05)
+        data = TensorDataset(torch.randn(60, 4), torch.randint(0, 2, (60,)))
+        engine = ghostclip.PrivacyEngine(
+            model, optimizer, data, batch_size=20, noise_multiplier=1.0, noise="test", seed=1
+        )
+        optimizer.noise_std = engine.noise_std
+        return engine, LowPassFilter(optimizer)
+
+    def losses(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    engine, filtered = made()
+    assert engine.noise_std(engine.model.weight) == 1.0 / 20
+    for batch in engine.batches():
+        engine.step(batch, losses)
+    engine.save(tmp_path / "saved", {"filter": filtered})
+    again, other = made()
+    again.restore(tmp_path / "saved", {"filter": other})
+    for one in (engine, again):
+        for batch in one.batches():
+            one.step(batch, losses)
+    assert torch.equal(engine.model.weight, again.model.weight)
