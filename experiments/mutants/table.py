@@ -77,8 +77,8 @@ CLIPPING = [
     Mutant(
         "a product with patches leaves the weights out",
         "ghostclip/norms/convolution.py",
-        "            total += self.outer(part).weighted_sum(weights[part])\n",
-        "            total += self.outer(part).weighted_sum(torch.ones_like(weights[part]))\n",
+        "        images, grads = (images * scale, grads) if images.numel() < grads.numel() else (images, grads * scale)\n",
+        "",
         ("tests/test_norms_convolution.py",),
     ),
     Mutant(

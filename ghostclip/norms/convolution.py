@@ -79,6 +79,18 @@ def patches(images: Tensor, kernel: tuple[int, ...], output: tuple[int, ...], ge
     return view.reshape(images.shape[0], images.shape[1] * math.prod(kernel), math.prod(output))
 
 
+def rows_of_patches(images: Tensor, kernel: tuple[int, ...], output: tuple[int, ...], geometry: Geometry) -> Tensor:
+    """The same patches as rows, channels last: images [B, C, *S] to [B * prod(output), prod(kernel) * C]."""
+    padding = [side for amount in reversed(geometry.padding) for side in (amount, amount)]
+    images = (torch.nn.functional.pad(images, padding) if any(padding) else images).movedim(1, -1).contiguous()
+    example, *steps, channel = images.stride()
+    within = [step * each for step, each in zip(steps, geometry.dilation, strict=True)]
+    between = [step * each for step, each in zip(steps, geometry.stride, strict=True)]
+    shape = (images.shape[0], *output, *kernel, images.shape[-1])
+    view = images.as_strided(shape, (example, *between, *within, channel))
+    return view.reshape(images.shape[0] * math.prod(output), -1)
+
+
 def windowed_gram(
     images: Tensor, grads: Tensor, kernel: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
@@ -253,11 +265,16 @@ class ConvGrads(PerExampleGrads):
         return {"native": self.weighted_sum, "patches": self._sum_by_patches}
 
     def _sum_by_patches(self, weights: Tensor) -> Tensor:
-        first, *others = chunks(self.examples, self._column_bytes(), max(SUM_BYTES, 4 * math.prod(self.shape)))
-        total = self.outer(first).weighted_sum(weights[first])
-        for part in others:
-            total += self.outer(part).weighted_sum(weights[part])
-        return total
+        """A product with patches as rows, channels last, of a part of the batch at a time."""
+        images, grads = to_float32(self.images), to_float32(self.grads)
+        scale = weights.to(grads.dtype).view(-1, *[1] * (grads.dim() - 1))
+        images, grads = (images * scale, grads) if images.numel() < grads.numel() else (images, grads * scale)
+        outputs, inputs, *kernel = self.shape
+        total = grads.new_zeros(outputs, math.prod(kernel) * inputs)
+        for part in chunks(self.examples, self._column_bytes(), max(SUM_BYTES, 4 * total.numel())):
+            left = grads[part].flatten(2).transpose(0, 1).reshape(outputs, -1)
+            total.addmm_(left, rows_of_patches(images[part], self.shape[2:], grads.shape[2:], self.geometry))
+        return grads.new_empty(self.shape).copy_(total.view(outputs, *kernel, inputs).movedim(-1, 1))
 
     def keep_only(self, keep: Tensor) -> ConvGrads:
         return replace(self, images=zero_examples(self.images, keep), grads=zero_examples(self.grads, keep))
