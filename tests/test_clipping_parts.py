@@ -16,7 +16,7 @@ from ghostclip.clipping.allocation import (
     ProportionalNoise,
 )
 from ghostclip.clipping.partitions import Blocks, ByLayer, ByName, ByParameter, EqualSizes, Whole
-from ghostclip.clipping.scaling import AutoS, AutoV, Clip, Psac, Scaling
+from ghostclip.clipping.scaling import AutoS, AutoV, Clip, NormScaling, Psac
 from ghostclip.clipping.thresholds import ByDimension, EqualShare, Fixed, Quantiles
 
 SIZES = {
@@ -76,7 +76,7 @@ def test_thresholds_for_other_groups_are_refused() -> None:
 
 @pytest.mark.parametrize("scaling", [Clip(), AutoS(), AutoS(10.0), AutoV(), Psac(), Psac(5.0)])
 @given(norm=st.floats(0, 1e8), threshold=st.floats(1e-4, 1e4))
-def test_scaled_norms_stay_within_the_threshold(scaling: Scaling, norm: float, threshold: float) -> None:
+def test_scaled_norms_stay_within_the_threshold(scaling: NormScaling, norm: float, threshold: float) -> None:
     norms, bound = torch.tensor([norm], dtype=torch.float64), torch.tensor(threshold, dtype=torch.float64)
     assert float((scaling(norms, bound) * norms)[0]) <= threshold * (1 + 1e-12)
 
@@ -85,7 +85,7 @@ def test_scaled_norms_stay_within_the_threshold(scaling: Scaling, norm: float, t
     ("scaling", "at_zero", "at_two"),
     [(Clip(), 1.0, 1.0), (AutoS(0.5), 6.0, 3 / 2.5), (AutoV(), 0.0, 1.5), (Psac(0.5), 3.0, 3 / (2 + 0.5 / 2.5))],
 )
-def test_scalings_by_hand(scaling: Scaling, at_zero: float, at_two: float) -> None:
+def test_scalings_by_hand(scaling: NormScaling, at_zero: float, at_two: float) -> None:
     found = scaling(torch.tensor([0.0, 2.0], dtype=torch.float64), torch.tensor(3.0, dtype=torch.float64))
     assert found.tolist() == pytest.approx([at_zero, at_two], rel=1e-12)
 

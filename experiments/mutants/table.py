@@ -77,8 +77,8 @@ CLIPPING = [
     Mutant(
         "a product with patches leaves the weights out",
         "ghostclip/norms/convolution.py",
-        "        images, grads = (images * scale, grads) if images.numel() < grads.numel() else (images, grads * scale)\n",
-        "",
+        "        images, grads = self._scaled(weights)\n",
+        "        images, grads = self._scaled(torch.ones_like(weights))\n",
         ("tests/test_norms_convolution.py",),
     ),
     Mutant(

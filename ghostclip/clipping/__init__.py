@@ -14,7 +14,7 @@ from ghostclip.clipping.composed import Composed
 from ghostclip.clipping.groups import Grouped, Groupwise, PerLayer, Thresholds
 from ghostclip.clipping.partitions import Blocks, ByLayer, ByName, ByParameter, EqualSizes, Partition, Whole
 from ghostclip.clipping.policies import Automatic, Custom, Flat, Policy, flat_weights
-from ghostclip.clipping.scaling import AutoS, AutoV, Clip, Psac, Scaling
+from ghostclip.clipping.scaling import AutoS, AutoV, Clip, NormScaling, Psac
 from ghostclip.clipping.thresholds import ByDimension, EqualShare, Fixed, JointBound, Quantiles, ThresholdRule
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "Groupwise",
     "JointBound",
     "NoiseAllocation",
+    "NormScaling",
     "OptimalNoise",
     "Partition",
     "PerLayer",
@@ -48,7 +49,6 @@ __all__ = [
     "ProportionalNoise",
     "Psac",
     "Quantiles",
-    "Scaling",
     "ThresholdRule",
     "Thresholds",
     "Whole",

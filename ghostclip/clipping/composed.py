@@ -12,7 +12,7 @@ from torch import Tensor
 from ghostclip.clipping.allocation import GlobalNoise, NoiseAllocation
 from ghostclip.clipping.groups import Groupwise, joint_weights
 from ghostclip.clipping.partitions import ByLayer, Partition
-from ghostclip.clipping.scaling import AutoS, AutoV, Clip, Psac, Scaling
+from ghostclip.clipping.scaling import AutoS, AutoV, Clip, NormScaling, Psac
 from ghostclip.clipping.thresholds import EqualShare, JointBound, Quantiles, ThresholdRule
 from ghostclip.errors import PrivacyError
 from ghostclip.norms.reduce import margin
@@ -42,7 +42,7 @@ class Composed(Groupwise):
         self,
         partition: Partition | None = None,
         thresholds: ThresholdRule | float = 1.0,
-        scaling: Scaling | None = None,
+        scaling: NormScaling | None = None,
         noise: NoiseAllocation | None = None,
     ) -> None:
         self.partition_rule = ByLayer() if partition is None else partition

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ghostclip.validate import positive
 
-__all__ = ["AutoS", "AutoV", "Clip", "Psac", "Scaling"]
+__all__ = ["AutoS", "AutoV", "Clip", "NormScaling", "Psac"]
 
 
-class Scaling(Protocol):
+class NormScaling(Protocol):
     """(norms, threshold) -> weights."""
 
     def __call__(self, norms: Tensor, threshold: Tensor, /) -> Tensor:

@@ -340,9 +340,7 @@ class PrivacyEngine:
 
     def noise_std(self, parameter: nn.Parameter) -> float:
         """The standard deviation of the noise in each entry of a trained parameter's private gradient, as it is now."""
-        release = self._steps.release
-        sensitivity = release.sensitivity or self.clipping.sensitivity
-        return self.noise_multiplier * sensitivity * release.noise_shares().get(parameter, 1.0) / self.batch_size
+        return self._steps.release.noise_std(parameter)
 
     @property
     def events(self) -> list[Event]:

@@ -297,6 +297,11 @@ class Release:
         group_of = self.clipper.passes.group_of()
         return {p: stds[group_of[id(p)]] / std for p in self.clipper.model.parameters() if id(p) in group_of}
 
+    def noise_std(self, parameter: nn.Parameter) -> float:
+        """The standard deviation of the noise in each entry of the parameter's private gradient, as it is now."""
+        std = self._noise_multiplier * (self.sensitivity or self.clipper.clipping.sensitivity)
+        return std * self.noise_shares().get(parameter, 1.0) / self.batch_size
+
     def _make_private(self, parameters: list[nn.Parameter], sums: list[Tensor]) -> list[Tensor]:
         std = self._noise_multiplier * self.sensitivity
 

@@ -251,13 +251,15 @@ class ConvGrads(PerExampleGrads):
         return self.outer().per_example()
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        images, grads = to_float32(self.images), to_float32(self.grads)
         if self.examples == 0:
-            return grads.new_zeros(self.shape)
-        # Linear in both: the smaller one is copied.
+            return to_float32(self.grads).new_zeros(self.shape)
+        return weight_gradient(*self._scaled(weights), self.shape, self.geometry)
+
+    def _scaled(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Images and gradients, one of them times the weights: linear in both, the smaller one is copied."""
+        images, grads = to_float32(self.images), to_float32(self.grads)
         scale = weights.to(grads.dtype).view(-1, *[1] * (grads.dim() - 1))
-        images, grads = (images * scale, grads) if images.numel() < grads.numel() else (images, grads * scale)
-        return weight_gradient(images, grads, self.shape, self.geometry)
+        return (images * scale, grads) if images.numel() < grads.numel() else (images, grads * scale)
 
     def sums(self) -> dict[str, Callable[[Tensor], Tensor]]:
         if self._positions > MOST_POSITIONS or self.examples == 0:
@@ -266,9 +268,7 @@ class ConvGrads(PerExampleGrads):
 
     def _sum_by_patches(self, weights: Tensor) -> Tensor:
         """A product with patches as rows, channels last, of a part of the batch at a time."""
-        images, grads = to_float32(self.images), to_float32(self.grads)
-        scale = weights.to(grads.dtype).view(-1, *[1] * (grads.dim() - 1))
-        images, grads = (images * scale, grads) if images.numel() < grads.numel() else (images, grads * scale)
+        images, grads = self._scaled(weights)
         outputs, inputs, *kernel = self.shape
         total = grads.new_zeros(outputs, math.prod(kernel) * inputs)
         for part in chunks(self.examples, self._column_bytes(), max(SUM_BYTES, 4 * total.numel())):
