@@ -98,10 +98,10 @@ class Releases:
     def __init__(self, release: Callable[..., None]) -> None:
         self.release, self.made = release, []
 
-    def __call__(self, held: Any, make_private: Callable[[list[Tensor]], list[Tensor]]) -> None:
-        def noted(sums: list[Tensor]) -> list[Tensor]:
+    def __call__(self, held: Any, make_private: Callable[[list[Any], list[Tensor]], list[Tensor]]) -> None:
+        def noted(parameters: list[Any], sums: list[Tensor]) -> list[Tensor]:
             before = [total.clone() for total in sums]
-            private = make_private(sums)
+            private = make_private(parameters, sums)
             assert not any(torch.equal(total / 24, part) for total, part in zip(before, private, strict=True))
             self.made.append(torch.cat([part.flatten() for part in private]))
             return private

@@ -262,7 +262,7 @@ class ConvGrads(PerExampleGrads):
         return (images * scale, grads) if images.numel() < grads.numel() else (images, grads * scale)
 
     def sums(self) -> dict[str, Callable[[Tensor], Tensor]]:
-        if self._positions > MOST_POSITIONS or self.examples == 0:
+        if self.geometry.groups > 1 or self._positions > MOST_POSITIONS or self.examples == 0:
             return {}
         return {"native": self.weighted_sum, "patches": self._sum_by_patches}
 
