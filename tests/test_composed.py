@@ -213,3 +213,61 @@ def test_other_parts_are_refused(make, words: str) -> None:
 def test_a_scaling_beside_a_joint_bound_is_refused() -> None:
     with pytest.raises(ValueError, match="leave scaling out"):
         c.Composed(thresholds=c.JointBound(lambda norms: norms, 1.0), scaling=c.Clip())
+
+
+class Counting(c.ThresholdRule):
+    """A rule that gives other thresholds each time it is asked, a hundredth of the first ones at the second time."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def thresholds(self, sizes):
+        self.asked += 1
+        return dict.fromkeys(sizes, 1.0 if self.asked % 2 else 0.01)
+
+
+def test_thresholds_and_sensitivity_are_of_one_reading_of_the_rule() -> None:
+    clipper = ghostclip.GhostClipper(network(), c.Composed(c.ByLayer(), Counting()))
+    inputs, labels = batch_of()
+    batch = inputs[-1:] * 100, labels[-1:]
+    for _ in range(3):
+        clipper.model.zero_grad()
+        result = clipper.backward(losses_of(clipper.model, batch))
+        whole = torch.cat([p.grad.flatten() for p in clipper.model.parameters()]).norm()
+        assert whole <= result.sensitivity * (1 + 1e-9)
+        assert result.sensitivity == clipper.sensitivity == pytest.approx(math.sqrt(3))
+
+
+class TooLittle(c.NoiseAllocation):
+    """Says of itself what it doesn't keep."""
+
+    def proportions(self, thresholds, sizes):
+        return dict.fromkeys(thresholds, 1.0)
+
+    def stds(self, sigma, thresholds, sizes):
+        return dict.fromkeys(thresholds, 0.1 * sigma)
+
+
+class Left(c.NoiseAllocation):
+    """Leaves a group out."""
+
+    def proportions(self, thresholds, sizes):
+        return {"0": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("noise", "words"), [(TooLittle(), r"noise multiplier of 0\.14\d*; it must be 2"), (Left(), r"missing: \['1'\]")]
+)
+def test_an_allocation_of_ones_own_is_held_to_the_noise_multiplier(noise, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        noise_of(c.Composed(c.ByLayer(), c.Fixed(1.0), noise=noise))
+
+
+@pytest.mark.parametrize("found", [{"": 1.0, "more": 1.0}, {"": 0.0}, {"": math.nan}, {}])
+def test_a_rule_of_ones_own_is_held_to_the_groups_and_to_norms(found) -> None:
+    class Own(c.ThresholdRule):
+        def thresholds(self, sizes):
+            return found
+
+    with pytest.raises(ValueError, match="thresholds"):
+        ghostclip.GhostClipper(nn.Linear(3, 2), c.Composed(c.ByLayer(), Own()))

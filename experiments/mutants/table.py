@@ -462,6 +462,20 @@ ENGINE = [
         ("tests/test_composed.py",),
     ),
     Mutant(
+        "thresholds are read anew for the sensitivity",
+        "ghostclip/clipping/composed.py",
+        "        return dict(self._thresholds)\n",
+        "        return self.rule.thresholds(dict(self._sizes))\n",
+        ("tests/test_composed.py",),
+    ),
+    Mutant(
+        "an allocation of the user's own is not held to the noise multiplier",
+        "ghostclip/clipping/composed.py",
+        "            if found < sigma * (1.0 - TOLERANCE):\n",
+        "            if False:\n",
+        ("tests/test_composed.py",),
+    ),
+    Mutant(
         "noise shares are not undone",
         "ghostclip/engine/release.py",
         "            private = [each * shares.get(p, 1.0) for p, each in zip(parameters, private, strict=True)]\n",

@@ -65,7 +65,7 @@ def _weights(policy: Policy | Groupwise, loop: list[dict[str, Tensor]], whole: T
     names = list(loop[0]) if loop else []
     if not isinstance(policy, Groupwise):
         return dict.fromkeys(names, policy.weights(whole))
-    partition = policy.partition({name: grad.numel() for name, grad in loop[0].items()} if loop else {})
+    partition = policy.partition({name: grad.numel() for name, grad in loop[0].items()})
     norms = {
         group: torch.stack([_norm([example[name] for name in names if partition[name] == group]) for example in loop])
         for group in dict.fromkeys(partition.values())

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ghostclip.clipping.allocation import GlobalNoise, NoiseAllocation
+from ghostclip.clipping.allocation import TOLERANCE, GlobalNoise, NoiseAllocation, same_groups
 from ghostclip.clipping.groups import Groupwise, joint_weights
 from ghostclip.clipping.partitions import ByLayer, Partition
 from ghostclip.clipping.scaling import AutoS, AutoV, Clip, NormScaling, Psac
 from ghostclip.clipping.thresholds import EqualShare, JointBound, Quantiles, ThresholdRule
 from ghostclip.errors import PrivacyError
 from ghostclip.norms.reduce import margin
+from ghostclip.validate import positive
 
 __all__ = ["Composed"]
 
@@ -29,13 +30,16 @@ class Composed(Groupwise):
 
     Args:
         partition: which parameters are clipped together; see `ghostclip.clipping.partitions`.
-        thresholds: the rule for the C_k, see `ghostclip.clipping.thresholds`; a number C is ``EqualShare(C)``.
+        thresholds: the rule for the C_k, see `ghostclip.clipping.thresholds`; a number C is ``EqualShare(C)``. It is
+            asked once for a partition, and again after each update of `Quantiles`.
         scaling: from norms and thresholds to weights, see `ghostclip.clipping.scaling`; a function of the user's may
             return any weights: they are clamped so that no weighted norm exceeds its threshold.
-        noise: how noise is allocated to the groups, see `ghostclip.clipping.allocation`.
+        noise: how noise is allocated to the groups, see `ghostclip.clipping.allocation`; a class of the user's is held
+            to the noise multiplier.
 
     Raises:
         TypeError: an argument is none of these.
+        ValueError: a scaling is given beside `JointBound`. In `partition`: the parts don't fit the model's groups.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Composed(Groupwise):
         if scaling is not None and isinstance(self.rule, JointBound):
             raise ValueError("JointBound has a function of its own in place of a scaling; leave scaling out")
         self._sizes: dict[str, int] = {}
+        self._thresholds: dict[str, float] | None = None
 
     def __repr__(self) -> str:
         return f"Composed({self.partition_rule!r}, {self.rule!r}, {self.scaling!r}, {self.noise!r})"
@@ -70,15 +75,21 @@ class Composed(Groupwise):
         self._sizes = dict.fromkeys(groups.values(), 0)
         for name, group in groups.items():
             self._sizes[group] += sizes[name]
-        self.rule.thresholds(self._sizes)  # refuses groups that it isn't about
+        self._read_thresholds()
         return groups
+
+    def _read_thresholds(self) -> None:
+        """Asks the rule. Weights, sensitivity and noise are by one answer, whatever the rule says next time."""
+        found = self.rule.thresholds(dict(self._sizes))
+        same_groups("thresholds", set(self._sizes), set(found))
+        self._thresholds = {group: positive(**{f"thresholds[{group!r}]": found[group]}) for group in self._sizes}
 
     @property
     def thresholds(self) -> dict[str, float]:
         """{group: C_k} as they are now; PrivacyError before the policy is given to a model."""
-        if not self._sizes:
+        if self._thresholds is None:
             raise PrivacyError("the groups of a Composed policy are known once it is given to a GhostClipper or engine")
-        return self.rule.thresholds(self._sizes)
+        return dict(self._thresholds)
 
     @property
     def sensitivity(self) -> float:
@@ -103,10 +114,23 @@ class Composed(Groupwise):
         return dict(zip(norms, torch.minimum(torch.maximum(weights, -most), most).unbind(), strict=True))
 
     def noise_stds(self, sigma: float) -> dict[str, float]:
-        """{group: standard deviation of the noise in its sum} for the noise multiplier ``sigma``."""
+        """{group: standard deviation of the noise in its sum} for the noise multiplier ``sigma``.
+
+        Raises:
+            ValueError: the allocation names other groups, or makes a smaller noise multiplier.
+        """
+        bounds, sizes = self.thresholds, dict(self._sizes)
         if isinstance(self.rule, JointBound):
-            return self.noise.stds_of_joint_bound(sigma, self.rule.max_norm, self._sizes)
-        return self.noise.stds(sigma, self.thresholds, self._sizes)
+            stds = self.noise.stds_of_joint_bound(sigma, self.rule.max_norm, sizes)
+        else:
+            stds = self.noise.stds(sigma, bounds, sizes)
+        same_groups("the noise allocation", set(bounds), set(stds))
+        if sigma:
+            shares = [bounds[group] / positive(**{f"the std of {group!r}": std}) for group, std in stds.items()]
+            found = 1.0 / (max(shares) if isinstance(self.rule, JointBound) else math.hypot(*shares))
+            if found < sigma * (1.0 - TOLERANCE):
+                raise ValueError(f"the noise allocation makes a noise multiplier of {found!r}; it must be {sigma!r}")
+        return stds
 
     @property
     def weighs_each_alone(self) -> bool:
@@ -129,6 +153,7 @@ class Composed(Groupwise):
     def update(self, shares: Sequence[float]) -> None:
         """`Quantiles.update`."""
         self._quantiles.update(shares)
+        self._read_thresholds()
 
     @property
     def _quantiles(self) -> Quantiles:
@@ -143,3 +168,5 @@ class Composed(Groupwise):
         """Takes a `state_dict` back."""
         if isinstance(self.rule, Quantiles):
             self.rule.load_state_dict(state)
+            if self._sizes:
+                self._read_thresholds()
