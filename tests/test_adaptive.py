@@ -1,7 +1,7 @@
 """Adaptive clipping: it finds the quantile, one example moves the count by 1/2, and the count is charged."""
 
 import math
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -163,14 +163,17 @@ def test_the_default_noise_is_a_twentieth_of_the_batch() -> None:
 
 def test_a_target_is_met_with_the_count_included() -> None:
     loader = LogicalBatches(data(torch.rand(400)), batch_size=40)
-    target: dict[str, Any] = {"target_epsilon": 2.0, "steps": 10, "delta": 1e-5, "accountant": "rdp"}
+    target: dict[str, Any] = {"target_epsilon": 2.0, "delta": 1e-5, "accountant": "rdp"}
+
+    def events_of(policy: Any) -> Any:
+        return lambda noise: [replace(step_event(loader.scheme, policy, noise), count=10)]
+
     fixed, adaptive = (
-        accounting.noise_for(partial(step_event, loader, policy), **target)
-        for policy in (Flat(1.0), Adaptive(1.0, count_noise=1.0))
+        accounting.noise_for(events_of(policy), **target) for policy in (Flat(1.0), Adaptive(1.0, count_noise=1.0))
     )
     assert adaptive == pytest.approx((fixed**-2 - 2.0**-2) ** -0.5, rel=1e-4)
     with pytest.raises(ValueError, match=r"target_epsilon=2.0 can't be reached"):
-        accounting.noise_for(partial(step_event, loader, Adaptive(1.0, count_noise=0.1)), **target)
+        accounting.noise_for(events_of(Adaptive(1.0, count_noise=0.1)), **target)
 
 
 @pytest.mark.parametrize("options", [{"noise_multiplier": 0.0, "noise": "standard", "seed": None}, {}])

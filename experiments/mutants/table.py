@@ -42,14 +42,14 @@ CLIPPING = [
     Mutant(
         "no clip",
         PASSES,
-        "self.clipping.weights(bounds)",
+        "self.clipping.weights(self.scaled(bounds))",
         "torch.ones_like(norms)",
         CLIPPER,
     ),
     Mutant(
         "clip of the mean",
         PASSES,
-        "self.clipping.weights(bounds)",
+        "self.clipping.weights(self.scaled(bounds))",
         "self.clipping.weights(norms.mean().expand_as(norms))",
         CLIPPER,
     ),
@@ -156,7 +156,7 @@ CLIPPING = [
     Mutant(
         "rounding margin left out of the weights",
         PASSES,
-        "self.clipping.weights(bounds)",
+        "self.clipping.weights(self.scaled(bounds))",
         "self.clipping.weights(norms)",
         ROUNDING,
     ),
@@ -300,22 +300,22 @@ ENGINE = [
     Mutant(
         "sigma without C",
         RELEASE,
-        "std = self._noise_multiplier * self.sensitivity\n",
-        "std = self._noise_multiplier\n",
+        "std, batch_size = self.terms.noise_multiplier * self.sensitivity, self.terms.batch_size\n",
+        "std, batch_size = self.terms.noise_multiplier, self.terms.batch_size\n",
         PITFALLS,
     ),
     Mutant(
         "noise twice",
         RELEASE,
-        "self._noise.release(totals, std, self.batch_size)",
-        "self._noise.release(self._noise.release(totals, std, self.batch_size), std / self.batch_size)",
+        "self._noise.release(totals, std, batch_size)",
+        "self._noise.release(self._noise.release(totals, std, batch_size), std / batch_size)",
         PITFALLS,
     ),
     Mutant(
         "noise never",
         RELEASE,
-        "self._noise.release(totals, std, self.batch_size)",
-        "self._noise.release(totals, 0.0, self.batch_size)",
+        "self._noise.release(totals, std, batch_size)",
+        "self._noise.release(totals, 0.0, batch_size)",
         PITFALLS,
     ),
     Mutant(
@@ -450,8 +450,8 @@ ENGINE = [
     Mutant(
         "counts of many groups charged as one",
         "ghostclip/engine/adaptation.py",
-        "    counts = loader.event(2 * std / math.sqrt(policy.counted) if noise_multiplier else 0.0)\n",
-        "    counts = loader.event(2 * std if noise_multiplier else 0.0)\n",
+        "    counts = scheme.event(2 * std / math.sqrt(policy.counted) if noise_multiplier else 0.0)\n",
+        "    counts = scheme.event(2 * std if noise_multiplier else 0.0)\n",
         ("tests/test_composed.py",),
     ),
     Mutant(
@@ -474,6 +474,41 @@ ENGINE = [
         "            if found < sigma * (1.0 - TOLERANCE):\n",
         "            if False:\n",
         ("tests/test_composed.py",),
+    ),
+    Mutant(
+        "a stage's noise factor is not charged",
+        "ghostclip/engine/terms.py",
+        "            replace(step_event(scheme, self._policy, factor * noise_multiplier), count=count)\n",
+        "            replace(step_event(scheme, self._policy, noise_multiplier), count=count)\n",
+        ("tests/test_schedule.py",),
+    ),
+    Mutant(
+        "batches of all stages are drawn at the first one's rate",
+        "ghostclip/engine/terms.py",
+        "        return self._schemes[self._schedule.at(step)[0]]\n",
+        "        return self._schemes[0]\n",
+        ("tests/test_schedule.py",),
+    ),
+    Mutant(
+        "a stage's thresholds don't change its noise",
+        "ghostclip/clipper/second_pass.py",
+        "        return self.clipping.sensitivity * self.threshold_factor\n",
+        "        return self.clipping.sensitivity\n",
+        ("tests/test_schedule.py",),
+    ),
+    Mutant(
+        "counts are compared with the thresholds of another stage",
+        "ghostclip/engine/release.py",
+        "            self._adaptation.saw(self.clipper.passes.scaled(norms))\n",
+        "            self._adaptation.saw(norms)\n",
+        ("tests/test_schedule.py",),
+    ),
+    Mutant(
+        "steps of a stage that are taken again are refused",
+        "ghostclip/engine/budget.py",
+        "        planned = all(count <= self._planned.get(once, 0) for once, count in counts.items())\n",
+        "        planned = all(once in self._planned for once in counts)\n",
+        ("tests/test_schedule.py",),
     ),
     Mutant(
         "noise shares are not undone",
@@ -516,8 +551,8 @@ ACCOUNTING = [
     Mutant(
         "step lost from the count",
         SPENDING,
-        "        self._own[self._event] += 1\n",
-        "        self._own[self._event] += self.steps % 2 == 0\n",
+        "        self._own[terms.event] += 1\n",
+        "        self._own[terms.event] += self.steps % 2 == 0\n",
         PITFALLS,
     ),
     Mutant(
@@ -582,15 +617,15 @@ SEVERAL_RANKS = [
     Mutant(
         "noise drawn on every rank",
         RELEASE,
-        "self.batch_size), every)\n",
-        "self.batch_size), self._noise.release(every, std))\n",
+        "batch_size), every)\n",
+        "batch_size), self._noise.release(every, std, batch_size))\n",
         (*RANKS, "-k", "noise"),
     ),
     Mutant(
         "no noise on several ranks",
         RELEASE,
-        "self._noise.release(totals, std, self.batch_size)",
-        "self._noise.release(totals, std * (self._ranks.size == 1), self.batch_size)",
+        "self._noise.release(totals, std, batch_size)",
+        "self._noise.release(totals, std * (self._ranks.size == 1), batch_size)",
         (*RANKS, "-k", "noise"),
     ),
     Mutant(
@@ -1344,7 +1379,7 @@ MISUSE = [
     Mutant(
         "a discarded batch is not charged",
         STEP,
-        "                self.release.start(discarded=True)\n                self.release.charge()\n",
+        "                self.release.start(discarded=True)\n                self.release.charge(self.release.terms)\n",
         "                self.release.start(discarded=True)\n",
         (*TAKEN_TURNS, "-k", "discard"),
     ),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import cache
 
 from scipy.optimize import brentq
@@ -45,29 +44,34 @@ def noise_multiplier(
         ValueError, TypeError: an argument is out of range, or no noise reaches the target.
     """
     setting = Setting(sample_rate, sampling, neighboring, dataset_size, max_batch_size)
-    return noise_for(setting.event, target_epsilon=target_epsilon, steps=steps, delta=delta, accountant=accountant)
+    steps = whole(steps=steps)
+    return noise_for(
+        lambda noise: [setting.event(noise, steps)], target_epsilon=target_epsilon, delta=delta, accountant=accountant
+    )
 
 
 def noise_for(
-    event_of: Callable[[float], Event], *, target_epsilon: float, steps: int, delta: float, accountant: str = "pld"
+    events_of: Callable[[float], Sequence[Event]], *, target_epsilon: float, delta: float, accountant: str = "pld"
 ) -> float:
     """`noise_multiplier` for steps of any kind.
 
     Args:
-        event_of: from a noise multiplier to what one step is charged as.
+        events_of: from a noise multiplier to what all steps are charged as.
 
     The other arguments, the result and what is raised, as there.
     """
-    target_epsilon, steps = positive(target_epsilon=target_epsilon), whole(steps=steps)
+    target_epsilon = positive(target_epsilon=target_epsilon)
     delta, accountant = open_fraction(delta=delta), one_of(ACCOUNTANTS, accountant=accountant)
-    if steps == 0:
+    events = [event for event in events_of(1.0) if event.count]
+    if not events:
         return 0.0
 
     @cache
     def excess(log_noise: float) -> float:
-        return _excess(replace(event_of(math.exp(log_noise)), count=steps), target_epsilon, delta, accountant)
+        return _excess(events_of(math.exp(log_noise)), target_epsilon, delta, accountant)
 
-    mu, rate = _gaussian_mu(target_epsilon, delta), event_of(1.0).sample_rate
+    mu, steps = _gaussian_mu(target_epsilon, delta), sum(event.count for event in events)
+    rate = math.sqrt(sum(event.count * event.sample_rate**2 for event in events) / steps)
     start = -0.5 * math.log(math.log1p((mu / rate) ** 2 / steps))
     few, enough = _bracket(excess, start, math.log(LEAST_NOISE), math.log(MOST_NOISE))
     if enough is None:
@@ -107,7 +111,7 @@ def max_steps(
 
     @cache
     def excess_of(steps: int) -> float:
-        return _excess(setting.event(noise_multiplier, steps), target_epsilon, delta, accountant)
+        return _excess([setting.event(noise_multiplier, steps)], target_epsilon, delta, accountant)
 
     mu = _gaussian_mu(target_epsilon, delta)
     start = 2 * math.log(mu / sample_rate) - math.log(math.expm1(min(max(noise_multiplier, 0.04), 1e6) ** -2))
@@ -122,9 +126,9 @@ def max_steps(
     return round(_last_within(lambda x: excess_of(round(x)), math.exp(-many), math.exp(-fits), 0.5))
 
 
-def _excess(event: Event, target: float, delta: float, accountant: str) -> float:
+def _excess(events: Sequence[Event], target: float, delta: float, accountant: str) -> float:
     """Epsilon above the target, finite so that a root finder can use it."""
-    return min(epsilon_of([event], delta=delta, accountant=accountant) - target, 1e6)
+    return min(epsilon_of(events, delta=delta, accountant=accountant) - target, 1e6)
 
 
 def _gaussian_mu(target: float, delta: float) -> float:

@@ -141,7 +141,7 @@ class GhostClipper:
         by k n eps of the policy's after k backwards over n examples (`ghostclip.clipper.gradient_guard.GradientGuard`).
         The engine gathers float32 sums beside the p.grads, and needs the policy's bound only.
         """
-        return self.clipping.sensitivity * (1.0 + self._guard.excess)
+        return self.passes.sensitivity * (1.0 + self._guard.excess)
 
     def check_whole(self) -> None:
         """Raises UnsupportedModelError where the model was sharded among processes since it was wrapped."""

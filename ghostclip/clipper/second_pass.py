@@ -38,9 +38,20 @@ class TwoPasses(FirstPasses):
 
     Attributes:
         wide_sums: None, or, after `reduce_apart`, what that returned.
+        threshold_factor: the thresholds over the policy's, which is applied to gradients divided by it.
     """
 
     wide_sums: dict[int, Tensor] | None = None
+    threshold_factor: float = 1.0
+
+    @property
+    def sensitivity(self) -> float:
+        """The L2 bound on one example's weighted gradient."""
+        return self.clipping.sensitivity * self.threshold_factor
+
+    def scaled(self, norms: Any) -> Any:
+        """Norms, [B] or {group: [B]}, as the policy gets them."""
+        return norms if self.threshold_factor == 1.0 else tree_map(lambda each: each / self.threshold_factor, norms)
 
     def reduce_apart(self) -> dict[int, Tensor]:
         """From now on the caller adds up the sums of several processes itself, so that no backward delivers them.
@@ -67,7 +78,7 @@ class TwoPasses(FirstPasses):
                     run.measure_exactly()
                 norms, bounds = self.norms_and_bounds(run)
                 finite = _finite(norms, losses)
-            weights: Any = self.clipping.weights(bounds)
+            weights: Any = self.clipping.weights(self.scaled(bounds))
             if finite is not None:
                 weights = tree_map(lambda each: torch.where(finite, each, torch.zeros_like(each)), weights)
             if not delivered:

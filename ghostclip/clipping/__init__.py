@@ -15,6 +15,7 @@ from ghostclip.clipping.groups import Grouped, Groupwise, PerLayer, Thresholds
 from ghostclip.clipping.partitions import Blocks, ByLayer, ByName, ByParameter, EqualSizes, Partition, Whole
 from ghostclip.clipping.policies import Automatic, Custom, Flat, Policy, flat_weights
 from ghostclip.clipping.scaling import AutoS, AutoV, Clip, NormScaling, Psac
+from ghostclip.clipping.schedule import Schedule, Stage
 from ghostclip.clipping.thresholds import ByDimension, EqualShare, Fixed, JointBound, Quantiles, ThresholdRule
 
 __all__ = [
@@ -49,6 +50,8 @@ __all__ = [
     "ProportionalNoise",
     "Psac",
     "Quantiles",
+    "Schedule",
+    "Stage",
     "ThresholdRule",
     "Thresholds",
     "Whole",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ghostclip.clipping import Adaptive, Composed, Groupwise, as_policy
 from ghostclip.events import Event, JointGaussian
-from ghostclip.sampling import LogicalBatches
+from ghostclip.sampling import Scheme
 
 __all__ = ["Adaptation", "adapts", "policy_for", "step_event"]
 
@@ -33,20 +33,20 @@ def adapts(policy: Any) -> bool:
     return isinstance(policy, Adaptive) or (isinstance(policy, Composed) and policy.counted > 0)
 
 
-def step_event(loader: LogicalBatches, policy: Any, noise_multiplier: float) -> Event:
+def step_event(scheme: Scheme, policy: Any, noise_multiplier: float) -> Event:
     """What a step is charged as: a noisy sum over a sample and, under adaptive clipping, counts over the same one.
 
     Args:
-        loader: whose samples they are.
+        scheme: how samples are drawn.
         policy: of clipping, as `policy_for` returns it.
         noise_multiplier: standard deviation of the gradients' noise over the sensitivity; 0: none, on the counts too.
     """
-    gradients = loader.event(noise_multiplier)
+    gradients = scheme.event(noise_multiplier)
     if not adapts(policy):
         return gradients
     # One example moves each of K counts by 1/2, and all of them together by sqrt(K) / 2.
-    std = policy.count_noise_for(loader.batch_size)
-    counts = loader.event(2 * std / math.sqrt(policy.counted) if noise_multiplier else 0.0)
+    std = policy.count_noise_for(scheme.batch_size)
+    counts = scheme.event(2 * std / math.sqrt(policy.counted) if noise_multiplier else 0.0)
     return JointGaussian((gradients, counts))
 
 
@@ -55,12 +55,10 @@ class Adaptation:
 
     Args:
         policy: whose thresholds move.
-        batch_size: the expected, public one, by which the counts are divided.
     """
 
-    def __init__(self, policy: Adaptive | Composed, batch_size: int) -> None:
-        self._policy, self._batch_size = policy, batch_size
-        self._noise = policy.count_noise_for(batch_size)
+    def __init__(self, policy: Adaptive | Composed) -> None:
+        self._policy = policy
         self._counts: Tensor | None = None
 
     def discard(self) -> None:
@@ -68,20 +66,23 @@ class Adaptation:
         self._counts = None
 
     def saw(self, norms: Any) -> None:
-        """The norms [B], or {group: [B]}, of a physical batch."""
+        """The norms [B], or {group: [B]}, of a physical batch, as the policy gets them."""
         found = self._policy.counts(norms)
         self._counts = found if self._counts is None else self._counts + found
 
-    def release(self, sums: list[Tensor], std: float, release: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
+    def release(
+        self, sums: list[Tensor], std: float, batch_size: int, release: Callable[[list[Tensor]], list[Tensor]]
+    ) -> list[Tensor]:
         """The private gradients of ``sums``; the counts go with them in the same draw, and thresholds move.
 
         Args:
             sums: clipped, as `Noise.release` takes them.
             std: of the noise on them; 0: none, on the counts too.
-            release: adds it, and divides by the batch size.
+            batch_size: the expected, public one, by which the counts are divided.
+            release: adds noise, and divides by the batch size.
         """
         # On the scale of the sums, so that one standard deviation fits all.
-        scale = std / self._noise if std else 1.0
+        scale = std / self._policy.count_noise_for(batch_size) if std else 1.0
         place = sums[0]
         counts = torch.zeros(self._policy.counted, dtype=place.dtype, device=place.device)
         if self._counts is not None:

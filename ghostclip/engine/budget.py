@@ -1,4 +1,4 @@
-"""What was agreed before training, and what an engine has spent: every step is charged here before it is released."""
+"""What an engine has spent: every step is charged here before it is released."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import secrets
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import NoReturn
 
@@ -16,77 +16,17 @@ from scipy.optimize import brentq
 
 from ghostclip import accounting
 from ghostclip.engine.distributed import Ranks
+from ghostclip.engine.plan import Plan
+from ghostclip.engine.terms import MOST, Terms
 from ghostclip.errors import BudgetExceededError, PrivacyError
 from ghostclip.events import Event, merged
 from ghostclip.ledger import Ledger
-from ghostclip.validate import nonnegative, one_of, positive, positive_int
+from ghostclip.validate import one_of, positive
 
-__all__ = ["Plan", "Spending", "affordable", "plan_for"]
+__all__ = ["Spending", "affordable"]
 
 # {random name of a run: how often each event (of count 1) was charged by it}
 Runs = Mapping[str, Mapping[Event, int]]
-# Steps that are asked for at once: more than anyone takes; a run that does asks again.
-MOST = 10**6
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The noise of every step, and the number of steps it was calibrated for.
-
-    Attributes:
-        noise_multiplier: standard deviation of the noise over the sensitivity; 0: none.
-        target_delta: where epsilon is reported.
-        steps: the most steps that may be taken; None: no limit was agreed.
-        target_epsilon: what those steps spend at most; None with ``steps``.
-    """
-
-    noise_multiplier: float
-    target_delta: float
-    steps: int | None = None
-    target_epsilon: float | None = None
-
-
-def plan_for(
-    event_of: Callable[[float], Event],
-    steps_an_epoch: int,
-    noise_multiplier: float | None,
-    target_epsilon: float | None,
-    target_delta: float,
-    epochs: int | None,
-    steps: int | None,
-) -> Plan:
-    """The plan from the engine's arguments: noise that was given, or the least noise for the target by PLD.
-
-    Args:
-        event_of: from a noise multiplier to what one step is charged as.
-        steps_an_epoch: how many there are.
-
-    The others as for `PrivacyEngine`.
-
-    Raises:
-        ValueError, TypeError: arguments that don't go together, are out of range, or a target no noise reaches.
-    """
-    if (noise_multiplier is None) == (target_epsilon is None):
-        raise ValueError(
-            "give either noise_multiplier, or target_epsilon with epochs (or steps) to have it calibrated; got "
-            + ("neither" if noise_multiplier is None else "both")
-        )
-    if noise_multiplier is not None:
-        if epochs is not None or steps is not None:
-            raise ValueError(
-                "epochs and steps say what target_epsilon is to be calibrated for; leave them out with "
-                "noise_multiplier, and stop when you like"
-            )
-        return Plan(nonnegative(noise_multiplier=noise_multiplier), target_delta)
-    if (epochs is None) == (steps is None):
-        raise ValueError(
-            "target_epsilon needs the length of training: give either epochs or steps; got "
-            + ("neither" if epochs is None else "both")
-        )
-    planned = positive_int(epochs=epochs) * steps_an_epoch if epochs is not None else positive_int(steps=steps)
-    target_epsilon = positive(target_epsilon=target_epsilon)
-    noise = accounting.noise_for(event_of, target_epsilon=target_epsilon, steps=planned, delta=target_delta)
-    return Plan(noise, target_delta, planned, target_epsilon)
 
 
 class Spending:
@@ -97,7 +37,7 @@ class Spending:
 
     Args:
         ranks: which train together.
-        event: what each step is charged as.
+        events: what the planned steps are charged as, with their counts; without a plan counts don't matter.
         plan: how many steps were agreed.
         max_epsilon: which no step may pass, at the plan's delta; None: ``target_epsilon`` of the plan where something
             else was spent besides the steps it was calibrated for, else no limit.
@@ -110,32 +50,34 @@ class Spending:
 
     Raises:
         LedgerError: the ledger can't be continued.
-        PrivacyError: the ledger is about other neighbours than ``event``.
+        PrivacyError: the ledger is about other neighbours than ``events``.
         ValueError, TypeError: ``max_epsilon`` is out of range, or can't be kept.
     """
 
     def __init__(
         self,
         ranks: Ranks,
-        event: Event,
+        events: Sequence[Event],
         plan: Plan,
         max_epsilon: float | None,
         ledger: str | os.PathLike[str] | Ledger | None,
         noise: str,
     ) -> None:
-        self._ranks, self._event, self._plan = ranks, event, plan
+        self._ranks, self._plan = ranks, plan
+        self._planned = {replace(event, count=1): event.count for event in merged(events)}
+        self._first = next(iter(self._planned))
         self._runs: defaultdict[str, Counter[Event]] = defaultdict(Counter)
         # What the leading rank said last: all that was spent; what by the model's runs.
         self._told: tuple[list[Event], Runs] = [], {}
         # How many steps of its own the run may take; for which run, records of others and checkpoints that was found.
-        self._limit, self._limit_for, self._added = 0, ("", -1, -1), 0
+        self._limit, self._limit_for, self._added = 0, ("", self._first, -1, -1), 0
         self._shared(partial(self._open, max_epsilon, ledger, noise))
         if not ranks.leads:
             self._open(max_epsilon, None, noise)
 
     def _open(self, max_epsilon: float | None, ledger: str | os.PathLike[str] | Ledger | None, noise: str) -> None:
         self.max_epsilon = None if max_epsilon is None else positive(max_epsilon=max_epsilon)
-        if self.max_epsilon is not None and self._event.noise_multiplier == 0:
+        if self.max_epsilon is not None and not self.private:
             raise ValueError(f"max_epsilon={max_epsilon!r} can't be kept without private noise: epsilon would be inf")
         self.ledger = ledger if isinstance(ledger, Ledger | None) else Ledger(ledger)
         self._account = None if self.ledger is None else self.ledger.account(noise)
@@ -166,7 +108,7 @@ class Spending:
 
     def _check_alike(self, events: list[Event]) -> None:
         """Raises PrivacyError when what was spent doesn't add up with the steps to come."""
-        mine = self._event.relation, self._event.unit
+        mine = self._first.relation, self._first.unit
         for other in events:
             if (other.relation, other.unit) != mine:
                 raise PrivacyError(
@@ -174,6 +116,16 @@ class Spending:
                     f"({mine[0]} of one {mine[1]}) protect different things and don't add up to one guarantee; use "
                     "another ledger for them"
                 )
+
+    @property
+    def unit(self) -> str:
+        """Whose presence the guarantee is about."""
+        return self._first.unit
+
+    @property
+    def private(self) -> bool:
+        """Whether steps have private noise."""
+        return self._first.noise_multiplier > 0
 
     @property
     def runs(self) -> dict[str, Counter[Event]]:
@@ -202,29 +154,29 @@ class Spending:
         for run, spent in runs.items():
             self._runs[run] |= Counter(spent)
 
-    def charge(self) -> None:
-        """Charges one step; to be called before it is released, by all ranks.
+    def charge(self, terms: Terms) -> None:
+        """Charges one step, of these terms; to be called before it is released, by all ranks.
 
         Raises:
             BudgetExceededError: it is one too many.
             LedgerError: it can't be written to the ledger.
         """
-        self._shared(self._charge)
+        self._shared(partial(self._charge, terms))
 
-    def _charge(self) -> None:
+    def _charge(self, terms: Terms) -> None:
         if self._account is not None:
-            self._account.charge(self._event, self._most)
+            self._account.charge(terms.event, partial(self._most, terms))
         else:
             if self._process != os.getpid():
                 # After a fork parent and child go on under the same name otherwise.
                 self._start_run()
-            self._most(0, {})
-        self._own[self._event] += 1
+            self._most(terms, 0, {})
+        self._own[terms.event] += 1
 
-    def check(self) -> None:
+    def check(self, terms: Terms) -> None:
         """Raises BudgetExceededError when the next step would be one too many; to be called by all ranks."""
-        account = self._account
-        self._shared(lambda: self._most(0, {}) if account is None else account.check(self._event, self._most))
+        account, most = self._account, partial(self._most, terms)
+        self._shared(lambda: most(0, {}) if account is None else account.check(terms.event, most))
 
     def close(self) -> None:
         """Gives back to the ledger what was reserved there and is not needed any more."""
@@ -234,14 +186,15 @@ class Spending:
     def epsilon(self, delta: float, accountant: str) -> float:
         """Epsilon of all that was charged; see `PrivacyEngine.epsilon`."""
         one_of(accounting.ACCOUNTANTS, accountant=accountant)
-        if self._event.noise_multiplier == 0:
+        if not self.private:
             return math.inf
         return accounting.epsilon_of(self.events, delta=delta, accountant=accountant)
 
-    def _most(self, written: int, ledger: Runs) -> int:
+    def _most(self, terms: Terms, written: int, ledger: Runs) -> int:
         """How many more steps may be charged, at least 1; computed anew only when another run has spent something.
 
         Args:
+            terms: of the steps.
             written: changes whenever other runs spend.
             ledger: what all runs spent according to the ledger, or may still spend.
 
@@ -249,37 +202,41 @@ class Spending:
             BudgetExceededError: none.
         """
         runs = self._with_known(ledger)
-        own, state = runs[self._run][self._event], (self._run, written, self._added)
+        own, state = runs[self._run][terms.event], (self._run, terms.event, written, self._added)
         if state != self._limit_for or own >= self._limit:
-            self._limit, self._limit_for = own + self._room(_listed(runs), self._limit - own), state
+            before = self._limit - own if state[1] == self._limit_for[1] else 0
+            self._limit, self._limit_for = own + self._room(terms.event, _listed(runs), before), state
         if own >= self._limit:
-            self._refuse(_listed(runs))
-        return self._limit - own
+            self._refuse(terms.event, _listed(runs))
+        return min(self._limit - own, terms.left)
 
-    def _room(self, spent: list[Event], before: int) -> int:
-        """How many steps plan and budget allow on top of ``spent``; a lower bound where it may be asked for more.
+    def _room(self, event: Event, spent: list[Event], before: int) -> int:
+        """How many steps of ``event`` plan and budget allow on top of ``spent``; a lower bound where it is asked again.
 
         Args:
             spent: by everyone.
             before: how many steps there was room for when this was asked last.
         """
         room = MOST if self._plan.steps is None else max(0, self._plan.steps - self._charged_in(spent))
-        epsilon = self._epsilon_limit(spent)
+        epsilon = self._epsilon_limit(event, spent)
+        if epsilon is None and self._plan.steps is not None:
+            room = min(room, self._planned[event] - _counted(spent)[event])
         if epsilon is None or not room:
             return room
         # Most of what there was room for will still have some: one question instead of a dozen.
         most = min(room, before // 2) if before > 1 else room
-        return affordable(spent, self._event, max_epsilon=epsilon, delta=self._plan.target_delta, most=most)
+        return affordable(spent, event, max_epsilon=epsilon, delta=self._plan.target_delta, most=most)
 
-    def _epsilon_limit(self, spent: list[Event]) -> float | None:
-        """What epsilon may not pass. The planned steps keep to the target by themselves, as long as they are alone."""
-        alone = all(replace(event, count=1) == self._event for event in spent)
-        return self._plan.target_epsilon if self.max_epsilon is None and not alone else self.max_epsilon
+    def _epsilon_limit(self, event: Event, spent: list[Event]) -> float | None:
+        """What epsilon may not pass with ``event``. The planned steps alone keep to the target by themselves."""
+        counts = _counted([*spent, event])
+        planned = all(count <= self._planned.get(once, 0) for once, count in counts.items())
+        return self._plan.target_epsilon if self.max_epsilon is None and not planned else self.max_epsilon
 
     def _charged_in(self, spent: list[Event]) -> int:
-        return sum(event.count for event in spent if replace(event, count=1) == self._event)
+        return sum(count for event, count in _counted(spent).items() if event in self._planned)
 
-    def _refuse(self, spent: list[Event]) -> NoReturn:
+    def _refuse(self, event: Event, spent: list[Event]) -> NoReturn:
         plan, where = self._plan, "" if self.ledger is None else f" (all in the ledger {self.ledger.path} counts)"
         if plan.steps is not None and self._charged_in(spent) >= plan.steps:
             raise BudgetExceededError(
@@ -289,7 +246,7 @@ class Spending:
         name = "target_epsilon" if self.max_epsilon is None else "max_epsilon"
         epsilon = accounting.epsilon_of(spent, delta=plan.target_delta)
         raise BudgetExceededError(
-            f"one more step would pass {name} = {self._epsilon_limit(spent)} at delta = {plan.target_delta}: "
+            f"one more step would pass {name} = {self._epsilon_limit(event, spent)} at delta = {plan.target_delta}: "
             f"epsilon = {epsilon:.6g} is spent or reserved{where}; stop here, or agree on a larger one"
         )
 
@@ -301,6 +258,11 @@ class Spending:
 def _listed(runs: Runs) -> list[Event]:
     """What runs spent, one event a mechanism."""
     return merged(replace(event, count=count) for spent in runs.values() for event, count in spent.items())
+
+
+def _counted(spent: Iterable[Event]) -> Counter[Event]:
+    """{event of count 1: how often it happened}."""
+    return Counter({replace(event, count=1): event.count for event in merged(spent)})
 
 
 def affordable(spent: Iterable[Event], event: Event, *, max_epsilon: float, delta: float, most: int = MOST) -> int:

@@ -22,13 +22,29 @@ from ghostclip.compiled.trial import drift, movement, timed
 from ghostclip.sampling import LogicalBatch
 
 if TYPE_CHECKING:
+    from ghostclip.clipping import Schedule
+    from ghostclip.engine.distributed import Ranks
     from ghostclip.engine.self_check import SelfCheck
     from ghostclip.engine.step import LogicalStep
 
-__all__ = ["CompiledSteps", "LossFunction"]
+__all__ = ["CompiledSteps", "LossFunction", "check_compilable"]
 
 # The engine's own hooks before the optimizer's step, and after it.
 OWN_HOOKS = 1
+
+
+def check_compilable(unit: str, ranks: Ranks, schedule: Schedule | None) -> None:
+    """Raises ValueError where the engine can't compile its steps."""
+    if unit == "user":
+        raise ValueError(
+            "compile() and unit_ids don't go together: a compiled step pads batches by rows; leave one of them out"
+        )
+    if ranks.size > 1:
+        raise ValueError("compile() isn't there for several processes that train together; leave it out")
+    if schedule is not None:
+        raise ValueError(
+            "compile() and schedule don't go together: a graph is made for one threshold; leave one of them out"
+        )
 
 
 class CompiledSteps:
@@ -51,7 +67,7 @@ class CompiledSteps:
         self._clip = clipper.compiled
         self.graphs = CompiledStep(self._clip)
         # Where nearly all logical batches come in several pieces, one graph for the others isn't worth its compilation.
-        self._in_one_as_a_rule = self._clip.largest is None or self._clip.largest >= steps.release.batch_size
+        self._in_one_as_a_rule = self._clip.largest is None or self._clip.largest >= steps.release.terms.batch_size
         self._reader = UpdateReader(optimizer, OWN_HOOKS)
         self._draws_ahead = steps.release.draws_ahead
         self._noise = torch.empty(0)
@@ -211,7 +227,7 @@ class CompiledSteps:
     def _draw(self, update: Update) -> tuple[Tensor, Tensor]:
         """The noise of a step that is charged, and the update's numbers."""
         self._release.fill_with_noise(noise := self._buffer(update))
-        return noise, update.numbers(self._release.batch_size)
+        return noise, update.numbers(self._release.terms.batch_size)
 
     def _buffer(self, update: Update) -> Tensor:
         """Memory for the noise, the same at every step."""
@@ -225,7 +241,7 @@ class CompiledSteps:
 
         def make_private(parameters: list[nn.Parameter], sums: list[Tensor]) -> list[Tensor]:
             parts = noise.split([total.numel() for total in sums])
-            share = 1.0 / self._release.batch_size
+            share = 1.0 / self._release.terms.batch_size
             return [torch.add(part.view_as(total), total, alpha=share) for total, part in zip(sums, parts, strict=True)]
 
         return make_private

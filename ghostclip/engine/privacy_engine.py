@@ -5,26 +5,27 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.modules.loss import _Loss
 from torch.optim import Optimizer
 
 from ghostclip import accounting
 from ghostclip.clipper import ClippingResult, GhostClipper
-from ghostclip.engine.adaptation import policy_for, step_event
-from ghostclip.engine.budget import Spending, plan_for
+from ghostclip.clipping import Schedule
+from ghostclip.engine.adaptation import policy_for
+from ghostclip.engine.budget import Spending
+from ghostclip.engine.compiled_steps import check_compilable
 from ghostclip.engine.distributed import keep_unsynchronised, ranks_of
 from ghostclip.engine.loss_scaling import LossScaling
 from ghostclip.engine.micro_batching import MicroBatches, is_auto, micro_batches_of
 from ghostclip.engine.optimizers import check_optimizer
+from ghostclip.engine.plan import plan_for
 from ghostclip.engine.release import Release, refuse_second_engine
 from ghostclip.engine.snapshots import Restored, Snapshots, Stateful
 from ghostclip.engine.step import LogicalStep, StepRecord
+from ghostclip.engine.terms import StepTerms
 from ghostclip.engine.update_check import warn_of_earlier
 from ghostclip.errors import PrivacyError
 from ghostclip.events import Event
@@ -40,7 +41,9 @@ __all__ = ["PrivacyEngine"]
 AGREED = ("noise_multiplier", "target_epsilon", "planned_steps", "noise")
 # What noise, clipping, sampling and charges were made from: changed afterwards it would be believed and not followed.
 SAMPLED = ("batch_size", "sample_rate", "sampling", "neighboring")
-FIXED = frozenset(("model", "optimizer", "clipping", "target_delta", "max_epsilon", "ledger", *AGREED, *SAMPLED))
+FIXED = frozenset(
+    ("model", "optimizer", "clipping", "target_delta", "max_epsilon", "ledger", "schedule", *AGREED, *SAMPLED)
+)
 
 
 class PrivacyEngine:
@@ -93,6 +96,8 @@ class PrivacyEngine:
         process_group: of torch.distributed: who trains together, each with an engine over the same model, data and
             options; None: the group of the model's DistributedDataParallel, or else all processes. ``batch_size`` is
             that of all ranks together; each gets its share of every sample.
+        schedule: of noise, thresholds and batch size over the steps, see `ghostclip.clipping.Schedule`; each step is
+            charged as what it is. ``target_epsilon`` then needs no ``epochs``.
 
     Attributes:
         planned_steps: the most steps that may be taken; None without a ``target_epsilon``.
@@ -136,6 +141,7 @@ class PrivacyEngine:
         loss_scale: float | GradScaler = 1.0,
         memory_limit: int | None = None,
         process_group: Any = None,
+        schedule: Schedule | None = None,
     ) -> None:
         check_optimizer(model, optimizer)
         refuse_second_engine(optimizer)
@@ -149,10 +155,12 @@ class PrivacyEngine:
             generator=ranks.generators(source), share=(ranks.rank, ranks.size),
         )  # fmt: skip
         policy, delta = policy_for(model, clipping), open_fraction(target_delta=target_delta)
-        event_of = partial(step_event, loader, policy)
-        plan = plan_for(event_of, len(loader), noise_multiplier, target_epsilon, delta, epochs, steps)
-        # Noise that can be foretold protects no one, so it is charged as none.
-        self._event = event_of(plan.noise_multiplier if source.private else 0.0)
+        self.schedule, self._terms = schedule, StepTerms(schedule, loader, policy)
+        plan = plan_for(
+            self._terms.events, len(loader), noise_multiplier, target_epsilon, delta, epochs, steps, schedule
+        )
+        charged = self._terms.fix(plan, source.private)
+        loader.follow(self._terms.scheme, self._terms.largest, lambda: self._snapshots.model_steps)
         scaling = LossScaling(loss_scale, optimizer)
         clipper = GhostClipper(model, clipping, second_pass=second_pass, loss_scale=scaling.factor)
         self.model, self.optimizer, self.clipping = model, optimizer, clipper.clipping
@@ -161,7 +169,7 @@ class PrivacyEngine:
         self.batch_size, self.sample_rate = loader.batch_size, loader.sample_rate
         self.noise, self.sampling, self.neighboring = source.mode, sampling, neighboring
         micro_batches = micro_batches_of(model, loader, auto, memory_limit)
-        self._spending = Spending(ranks, self._event, plan, max_epsilon, ledger, noise)
+        self._spending = Spending(ranks, charged, plan, max_epsilon, ledger, noise)
         self.max_epsilon, self.ledger = self._spending.max_epsilon, self._spending.ledger
         self._loader: LogicalBatches | None = loader
         self._attach(clipper, source, scaling, micro_batches, self_check, seed)
@@ -178,11 +186,13 @@ class PrivacyEngine:
         """Puts the engine between the optimizer and its gradients, and between the loader and its batches."""
         model, optimizer, loader, ranks = self.model, self.optimizer, self.batches(), self._ranks
         release = Release(
-            clipper, optimizer, source, self.noise_multiplier, self.batch_size, self._spending.charge,
+            clipper, optimizer, source, self.noise_multiplier, self._terms.at, self._spending.charge,
             self_check=self_check, scaling=scaling, ranks=ranks, micro_batches=micro_batches,
         )  # fmt: skip
         self._steps = loader.owner = LogicalStep(release)
         agreed = {name: getattr(self, name) for name in AGREED} | {"seed": seed}
+        if self.schedule is not None:
+            agreed["schedule"] = repr(self.schedule)
         self._snapshots = Snapshots(
             model, optimizer, self.clipping, loader, source, self._spending, self._steps, agreed, ranks
         )
@@ -252,19 +262,8 @@ class PrivacyEngine:
             TypeError: ``loss_fn`` can't be called with (model, examples), as losses or a criterion can't.
         """
         try:
-            if batch is not self._steps.release.current("engine.step()"):
-                raise PrivacyError(
-                    "engine.step() got another logical batch than engine.batches() gave last; use each in its turn"
-                )
-            if not callable(loss_fn) or isinstance(loss_fn, _Loss):
-                raise TypeError(
-                    "loss_fn must be a function of (model, examples) that returns one loss for each example; got "
-                    f'{type(loss_fn).__name__}. For a criterion with reduction="none": lambda model, batch: '
-                    "criterion(model(batch[0]), batch[1]); for losses that are computed already: "
-                    "engine.backward(losses)"
-                )
-            self._steps.release.start(discarded=False)
-            self._spending.check()
+            self._steps.start(batch, loss_fn)
+            self._spending.check(self._steps.release.terms)
         except BaseException:
             self._steps.release.failed()
             raise
@@ -282,12 +281,7 @@ class PrivacyEngine:
         without hooks of others); else each physical batch's forward and passes, then noise and update. Batches are
         padded to few sizes, with rows of weight zero. See `GhostClipper.clip` for what a loss function may depend on.
         """
-        if self._event.unit == "user":
-            raise ValueError(
-                "compile() and unit_ids don't go together: a compiled step pads batches by rows; leave one of them out"
-            )
-        if self._ranks.size > 1:
-            raise ValueError("compile() isn't there for several processes that train together; leave it out")
+        check_compilable(self._spending.unit, self._ranks, self.schedule)
         self._steps.micro_batches.check_found()
         self._steps.compile(self.batches().limit)
 
@@ -307,9 +301,9 @@ class PrivacyEngine:
 
     def forecast(self, steps: int, delta: float | None = None, accountant: str = "pld") -> float:
         """Epsilon after that many further ``steps``, everything spent so far included; see `epsilon`."""
-        further = replace(self._event, count=whole(steps=steps))
-        spent = accounting.epsilon_of([*self.events, further], delta=self._delta(delta), accountant=accountant)
-        return spent if self._event.noise_multiplier else math.inf
+        further = self._terms.further(self._snapshots.model_steps, whole(steps=steps))
+        spent = accounting.epsilon_of([*self.events, *further], delta=self._delta(delta), accountant=accountant)
+        return spent if self._spending.private else math.inf
 
     def guarantee(self, delta: float | None = None, accountant: str = "pld") -> str:
         """What was spent so far in words: `epsilon`, how examples were drawn, which data sets are neighbours."""

@@ -17,6 +17,7 @@ from ghostclip.engine.micro_batching import MicroBatches
 from ghostclip.engine.optimizers import held_parameters, with_closure
 from ghostclip.engine.self_check import SelfCheck
 from ghostclip.engine.sums import ClippedSums
+from ghostclip.engine.terms import Terms
 from ghostclip.engine.update_check import UpdateCheck
 from ghostclip.errors import PrivacyError
 from ghostclip.nn.grad_mode import keeping_grad_mode
@@ -45,16 +46,17 @@ class Release:
         clipper: of the model in training.
         optimizer: gets hooks before and after its step.
         noise: where the noise comes from.
-        noise_multiplier: standard deviation of the noise over the sensitivity.
-        batch_size: what the noisy sum is divided by; public.
-        charge: called once for each step, after all checks and before anything is released; it may refuse by raising.
+        noise_multiplier: of the engine; 0: no noise in any step.
+        terms: from a step's number to its noise, batch size and thresholds.
+        charge: called with them once for each step, after all checks and before anything is released; it may refuse.
         self_check: whether the first steps are looked at, see `SelfCheck`.
         scaling: what is known of the scale of losses; None: they come as they are.
         ranks: which train together; None: this process alone.
         micro_batches: how physical batches are divided, on which ranks agree; None: where memory runs out only.
 
     Attributes:
-        clipper, optimizer, batch_size, charge, scaling, micro_batches: as given.
+        clipper, optimizer, charge, scaling, micro_batches: as given.
+        terms: of the logical batch handed out last, at first those of the first step.
         sums: what was gathered.
         updates: whether parameters moved in steps only.
         self_check: watches the first steps.
@@ -69,8 +71,8 @@ class Release:
         optimizer: Optimizer,
         noise: Noise,
         noise_multiplier: float,
-        batch_size: int,
-        charge: Callable[[], None],
+        terms: Callable[[int], Terms],
+        charge: Callable[[Terms], None],
         *,
         self_check: bool = True,
         scaling: LossScaling | None = None,
@@ -79,7 +81,8 @@ class Release:
     ) -> None:
         self.clipper, self.optimizer = clipper, optimizer
         self._noise, self._noise_multiplier = noise, noise_multiplier
-        self.batch_size, self.charge = batch_size, charge
+        self._terms_at, self.charge = terms, charge
+        self.terms = terms(0)
         self.scaling = LossScaling(1.0, optimizer) if scaling is None else scaling
         self.micro_batches = MicroBatches() if micro_batches is None else micro_batches
         self._ranks = Ranks() if ranks is None else ranks
@@ -88,7 +91,7 @@ class Release:
         self.self_check = SelfCheck(clipper, optimizer, self_check)
         self._owned = set(clipper.model.parameters())
         policy: Any = clipper.clipping
-        self._adaptation = Adaptation(policy, batch_size) if adapts(policy) else None
+        self._adaptation = Adaptation(policy) if adapts(policy) else None
         self._allocated = isinstance(policy, Composed) and type(policy.noise) is not GlobalNoise
         self.noise_shares()  # which refuses standard deviations that don't fit the noise multiplier
         self.sensitivity = 0.0
@@ -125,7 +128,10 @@ class Release:
         """A logical batch starts, or none: what an earlier one gathered and didn't release is discarded."""
         self.discard()
         self._stepping = self._released = self._asked = self._refused = False
-        self.sensitivity = self.clipper.clipping.sensitivity
+        if batch is not None:
+            self.terms = self._terms_at(batch.place)
+        self.clipper.passes.threshold_factor = self.terms.threshold_factor
+        self.sensitivity = self.clipper.passes.sensitivity
         self.scaling.begin()
         self.batch = batch
         if batch is not None:
@@ -178,7 +184,7 @@ class Release:
     def saw(self, norms: Tensor) -> None:
         """The norms [B] of a physical batch that was gathered."""
         if self._adaptation is not None:
-            self._adaptation.saw(norms)
+            self._adaptation.saw(self.clipper.passes.scaled(norms))
 
     def update(self) -> None:
         """Charges, releases and has the optimizer take its step, even where it has lost the hooks that would do it."""
@@ -271,7 +277,7 @@ class Release:
 
     def spend(self) -> None:
         """Charges the step, by which the parameters may move from now on."""
-        self.charge()
+        self.charge(self.terms)
         self.updates.expect()
 
     def put_in_place(
@@ -299,19 +305,21 @@ class Release:
 
     def noise_std(self, parameter: nn.Parameter) -> float:
         """The standard deviation of the noise in each entry of the parameter's private gradient, as it is now."""
-        std = self._noise_multiplier * (self.sensitivity or self.clipper.clipping.sensitivity)
-        return std * self.noise_shares().get(parameter, 1.0) / self.batch_size
+        std = self.terms.noise_multiplier * (self.sensitivity or self.clipper.passes.sensitivity)
+        return std * self.noise_shares().get(parameter, 1.0) / self.terms.batch_size
 
     def _make_private(self, parameters: list[nn.Parameter], sums: list[Tensor]) -> list[Tensor]:
-        std = self._noise_multiplier * self.sensitivity
+        std, batch_size = self.terms.noise_multiplier * self.sensitivity, self.terms.batch_size
 
         def release(every: list[Tensor]) -> list[Tensor]:
-            return self._ranks.released(lambda totals: self._noise.release(totals, std, self.batch_size), every)
+            return self._ranks.released(lambda totals: self._noise.release(totals, std, batch_size), every)
 
         # Divided by their shares of the noise, all sums need the same noise.
         shares = self.noise_shares()
         found = [total / shares.get(p, 1.0) for p, total in zip(parameters, sums, strict=True)] if shares else sums
-        private = release(found) if self._adaptation is None else self._adaptation.release(found, std, release)
+        private = (
+            release(found) if self._adaptation is None else self._adaptation.release(found, std, batch_size, release)
+        )
         if shares:
             private = [each * shares.get(p, 1.0) for p, each in zip(parameters, private, strict=True)]
         return private
@@ -324,7 +332,7 @@ class Release:
     def fill_with_noise(self, out: Tensor) -> None:
         """Overwrites ``out`` [n] with the noise of this logical batch's release, divided as its sums will be."""
         fill = self._noise.fill  # type: ignore[attr-defined]
-        fill(out, self._noise_multiplier * self.sensitivity / self.batch_size)
+        fill(out, self.terms.noise_multiplier * self.sensitivity / self.terms.batch_size)
 
     def updated(self) -> None:
         """Ends the logical batch, charged and stepped with, without gradients ever having been in place."""

@@ -90,6 +90,11 @@ class Snapshots:
         # Steps that were charged and that the model has not behind it.
         self._elsewhere = 0
 
+    @property
+    def model_steps(self) -> int:
+        """How many steps the model has behind it; `Spending.steps` counts those charged since a checkpoint, too."""
+        return self.spending.steps - self._elsewhere
+
     def start_alike(self) -> None:
         """All ranks begin with the leading one's model; raises PrivacyError where they were built differently."""
         if self.ranks.size > 1:
@@ -119,7 +124,7 @@ class Snapshots:
         ledger = self.spending.ledger
         public = {
             "configuration": self._configuration(),
-            "progress": {"steps": self.spending.steps - self._elsewhere, "epoch": epoch, "steps_in_epoch": taken},
+            "progress": {"steps": self.model_steps, "epoch": epoch, "steps_in_epoch": taken},
             "spent": {run: [[encoded(e), n] for e, n in spent.items()] for run, spent in self.spending.runs.items()},
             "ledger": None if ledger is None else vars(ledger.head),
             "model": dict(self.model.state_dict()),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.loss import _Loss
 
 from ghostclip.clipper import ClippingResult
 from ghostclip.clipper.first_pass import check_losses
@@ -66,7 +67,7 @@ class LogicalStep:
         if self.release.batch is not None:
             try:
                 self.release.start(discarded=True)
-                self.release.charge()
+                self.release.charge(self.release.terms)
             finally:
                 self.begin(None)
                 self.release.pending = False
@@ -78,7 +79,7 @@ class LogicalStep:
 
     def compile(self, largest: int | None) -> None:
         """Lets `step` compile, for physical batches of at most ``largest`` examples."""
-        self._clipper.compile(expected=self.release.batch_size, largest=largest)
+        self._clipper.compile(expected=self.release.terms.batch_size, largest=largest)
         self._compiled = CompiledSteps(self, self._clipper, self._optimizer, self._self_check)
 
     def check_between(self, caller: str) -> None:
@@ -88,6 +89,21 @@ class LogicalStep:
                 f"{caller} was called inside of a logical batch, with private sums of {self._sums.count} of its "
                 "physical batches gathered, which may not be stored; call it after optimizer.step() or batch.discard()"
             )
+
+    def start(self, batch: LogicalBatch, loss_fn: LossFunction) -> None:
+        """Checks the arguments of `PrivacyEngine.step`; all ranks begin it."""
+        if batch is not self.release.current("engine.step()"):
+            raise PrivacyError(
+                "engine.step() got another logical batch than engine.batches() gave last; use each in its turn"
+            )
+        if not callable(loss_fn) or isinstance(loss_fn, _Loss):
+            raise TypeError(
+                "loss_fn must be a function of (model, examples) that returns one loss for each example; got "
+                f'{type(loss_fn).__name__}. For a criterion with reduction="none": lambda model, batch: '
+                "criterion(model(batch[0]), batch[1]); for losses that are computed already: "
+                "engine.backward(losses)"
+            )
+        self.release.start(discarded=False)
 
     def step(self, batch: LogicalBatch, loss_fn: LossFunction) -> list[ClippingResult]:
         """Clips all physical batches, steps the optimizer, ``zero_grad()``; compiled where that was asked for."""
@@ -164,7 +180,7 @@ class LogicalStep:
 
         def clipped() -> ClippingResult:
             result = clip()
-            refuse_joint_weights(self._clipper.clipping, result.norms)
+            refuse_joint_weights(self._clipper.clipping, self._clipper.passes.scaled(result.norms))
             # Before the sums count as gathered, lest an interruption part them from their noise.
             self.release.sensitivity = max(self.release.sensitivity, result.sensitivity)
             return result

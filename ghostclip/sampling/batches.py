@@ -46,6 +46,8 @@ class LogicalBatches:
 
     Attributes:
         batch_size, sample_rate: the expected number, and share, of the examples (or users) in a logical batch.
+        scheme: how a batch is drawn.
+        scheme_of: how one of another expected size is drawn.
         limit: the most examples (or rows of users) in a physical batch; None: no limit.
         owner: takes the steps; told of each batch.
 
@@ -90,21 +92,25 @@ class LogicalBatches:
         self._share = share
         # A function of its own: a method would put the samples into a reference cycle.
         self._divide = partial(_divided, self._users, self.limit, share)
-        self.scheme = self._scheme(batch_size, sampling, neighboring, max_batch_size)
+        self.scheme_of = partial(self._scheme, sampling, neighboring, max_batch_size)
+        self.scheme = self.scheme_of(batch_size)
         self.batch_size, self.sample_rate = self.scheme.batch_size, self.scheme.sample_rate
+        self._largest = self.scheme.largest
         self.owner: BatchOwner = Unowned()
         self._seeded = None if seed is None else np.random.default_rng(seed)
         self._generator = generator
         self._chunks = Chunks()
         self._open = partial(loader_of, dataset, given, self._chunks)
         self._loader = self._open()
+        self._scheme_at: Callable[[int], Scheme] = lambda _: self.scheme
+        self._place: Callable[[], int] = lambda: 0
         self._draws: Draws | None = None
         self._process = os.getpid()
         self._epoch = self._taken = self._skip = 0
         if given is not None:
             say_sampler_is_replaced(given, self.scheme.words)
 
-    def _scheme(self, batch_size: int, sampling: str, neighboring: str, max_batch_size: int | None) -> Scheme:
+    def _scheme(self, sampling: str, neighboring: str, max_batch_size: int | None, batch_size: int) -> Scheme:
         """The scheme for arguments that go together."""
         units, named = (self.dataset_size, "len(dataset)") if self._users is None else (len(self._users), "users")
         if positive_int(batch_size=batch_size) > units:
@@ -126,7 +132,17 @@ class LogicalBatches:
     @property
     def largest(self) -> int:
         """About the most units in a logical batch, or in this rank's share of one."""
-        return -(-self.scheme.largest // self._share[1])
+        return -(-self._largest // self._share[1])
+
+    def follow(self, scheme_at: Callable[[int], Scheme], largest: int, place: Callable[[], int]) -> None:
+        """From the next loop on batches are drawn by a schedule.
+
+        Args:
+            scheme_at: from a step's number to how its batch is drawn.
+            largest: about the most units in a batch.
+            place: the number of the next step, asked when a loop begins.
+        """
+        self._scheme_at, self._largest, self._place = scheme_at, largest, place
 
     def event(self, noise_multiplier: float) -> SampledRelease:
         """What the release of a noisy sum over one logical batch is to be charged as."""
@@ -150,7 +166,9 @@ class LogicalBatches:
         if self._draws is not None:
             self._epoch += 1
         self._taken, self._skip = self._skip, 0
-        draws = Draws(generator, self.scheme, self._divide, len(self) - self._taken, self._share[1] > 1)
+        place = self._place()
+        steps = len(self) - self._taken
+        draws = Draws(generator, lambda step: self._scheme_at(place + step), self._divide, steps, self._share[1] > 1)
         if self._loader.persistent_workers and self._draws is not None and not self._draws.over:
             # These workers have one iterator for all loops, and an older loop that isn't over may still read from it.
             self._loader = self._open()
@@ -161,7 +179,7 @@ class LogicalBatches:
         if self._taken:
             # The loader takes a number for its workers; in this epoch it had been taken when it was left.
             torch.set_rng_state(before)
-        return _Epoch(draws, loaded, self)
+        return _Epoch(draws, loaded, self, place)
 
     def position(self, again: bool = False) -> tuple[int, int, Mapping[str, Any] | None]:
         """Where sampling stands: epochs that are over, batches taken in this one, the state of a seeded generator.
@@ -219,8 +237,8 @@ class _Epoch:
     Batches refer to it and not the other way round: torch ends its workers promptly only outside of reference cycles.
     """
 
-    def __init__(self, draws: Draws, loaded: Iterator[Any], plan: LogicalBatches) -> None:
-        self._draws, self._loaded, self._plan = draws, loaded, plan
+    def __init__(self, draws: Draws, loaded: Iterator[Any], plan: LogicalBatches, place: int) -> None:
+        self._draws, self._loaded, self._plan, self._place = draws, loaded, plan, place
         self._turn = 0
         self._waiting = 0
         # False while the loader is moved, and after an exception there (Ctrl-C, a dead worker): nobody knows then which
@@ -242,7 +260,8 @@ class _Epoch:
         self._in_step = True
         if physical is None:
             raise StopIteration
-        batch = LogicalBatch(physical, partial(self._load, self._turn), self._plan.owner, self._draws.digest)
+        place = self._place + self._turn - 1
+        batch = LogicalBatch(physical, partial(self._load, self._turn), self._plan.owner, self._draws.digest, place)
         self._plan.taken_from(self._draws)
         try:
             self._plan.owner.begin(batch)

@@ -26,7 +26,7 @@ class Draws:
 
     Args:
         generator: of the samples.
-        scheme: how they are drawn.
+        scheme_at: from a sample's number in the epoch, from 0, to how it is drawn.
         divide: from the units of a sample to its physical batches.
         steps: how many samples there are.
         compared: whether samples get digests.
@@ -38,13 +38,13 @@ class Draws:
     def __init__(
         self,
         generator: np.random.Generator,
-        scheme: Scheme,
+        scheme_at: Callable[[int], Scheme],
         divide: Callable[[list[int]], Sequence[Physical]],
         steps: int,
         compared: bool = False,
     ) -> None:
         self.digest = ""
-        self._generator, self._scheme, self._divide = generator, scheme, divide
+        self._generator, self._scheme_at, self._divide = generator, scheme_at, divide
         self._steps, self._handed, self._compared = steps, 0, compared
         self._to_load: deque[Sequence[Physical]] = deque()
         # Of each sample that is still to be handed out: physical batches, digest, the generator's state before it.
@@ -58,7 +58,7 @@ class Draws:
         if place >= self._steps:
             return False
         before = self._generator.bit_generator.state
-        chosen = self._scheme.draw(self._generator)
+        chosen = self._scheme_at(place).draw(self._generator)
         digest = ""
         if self._compared:
             digest = hashlib.sha256(np.array([place + 1, *chosen], np.int64).tobytes()).hexdigest()[:DIGITS]

@@ -47,6 +47,7 @@ class LogicalBatch:
         interrupted: whether there are physical batches, and the loop over them has not come to its end.
         failed: whether an exception came up in work of the package with this batch, after which nothing was gathered.
         stepped: whether its step was taken.
+        place: the number of its step, by which a schedule has its terms; 0 for the model's first step.
         digest: tells samples apart where several processes share one out; "" where there is one.
     """
 
@@ -56,8 +57,9 @@ class LogicalBatch:
         load: Callable[[], Any],
         owner: BatchOwner,
         digest: str = "",
+        place: int = 0,
     ) -> None:
-        self.digest = digest
+        self.digest, self.place = digest, place
         self.sizes = [len(rows) for rows, _ in physical]
         self.users: list[UserRows | None] = [users for _, users in physical]
         self.handed = 0

@@ -1,0 +1,276 @@
+"""Schedules of noise, thresholds and batch size: each step is taken, and charged, by the terms of its stage."""
+
+import math
+from dataclasses import replace
+
+import dp_accounting
+import pytest
+import torch
+from dp_accounting.pld import PLDAccountant
+from torch.utils.data import TensorDataset
+
+import ghostclip
+import private_runs as runs
+from ghostclip import clipping as c
+from ghostclip.clipping import Schedule, Stage
+from ghostclip.errors import BudgetExceededError, PrivacyError
+from ghostclip.events import JointGaussian, SampledGaussian
+from ghostclip.ledger import Ledger
+
+SIZE = 24
+STAGES = Schedule(
+    [Stage(2), Stage(3, noise_factor=0.5, threshold_factor=3.0, batch_size=SIZE), Stage(1, threshold_factor=0.25)]
+)
+PRIVATE = {"noise_multiplier": 1.5, "clipping": 0.5, "target_delta": 1e-3, "schedule": STAGES}
+
+
+def engine_for(**changes):
+    return runs.engine_for(
+        runs.network(torch.float64), dataset=runs.data(SIZE, torch.float64), **{**PRIVATE, **changes}
+    )
+
+
+def stepped(engine, steps):
+    """The engine after so many steps; what `engine.step` returned for each."""
+    seen = []
+    while len(seen) < steps:
+        for batch in engine.batches():
+            seen.append(engine.step(batch, runs.losses_of))
+            if len(seen) == steps:
+                break
+    return seen
+
+
+def test_stages_follow_each_other_and_the_last_goes_on() -> None:
+    assert [STAGES.at(step) for step in range(8)] == [
+        (0, 2), (0, 1), (1, 3), (1, 2), (1, 1), (2, None), (2, None), (2, None)
+    ]  # fmt: skip
+    assert STAGES.steps == 6
+    made = Schedule.of(5, 2, noise_factor=lambda step: 1.0 + step, batch_size=lambda step: step or None)
+    assert made == Schedule([Stage(2), Stage(2, 3.0, batch_size=2), Stage(1, 5.0, batch_size=4)])
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: Stage(0), ValueError, "steps"),
+        (lambda: Stage(1.5), ValueError, "steps"),
+        (lambda: Stage(1, noise_factor=0.0), ValueError, "noise_factor"),
+        (lambda: Stage(1, threshold_factor=math.inf), ValueError, "threshold_factor"),
+        (lambda: Stage(1, batch_size=0), ValueError, "batch_size"),
+        (lambda: Schedule([]), ValueError, "one Stage or more"),
+        (lambda: Schedule([1]), TypeError, "list of ghostclip.clipping.Stage"),
+        (lambda: Schedule(Stage(1)), TypeError, "list of ghostclip.clipping.Stage"),
+        (lambda: engine_for(schedule=Schedule([Stage(1, batch_size=SIZE + 1)])), ValueError, "at most len"),
+        (lambda: engine_for(noise_multiplier=None, target_epsilon=1.0, epochs=1), ValueError, "leave epochs and steps"),
+        (lambda: engine_for(noise_multiplier=None, target_epsilon=1.0, steps=6), ValueError, "leave epochs and steps"),
+        (lambda: engine_for().compile(), ValueError, "schedule don't go together"),
+        (lambda: engine_for(schedule=[Stage(1)]), TypeError, "must be a ghostclip.clipping.Schedule"),
+    ],
+)
+def test_what_cant_be_followed_is_refused(make, error, words: str) -> None:
+    with pytest.raises(error, match=words):
+        make()
+
+
+POLICIES = [
+    c.Flat(0.05),
+    c.Automatic(0.05),
+    c.PerLayer(0.05),
+    c.Custom(lambda norms: torch.full_like(norms, 0.2), 0.05),
+    c.Composed(c.ByParameter(), 0.05, c.Psac()),
+    c.Composed(c.Whole(), c.Quantiles(0.05, max_norm=0.05), noise=c.EqualNoise()),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: f"{type(policy).__name__}")
+def test_updates_are_the_loops_with_the_policy_applied_to_gradients_over_the_factor(policy) -> None:
+    stages = Schedule([Stage(1, threshold_factor=f, batch_size=SIZE) for f in (1.0, 0.1, 7.0)])
+    engine = engine_for(clipping=policy, schedule=stages, noise_multiplier=0.0)
+    model, (x, y) = engine.model, next(iter(torch.utils.data.DataLoader(runs.data(SIZE, torch.float64), SIZE)))
+    losses = [lambda i=i: runs.losses_of(model, (x[i : i + 1], y[i : i + 1]))[0] for i in range(SIZE)]
+    names = dict(model.named_parameters())
+    for factor in (1.0, 0.1, 7.0):
+        expected = dict.fromkeys(names, 0.0)
+        for loss in losses:
+            grads = dict(zip(names, torch.autograd.grad(loss(), list(names.values())), strict=True))
+            weights = weights_of(engine.clipping, {name: grad / factor for name, grad in grads.items()})
+            expected = {name: total + weights[name] * grads[name] for name, total in expected.items()}
+        before = {name: p.detach().clone() for name, p in names.items()}
+        bound = engine.clipping.sensitivity * factor
+        stepped_by_hand(engine, (x, y))
+        assert engine._steps.release.sensitivity == pytest.approx(bound, rel=1e-12)
+        for name, p in names.items():
+            moved = (before[name] - p.detach()) * SIZE / 0.5
+            assert torch.allclose(moved, expected[name], rtol=1e-9, atol=1e-12)
+            assert moved.norm() <= SIZE * bound
+
+
+def weights_of(policy, grads):
+    """{parameter name: weight} of one example, from its gradients."""
+    group_of = (
+        policy.partition({name: g.numel() for name, g in grads.items()}) if hasattr(policy, "partition") else None
+    )
+    if group_of is None:
+        whole = torch.cat([g.flatten() for g in grads.values()]).norm()
+        return dict.fromkeys(grads, policy.weights(whole[None])[0])
+    norms = {}
+    for group in dict.fromkeys(group_of.values()):
+        norms[group] = torch.cat([g.flatten() for name, g in grads.items() if group_of[name] == group]).norm()[None]
+    found = policy.weights(norms)
+    return {name: found[group_of[name]][0] for name in grads}
+
+
+def stepped_by_hand(engine, batch):
+    """One step on exactly this batch, whatever was drawn."""
+    drawn = next(iter(engine.batches()))
+    assert drawn.sizes == [SIZE]
+    engine.step(drawn, lambda model, _: runs.losses_of(model, batch))
+
+
+def test_noise_batch_size_and_charge_are_of_the_steps_stage() -> None:
+    engine, drawn = engine_for(), []
+    release = engine._steps.release._noise.release
+    engine._steps.release._noise.release = lambda sums, std, size: (
+        drawn.append((std, size)),
+        release(sums, std, size),
+    )[1]
+    seen = stepped(engine, 8)
+    stds = [0.75] * 2 + [0.75 * 0.5 * 3.0] * 3 + [0.75 * 0.25] * 3
+    assert drawn == [pytest.approx(pair, rel=1e-12) for pair in zip(stds, [8] * 2 + [SIZE] * 3 + [8] * 3, strict=True)]
+    assert [len(step.losses) for step in seen[2:5]] == [SIZE] * 3
+    assert engine.noise_std(next(engine.model.parameters())) == pytest.approx(stds[-1] / 8, rel=1e-12)
+    events = [SampledGaussian(8 / SIZE, 1.5, 5), SampledGaussian(1.0, 0.75, 3)]
+    assert engine.events == events
+    accountant = PLDAccountant()
+    for event in events:
+        gaussian = dp_accounting.GaussianDpEvent(event.noise_multiplier)
+        accountant.compose(dp_accounting.PoissonSampledDpEvent(event.sample_rate, gaussian), event.count)
+    assert engine.epsilon() == pytest.approx(accountant.get_epsilon(1e-3), rel=1e-9)
+
+
+def test_the_noise_is_calibrated_for_all_stages_and_ends_with_them() -> None:
+    engine = engine_for(noise_multiplier=None, target_epsilon=4.0)
+    assert engine.planned_steps == 6
+    forecast = engine.forecast(6)
+    with pytest.raises(BudgetExceededError, match="all 6 planned steps"):
+        stepped(engine, 7)
+    assert engine.steps_taken == 6
+    assert 4.0 * 0.999 < engine.epsilon() == forecast <= 4.0
+
+
+def test_a_discarded_batch_is_charged_as_its_stage_and_a_failed_one_is_not() -> None:
+    engine = engine_for()
+    stepped(engine, 2)
+    for batch in engine.batches():
+        batch.discard()
+        break
+    failed = next(iter(engine.batches()))
+    with pytest.raises(ZeroDivisionError):
+        engine.step(failed, lambda *_: 1 / 0)
+    assert engine.events == [SampledGaussian(8 / SIZE, 1.5, 2), SampledGaussian(1.0, 0.75, 1)]
+    assert [len(step.losses) for step in stepped(engine, 2)] == [SIZE] * 2
+    stepped(engine, 1)
+    assert engine.events == [SampledGaussian(8 / SIZE, 1.5, 3), SampledGaussian(1.0, 0.75, 3)]
+
+
+def test_within_a_loop_a_failed_batch_keeps_charges_and_terms_together() -> None:
+    """The loop's samples are drawn ahead: the next one is charged at the rate at which it was drawn."""
+    engine, charged = engine_for(schedule=Schedule([Stage(1), Stage(1, batch_size=SIZE), Stage(1)])), []
+    for number, batch in enumerate(engine.batches()):
+        try:
+            engine.step(batch, runs.losses_of if number else lambda *_: 1 / 0)
+            charged.append((len(batch.sizes) and sum(batch.sizes), engine.events))
+        except ZeroDivisionError:
+            assert engine.events == []
+    assert charged[0] == (SIZE, [SampledGaussian(1.0, 1.5)])
+
+
+def test_a_checkpoint_goes_on_at_its_stage(tmp_path) -> None:
+    engine = engine_for()
+    stepped(engine, 3)
+    engine.save(tmp_path / "saved")
+    other = engine_for()
+    assert other.restore(tmp_path / "saved").steps == 3
+    assert [len(step.losses) for step in stepped(other, 2)] == [SIZE] * 2
+    stepped(other, 1)
+    assert set(other.events) == {SampledGaussian(8 / SIZE, 1.5, 3), SampledGaussian(1.0, 0.75, 3)}
+    for changed in (None, Schedule([*STAGES.stages, Stage(1)])):
+        with pytest.raises(PrivacyError, match="schedule"):
+            engine_for(schedule=changed).restore(tmp_path / "saved")
+
+
+def test_steps_taken_again_after_a_restore_stay_within_the_target(tmp_path) -> None:
+    engine = engine_for(noise_multiplier=None, target_epsilon=4.0)
+    engine.save(tmp_path / "saved")
+    stepped(engine, 2)
+    engine.restore(tmp_path / "saved")
+    with pytest.raises(BudgetExceededError):
+        stepped(engine, 9)
+    assert engine.epsilon() <= 4.0
+    assert max(event.count for event in engine.events) == 4
+    assert engine.steps_taken == 6
+
+
+def test_a_ledger_holds_each_stages_steps_and_reserves_no_more(tmp_path) -> None:
+    engine = engine_for(ledger=tmp_path / "run.ledger")
+    stepped(engine, 2)
+    assert [sum(spent.values()) for spent in engine.ledger.contents.totals.values()] == [2]
+    stepped(engine, 4)
+    engine.detach()
+    assert Ledger(tmp_path / "run.ledger").events == [SampledGaussian(8 / SIZE, 1.5, 3), SampledGaussian(1.0, 0.75, 3)]
+
+
+def test_counts_of_adaptive_thresholds_are_charged_at_each_batch_size() -> None:
+    stages = Schedule([Stage(1), Stage(1, threshold_factor=4.0, batch_size=SIZE)])
+    policy = c.Composed(c.ByLayer(), c.Quantiles(0.5))
+    engine = engine_for(clipping=policy, schedule=stages)
+    stepped(engine, 2)
+    counts = [2 * (0.05 * size * math.sqrt(2)) / math.sqrt(2) for size in (8, SIZE)]
+    rates = (8 / SIZE, 1.0)
+    assert engine.events == [
+        JointGaussian((SampledGaussian(rate, 1.5), SampledGaussian(rate, count)))
+        for rate, count in zip(rates, counts, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+def test_quantiles_follow_norms_over_the_factor(factor: float) -> None:
+    policy = c.Composed(c.Whole(), c.Quantiles(1.6 / factor, learning_rate=0.3))
+    stages = Schedule([Stage(1, threshold_factor=factor, batch_size=SIZE)])
+    engine = engine_for(clipping=policy, schedule=stages, noise_multiplier=0.0)
+    norms = stepped(engine, 1)[0].norms["all"]
+    share = (norms <= 1.6).double().mean().item()
+    assert 0.1 < share < 0.9
+    assert engine.clipping.thresholds["all"] == pytest.approx(1.6 / factor * math.exp(-0.3 * (share - 0.5)), rel=1e-9)
+
+
+def test_given_noise_is_for_the_engines_noise_multiplier_and_scales_with_the_stages() -> None:
+    policy = c.Composed(c.ByLayer(), c.Fixed(0.5), noise=c.GivenNoise({"0": 0.5 * 2.0, "2": 0.5 * 2.0}))
+    sigma = 2.0 / math.sqrt(2)
+    engine = engine_for(clipping=policy, noise_multiplier=sigma)
+    first = next(engine.model.parameters())
+    stepped(engine, 1)
+    assert engine.noise_std(first) == pytest.approx(1.0 / 8, rel=1e-9)
+    stepped(engine, 2)
+    assert engine.noise_std(first) == pytest.approx(0.5 * 3.0 / SIZE, rel=1e-9)
+
+
+def test_users_and_fixed_batches_follow_a_schedule() -> None:
+    data = TensorDataset(*(tensor.repeat_interleave(2, 0) for tensor in runs.data(SIZE, torch.float64).tensors))
+    people = [row // 2 for row in range(2 * SIZE)]
+    model = runs.network(torch.float64)
+    engine = runs.engine_for(model, dataset=data, unit_ids=people, **PRIVATE)
+    assert [len(step.norms) for step in stepped(engine, 4)[2:]] == [SIZE] * 2
+    assert engine.events == [SampledGaussian(r, s, 2, unit="user") for r, s in ((8 / SIZE, 1.5), (1.0, 0.75))]
+    stages = Schedule([Stage(1), Stage(1, batch_size=5)])
+    fixed = engine_for(sampling="without_replacement", schedule=stages)
+    assert [len(step.losses) for step in stepped(fixed, 3)] == [8, 5, 5]
+    assert [(event.sample_rate, event.count) for event in fixed.events] == [(8 / SIZE, 1), (5 / SIZE, 2)]
+
+
+def test_physical_batches_are_found_for_the_largest_stage() -> None:
+    engine = engine_for(schedule=Schedule([Stage(1, batch_size=2), Stage(1, batch_size=20)]), batch_size=2)
+    assert engine.batches().largest == SIZE
+    assert replace(STAGES, stages=STAGES.stages[:1]).steps == 2
+    assert ghostclip.clipping.Schedule is Schedule
