@@ -4,13 +4,13 @@ import math
 from dataclasses import replace
 
 import dp_accounting
+import private_runs as runs
 import pytest
 import torch
 from dp_accounting.pld import PLDAccountant
 from torch.utils.data import TensorDataset
 
 import ghostclip
-import private_runs as runs
 from ghostclip import clipping as c
 from ghostclip.clipping import Schedule, Stage
 from ghostclip.errors import BudgetExceededError, PrivacyError
