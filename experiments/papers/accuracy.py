@@ -109,7 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=20, help="paired seeds (default: 20)")
     parser.add_argument("--tuning-seeds", type=int, default=2, help="seeds of each setting that is tried (default: 2)")
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--delta", type=float, default=1e-4, help="default: 1e-4; take 1e-5 for data larger than digits")
+    parser.add_argument(
+        "--delta", type=float, default=1e-4, help="default: 1e-4; take 1e-5 for data larger than digits"
+    )
     parser.add_argument("--paper", action="store_true", help="30 epochs, 18 settings for each method, 3 tuning seeds")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     options = parser.parse_args(arguments)

@@ -13,8 +13,8 @@ __all__ = ["MARGIN", "RULE", "Hypothesis", "Interval", "boxes", "differences", "
 # "As good" allows for so much less accuracy: one point.
 MARGIN = 0.01
 RULE = (
-    "A hypothesis \"better\" is supported where the paired 95% interval lies above zero, opposite where it lies below "
-    f"zero, and not supported otherwise; \"worse\" the other way round. \"As good\" is supported where the interval lies "
+    'A hypothesis "better" is supported where the paired 95% interval lies above zero, opposite where it lies below '
+    f'zero, and not supported otherwise; "worse" the other way round. "As good" is supported where the interval lies '
     f"above {-100 * MARGIN:g} points, opposite where it lies below zero, and not supported otherwise."
 )
 
