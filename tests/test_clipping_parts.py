@@ -144,6 +144,18 @@ def test_quantiles_move_by_their_formula_and_stop_at_the_floor() -> None:
     assert other.thresholds(sizes) == rule.thresholds(sizes)
 
 
+def test_a_constant_sensitivity_divides_by_the_quantiles_that_were_asked_for() -> None:
+    norms = {"a": torch.linspace(0.0, 1.0, 1001), "b": torch.linspace(0.0, 10.0, 1001).square()}
+    for quantile in (0.2, 0.7):
+        rule = Quantiles(3.0, target_quantile=quantile, learning_rate=0.1, max_norm=2.0)
+        rule.thresholds({"a": 1, "b": 1})
+        for _ in range(500):
+            rule.update([float(count) / 1001 + 0.5 for count in rule.counts(norms)])
+        found = rule.thresholds({"a": 1, "b": 1})
+        assert math.hypot(*found.values()) == pytest.approx(2.0)
+        assert found["b"] / found["a"] == pytest.approx((10 * quantile) ** 2 / quantile, rel=0.05)
+
+
 @pytest.mark.parametrize(
     "make",
     [

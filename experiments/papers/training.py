@@ -13,9 +13,13 @@ from torch.utils.data import Dataset, TensorDataset
 
 import ghostclip
 from ghostclip.datasets import Data
+from ghostclip.engine.adaptation import adapts, policy_for
 from ghostclip.models import CNN
 
-__all__ = ["Outcome", "Setting", "train"]
+__all__ = ["Outcome", "Setting", "engine_for", "train"]
+
+# {what the noise multiplier follows from: the one that an engine calibrated}; a calibration takes seconds.
+_CALIBRATED: dict[tuple[float, ...], float] = {}
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Setting:
     learning_rate: float
     target_epsilon: float = 3.0
     delta: float = 1e-4
-    epochs: int = 15
+    epochs: int = 10
     batch_size: int = 128
 
 
@@ -60,19 +64,40 @@ def train(setting: Setting, data: Data, seed: int, examples: Dataset | None = No
     """
     torch.manual_seed(seed)
     model = CNN(data.input_shape, data.classes)
-    optimizer = torch.optim.SGD(model.parameters(), lr=setting.learning_rate, momentum=0.9)
-    engine = ghostclip.PrivacyEngine(
-        model, optimizer, data.train if examples is None else examples, batch_size=setting.batch_size,
-        target_epsilon=setting.target_epsilon, target_delta=setting.delta, epochs=setting.epochs,
-        clipping=setting.policy(), noise="test", seed=seed, self_check=False,
-    )  # fmt: skip
+    engine = engine_for(setting, model, data.train if examples is None else examples, seed)
     for _ in range(setting.epochs):
         for batch in engine.batches():
-            engine.step(batch, _losses)
+            engine.step(batch, losses_of)
     return tested(model, data)
 
 
-def _losses(model: nn.Module, batch: Any) -> Tensor:
+def engine_for(setting: Setting, model: nn.Module, examples: Any, seed: int | None) -> ghostclip.PrivacyEngine:
+    """An engine with the noise for the setting, which is calibrated by the first engine that needs it.
+
+    Args:
+        setting: how to train.
+        model: to be trained.
+        examples: to train on.
+        seed: of noise and samples that can be repeated; None: of private ones.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=setting.learning_rate, momentum=0.9)
+    policy = policy_for(model, setting.policy())
+    # Counts are charged with the gradients: an adaptive policy takes more noise for the same epsilon.
+    counts = (policy.counted, policy.count_noise_for(setting.batch_size)) if adapts(policy) else (0, 0.0)
+    key = (setting.target_epsilon, setting.delta, setting.epochs, setting.batch_size, len(examples), *counts)
+    options: dict[str, Any] = {"noise_multiplier": _CALIBRATED.get(key)}
+    if key not in _CALIBRATED:
+        options |= {"target_epsilon": setting.target_epsilon, "epochs": setting.epochs}
+    engine = ghostclip.PrivacyEngine(
+        model, optimizer, examples, batch_size=setting.batch_size, target_delta=setting.delta, clipping=policy,
+        noise="standard" if seed is None else "test", seed=seed, self_check=False, **options,
+    )  # fmt: skip
+    _CALIBRATED.setdefault(key, engine.noise_multiplier)
+    return engine
+
+
+def losses_of(model: nn.Module, batch: Any) -> Tensor:
+    """Cross-entropy of each example."""
     images, labels = batch
     return F.cross_entropy(model(images), labels, reduction="none")
 

@@ -135,8 +135,9 @@ class Quantiles(ThresholdRule):
         learning_rate: how fast thresholds move.
         count_noise: standard deviation of the noise on each count, in examples; None: ``0.05 * batch_size * sqrt(K)``.
         floor: no threshold falls below it; 0: no floor.
-        max_norm: after each update all thresholds are multiplied by the number for which the sensitivity is
-            ``max_norm``; None: the sensitivity moves with the thresholds.
+        max_norm: the thresholds are the quantiles' estimates multiplied by the number for which the sensitivity is
+            ``max_norm``; counts are about the estimates. None: thresholds are the estimates themselves, and the
+            sensitivity moves with them.
 
     Raises:
         ValueError, TypeError: an argument is out of range, or both ``floor`` and ``max_norm`` are given.
@@ -160,7 +161,7 @@ class Quantiles(ThresholdRule):
         if self.floor and self.max_norm is not None:
             raise ValueError("floor and max_norm exclude each other: scaling to max_norm would undercut the floor")
         self._begun: dict[str, float] = {}
-        self._now: dict[str, float] = {}
+        self._now: dict[str, float] = {}  # {group: estimate of the quantile of its norms}
 
     def __repr__(self) -> str:
         options = ("start", "target_quantile", "learning_rate", "count_noise", "floor", "max_norm")
@@ -170,9 +171,12 @@ class Quantiles(ThresholdRule):
         """{group: C_k} as they are now."""
         if not self._now:
             self._begun = self.start.thresholds(sizes)
-            self._now = self._limited(self._begun)
+            self._now = self._floored(self._begun)
         same_groups("the thresholds that were adapted", set(sizes), set(self._now))
-        return dict(self._now)
+        if self.max_norm is None:
+            return dict(self._now)
+        scale = self.max_norm / math.hypot(*self._now.values())
+        return {group: norm * scale for group, norm in self._now.items()}
 
     def count_noise_for(self, batch_size: int, groups: int) -> float:
         """The standard deviation of the noise on each count, for an expected batch size and K groups."""
@@ -181,26 +185,23 @@ class Quantiles(ThresholdRule):
         return COUNT_NOISE_SHARE * batch_size * math.sqrt(groups)
 
     def counts(self, norms: Mapping[str, Tensor]) -> Tensor:
-        """[K], float64: for each group the sum of +1/2 for norms [B] of at most C_k and -1/2 for others; private."""
+        """[K], float64: for each group the sum of +1/2 for norms [B] of at most its estimate, -1/2 for others; private."""
         within = [norms[group] <= norm for group, norm in self._now.items()]
         return torch.stack([torch.where(each, 0.5, -0.5).sum(dtype=torch.float64) for each in within])
 
     def update(self, shares: Sequence[float]) -> None:
-        """Moves the thresholds, given each group's noisy share of norms of at most C_k."""
+        """Moves the estimates, given each group's noisy share of norms of at most its own."""
         for group, share in zip(list(self._now), shares, strict=True):
             low, high = self._begun[group] / MOST_CHANGE, self._begun[group] * MOST_CHANGE
             moved = math.log(self._now[group]) - self.learning_rate * (share - self.target_quantile)
             self._now[group] = math.exp(min(max(moved, math.log(low)), math.log(high)))
-        self._now = self._limited(self._now)
+        self._now = self._floored(self._now)
 
-    def _limited(self, thresholds: Mapping[str, float]) -> dict[str, float]:
-        if self.max_norm is None:
-            return {group: max(norm, self.floor) for group, norm in thresholds.items()}
-        scale = self.max_norm / math.hypot(*thresholds.values())
-        return {group: norm * scale for group, norm in thresholds.items()}
+    def _floored(self, estimates: Mapping[str, float]) -> dict[str, float]:
+        return {group: max(norm, self.floor) for group, norm in estimates.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """What training changes: the thresholds, and where they began."""
+        """What training changes: the quantiles' estimates, and where they began."""
         return {"thresholds": dict(self._now), "begun": dict(self._begun)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,0 +1,1 @@
+"""Contenders for `ghostclip.bench` that one script each compares: `ghostclip.bench.register` takes these modules."""

@@ -1,0 +1,102 @@
+"""Accuracies at equal epsilon: every training's noise is the engine's own calibration; outcomes follow from the data."""
+
+import copy
+import json
+
+import pytest
+import torch
+from experiments.papers import accuracy, skewed
+from experiments.papers.paired import Hypothesis, Interval, interval
+from experiments.papers.training import Setting, engine_for, losses_of
+from torch.utils.data import Subset
+
+from ghostclip import datasets
+from ghostclip.clipping import ByLayer, Composed, Flat, Quantiles
+from ghostclip.models import CNN
+
+POLICIES = [
+    lambda: Flat(1.0),
+    lambda: Composed(ByLayer(), Quantiles(1.0, max_norm=1.0)),
+    lambda: Composed(ByLayer(), Quantiles(1.0, count_noise=3.0)),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_reused_noise_spends_the_target(policy):
+    examples = Subset(datasets.digits().train, range(64))
+    setting = Setting(policy, 0.1, epochs=2, batch_size=16)
+    engines = [engine_for(setting, CNN((1, 8, 8), 10), examples, seed=None) for _ in range(2)]
+    assert engines[0].noise_multiplier == engines[1].noise_multiplier
+    assert engines[1].target_epsilon is None
+    for _ in range(setting.epochs):
+        for batch in engines[1].batches():
+            engines[1].step(batch, losses_of)
+    assert 0.99 * setting.target_epsilon < engines[1].epsilon() <= setting.target_epsilon
+
+
+def test_counts_take_more_noise():
+    examples = Subset(datasets.digits().train, range(64))
+    noise = []
+    for policy in POLICIES:
+        setting = Setting(policy, 0.1, epochs=2, batch_size=16)
+        noise.append(engine_for(setting, CNN((1, 8, 8), 10), examples, seed=0).noise_multiplier)
+    assert noise[0] < noise[1]
+    assert noise[0] < noise[2]
+
+
+@pytest.mark.parametrize(
+    ("claim", "low", "high", "expected"),
+    [
+        ("better", 0.001, 0.02, "supported"),
+        ("better", -0.01, 0.02, "not supported"),
+        ("better", -0.02, -0.001, "opposite"),
+        ("worse", -0.02, -0.001, "supported"),
+        ("worse", -0.02, 0.001, "not supported"),
+        ("worse", 0.001, 0.02, "opposite"),
+        ("as good", -0.009, 0.02, "supported"),
+        ("as good", -0.011, 0.02, "not supported"),
+        ("as good", -0.009, -0.001, "opposite"),
+    ],
+)
+def test_outcomes_follow_from_the_interval(claim, low, high, expected):
+    assert Hypothesis("a", "b", claim, "").outcome(Interval((low + high) / 2, low, high)) == expected
+
+
+def test_the_interval_is_student_s():
+    assert interval([0.0, 1.0, 2.0]) == pytest.approx((1.0, 1 - 4.30265 / 3**0.5, 1 + 4.30265 / 3**0.5), rel=1e-5)
+    assert interval([0.5, 0.5]) == (0.5, 0.5, 0.5)
+
+
+def test_the_pages_are_those_of_the_results(tmp_path):
+    for module in (accuracy, skewed):
+        name = module.__name__.rpartition(".")[2]
+        results = json.loads((module.RESULTS / f"{name}.json").read_text())
+        module.write(results, tmp_path)
+        assert (tmp_path / f"{name}.md").read_text() == (module.RESULTS / f"{name}.md").read_text()
+        rows = results["methods"].values()
+        assert {len(row.get("accuracies", row.get("rare"))) for row in rows} == {20}
+
+
+@pytest.mark.parametrize("module", [accuracy, skewed])
+def test_the_scripts_run(module, tmp_path, monkeypatch):
+    small = copy.copy(datasets.digits())
+    monkeypatch.setattr(module.datasets, "load", lambda *_: small)
+    monkeypatch.setattr(module, "METHODS", dict(list(module.METHODS.items())))
+    monkeypatch.setattr(module, "RATES", (0.1,))
+    if module is accuracy:
+        monkeypatch.setattr(module, "NORMS", (1.0,))
+        monkeypatch.setattr(module, "QUANTILES", (0.5,))
+    words = ["--seeds", "2", "--tuning-seeds", "1", "--epochs", "1", "--out", str(tmp_path)]
+    assert module.main(words) == 0
+    name = module.__name__.rpartition(".")[2]
+    assert "supported" in (tmp_path / f"{name}.md").read_text()
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_tenth_of_the_rare_class_stays():
+    data = datasets.digits()
+    labels = skewed.skewed(data, 8).tensors[1]
+    before = torch.bincount(data.train.tensors[1])
+    after = torch.bincount(labels)
+    assert after[8] == round(0.1 * int(before[8]))
+    assert torch.equal(torch.cat([after[:8], after[9:]]), torch.cat([before[:8], before[9:]]))
