@@ -9,7 +9,6 @@ from types import ModuleType
 
 import pytest
 
-from ghostclip.bench import reference
 from ghostclip.native import library
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,51 +23,9 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def test_architectures_writes_figures_and_a_plot(tmp_path, capsys):
-    words = ["--networks", "mlp", "--examples", "40", "--seconds", "0.1", "--out", str(tmp_path)]
-    assert script("architectures").main(words) == 0
-    results = json.loads((tmp_path / "architectures.json").read_text())
-    methods = results["networks"]["mlp"]["methods"]
-    assert list(methods) == ["nonprivate", "nxbp", "multiloss", "reweight", "cached"]
-    assert all(row["seconds_per_epoch"]["rounds"] >= 3 for row in methods.values())
-    assert methods["cached"]["gradient_error"] < 1e-4
-    assert results["examples"] == 40
-    assert (tmp_path / "architectures.png").read_bytes().startswith(b"\x89PNG")
-    assert "mlp nonprivate 1.00x, nxbp" in capsys.readouterr().out
-
-
-def test_an_epoch_sees_every_example_once():
-    module, seen = script("architectures"), []
-    workload = module.WORKLOADS["mlp"]
-    step = module.Prepared(lambda inputs, targets: seen.append(inputs), None)
-    module.epoch_of(step, workload, 70)()
-    assert [len(inputs) for inputs in seen] == [32, 32, 6]
-    assert len({tuple(row.flatten().tolist()) for inputs in seen for row in inputs}) == 70
-
-
-def test_a_wrong_method_gets_no_figure(monkeypatch):
-    module = script("architectures")
-    monkeypatch.setattr(reference, "GATE", 0.0)
-    monkeypatch.setattr(reference, "SLACK", 0.0)
-    with pytest.raises(SystemExit, match=r"mlp: nxbp, .*cached clipped wrongly"):
-        module.time_network("mlp", 32, 0.1)
-
-
 def test_the_readme_table_needs_its_markers():
     with pytest.raises(ValueError, match="expected one line"):
         script("readme_table").with_table("no table here", "a table")
-
-
-@pytest.mark.slow
-def test_growth_writes_figures_and_a_plot(tmp_path):
-    words = ["--seconds", "0.05", "--model-seconds", "0.05", "--batches", "2", "8", "--lengths", "4", "16"]
-    words += ["--model-lengths", "8"]
-    assert script("growth").main([*words, "--workloads", "mlp", "--out", str(tmp_path)]) == 0
-    results = json.loads((tmp_path / "growth.json").read_text())
-    assert [row["batch_size"] for row in results["batches"]["mlp"]] == [2, 8]
-    assert [set(row["ms"]) for row in results["lengths"]] == [{"gram", "direct", "auto", "plain"}] * 2
-    assert all(spread["median"] > 0 for row in results["models"] for spread in row["over_nonprivate"].values())
-    assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_end_to_end_writes_a_row_for_each_setting(tmp_path, monkeypatch):
@@ -80,44 +37,6 @@ def test_end_to_end_writes_a_row_for_each_setting(tmp_path, monkeypatch):
     assert 0 < row["lowest"] <= row["over_plain"] <= row["highest"]
     assert row["epsilon_seconds"] > 0
     assert "\n| mlp | 20 | " in (tmp_path / "end_to_end.md").read_text()
-
-
-def test_doubling_is_two_where_time_is_linear():
-    module = script("growth")
-    rows = [{"batch_size": b, "ms": {m: {"median": 3.0 * b} for m in module.METHODS}} for b in (2, 8, 16)]
-    assert module.doubling(rows)["cached"] == pytest.approx([2.0, 2.0])
-
-
-def test_largest_batch_is_compared_with_non_private_training(tmp_path, monkeypatch, capsys):
-    module = script("largest_batch")
-    need = {"nonprivate": 100, "reweight": 110, "cached": 200}
-    monkeypatch.setattr(module, "peak", lambda workload, contender, size: need[contender] * size)
-    words = ["--workloads", "mlp", "--contenders", "reweight", "cached", "--out", str(tmp_path)]
-    assert module.main(words) == 0
-    found = json.loads((tmp_path / "largest_batch.json").read_text())["workloads"]["mlp"]
-    assert found["limit_bytes"] == 4 * 128 * 100
-    assert 0.86 < found["over_nonprivate"]["reweight"] < 0.96
-    assert 0.47 < found["over_nonprivate"]["cached"] < 0.53
-
-
-@pytest.mark.parametrize(("limit", "start"), [(1000, 16), (1000, 4000), (7, 3), (1, 8), (0, 8)])
-def test_the_largest_batch_is_found_to_within_five_percent(limit, start):
-    asked = []
-
-    def fits(size):
-        asked.append(size)
-        return size <= limit
-
-    found = script("largest_batch").largest_batch(fits, start)
-    assert limit / 1.05 - 1 < found <= limit
-    assert len(asked) == len(set(asked)) < 16
-
-
-def test_what_fails_while_memory_is_measured_is_raised(monkeypatch):
-    module = script("largest_batch")
-    monkeypatch.setattr(module, "ask", lambda task, steps: {"failed": f"KeyError: {task.contender!r}"})
-    with pytest.raises(RuntimeError, match=r"unknown on mlp, batch 4: KeyError: 'unknown'"):
-        module.peak("mlp", "unknown", 4)
 
 
 def test_the_pages_tables_are_those_of_the_files_there(tmp_path):

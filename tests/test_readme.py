@@ -118,14 +118,6 @@ def ours(contenders: dict[str, Any]) -> list[dict[str, Any]]:
     return [row for name, row in contenders.items() if re.match(r"reweight|cached|per-layer|compiled", name)]
 
 
-def test_the_largest_batches_are_those_measured():
-    found = json.loads(text_of("experiments/results/largest_batch.json"))["workloads"]
-    for work in found.values():
-        batch = work["batch"]
-        cells = " | ".join(str(batch[name]) for name in ("nonprivate", "reweight", "per-layer", "cached"))
-        assert f"| {cells} |" in text_of("docs/speed.md")
-
-
 def test_what_the_demo_reaches_is_what_was_measured():
     module = script("demo_accuracy")
     results = json.loads((module.RESULTS / "demo_accuracy.json").read_text())

@@ -8,10 +8,11 @@ updates inside of it.) A library that isn't installed is reported as missing.
 from __future__ import annotations
 
 from .fastdp import FASTDP
+from .fastgc import FASTGC
 from .functional import FUNCTIONAL
 from .jax_steps import JAX
 from .opacus_modes import OPACUS
 
 __all__ = ["CONTENDERS"]
 
-CONTENDERS = (*FUNCTIONAL, *OPACUS, *FASTDP, *JAX)
+CONTENDERS = (*FUNCTIONAL, *OPACUS, *FASTDP, *FASTGC, *JAX)

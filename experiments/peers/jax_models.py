@@ -66,14 +66,31 @@ def _convolution(layer: nn.Conv2d, prefix: str) -> Forward:
 
 
 def _pool(layer: nn.MaxPool2d | nn.AvgPool2d, prefix: str) -> Forward:
-    """A pool of squares that don't overlap, cut off at the end as torch does."""
+    """A pool of squares, cut off at the end as torch does."""
     size = int(layer.kernel_size)  # type: ignore[arg-type]
+    if layer.stride != layer.kernel_size:
+        return _overlapping(layer, size)
 
     def run(_: Parameters, maps: Array) -> Array:
         batch, channels, height, width = maps.shape
         rows, columns = height // size, width // size
         squares = maps[:, :, : rows * size, : columns * size].reshape(batch, channels, rows, size, columns, size)
         return squares.max((3, 5)) if isinstance(layer, nn.MaxPool2d) else squares.mean((3, 5))
+
+    return run
+
+
+def _overlapping(layer: nn.MaxPool2d | nn.AvgPool2d, size: int) -> Forward:
+    """A maximum of squares that overlap."""
+    from jax import lax
+    from jax import numpy as jnp
+
+    if not isinstance(layer, nn.MaxPool2d) or layer.padding:
+        raise CannotRun("of pools that overlap only maxima without padding are defined in JAX")
+    step = int(layer.stride)
+
+    def run(_: Parameters, maps: Array) -> Array:
+        return lax.reduce_window(maps, -jnp.inf, lax.max, (1, 1, size, size), (1, 1, step, step), "VALID")
 
     return run
 

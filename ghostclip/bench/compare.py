@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -108,6 +108,7 @@ def compare(
     batch_size: int | None = None,
     *,
     apart: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
     """Times the contenders' steps on one batch of the workload, interleaved.
 
@@ -117,6 +118,7 @@ def compare(
         apart: whether each contender's steps are timed in a process of its own, as a user trains: in one process a
             contender's page faults depend on what the others freed. The gate is passed in this process all the same.
             A script that asks for it does so under ``if __name__ == "__main__"``, as multiprocessing needs it.
+        clock: what steps are timed by, as for `timed`.
 
     Returns:
         Plain values: about, batch_size, parameters, max_norm, gate, and for each contender ``ms``, ``over_nonprivate``
@@ -132,7 +134,7 @@ def compare(
     if apart:
         _check_names(workload, contenders)
     field = line_up(workload, contenders, device, batch_size)
-    timings = _take_turns(field, workload, seconds, device, apart)
+    timings = _take_turns(field, workload, seconds, device, apart, clock)
     rows: dict[str, Any] = field.absent | {name: _row(name, timings, field) for name in timings.seconds}
     return {
         "about": workload.about,
@@ -156,13 +158,15 @@ def _check_names(workload: Workload, contenders: Mapping[str, Contender]) -> Non
         )
 
 
-def _take_turns(field: LineUp, workload: Workload, seconds: float, device: str, apart: bool) -> Timings:
+def _take_turns(
+    field: LineUp, workload: Workload, seconds: float, device: str, apart: bool, clock: Callable[[], float]
+) -> Timings:
     """Times those that passed the gate, here or each in a process of its own."""
     if not apart:
-        turns = {name: timed(prepared.turn(field.inputs, field.targets)) for name, prepared in field.prepared.items()}
+        turns = {name: timed(ready.turn(field.inputs, field.targets), clock) for name, ready in field.prepared.items()}
         return take_turns(turns, seconds, baseline=BASELINE)
     size = len(field.targets)
-    tasks = {name: Task(workload.name, name, size, field.max_norm, device) for name in field.prepared}
+    tasks = {name: Task(workload.name, name, size, field.max_norm, device, clock=clock) for name in field.prepared}
     field.prepared.clear()  # which frees what they hold in this process
     gc.collect()
     timings, ready, failed = in_processes(tasks, seconds, baseline=BASELINE)

@@ -54,12 +54,13 @@ def peaks(
     return found
 
 
-def ask(task: Task, steps: int = 3) -> dict[str, Any]:
+def ask(task: Task, steps: int = 3, settling_seconds: float = SETTLING_SECONDS) -> dict[str, Any]:
     """What a fresh process measures: bytes, ``peak`` over all steps and ``steady`` after the first; or ``failed``: why.
 
     Args:
         task: what it runs.
         steps: how many it makes; the first is the one in which strategies are chosen.
+        settling_seconds: at most for the steps before those; fewer will do where 300 KB are nothing.
     """
     settings = {"OMP_NUM_THREADS": str(task.threads)}
     counted = {}
@@ -70,7 +71,7 @@ def ask(task: Task, steps: int = 3) -> dict[str, Any]:
         counted = {"allocated": True}
     # In the environment of a new process, which can't set them for itself.
     with mock.patch.dict(os.environ, settings):
-        process = ContenderProcess(task, _measure, steps, start="spawn")
+        process = ContenderProcess(task, _measure, steps, settling_seconds, start="spawn")
     try:
         return process.answer() | counted
     except ProcessFailed as error:
@@ -85,10 +86,10 @@ def _counter() -> str | None:
     return None if loaded is None else loaded._name
 
 
-def _measure(task: Task, line: Connection, steps: int) -> None:
+def _measure(task: Task, line: Connection, steps: int, settling_seconds: float) -> None:
     """Answers `ask`, in the process."""
     held, restart, highest = _gauge(task.device)
-    step, until = task.stepper(), time.monotonic() + SETTLING_SECONDS
+    step, until = task.stepper(), time.monotonic() + settling_seconds
     for number in range(SETTLING_STEPS):
         step()
         if number >= steps and time.monotonic() > until:

@@ -14,6 +14,7 @@ from ghostclip import clipping
 from ghostclip.bench import naive
 from ghostclip.bench.contenders import NOISE_MULTIPLIER, Batch, Contender, Prepare, Prepared, adam, by_filling_gradients
 from ghostclip.bench.losses import Losses, LossFunction, loss_function
+from ghostclip.bench.workloads import WORKLOADS
 from ghostclip.clipper import GhostClipper
 from ghostclip.compiled.trial import TRIALS
 from ghostclip.engine.release import Release
@@ -156,7 +157,9 @@ MODULES: list[str] = []  # those given to `register`
 
 
 def register(module: str) -> None:
-    """Adds the contenders that a module lists as its ``CONTENDERS``, by name; every contender's process does so too."""
-    CONTENDERS.update((contender.name, contender) for contender in importlib.import_module(module).CONTENDERS)
+    """Adds the ``CONTENDERS`` and ``WORKLOADS`` that a module lists, by name; every contender's process does so too."""
+    listed = importlib.import_module(module)
+    CONTENDERS.update((contender.name, contender) for contender in getattr(listed, "CONTENDERS", ()))
+    WORKLOADS.update((workload.name, workload) for workload in getattr(listed, "WORKLOADS", ()))
     if module not in MODULES:
         MODULES.append(module)

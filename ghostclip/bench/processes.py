@@ -53,6 +53,7 @@ class Task:
     Attributes:
         threads, cores: that it may use, no cores for any; by default those of this process.
         modules: whose contenders are to be registered.
+        clock: what steps are timed by, a function that can be imported by name.
     """
 
     workload: str
@@ -63,6 +64,7 @@ class Task:
     threads: int = field(default_factory=torch.get_num_threads)
     cores: tuple[int, ...] = field(default_factory=_cores)
     modules: tuple[str, ...] = field(default_factory=lambda: tuple(methods.MODULES))
+    clock: Callable[[], float] = time.perf_counter
 
     def stepper(self) -> Callable[[], None]:
         """A contender with a model and a batch of its own; a call is a step."""
@@ -122,7 +124,7 @@ def take_steps(task: Task, line: Connection) -> None:
     keep_freed_memory()
     gc.collect()  # the server's pages that Python writes to become this process's own before the clock runs
     started = time.perf_counter()
-    turn = timed(task.stepper())
+    turn = timed(task.stepper(), task.clock)
     turn()
     line.send(("done", time.perf_counter() - started))
     while True:
