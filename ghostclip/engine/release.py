@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ghostclip.clipper import GhostClipper
+from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.clipping import Composed, GlobalNoise
 from ghostclip.engine.adaptation import Adaptation, adapts
 from ghostclip.engine.distributed import Ranks, refuse_differences
@@ -17,6 +17,7 @@ from ghostclip.engine.micro_batching import MicroBatches
 from ghostclip.engine.optimizers import held_parameters, with_closure
 from ghostclip.engine.self_check import SelfCheck
 from ghostclip.engine.sums import ClippedSums
+from ghostclip.engine.trace import Trace
 from ghostclip.engine.update_check import UpdateCheck
 from ghostclip.errors import PrivacyError
 from ghostclip.nn.grad_mode import keeping_grad_mode
@@ -61,7 +62,10 @@ class Release:
         sensitivity: of what the logical batch in the making has gathered.
         batch: handed out last; None once it had its step, or was discarded.
         pending: whether the logical batch handed out last has had no step.
+        trace: observes steps, or None.
     """
+
+    trace: Trace | None = None
 
     def __init__(
         self,
@@ -127,6 +131,8 @@ class Release:
         self._stepping = self._released = self._asked = self._refused = False
         self.sensitivity = self.clipper.clipping.sensitivity
         self.scaling.begin()
+        if self.trace is not None:
+            self.trace.begin()
         self.batch = batch
         if batch is not None:
             self.pending = True
@@ -175,10 +181,12 @@ class Release:
         for undo in self._undo:
             undo()
 
-    def saw(self, norms: Tensor) -> None:
-        """The norms [B] of a physical batch that was gathered."""
+    def saw(self, result: ClippingResult) -> None:
+        """What was clipped of a physical batch that was gathered."""
         if self._adaptation is not None:
-            self._adaptation.saw(norms)
+            self._adaptation.saw(result.norms)
+        if self.trace is not None:
+            self.trace.saw(result)
 
     def update(self) -> None:
         """Charges, releases and has the optimizer take its step, even where it has lost the hooks that would do it."""
@@ -217,6 +225,8 @@ class Release:
         self.sums.remember_released()
         self.updates.accept()
         self.self_check.stepped()
+        if self.trace is not None:
+            self.trace.stepped()
 
     @keeping_grad_mode
     def _release(self) -> None:
@@ -310,6 +320,8 @@ class Release:
 
         # Divided by their shares of the noise, all sums need the same noise.
         shares = self.noise_shares()
+        if self.trace is not None:
+            self.trace.released(parameters, sums, [std * shares.get(p, 1.0) for p in parameters])
         found = [total / shares.get(p, 1.0) for p, total in zip(parameters, sums, strict=True)] if shares else sums
         private = release(found) if self._adaptation is None else self._adaptation.release(found, std, release)
         if shares:
