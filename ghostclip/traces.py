@@ -131,10 +131,11 @@ def _pyarrow() -> Any:
 
 
 def _write_npz(traced: TracedStep, file: Path) -> None:
-    arrays = {"privacy": np.array(PRIVATE), "step": np.array(traced.step), "groups": np.array(traced.groups)}
-    figures = {name: np.array(value) for name, value in traced.by_step.items()}
+    """One array for each name, the first of which says that they are private."""
+    arrays: dict[str, Any] = {"privacy": PRIVATE, "step": traced.step, "groups": np.array(traced.groups)}
+    arrays |= {"norms": traced.norms, **traced.by_group, **traced.by_step}
     with open(file, "wb") as opened:
-        np.savez(opened, **arrays, norms=traced.norms, **traced.by_group, **figures)
+        np.savez(opened, **arrays)
 
 
 def _read_npz(file: Path) -> dict[str, Any]:

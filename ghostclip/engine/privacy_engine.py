@@ -289,9 +289,7 @@ class PrivacyEngine:
         """
         if path is not None and self._ranks.size > 1:
             raise ValueError("trace() isn't there for several processes that train together; leave it out")
-        if path is not None:
-            return self._steps.start_trace(path, every, lambda: self.steps_taken)
-        return self._steps.end_trace()
+        return self._steps.trace(path, every, lambda: self.steps_taken)
 
     def epsilon(self, delta: float | None = None, accountant: str = "pld") -> float:
         """The privacy spent so far, by all that is in the ledger where there is one; inf without private noise.

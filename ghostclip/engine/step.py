@@ -80,22 +80,19 @@ class LogicalStep:
     def detach(self) -> None:
         """Discards what was gathered and takes the hooks off the optimizer."""
         self.begin(None)
-        self.end_trace()
+        self.trace(None)
         self.release.detach()
 
-    def start_trace(self, path: str | os.PathLike[str], every: int, steps: Callable[[], int]) -> Trace:
-        """Observes steps from the next logical batch on; see `PrivacyEngine.trace` and `Trace`."""
-        if self._compiled is not None:
+    def trace(
+        self, path: str | os.PathLike[str] | None, every: int = 1, steps: Callable[[], int] = int
+    ) -> Trace | None:
+        """Ends the trace there may be, and begins one where ``path`` says; see `PrivacyEngine.trace` and `Trace`."""
+        if path is not None and self._compiled is not None:
             raise ValueError(TRACED_AND_COMPILED)
-        self.end_trace()
-        self.release.trace = Trace(path, every, self._clipper.passes, steps)
-        return self.release.trace
-
-    def end_trace(self) -> None:
-        """Ends the trace, if there is one."""
         if self.release.trace is not None:
             self.release.trace.close()
-        self.release.trace = None
+        self.release.trace = None if path is None else Trace(path, every, self._clipper.passes, steps)
+        return self.release.trace
 
     def compile(self, largest: int | None) -> None:
         """Lets `step` compile, for physical batches of at most ``largest`` examples."""

@@ -175,7 +175,7 @@ def groups_of(passes: TwoPasses) -> dict[int, str]:
 
 
 def thresholds_of(policy: Any, groups: Sequence[str]) -> dict[str, float]:
-    """To which norm the policy clips each group, as it is now; nan where it has none of its own. ALL: the sensitivity."""
+    """To which norm the policy clips each group, as it is now; nan where it has none of its own; ALL: sensitivity."""
     found: Mapping[str, float] = {}
     if isinstance(policy, Composed):
         found = policy.thresholds
