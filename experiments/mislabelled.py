@@ -126,6 +126,7 @@ def plot(results: dict[str, Any], norms: dict[str, list[float]], path: Path) -> 
     """Norms of right and wrong labels, and what is found over the epochs."""
     import numpy as np
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(10, 4), dpi=144, layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -142,6 +143,8 @@ def plot(results: dict[str, Any], norms: dict[str, list[float]], path: Path) -> 
         right.fill_between(epochs, low, high, color=colour, alpha=0.15, linewidth=0)
     title = f"wrong labels found among the top 5%\n(median and range of {results['seeds']} seeds)"
     right.set(xlabel="epoch", ylabel="share found", ylim=(0, 1), title=title)
+    left.set_ylim(top=8 * left.get_ylim()[1])  # the legend has its place above the bars
+    right.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (left, right):
         axes.legend(frameon=False)
         axes.grid(color="#dddddd", linewidth=0.6)
