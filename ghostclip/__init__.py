@@ -3,8 +3,8 @@
 from .interruption import ends_a_command
 
 with ends_a_command():
-    from . import accounting, clipping, errors, nn
-    from .clipper import ClippingResult, GhostClipper
+    from . import accounting, clipping, errors, nn, traces
+    from .clipper import ClippingResult, GhostClipper, per_example_norms
     from .engine import PrivacyEngine
     from .errors import (
         BudgetExceededError,
@@ -41,7 +41,9 @@ __all__ = [
     "clipping",
     "errors",
     "nn",
+    "per_example_norms",
     "same_as",
+    "traces",
     "unwrap",
     "wrap",
 ]

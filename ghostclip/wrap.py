@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -23,10 +24,12 @@ from ghostclip.nn.scaling import scaling_of
 from ghostclip.nn.subclass import leaves_parameters_to_parent
 from ghostclip.sharding import INSTEAD_OF_SHARDING, sharding_of
 
-__all__ = ["Finding", "check", "unwrap", "wrap"]
+__all__ = ["Finding", "check", "unwrap", "wrap", "wrapped"]
 
 # Libraries with layers of their own: the module that has rules for them, imported on meeting one.
 ELSEWHERE = {"transformers": "ghostclip.integrations.huggingface"}
+# What `wrap` leaves in a module.
+OWN = ("ghost_path", "ghost_batch_dim")
 BATCHNORM = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
 
 
@@ -96,9 +99,27 @@ def unwrap(model: torch_nn.Module) -> torch_nn.Module:
     for module in model.modules():
         if isinstance(module, GhostLayer):
             module.__class__ = module.wrapped  # type: ignore[assignment]
-            vars(module).pop("ghost_batch_dim", None)
-            vars(module).pop("ghost_path", None)
+            for name in OWN:
+                vars(module).pop(name, None)
     return model
+
+
+@contextmanager
+def wrapped(model: torch_nn.Module) -> Iterator[torch_nn.Module]:
+    """`wrap` of a model inside, which is as it was before afterwards: plain, wrapped, or built of wrappers in part."""
+    before = [
+        (module, type(module), {name: vars(module).get(name, module) for name in OWN}) for module in model.modules()
+    ]
+    try:
+        yield wrap(model)
+    finally:
+        for module, kind, own in before:
+            module.__class__ = kind
+            for name, value in own.items():
+                vars(module).pop(name, None)
+                # The module itself stands for nothing.
+                if value is not module:
+                    vars(module)[name] = value
 
 
 def check(

@@ -21,7 +21,11 @@ class Recurrent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.lstm, self.head = nn.Embedding(WORDS, 4), nn.LSTM(4, 6, batch_first=True), nn.Linear(6, CLASSES)
+        self.words, self.lstm, self.head = (
+            nn.Embedding(WORDS, 4),
+            nn.LSTM(4, 6, batch_first=True),
+            nn.Linear(6, CLASSES),
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.lstm(self.words(tokens))[0][:, -1])
@@ -46,7 +50,12 @@ def linear() -> nn.Module:
 
 def convolutional() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16, CLASSES)
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.Tanh(),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16, CLASSES),
     )
 
 
@@ -113,7 +122,9 @@ def test_groups_are_clipped_by_mean_gradients(loss_fn):
     assert ghostclip.GhostClipper(model, Composed(ByLayer())).verify(loss_fn, batch) < 1e-9
 
 
-def trained(model: nn.Module, data: Dataset | DataLoader, size: int, loss_fn, physical: int | None) -> dict[str, Tensor]:
+def trained(
+    model: nn.Module, data: Dataset | DataLoader, size: int, loss_fn, physical: int | None
+) -> dict[str, Tensor]:
     """{name: clipped sum over all examples}, read off one step of rate 1 without noise."""
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     engine = ghostclip.PrivacyEngine(

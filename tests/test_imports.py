@@ -22,7 +22,7 @@ LEVELS: list[tuple[str, ...] | set[str]] = [
     ("clipping",),
     ("clipper", "compiled"),
     ("events",),
-    {"noise", "sampling", "accounting", "ledger", "checkpoint", "optim"},
+    {"noise", "sampling", "accounting", "ledger", "checkpoint", "optim", "traces"},
     ("engine",),
     {"datasets", "models"},
     {"audit", "report", "bench", "integrations"},

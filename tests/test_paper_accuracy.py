@@ -5,11 +5,11 @@ import json
 
 import pytest
 import torch
+from torch.utils.data import Subset
+
 from experiments.papers import accuracy, skewed
 from experiments.papers.paired import Hypothesis, Interval, interval
 from experiments.papers.training import Setting, engine_for, losses_of
-from torch.utils.data import Subset
-
 from ghostclip import datasets
 from ghostclip.clipping import ByLayer, Composed, Flat, Quantiles
 from ghostclip.models import CNN

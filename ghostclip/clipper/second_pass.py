@@ -67,17 +67,7 @@ class TwoPasses(FirstPasses):
             self.wide_sums.clear()
         delivered = self._are_delivered()
         with without_autocast(losses):
-            run = self.first_pass(losses, Keep.CHOSEN, retain_graph=retain_graph)
-            norms, bounds = self.norms_and_bounds(run)
-            finite = _finite(norms, losses)
-            if finite is not None and not may_sync(losses.device):
-                # In no form that may cancel: from what was kept, or by another first pass.
-                if run.unkept_calls():
-                    run = self.first_pass(losses, Keep.CHOSEN, exact=True, retain_graph=True)
-                else:
-                    run.measure_exactly()
-                norms, bounds = self.norms_and_bounds(run)
-                finite = _finite(norms, losses)
+            run, norms, bounds, finite = self._measured(losses, retain_graph)
             weights: Any = self.clipping.weights(self.scaled(bounds))
             if finite is not None:
                 weights = tree_map(lambda each: torch.where(finite, each, torch.zeros_like(each)), weights)
@@ -91,6 +81,40 @@ class TwoPasses(FirstPasses):
                 sums = [total.to(parameter.dtype) for parameter, total in zip(parameters, totals.values(), strict=True)]
                 torch.autograd.backward(parameters, sums)
             return norms, weights
+
+    def _measured(self, losses: Tensor, retain_graph: bool) -> tuple[NormCollector, Any, Any, Tensor | None]:
+        """A first pass, its `norms_and_bounds`, and which examples are finite, [B]; None where all are."""
+        run = self.first_pass(losses, Keep.CHOSEN, retain_graph=retain_graph)
+        norms, bounds = self.norms_and_bounds(run)
+        finite = _finite(norms, losses)
+        if finite is not None and not may_sync(losses.device):
+            # In no form that may cancel: from what was kept, or by another first pass.
+            if run.unkept_calls():
+                run = self.first_pass(losses, Keep.CHOSEN, exact=True, retain_graph=True)
+            else:
+                run.measure_exactly()
+            norms, bounds = self.norms_and_bounds(run)
+            finite = _finite(norms, losses)
+        return run, norms, bounds, finite
+
+    def unclipped(self, losses: Tensor, groups: Mapping[int, str]) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
+        """Norms [B] by group, and sums ``sum_i g_i`` over the finite examples; keeps the graph, and changes no p.grad.
+
+        Args:
+            losses: [B].
+            groups: {id of a trained parameter: group}.
+
+        Returns:
+            {group: [B]} and {id of a parameter: sum}, float32 or wider.
+        """
+        with without_autocast(losses):
+            run, norms, _, finite = self._measured(losses, retain_graph=True)
+            by_group, _ = run.norms_by_group(groups)
+            some = next(iter(norms.values())) if isinstance(norms, dict) else norms
+            weights = torch.ones_like(some) if finite is None else finite.to(some.dtype)
+            totals: dict[int, Tensor] = {}
+            self._sum(losses, run, weights, finite, True, partial(self._gather, totals))
+            return by_group, totals
 
     def weighted_sums(self, losses: Tensor, weights: Any, run: NormCollector) -> list[tuple[Part, Tensor]]:
         """``sum_i weights[i] g_i`` of all parts, formed as `clip` forms them after this first pass; keeps the graph."""

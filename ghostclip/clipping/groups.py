@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,11 +56,15 @@ class Thresholds(Groupwise):
         """``max_norm``, or the root of the sum of the squared thresholds."""
         return self.max_norm if self.thresholds is None else math.hypot(*self.thresholds.values())
 
+    def bounds(self, groups: Collection[str]) -> Mapping[str, float]:
+        """{group: c_k} for all groups of a partition."""
+        if self.thresholds is not None:
+            return self.thresholds
+        return dict.fromkeys(groups, self.max_norm / math.sqrt(max(1, len(groups))))
+
     def weights(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """{group: [B]} from {group: [B]}, for all groups of a partition."""
-        bounds = self.thresholds
-        if bounds is None:
-            bounds = dict.fromkeys(norms, self.max_norm / math.sqrt(max(1, len(norms))))
+        bounds = self.bounds(norms)
         return {group: flat_weights(norm, bounds[group]) for group, norm in norms.items()}
 
     def _check(self) -> None:

@@ -26,6 +26,7 @@ from ghostclip.engine.release import Release, refuse_second_engine
 from ghostclip.engine.snapshots import Restored, Snapshots, Stateful
 from ghostclip.engine.step import LogicalStep, StepRecord
 from ghostclip.engine.terms import StepTerms
+from ghostclip.engine.trace import Trace
 from ghostclip.engine.update_check import warn_of_earlier
 from ghostclip.errors import PrivacyError
 from ghostclip.events import Event
@@ -175,14 +176,9 @@ class PrivacyEngine:
         self._attach(clipper, source, scaling, micro_batches, self_check, seed)
 
     def _attach(
-        self,
-        clipper: GhostClipper,
-        source: Noise,
-        scaling: LossScaling,
-        micro_batches: MicroBatches,
-        self_check: bool,
-        seed: int | None,
-    ) -> None:
+        self, clipper: GhostClipper, source: Noise, scaling: LossScaling, micro_batches: MicroBatches,
+        self_check: bool, seed: int | None,
+    ) -> None:  # fmt: skip
         """Puts the engine between the optimizer and its gradients, and between the loader and its batches."""
         model, optimizer, loader, ranks = self.model, self.optimizer, self.batches(), self._ranks
         release = Release(
@@ -285,6 +281,17 @@ class PrivacyEngine:
         self._steps.micro_batches.check_found()
         self._steps.compile(self.batches().limit)
 
+    def trace(self, path: str | os.PathLike[str] | None, every: int = 100) -> Trace | None:
+        """Writes what every n-th step looked like without noise to a folder, for debugging; None ends it.
+
+        Norms of single examples, share clipped, cosine, signal to noise, noise scale: raw private data, not for
+        release. Training isn't changed. `ghostclip.traces.read` reads it; docs/observation.md says more. Raises what
+        `ghostclip.engine.trace.Trace` does, and ValueError for compiled steps or several processes.
+        """
+        if path is not None and self._ranks.size > 1:
+            raise ValueError("trace() isn't there for several processes that train together; leave it out")
+        return self._steps.trace(path, every, lambda: self.steps_taken)
+
     def epsilon(self, delta: float | None = None, accountant: str = "pld") -> float:
         """The privacy spent so far, by all that is in the ledger where there is one; inf without private noise.
 
@@ -385,8 +392,7 @@ class PrivacyEngine:
     def detach(self) -> None:
         """Takes the engine off the optimizer, whose steps are unprotected from then on; ends the data's workers.
 
-        Raises:
-            LedgerError: what was reserved there can't be given back; the engine is off the optimizer all the same.
+        LedgerError: what was reserved there can't be given back; the engine is off the optimizer all the same.
         """
         self._steps.detach()
         self._synchronise()

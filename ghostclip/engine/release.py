@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ghostclip.clipper import GhostClipper
+from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.clipping import Composed, GlobalNoise
 from ghostclip.engine.adaptation import Adaptation, adapts
 from ghostclip.engine.distributed import Ranks, refuse_differences
@@ -18,6 +18,7 @@ from ghostclip.engine.optimizers import held_parameters, with_closure
 from ghostclip.engine.self_check import SelfCheck
 from ghostclip.engine.sums import ClippedSums
 from ghostclip.engine.terms import Terms
+from ghostclip.engine.trace import Trace
 from ghostclip.engine.update_check import UpdateCheck
 from ghostclip.errors import PrivacyError
 from ghostclip.nn.grad_mode import keeping_grad_mode
@@ -63,7 +64,10 @@ class Release:
         sensitivity: of what the logical batch in the making has gathered.
         batch: handed out last; None once it had its step, or was discarded.
         pending: whether the logical batch handed out last has had no step.
+        trace: observes steps, or None.
     """
+
+    trace: Trace | None = None
 
     def __init__(
         self,
@@ -133,6 +137,8 @@ class Release:
         self.clipper.passes.threshold_factor = self.terms.threshold_factor
         self.sensitivity = self.clipper.passes.sensitivity
         self.scaling.begin()
+        if self.trace is not None:
+            self.trace.begin()
         self.batch = batch
         if batch is not None:
             self.pending = True
@@ -181,10 +187,12 @@ class Release:
         for undo in self._undo:
             undo()
 
-    def saw(self, norms: Tensor) -> None:
-        """The norms [B] of a physical batch that was gathered."""
+    def saw(self, result: ClippingResult) -> None:
+        """What was clipped of a physical batch that was gathered."""
         if self._adaptation is not None:
-            self._adaptation.saw(self.clipper.passes.scaled(norms))
+            self._adaptation.saw(self.clipper.passes.scaled(result.norms))
+        if self.trace is not None:
+            self.trace.saw(result)
 
     def update(self) -> None:
         """Charges, releases and has the optimizer take its step, even where it has lost the hooks that would do it."""
@@ -223,6 +231,8 @@ class Release:
         self.sums.remember_released()
         self.updates.accept()
         self.self_check.stepped()
+        if self.trace is not None:
+            self.trace.stepped()
 
     @keeping_grad_mode
     def _release(self) -> None:
@@ -316,6 +326,8 @@ class Release:
 
         # Divided by their shares of the noise, all sums need the same noise.
         shares = self.noise_shares()
+        if self.trace is not None:
+            self.trace.released(parameters, sums, [std * shares.get(p, 1.0) for p in parameters])
         found = [total / shares.get(p, 1.0) for p, total in zip(parameters, sums, strict=True)] if shares else sums
         private = (
             release(found) if self._adaptation is None else self._adaptation.release(found, std, batch_size, release)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +16,16 @@ from ghostclip.clipper.first_pass import check_losses
 from ghostclip.engine.compiled_steps import CompiledSteps, LossFunction
 from ghostclip.engine.micro_batching import met_again
 from ghostclip.engine.release import Release
+from ghostclip.engine.trace import Trace
 from ghostclip.engine.weighing import refuse_joint_weights
 from ghostclip.errors import LossShapeError, PrivacyError, UnsupportedModelError
 from ghostclip.sampling import LogicalBatch, UserRows
 
 __all__ = ["LogicalStep", "StepRecord"]
 
+TRACED_AND_COMPILED = (
+    "trace() and compile() don't go together: a compiled step has its sums inside of its graph; leave one of them out"
+)
 OF_USERS = (
     "with unit_ids, a user's rows lie side by side in the batch, and a layer over [positions x rows, features] parts "
     "them: give it [positions, rows, features] with batch_dim=1, or [rows x positions, features]"
@@ -75,10 +80,24 @@ class LogicalStep:
     def detach(self) -> None:
         """Discards what was gathered and takes the hooks off the optimizer."""
         self.begin(None)
+        self.trace(None)
         self.release.detach()
+
+    def trace(
+        self, path: str | os.PathLike[str] | None, every: int = 1, steps: Callable[[], int] = int
+    ) -> Trace | None:
+        """Ends the trace there may be, and begins one where ``path`` says; see `PrivacyEngine.trace` and `Trace`."""
+        if path is not None and self._compiled is not None:
+            raise ValueError(TRACED_AND_COMPILED)
+        if self.release.trace is not None:
+            self.release.trace.close()
+        self.release.trace = None if path is None else Trace(path, every, self._clipper.passes, steps)
+        return self.release.trace
 
     def compile(self, largest: int | None) -> None:
         """Lets `step` compile, for physical batches of at most ``largest`` examples."""
+        if self.release.trace is not None:
+            raise ValueError(TRACED_AND_COMPILED)
         self._clipper.compile(expected=self.release.terms.batch_size, largest=largest)
         self._compiled = CompiledSteps(self, self._clipper, self._optimizer, self._self_check)
 
@@ -96,13 +115,7 @@ class LogicalStep:
             raise PrivacyError(
                 "engine.step() got another logical batch than engine.batches() gave last; use each in its turn"
             )
-        if not callable(loss_fn) or isinstance(loss_fn, _Loss):
-            raise TypeError(
-                "loss_fn must be a function of (model, examples) that returns one loss for each example; got "
-                f'{type(loss_fn).__name__}. For a criterion with reduction="none": lambda model, batch: '
-                "criterion(model(batch[0]), batch[1]); for losses that are computed already: "
-                "engine.backward(losses)"
-            )
+        _check_loss_function(loss_fn)
         self.release.start(discarded=False)
 
     def step(self, batch: LogicalBatch, loss_fn: LossFunction) -> list[ClippingResult]:
@@ -172,6 +185,8 @@ class LogicalStep:
         """`GhostClipper.backward`, whose guard of the p.grads isn't needed: the sums have one."""
         passes = self._clipper.passes
         passes.index.watch()
+        if self.release.trace is not None:
+            self.release.trace.observe(losses)
         norms, weights = passes.clip(losses, retain_graph=retain_graph)
         return ClippingResult(norms, weights, self._clipper.sensitivity, losses.detach())
 
@@ -187,7 +202,7 @@ class LogicalStep:
 
         piece = self._piece
         result = self._sums.gather(clipped, more=piece is not None and piece[1] < piece[2])
-        self.release.saw(result.norms)
+        self.release.saw(result)
         self._batch.failed = False
         return result
 
@@ -234,6 +249,17 @@ class LogicalStep:
         """Whose rows the physical batch that was handed out last has; None where every row is a unit of its own."""
         users = self._batch.users[self._batch.handed - 1]
         return users if users is None or self._piece is None else users.part(*self._piece[:2])
+
+
+def _check_loss_function(loss_fn: Any) -> None:
+    """Raises TypeError for what can't be called with (model, examples), as losses or a criterion can't."""
+    if not callable(loss_fn) or isinstance(loss_fn, _Loss):
+        raise TypeError(
+            "loss_fn must be a function of (model, examples) that returns one loss for each example; got "
+            f'{type(loss_fn).__name__}. For a criterion with reduction="none": lambda model, batch: '
+            "criterion(model(batch[0]), batch[1]); for losses that are computed already: "
+            "engine.backward(losses)"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,60 @@
+"""Per-example gradient norms of any model in one call, without privacy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ghostclip.clipper.clipper import GhostClipper
+from ghostclip.clipper.replay import Replay, shows_at_another_size
+from ghostclip.errors import UnsupportedModelError
+from ghostclip.nn.grad_mode import keeping_grad_mode
+from ghostclip.wrap import wrapped
+
+__all__ = ["per_example_norms"]
+
+
+@keeping_grad_mode
+def per_example_norms(
+    model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], data: Any, *, per: str | None = None
+) -> Any:
+    """The norm of each example's gradient, for looking at data: mislabelled, rare or influential examples.
+
+    There is no noise: the norms of private data are private data. The model is left as it was: its layers' classes, its
+    gradients, modes and buffers, and the random states, too. Norms are taken in the mode the model is in, so call
+    ``model.eval()`` before where dropout is to be left out.
+
+    Args:
+        model: built of any torch layers, wrapped or not.
+        loss_fn: (model, batch) -> losses [B], one for each example; called once for each batch.
+        data: a batch, or a DataLoader, whose batches come one after another. A loader that shuffles gives norms in an
+            order of its own.
+        per: None for the whole gradient, "layer" or "parameter".
+
+    Returns:
+        [N] for N examples in all, or {module name: [N]}, or {parameter name: [N]}; float32, or float64 for float64
+        models; empty for a loader without batches.
+
+    Raises:
+        UnsupportedModelError, LossShapeError, ValueError: as `GhostClipper` and its `norms` raise them.
+    """
+    with wrapped(model), Replay(model).again(gradients=True):
+        clipper = GhostClipper(model)
+
+        def norms(batch: Any) -> Any:
+            try:
+                return clipper.norms(loss_fn(model, batch), per=per)
+            except UnsupportedModelError:
+                # As many examples as positions: which are which shows on a batch of another size.
+                if not shows_at_another_size(clipper.passes, model, loss_fn, batch):
+                    raise
+            return clipper.norms(loss_fn(model, batch), per=per)
+
+        parts = [norms(batch) for batch in (data if isinstance(data, DataLoader) else [data])]
+    if per is None:
+        return torch.cat(parts) if parts else torch.zeros(0)
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}

@@ -1,0 +1,129 @@
+"""Per-example norms in one call: those of single gradients, and nothing of the model changes."""
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import private_runs as runs
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import ghostclip
+from ghostclip import UnsupportedModelError, per_example_norms
+from ghostclip.nn.base import GhostLayer
+
+
+def single_norms(model: nn.Module, batch: Any, names: tuple[str, ...] | None = None) -> Tensor:
+    """By one backward an example, over the parameters of these names."""
+    found, batch = [], [tensor.detach() for tensor in batch]
+    parameters = [p for name, p in model.named_parameters() if p.requires_grad and (names is None or name in names)]
+    for x, y in zip(*batch, strict=True):
+        grads = torch.autograd.grad(runs.losses_of(model, [x[None], y[None]])[0], parameters)
+        found.append(torch.cat([grad.flatten() for grad in grads]).norm())
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("per", [None, "layer", "parameter"])
+def test_norms_of_a_batch_are_those_of_single_gradients(per: str | None) -> None:
+    model, batch = runs.network(torch.float64), runs.data(dtype=torch.float64)[:]
+    found = per_example_norms(model, runs.losses_of, batch, per=per)
+    if per is None:
+        torch.testing.assert_close(found, single_norms(model, batch))
+        return
+    members: dict[str, list[str]] = {}
+    for name, _ in model.named_parameters():
+        members.setdefault(name if per == "parameter" else name.rpartition(".")[0], []).append(name)
+    assert list(found) == list(members)
+    for group, names in members.items():
+        torch.testing.assert_close(found[group], single_norms(model, batch, tuple(names)))
+
+
+def test_a_loader_gives_its_batches_one_after_another() -> None:
+    model, dataset = runs.network(), runs.data(22)
+    found = per_example_norms(model, runs.losses_of, DataLoader(dataset, batch_size=8))
+    torch.testing.assert_close(found, single_norms(model, dataset[:]))
+    by_layer = per_example_norms(model, runs.losses_of, DataLoader(dataset, batch_size=8), per="layer")
+    assert {name: norms.shape for name, norms in by_layer.items()} == {"0": (22,), "2": (22,)}
+    nothing = DataLoader(dataset, batch_size=50, drop_last=True)
+    assert per_example_norms(model, runs.losses_of, nothing).shape == (0,)
+    assert per_example_norms(model, runs.losses_of, nothing, per="layer") == {}
+
+
+class Counting(nn.Module):
+    """Has a buffer that each forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+def state(model: nn.Module) -> list[Any]:
+    """What one call might change."""
+    grads = [(p.grad, 0 if p.grad is None else p.grad._version) for p in model.parameters()]
+    modules = [(type(m), m.training, sorted(vars(m))) for m in model.modules()]
+    chance = (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())
+    values = [tensor.tolist() for tensor in model.state_dict().values()]
+    return [grads, modules, chance, values, torch.is_grad_enabled()]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("kind", ["plain", "wrapped", "partly"])
+def test_the_model_is_left_as_it_was(kind: str, grad: bool, training: bool) -> None:
+    last = ghostclip.nn.Linear(8, 3) if kind == "partly" else nn.Linear(8, 3)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), Counting(), last).train(training)
+    model = ghostclip.wrap(model) if kind == "wrapped" else model
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    loader = DataLoader(runs.data(), batch_size=8, shuffle=True)
+    before = state(model)
+    with torch.set_grad_enabled(grad):
+        first = per_example_norms(model, runs.losses_of, loader)
+        again = per_example_norms(model, runs.losses_of, loader)
+    assert torch.equal(first, again)
+    assert torch.equal(first, first.detach())
+    assert not first.requires_grad
+    after = state(model)
+    assert [one == other for one, other in zip(before, after, strict=True)] == [True] * 5
+    assert isinstance(model[0], GhostLayer) == (kind == "wrapped")
+    assert isinstance(model[3], GhostLayer) == (kind != "plain")
+
+
+def test_what_fails_leaves_the_model_as_it_was_too() -> None:
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    batch, before = runs.data()[:], state(model)
+    with pytest.raises(UnsupportedModelError, match="mixes examples"):
+        per_example_norms(model, runs.losses_of, batch)
+    assert state(model) == before
+    del model[1]
+    before = state(model)
+    with pytest.raises(ZeroDivisionError):
+        per_example_norms(model, lambda *_: 1 / 0, batch)
+    assert state(model) == before
+    with pytest.raises(ValueError, match="per must be one of 'layer', 'parameter'"):
+        per_example_norms(model, runs.losses_of, batch, per="module")
+
+
+def test_as_many_examples_as_positions() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions, self.head = nn.Embedding(6, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            table = self.positions(torch.arange(6))
+            return self.head(x[:, None, :] + table).mean(1)
+
+    torch.manual_seed(0)
+    model = Positions().double()
+    for size in (6, 7):
+        batch = [tensor[:size] for tensor in runs.data(dtype=torch.float64).tensors]
+        found = per_example_norms(copy.deepcopy(model), runs.losses_of, batch)
+        torch.testing.assert_close(found, single_norms(model, batch))

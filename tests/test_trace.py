@@ -1,0 +1,310 @@
+"""Traces of an engine's steps: figures beside the slow loop, training untouched, files that can always be read."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import private_runs as runs
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ghostclip import clipping as c
+from ghostclip import traces
+from ghostclip.engine.trace import noise_scale
+
+POLICIES: dict[str, Any] = {
+    "flat": 0.3,
+    "automatic": c.Automatic(0.3),
+    "adaptive": c.Adaptive(0.3),
+    "per layer": c.PerLayer(0.4),
+    "grouped": c.Grouped({"weights": ["*weight"], "biases": ["*bias"]}, thresholds={"weights": 0.3, "biases": 0.2}),
+    "composed": c.Composed(c.ByParameter(), c.Fixed(0.1), c.AutoS(), c.EqualNoise()),
+    "quantiles": c.Composed(c.ByLayer(), c.Quantiles(0.3), noise=c.OptimalNoise()),
+    "whole": c.Composed(c.Whole(), c.Fixed(0.3)),
+}
+
+
+def engine_for(**changes: Any) -> Any:
+    """An engine in float64, with noise."""
+    model = runs.network(torch.float64)
+    options = {"noise_multiplier": 1.3, "clipping": 0.3, "max_physical_batch_size": 3, "self_check": False, **changes}
+    return runs.engine_for(model, dataset=runs.data(dtype=torch.float64), **options)
+
+
+def single_gradients(model: nn.Module, batches: list[Any]) -> list[dict[str, Tensor]]:
+    """{parameter name: gradient} of every example, one backward each."""
+    found = []
+    for x, y in [pair for batch in batches for pair in zip(*batch, strict=True)]:
+        grads = torch.autograd.grad(F.cross_entropy(model(x[None]), y[None]), list(model.parameters()))
+        found.append(dict(zip(dict(model.named_parameters()), grads, strict=True)))
+    return found
+
+
+def norm_of(tensors: Any) -> float:
+    return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors))
+
+
+def by_loop(
+    policy: Any, gradients: list[dict[str, Tensor]], stds: dict[str, float]
+) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
+    """Norms, and the figures of each group, from single gradients: {group: [B]} and {group: {figure: number}}."""
+    names = list(gradients[0])
+    own = isinstance(policy, c.Groupwise)
+    group_of = policy.partition({n: g.numel() for n, g in gradients[0].items()}) if own else None
+    inside: dict[str, list[str]] = {}
+    for name in names:
+        inside.setdefault(group_of[name] if group_of else name.rpartition(".")[0], []).append(name)
+    norms = {g: [norm_of(each[n] for n in members) for each in gradients] for g, members in inside.items()}
+    whole = [norm_of(each.values()) for each in gradients]
+    if own:
+        given = policy.weights({group: torch.tensor(each, dtype=torch.float64) for group, each in norms.items()})
+        weight_of = {name: given[group_of[name]] for name in names}
+    else:
+        weight_of = dict.fromkeys(names, policy.weights(torch.tensor(whole, dtype=torch.float64)))
+    clipped = {n: sum(w * each[n] for w, each in zip(weight_of[n], gradients, strict=True)) for n in names}
+    unclipped = {n: sum(each[n] for each in gradients) for n in names}
+    inside["all"], norms["all"] = names, whole
+    figures = {}
+    for group, members in inside.items():
+        size, noise = (
+            norm_of(clipped[n] for n in members),
+            sum(clipped[n].numel() * stds[n] ** 2 for n in members) ** 0.5,
+        )
+        product = sum(float((clipped[n] * unclipped[n]).sum()) for n in members)
+        figures[group] = {
+            "cosine": product / size / norm_of(unclipped[n] for n in members),
+            "clipped_norm": size,
+            "noise_norm": noise,
+            "snr": size / noise,
+            "fraction_clipped": np.mean([any(weight_of[n][i] < 1 for n in members) for i in range(len(whole))]),
+        }
+    return norms, figures
+
+
+@pytest.mark.parametrize("suffix", ["npz", "parquet"])
+@pytest.mark.parametrize("second_pass", ["cached", "reweight"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_figures_equal_those_of_single_gradients(name: str, second_pass: str, suffix: str, tmp_path: Path) -> None:
+    engine = engine_for(clipping=POLICIES[name], second_pass=second_pass)
+    engine.trace(tmp_path / f"t.{suffix}", every=1)
+    for _ in range(2):
+        batch = next(runs.nonempty(engine))
+        model, policy = copy.deepcopy(engine.model), copy.deepcopy(engine.clipping)
+        seen = runs.gather(engine, batch)
+        stds = {n: engine.noise_std(p) * engine.batch_size for n, p in engine.model.named_parameters()}
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    gradients = single_gradients(model, seen)
+    norms, figures = by_loop(policy, gradients, stds)
+    found = traces.read(tmp_path / f"t.{suffix}")
+    assert found["groups"] == list(norms)
+    assert found["step"].tolist() == [1, 2]
+    assert found["norms"][1].dtype == np.float64
+    np.testing.assert_allclose(found["norms"][1], list(norms.values()), rtol=1e-9)
+    for place, group in enumerate(found["groups"]):
+        for figure, expected in figures[group].items():
+            assert found[figure][1, place] == pytest.approx(expected, rel=1e-9), (group, figure)
+    assert found["threshold"][1, -1] == policy.sensitivity
+    mean = torch.stack([torch.cat([g.flatten() for g in each.values()]) for each in gradients])
+    variance = float(mean.var(0).sum())  # with B - 1, as an unbiased variance has it
+    squared = float(mean.mean(0).square().sum()) - variance / len(mean)
+    assert found["gradient_variance"][1] == pytest.approx(variance, rel=1e-9)
+    assert found["squared_gradient"][1] == pytest.approx(squared, rel=1e-7)
+    assert found["noise_scale"][1] == pytest.approx(variance / squared, rel=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (c.PerLayer({"0": 0.1, "2": 0.2}), {"0": 0.1, "2": 0.2}),
+        (c.PerLayer(0.5), {"0": 0.5 / 2**0.5, "2": 0.5 / 2**0.5}),
+        (c.Composed(c.ByLayer(), c.Fixed({"0": 0.3, "2": 0.4})), {"0": 0.3, "2": 0.4}),
+        (c.Custom(lambda n: n, 0.7, groups={"0": ["0.*"], "2": ["2.*"]}), {"0": math.nan, "2": math.nan}),
+        (0.6, {"0": math.nan, "2": math.nan}),
+    ],
+)
+def test_thresholds_are_the_policy_s(policy: Any, expected: dict[str, float], tmp_path: Path) -> None:
+    engine = engine_for(clipping=policy)
+    engine.trace(tmp_path / "t.npz")
+    engine.step(next(runs.nonempty(engine)), runs.losses_of)
+    found = traces.read(tmp_path / "t.npz")
+    np.testing.assert_array_equal(found["threshold"][0], [*expected.values(), engine.clipping.sensitivity])
+
+
+def test_a_threshold_that_moves_is_the_one_that_was_clipped_to(tmp_path: Path) -> None:
+    engine = engine_for(clipping=c.Adaptive(0.3))
+    engine.trace(tmp_path / "t.npz", every=1)
+    before = []
+    for batch in engine.batches():
+        before.append(engine.clipping.max_norm)
+        engine.step(batch, runs.losses_of)
+    assert len(set(before)) == len(before) > 2
+    assert traces.read(tmp_path / "t.npz")["threshold"][:, -1].tolist() == before
+
+
+def test_both_parts_of_the_noise_scale_are_unbiased() -> None:
+    generator = np.random.default_rng(0)
+    mean, stds = np.array([1.0, -0.5, 0.2]), np.array([0.5, 2.0, 1.0])
+    found = []
+    for _ in range(20_000):
+        gradients = mean + stds * generator.standard_normal((5, 3))
+        found.append(noise_scale(np.linalg.norm(gradients, axis=1), float(np.square(gradients.sum(0)).sum())))
+    for part, expected in (("squared_gradient", (mean**2).sum()), ("gradient_variance", (stds**2).sum())):
+        values = np.array([each[part] for each in found])
+        assert abs(values.mean() - expected) < 4 * values.std() / math.sqrt(len(values))
+
+
+def trained(trace: Path | None, second_pass: str, step: bool, policy: Any) -> tuple[list[Tensor], Any]:
+    """Private gradients of a run with dropout and a convolution, and the random state after it."""
+    torch.manual_seed(3)
+    model = nn.Sequential(
+        nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 4, 3), nn.Flatten(), nn.Dropout(0.3), nn.Linear(12, 3)
+    )  # fmt: skip
+    engine = runs.engine_for(
+        model, dataset=runs.data(), noise="test", seed=5, noise_multiplier=0.8, clipping=policy,
+        max_physical_batch_size=3, second_pass=second_pass,
+    )  # fmt: skip
+    found: list[Tensor] = []
+    runs.on_step(engine.optimizer, lambda: found.append(runs.grads(model).clone()))
+    if trace is not None:
+        engine.trace(trace, every=2)
+    for batch in [batch for _ in range(2) for batch in _stepwise(engine, step)]:
+        assert batch.stepped
+    return [*found, runs.weights(model)], torch.get_rng_state()
+
+
+def _stepwise(engine: Any, step: bool) -> Any:
+    for batch in engine.batches():
+        if step:
+            engine.step(batch, runs.losses_of)
+        else:
+            runs.gather(engine, batch)
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        yield batch
+
+
+@pytest.mark.parametrize("policy", [0.3, c.Adaptive(0.3), c.PerLayer(0.3)])
+@pytest.mark.parametrize("step", [True, False])
+@pytest.mark.parametrize("second_pass", ["cached", "reweight"])
+def test_training_is_bit_for_bit_the_same(second_pass: str, step: bool, policy: Any, tmp_path: Path) -> None:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        plain, state = trained(None, second_pass, step, copy.deepcopy(policy))
+        traced, after = trained(tmp_path / "t.npz", second_pass, step, copy.deepcopy(policy))
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert len(plain) == len(traced) == 7
+    assert all(torch.equal(one, other) for one, other in zip(plain, traced, strict=True))
+    assert torch.equal(state, after)
+    assert len(traces.read(tmp_path / "t.npz")["step"]) == 3
+
+
+def test_the_loss_function_is_called_once_and_other_steps_are_not_observed(tmp_path: Path, monkeypatch: Any) -> None:
+    engine, calls, passes = engine_for(), [], []
+    observed = engine._steps.release.clipper.passes.unclipped
+    monkeypatch.setattr(
+        engine._steps.release.clipper.passes, "unclipped", lambda *each: passes.append(1) or observed(*each)
+    )
+
+    def losses(model: nn.Module, examples: Any) -> Tensor:
+        calls.append(1)
+        return runs.losses_of(model, examples)
+
+    engine.trace(tmp_path / "t.npz", every=3)
+    sizes = []
+    for _, batch in zip(range(5), runs.nonempty(engine), strict=False):
+        engine.step(batch, losses)
+        sizes.append(len(batch.sizes))
+    assert len(calls) == sum(sizes)
+    assert len(passes) == sizes[0] + sizes[3]
+
+
+def test_every_nth_step_from_the_first_and_a_batch_without_a_step_gives_its_turn_away(tmp_path: Path) -> None:
+    engine = engine_for()
+    for _ in range(2):
+        engine.step(next(runs.nonempty(engine)), runs.losses_of)
+    engine.trace(tmp_path / "t.npz", every=2)
+    batch = next(runs.nonempty(engine))
+    runs.gather(engine, batch)
+    batch.discard()  # charged as step 3
+    with pytest.raises(RuntimeError, match="in a loss"):
+        engine.step(next(runs.nonempty(engine)), lambda *_: (_ for _ in ()).throw(RuntimeError("in a loss")))
+    for _ in range(5):
+        engine.step(next(runs.nonempty(engine)), runs.losses_of)
+    found = traces.read(tmp_path / "t.npz")
+    assert found["step"].tolist() == [4, 6, 8]
+    assert engine.steps_taken == 8
+
+
+@pytest.mark.parametrize("suffix", ["npz", "parquet"])
+def test_an_empty_batch_is_a_step_without_examples(suffix: str, tmp_path: Path) -> None:
+    engine = engine_for(batch_size=1, max_physical_batch_size=None)
+    engine.trace(tmp_path / f"t.{suffix}", every=1)
+    sizes = []
+    while 0 not in sizes:
+        for batch in engine.batches():
+            engine.step(batch, runs.losses_of)
+            sizes.append(sum(batch.sizes))
+    found = traces.read(tmp_path / f"t.{suffix}")
+    assert found["examples"].tolist() == sizes
+    place = sizes.index(0)
+    assert found["norms"][place].shape == (3, 0)
+    assert found["clipped_norm"][place].tolist() == found["snr"][place].tolist() == [0.0] * 3
+    for name in ("fraction_clipped", "cosine"):
+        assert np.isnan(found[name][place]).all()
+    assert math.isnan(found["noise_scale"][place])
+
+
+def test_an_example_that_is_not_finite_is_left_out_of_the_sums(tmp_path: Path) -> None:
+    dataset = runs.data(8, torch.float64)
+    dataset.tensors[0][0] = math.inf
+    model = runs.network(torch.float64)
+    engine = runs.engine_for(model, dataset=dataset, sampling="without_replacement", self_check=False)
+    engine.trace(tmp_path / "t.npz")
+    good = [tensor[1:] for tensor in dataset.tensors]
+    gradients = single_gradients(copy.deepcopy(model), [good])
+    engine.step(next(iter(engine.batches())), runs.losses_of)
+    found = traces.read(tmp_path / "t.npz")
+    assert found["examples"].tolist() == [8]
+    assert not np.isfinite(found["norms"][0][-1]).all()
+    assert found["fraction_clipped"][0].tolist() == [1 / 8] * 3
+    assert found["cosine"][0].tolist() == pytest.approx([1.0] * 3)
+    rows = torch.stack([torch.cat([g.flatten() for g in each.values()]) for each in gradients])
+    assert found["clipped_norm"][0, -1] == pytest.approx(float(rows.sum(0).norm()))
+    assert found["gradient_variance"][0] == pytest.approx(float(rows.var(0).sum()))
+
+
+def test_norms_are_those_of_users(tmp_path: Path) -> None:
+    engine = engine_for(unit_ids=[row // 2 for row in range(24)], batch_size=8, max_physical_batch_size=None)
+    engine.trace(tmp_path / "t.npz", every=1)
+    rows = []
+    for batch in engine.batches():
+        rows.append(single_gradients(engine.model, runs.gather(engine, batch)))
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    found = traces.read(tmp_path / "t.npz")
+    assert len(max(rows, key=len)) >= 4
+    for norms, each in zip(found["norms"], rows, strict=True):
+        users = [{n: one[n] + two[n] for n in one} for one, two in zip(each[::2], each[1::2], strict=True)]
+        np.testing.assert_allclose(norms[-1], [norm_of(user.values()) for user in users], rtol=1e-9)
+
+
+def test_scaled_losses_are_traced_as_others(tmp_path: Path) -> None:
+    found = []
+    for scale in (1.0, 1024.0):
+        torch.manual_seed(7)
+        engine = engine_for(noise="test", seed=2, loss_scale=scale)
+        engine.trace(tmp_path / f"{scale}.npz", every=1)
+        for batch in engine.batches():
+            engine.step(batch, runs.losses_of)
+        found.append(traces.read(tmp_path / f"{scale}.npz"))
+    one, other = found
+    np.testing.assert_allclose(np.hstack(one["norms"]), np.hstack(other["norms"]), rtol=1e-9)
+    for name in ("cosine", "snr", "noise_scale"):
+        np.testing.assert_allclose(one[name], other[name], rtol=1e-9)
