@@ -499,8 +499,8 @@ ENGINE = [
     Mutant(
         "counts are compared with the thresholds of another stage",
         "ghostclip/engine/release.py",
-        "            self._adaptation.saw(self.clipper.passes.scaled(norms))\n",
-        "            self._adaptation.saw(norms)\n",
+        "            self._adaptation.saw(self.clipper.passes.scaled(result.norms))\n",
+        "            self._adaptation.saw(result.norms)\n",
         ("tests/test_schedule.py",),
     ),
     Mutant(
@@ -1460,7 +1460,61 @@ SAME = [
     ),
 ]
 
+TRACE, TRACED = "ghostclip/engine/trace.py", ("tests/test_trace.py",)
+
+OBSERVED = [
+    Mutant(
+        "a trace leaves unclipped sums in the gradients",
+        PASSES,
+        "self._sum(losses, run, weights, finite, True, partial(self._gather, totals))",
+        "self._sum(losses, run, weights, finite, True, self._add)",
+        (*TRACED, "-k", "bit_for_bit"),
+    ),
+    Mutant(
+        "an example that is not finite is in a trace's sums",
+        PASSES,
+        "self._sum(losses, run, weights, finite, True, partial(self._gather, totals))",
+        "self._sum(losses, run, torch.ones_like(some), None, True, partial(self._gather, totals))",
+        (*TRACED, "-k", "not_finite"),
+    ),
+    Mutant(
+        "every step is observed",
+        TRACE,
+        "self._seen = self._passes.unclipped(losses, self._group_of) if self._due else None",
+        "self._seen = self._passes.unclipped(losses, self._group_of)",
+        (*TRACED, "-k", "other_steps_are_not_observed"),
+    ),
+    Mutant(
+        "the noise of a traced group is that of one entry",
+        TRACE,
+        "p.numel() * std**2",
+        "std**2",
+        (*TRACED, "-k", "single_gradients"),
+    ),
+    Mutant(
+        "the noise scale's variance is the biased one",
+        TRACE,
+        "variance = (mean - of_mean) * size / (size - 1)",
+        "variance = mean - of_mean",
+        (*TRACED, "-k", "unbiased"),
+    ),
+    Mutant(
+        "a trace says nothing of being private",
+        TRACE,
+        '        log.warning("tracing every',
+        '        log.debug("tracing every',
+        ("tests/test_trace_files.py", "-k", "private"),
+    ),
+    Mutant(
+        "norms in one call leave the model wrapped",
+        "ghostclip/wrap.py",
+        "            module.__class__ = kind\n",
+        "",
+        ("tests/test_per_example_norms.py",),
+    ),
+]
+
 MUTANTS = [
     *CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *PROVED, *SHARDED, *MIXED, *COMPILED, *MISUSE,
-    *SAME,
+    *SAME, *OBSERVED,
 ]  # fmt: skip
