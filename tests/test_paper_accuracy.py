@@ -1,4 +1,4 @@
-"""Accuracies at equal epsilon: every training's noise is the engine's own calibration; outcomes follow from the data."""
+"""Accuracies at equal epsilon: every training's noise is the engine's own calibration; outcomes follow from data."""
 
 import copy
 import json

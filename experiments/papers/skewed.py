@@ -55,7 +55,7 @@ def skewed(data: datasets.Data, rare: int) -> TensorDataset:
 
 
 def compare(data: datasets.Data, rare: int, seeds: int, tuning_seeds: int, epochs: int) -> dict[str, Any]:
-    """Accuracies of all classes and of the rare one, seed by seed, at the learning rate that is best for all classes."""
+    """Accuracies of all classes and of the rare one, seed by seed, at the learning rate best for all classes."""
     examples, found = skewed(data, rare), {}
     for name, policy in METHODS.items():
         tried = {}
@@ -86,8 +86,8 @@ def write(results: dict[str, Any], folder: Path) -> None:
     seeds = len(values[FIXED])
     about = (
         f"Data: {results['data']}, class {results['rare']} reduced by {1 - KEPT:.0%} in training. Privacy: epsilon "
-        f"{results['target_epsilon']:g} at delta {results['delta']:g}, {results['epochs']} epochs, SGD with momentum 0.9. "
-        f"The learning rate of each method is the best of {len(RATES)} for the accuracy of all classes, over "
+        f"{results['target_epsilon']:g} at delta {results['delta']:g}, {results['epochs']} epochs, SGD with momentum "
+        f"0.9. The learning rate of each method is the best of {len(RATES)} for the accuracy of all classes, over "
         f"{results['tuning_seeds']} seeds; then {seeds} other seeds, the same for all methods. The adaptive threshold "
         f"starts at 1 and follows the quantile {QUANTILE} of all norms."
     )

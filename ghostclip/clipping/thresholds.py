@@ -185,7 +185,7 @@ class Quantiles(ThresholdRule):
         return COUNT_NOISE_SHARE * batch_size * math.sqrt(groups)
 
     def counts(self, norms: Mapping[str, Tensor]) -> Tensor:
-        """[K], float64: for each group the sum of +1/2 for norms [B] of at most its estimate, -1/2 for others; private."""
+        """[K], float64: for each group the sum of +1/2 for norms [B] up to its estimate, -1/2 for others; private."""
         within = [norms[group] <= norm for group, norm in self._now.items()]
         return torch.stack([torch.where(each, 0.5, -0.5).sum(dtype=torch.float64) for each in within])
 
