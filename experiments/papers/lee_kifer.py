@@ -112,7 +112,7 @@ def faster(results: Mapping[str, Any], name: str = "reweight") -> dict[str, floa
 
 def plain_list(values: Mapping[str, float]) -> str:
     """Figures by label."""
-    return ", ".join(f"{label} {value:.3g}x" for label, value in values.items())
+    return "; ".join(f"{label}: {value:.3g}x" for label, value in values.items())
 
 
 def finding(figure: Figure, results: Mapping[str, Any]) -> str:

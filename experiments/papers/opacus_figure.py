@@ -78,7 +78,7 @@ def write(results: Mapping[str, Any], folder: Path) -> None:
     quoted = table(["published", "where", "ours"], [
         ["Opacus and JAX are the fastest of the frameworks", "section 3, figure 1", f"fastest: {_ranking(found)}"],
         ["most pronounced with large batches; PyVacy (a loop) is the slowest", "section 3, figure 1",
-         "nxbp over non-private: " + ", ".join(f"{label} {ratio(row, 'nxbp'):.3g}" for label, row in found.items())],
+         "nxbp over non-private: " + "; ".join(f"{label}: {ratio(row, 'nxbp'):.3g}" for label, row in found.items())],
     ])  # fmt: skip
     about = (
         "The figure has bars of seconds without numbers, on an NVIDIA Tesla K80; they were not read off, and its text "

@@ -155,7 +155,7 @@ def _draw(found: Mapping[str, Any], pyplot: Any) -> Any:
     theirs = [TABLE_1[network][0] / TABLE_1[network][2] for network in found]
     for place, value in enumerate(theirs):
         label = "" if place else "published: JAX or TFP"
-        axes.plot((place - 0.4, place + 0.4), (value, value), "k--", linewidth=1, label=label)
+        axes.plot((place - 0.47, place + 0.27), (value, value), "k--", linewidth=1, label=label)
     axes.axhline(1.0, color="black", linewidth=0.6)
     plain_axis(axes)
     axes.set_xticks(range(len(found)), list(found))

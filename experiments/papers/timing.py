@@ -146,7 +146,7 @@ def absent(found: Mapping[str, Any]) -> list[str]:
         for name, outcome in row["contenders"].items():
             for kind in outcome.keys() & {"missing", "failed"}:
                 why = (outcome[kind].splitlines() or ["no reason given"])[0]
-                reasons.setdefault(f"{name}: {why}", []).append(label)
+                reasons.setdefault(f"{name}: {why}".rstrip(": "), []).append(label)
     everywhere = len(found)
     return [f"{why} ({'everywhere' if len(labels) == everywhere else ', '.join(labels)})." for why, labels in
             reasons.items()]  # fmt: skip
