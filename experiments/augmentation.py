@@ -74,8 +74,8 @@ def page(results: dict[str, Any]) -> str:
     """The table with a heading and the machine."""
     place = f"commit {results['commit']}" if results["commit"] else "no commit known"
     return (
-        f"# Several views of each example\n\nThe network `{WORKLOAD}` of the benchmark, {results['batch_size']} examples "
-        f"a step. Time: median (quartiles).\n\n{markdown(results)}\nMeasured at {place}. Machine: "
+        f"# Several views of each example\n\nThe network `{WORKLOAD}` of the benchmark, {results['batch_size']} "
+        f"examples a step. Time: median (quartiles).\n\n{markdown(results)}\nMeasured at {place}. Machine: "
         f"{in_words(results['machine'])}.\n\nComputed by `python experiments/augmentation.py`.\n"
     )
 

@@ -88,8 +88,8 @@ def write(results: dict[str, Any], folder: Path) -> None:
             "points over flat, paired (95% interval)"]  # fmt: skip
     about = (
         f"Data: {results['data']}. Model: the CNN of `ghostclip.models`. Privacy: epsilon {results['target_epsilon']:g}"
-        f" at delta {results['delta']:g}, {results['epochs']} epochs, SGD with momentum 0.9. Each method was tuned over "
-        f"{len(methods['flat']['tried'])} settings with {results['tuning_seeds']} seeds each, then trained with "
+        f" at delta {results['delta']:g}, {results['epochs']} epochs, SGD with momentum 0.9. Each method was tuned "
+        f"over {len(methods['flat']['tried'])} settings with {results['tuning_seeds']} seeds each, then trained with "
         f"{len(values['flat'])} other seeds. An adaptive method's counts are charged within the same epsilon, and its "
         "thresholds are scaled to a sensitivity of 1."
     )
