@@ -262,8 +262,8 @@ CLIPPING = [
     Mutant(
         "groups each with the whole bound",
         "ghostclip/clipping/groups.py",
-        "dict.fromkeys(norms, self.max_norm / math.sqrt(max(1, len(norms))))",
-        "dict.fromkeys(norms, self.max_norm)",
+        "dict.fromkeys(groups, self.max_norm / math.sqrt(max(1, len(groups))))",
+        "dict.fromkeys(groups, self.max_norm)",
         ("tests/test_groupwise.py",),
     ),
     Mutant(
