@@ -97,10 +97,10 @@ def write(results: Mapping[str, Any], folder: Path) -> None:
                      *(_cell(used.get(way)) for way in WAYS)])  # fmt: skip
     head = ["layer", "2 T^2", "d p", "rule: the smaller", *(f"time, {way}" for way in WAYS), "faster of the two",
             "planner's choice", *(f"memory, {way}" for way in WAYS)]  # fmt: skip
-    whole = [[label, *(over(row, name) for name in (*WAYS, "cached")),
+    whole = [[label, str(row["batch_size"]), *(over(row, name) for name in (*WAYS, "cached")),
               *(_cell(results["memory"].get(label, {}).get(name)) for name in (*WAYS, "cached"))]
              for label, row in results["whole"].items()]  # fmt: skip
-    whole_head = ["network", *(f"time, {name}" for name in (*WAYS, "cached")),
+    whole_head = ["network", "batch", *(f"time, {name}" for name in (*WAYS, "cached")),
                   *(f"memory, {name}" for name in (*WAYS, "cached"))]  # fmt: skip
     by_rule = [label for label, row in found.items() if (median(row, "gram") or 0) < (median(row, "direct") or 0)
                ] if found else []  # fmt: skip
