@@ -26,7 +26,7 @@ from ghostclip.engine.release import Release, refuse_second_engine
 from ghostclip.engine.snapshots import Restored, Snapshots, Stateful
 from ghostclip.engine.step import LogicalStep, StepRecord
 from ghostclip.engine.terms import StepTerms
-from ghostclip.engine.trace import Trace
+from ghostclip.engine.trace import StepTrace
 from ghostclip.engine.update_check import warn_of_earlier
 from ghostclip.errors import PrivacyError
 from ghostclip.events import Event
@@ -281,12 +281,12 @@ class PrivacyEngine:
         self._steps.micro_batches.check_found()
         self._steps.compile(self.batches().limit)
 
-    def trace(self, path: str | os.PathLike[str] | None, every: int = 100) -> Trace | None:
+    def trace(self, path: str | os.PathLike[str] | None, every: int = 100) -> StepTrace | None:
         """Writes what every n-th step looked like without noise to a folder, for debugging; None ends it.
 
         Norms of single examples, share clipped, cosine, signal to noise, noise scale: raw private data, not for
         release. Training isn't changed. `ghostclip.traces.read` reads it; docs/observation.md says more. Raises what
-        `ghostclip.engine.trace.Trace` does, and ValueError for compiled steps or several processes.
+        `ghostclip.engine.trace.StepTrace` does, and ValueError for compiled steps or several processes.
         """
         if path is not None and self._ranks.size > 1:
             raise ValueError("trace() isn't there for several processes that train together; leave it out")

@@ -18,7 +18,7 @@ from ghostclip.engine.optimizers import held_parameters, with_closure
 from ghostclip.engine.self_check import SelfCheck
 from ghostclip.engine.sums import ClippedSums
 from ghostclip.engine.terms import Terms
-from ghostclip.engine.trace import Trace
+from ghostclip.engine.trace import StepTrace
 from ghostclip.engine.update_check import UpdateCheck
 from ghostclip.errors import PrivacyError
 from ghostclip.nn.grad_mode import keeping_grad_mode
@@ -67,7 +67,7 @@ class Release:
         trace: observes steps, or None.
     """
 
-    trace: Trace | None = None
+    trace: StepTrace | None = None
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from ghostclip.clipper.first_pass import check_losses
 from ghostclip.engine.compiled_steps import CompiledSteps, LossFunction
 from ghostclip.engine.micro_batching import met_again
 from ghostclip.engine.release import Release
-from ghostclip.engine.trace import Trace
+from ghostclip.engine.trace import StepTrace
 from ghostclip.engine.weighing import refuse_joint_weights
 from ghostclip.errors import LossShapeError, PrivacyError, UnsupportedModelError
 from ghostclip.sampling import LogicalBatch, UserRows
@@ -85,13 +85,13 @@ class LogicalStep:
 
     def trace(
         self, path: str | os.PathLike[str] | None, every: int = 1, steps: Callable[[], int] = int
-    ) -> Trace | None:
-        """Ends the trace there may be, and begins one where ``path`` says; see `PrivacyEngine.trace` and `Trace`."""
+    ) -> StepTrace | None:
+        """Ends the trace there is, and begins one where ``path`` says; see `PrivacyEngine.trace` and `StepTrace`."""
         if path is not None and self._compiled is not None:
             raise ValueError(TRACED_AND_COMPILED)
         if self.release.trace is not None:
             self.release.trace.close()
-        self.release.trace = None if path is None else Trace(path, every, self._clipper.passes, steps)
+        self.release.trace = None if path is None else StepTrace(path, every, self._clipper.passes, steps)
         return self.release.trace
 
     def compile(self, largest: int | None) -> None:

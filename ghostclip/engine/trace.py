@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ghostclip.clipper import ClippingResult
     from ghostclip.clipper.second_pass import TwoPasses
 
-__all__ = ["ALL", "Trace", "noise_scale"]
+__all__ = ["ALL", "StepTrace", "noise_scale"]
 
 # The group of all trained parameters.
 ALL = "all"
@@ -32,7 +32,7 @@ ALL = "all"
 log = logging.getLogger("ghostclip")
 
 
-class Trace:
+class StepTrace:
     """Observes every n-th logical step and writes it to a folder; see `ghostclip.traces.read` for what is in it.
 
     Groups are the policy's own where it is group-wise, else the layers; after them comes "all", the whole gradient.
