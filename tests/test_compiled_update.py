@@ -232,7 +232,7 @@ def test_a_step_that_can_not_be_charged_is_not_taken():
     before = train(engine, 8)
     moments = [state["exp_avg"].clone() for state in engine.optimizer.state.values()]
 
-    def refuse():
+    def refuse(terms):
         raise ghostclip.LedgerError("the disk is full")
 
     engine._steps.release.charge = refuse
@@ -253,7 +253,7 @@ def test_a_step_is_charged_before_its_graph_runs(physical, monkeypatch):
     (plan,) = (steps.graphs.whole if physical is None else steps.graphs.releases).values()
     run, charge = plan.region, engine._steps.release.charge
     monkeypatch.setattr(plan, "region", lambda *inputs: told.append("graph") or run(*inputs))
-    monkeypatch.setattr(engine._steps.release, "charge", lambda: told.append("charge") or charge())
+    monkeypatch.setattr(engine._steps.release, "charge", lambda terms: told.append("charge") or charge(terms))
     train(engine, 2)
     assert told == ["charge", "graph"] * 2
 

@@ -23,7 +23,7 @@ def test_kills_leave_no_release_uncharged(tmp_path, capsys):
 def test_a_step_that_is_not_charged_is_noticed(tmp_path, monkeypatch):
     kills = script("kills")
     charge = Spending.charge
-    monkeypatch.setattr(Spending, "charge", lambda self: None if self._own.total() == 3 else charge(self))
+    monkeypatch.setattr(Spending, "charge", lambda self, *of: None if self._own.total() == 3 else charge(self, *of))
     with pytest.raises(kills.Broken, match="releases"):
         kills.one_run(tmp_path, ["between two steps"] * 3, {"between two steps": []}, random.Random(1))
 
