@@ -189,7 +189,7 @@ def test_transformers_conv1d_has_a_rule():
     from transformers.pytorch_utils import Conv1D as Theirs
 
     module = ghostclip.wrap(Theirs(6, 4)).double()
-    assert type(module).__module__ == "ghostclip.integrations.huggingface"
+    assert type(module).__module__ == "ghostclip.integrations.huggingface_layers"
     ours = Conv1D(6, 4).double()
     ours.load_state_dict(module.state_dict())
     x = torch.randn(3, 5, 4, dtype=torch.float64)

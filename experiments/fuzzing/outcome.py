@@ -12,6 +12,7 @@ __all__ = ["EXPLAINED", "Outcome", "in_short"]
 EXPLAINED = (
     "give loss_scale",
     "spoils the gradients of others",
+    "that kept numbers that are not finite",
     "begin with a batch of another size",
     "this batch doesn't show how",
     "or give an input that all of them share",

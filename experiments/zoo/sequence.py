@@ -87,7 +87,8 @@ def clip() -> nn.Module:
 
 
 RWKV = {"vocab_size": TOKENS, "hidden_size": 16, "attention_hidden_size": 16, "intermediate_size": 24,
-        "num_hidden_layers": 2, "context_length": 16}  # fmt: skip
+        "num_hidden_layers": 2, "context_length": 16,
+        "rescale_every": 0}  # else it writes to its own weights whenever it goes into eval mode  # fmt: skip
 GATED = T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 # name: (what is particular, model, config, its options, batch, losses)
 Row = tuple[str, str, str, dict[str, Any], Callable[[int], Batch], Callable[[nn.Module, Batch], Tensor]]

@@ -218,7 +218,7 @@ def _finite_inside(node: Any) -> Iterator[None]:
     wrong = [
         (tensor.data, tensor.data.clone())
         for tensor in kept
-        if isinstance(tensor, Tensor) and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
+        if isinstance(tensor, Tensor) and not bool(torch.isfinite(tensor).all())
     ]
     for tensor, _ in wrong:
         tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
