@@ -42,6 +42,8 @@ HYPOTHESES = (
     Hypothesis(ADAPTIVE, FIXED, "worse", "ours, of the rare class"),
 )
 RATES = (0.02, 0.05, 0.1)
+# With epsilon 3, 10 epochs and class 8 no method learnt the rare class at all.
+EPSILON, RARE, EPOCHS = 8.0, 6, 30
 FIRST_TUNING_SEED = 1000
 
 
@@ -54,17 +56,21 @@ def skewed(data: datasets.Data, rare: int) -> TensorDataset:
     return TensorDataset(images[kept], labels[kept])
 
 
+def _setting(policy: Callable[[], Any], rate: float, epochs: int) -> Setting:
+    return Setting(policy, rate, target_epsilon=EPSILON, epochs=epochs)
+
+
 def compare(data: datasets.Data, rare: int, seeds: int, tuning_seeds: int, epochs: int) -> dict[str, Any]:
     """Accuracies of all classes and of the rare one, seed by seed, at the learning rate best for all classes."""
     examples, found = skewed(data, rare), {}
     for name, policy in METHODS.items():
         tried = {}
         for rate in RATES:
-            runs = [train(Setting(policy, rate, epochs=epochs), data, FIRST_TUNING_SEED + seed, examples)
+            runs = [train(_setting(policy, rate, epochs), data, FIRST_TUNING_SEED + seed, examples)
                     for seed in range(tuning_seeds)]  # fmt: skip
             tried[rate] = mean(run.accuracy for run in runs)
         best = max(tried, key=tried.__getitem__)
-        outcomes = [train(Setting(policy, best, epochs=epochs), data, seed, examples) for seed in range(seeds)]
+        outcomes = [train(_setting(policy, best, epochs), data, seed, examples) for seed in range(seeds)]
         found[name] = {
             "learning_rate": best,
             "tried": tried,
@@ -89,7 +95,8 @@ def write(results: dict[str, Any], folder: Path) -> None:
         f"{results['target_epsilon']:g} at delta {results['delta']:g}, {results['epochs']} epochs, SGD with momentum "
         f"0.9. The learning rate of each method is the best of {len(RATES)} for the accuracy of all classes, over "
         f"{results['tuning_seeds']} seeds; then {seeds} other seeds, the same for all methods. The adaptive threshold "
-        f"starts at 1 and follows the quantile {QUANTILE} of all norms."
+        f"starts at 1 and follows the quantile {QUANTILE} of all norms. Class and epsilon were chosen such that flat "
+        "clipping learns the rare class: with epsilon 3, 10 epochs and class 8, no method did."
     )
     head = ["method", "learning rate", "accuracy, % (95% interval)", "accuracy of the rare class, % (95% interval)"]
     outcomes = table(HEAD, [hypothesis.row(values) for hypothesis in HYPOTHESES])
@@ -105,16 +112,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=20, help="paired seeds (default: 20)")
     parser.add_argument("--tuning-seeds", type=int, default=2, help="seeds of each learning rate (default: 2)")
-    parser.add_argument("--rare", type=int, default=8, help="the class that is reduced (default: 8)")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--paper", action="store_true", help="60 epochs")
+    parser.add_argument("--rare", type=int, default=RARE, help=f"the class that is reduced (default: {RARE})")
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--paper", action="store_true", help="90 epochs")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    data, epochs = datasets.load("digits", None, None), 60 if options.paper else options.epochs
+    data, epochs = datasets.load("digits", None, None), 90 if options.paper else options.epochs
     results: dict[str, Any] = {
         "machine": describe(), "data": "digits", "rare": options.rare, "epochs": epochs,
-        "tuning_seeds": options.tuning_seeds, "target_epsilon": Setting(Flat, 1.0).target_epsilon,
+        "tuning_seeds": options.tuning_seeds, "target_epsilon": EPSILON,
         "delta": Setting(Flat, 1.0).delta,
         "methods": compare(data, options.rare, options.seeds, options.tuning_seeds, epochs),
     }  # fmt: skip

@@ -109,9 +109,11 @@ class Composed(Groupwise):
             shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
             expected = list(stacked.shape)
             raise ValueError(f"a scaling must return weights of the shape of its norms, {expected}; got {shape}")
-        most = limits / stacked.clamp_min(torch.finfo(stacked.dtype).tiny)
-        weights = torch.nan_to_num(found.to(stacked.dtype), nan=0.0)
-        return dict(zip(norms, torch.minimum(torch.maximum(weights, -most), most).unbind(), strict=True))
+        if type(self.scaling) not in SCALINGS:  # of ours, each is within its threshold by its formula
+            most = limits / stacked.clamp_min(torch.finfo(stacked.dtype).tiny)
+            weights = torch.nan_to_num(found.to(stacked.dtype), nan=0.0)
+            found = torch.minimum(torch.maximum(weights, -most), most)
+        return dict(zip(norms, found.unbind(), strict=True))
 
     def noise_stds(self, sigma: float) -> dict[str, float]:
         """{group: standard deviation of the noise in its sum} for the noise multiplier ``sigma``.

@@ -1,7 +1,7 @@
 """Scalings: from an example's norm in a group and the group's threshold to the weight of its gradient there.
 
 Each is a function of norms n [B] (or [groups, B]) and a threshold C > 0 (a number, or [groups, 1]). The weighted norm
-``weight * n`` is at most C for every n >= 0; `ghostclip.clipping.Composed` enforces that for each scaling, users' too.
+``weight * n`` is at most C for every n >= 0; `ghostclip.clipping.Composed` enforces that for a scaling of the user's.
 
 | scaling | weight | at n = 0 | source |
 | --- | --- | --- | --- |
@@ -37,7 +37,7 @@ class Clip:
 
     def __call__(self, norms: Tensor, threshold: Tensor, /) -> Tensor:
         """Weights of the shape of ``norms``."""
-        return (threshold / norms).clamp(max=1.0)
+        return (threshold / norms).clamp_(max=1.0)
 
 
 @dataclass(frozen=True)
