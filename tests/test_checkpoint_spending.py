@@ -22,7 +22,8 @@ def test_an_older_checkpoint_never_lowers_what_was_spent(tmp_path: Path) -> None
     assert (found.steps, engine.steps_taken, engine.epsilon()) == (2, 4, spent)
     go(engine, 2)
     setting: dict[str, Any] = {"noise_multiplier": 3.0, "sample_rate": 8 / 24, "delta": 1e-5}
-    assert engine.epsilon() == accounting.epsilon(steps=6, **setting)
+    full = accounting.epsilon(steps=6, **setting)
+    assert full <= engine.epsilon() <= full * (1 + 1e-3)
     engine.save(tmp_path / "y")
     later = private(noise_multiplier=3.0)
     assert later.restore(tmp_path / "y").steps == 4

@@ -37,7 +37,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         terms = [event.count * (event.sample_rate / event.noise_multiplier) ** 2 for event in events]
         return 4 * math.sqrt(sum(terms)) + sum(terms)
 
+    class Running:
+        def epsilon(self, events: Any, delta: float) -> float:
+            return epsilon_of(events, delta=delta)
+
     monkeypatch.setattr(accounting, "epsilon_of", epsilon_of)
+    monkeypatch.setattr(accounting, "RunningEpsilon", Running)
     monkeypatch.setattr(accounting, "noise_for", lambda *arguments, **more: 1.0)
 
 
@@ -305,7 +310,12 @@ def test_affordable_steps_are_those_a_slow_count_finds(
     def epsilon_of(events: Any, *, delta: float, accountant: str = "pld") -> float:
         return exact(events, delta=delta) * (off if accountant == "rdp" else 1.0)
 
+    class Running:
+        def epsilon(self, events: Any, delta: float) -> float:
+            return epsilon_of(events, delta=delta)
+
     monkeypatch.setattr(accounting, "epsilon_of", epsilon_of)
+    monkeypatch.setattr(accounting, "RunningEpsilon", Running)
     found = affordable(past, EVENT, max_epsilon=limit, delta=1e-3)
     assert found == most_within(limit, past)
     for most in (0, 1, found, found + 1, 2 * found):

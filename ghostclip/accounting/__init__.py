@@ -6,6 +6,7 @@ is no bound, so there is none.
 """
 
 from ghostclip.accounting.calibration import max_steps, noise_for, noise_multiplier
+from ghostclip.accounting.running import RunningEpsilon
 from ghostclip.accounting.spent import (
     ACCOUNTANTS,
     Setting,
@@ -21,6 +22,7 @@ from ghostclip.accounting.spent import (
 
 __all__ = [
     "ACCOUNTANTS",
+    "RunningEpsilon",
     "Setting",
     "accountants_for",
     "epsilon",

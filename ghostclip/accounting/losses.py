@@ -13,7 +13,7 @@ from scipy import stats
 
 from ghostclip.events import FixedSizeGaussian, SampledRelease, TruncatedGaussian
 
-__all__ = ["epsilon_by_losses"]
+__all__ = ["PLD_INTERVAL", "composed", "epsilon_by_losses", "grid_interval", "of_one_release"]
 
 PLD_INTERVAL = 1e-4
 # Total divergence up to which the grid is dp-accounting's own; beyond any useful epsilon.
@@ -25,12 +25,23 @@ AT_ONCE, BY = 10**6, 1000
 
 def epsilon_by_losses(events: Sequence[SampledRelease], delta: float) -> float:
     """Epsilon of at least one event, all with noise."""
+    return float(composed(events, grid_interval(events)).get_epsilon_for_delta(delta))
+
+
+def grid_interval(events: Sequence[SampledRelease]) -> float:
+    """The distance of two losses on the grid: a coarser one still gives an upper bound.
+
+    Without it a loss of thousands would need gigabytes.
+    """
     loss = sum(event.count * _second_divergence(event) for event in events)
-    # A coarser grid still gives an upper bound; without it a loss of thousands would need gigabytes.
-    interval = PLD_INTERVAL * max(1.0, loss / WIDE_LOSS)
-    parts = [_composed(_of_one_release(replace(event, count=1, unit="example"), interval), event.count)
+    return PLD_INTERVAL * max(1.0, loss / WIDE_LOSS)
+
+
+def composed(events: Sequence[SampledRelease], interval: float) -> Any:
+    """The loss distribution of at least one event, with their counts."""
+    parts = [_composed(of_one_release(replace(event, count=1, unit="example"), interval), event.count)
              for event in events]  # fmt: skip
-    return float(reduce(lambda left, right: left.compose(right), parts).get_epsilon_for_delta(delta))
+    return reduce(lambda left, right: left.compose(right), parts)
 
 
 def _composed(loss: Any, count: int) -> Any:
@@ -43,7 +54,7 @@ def _composed(loss: Any, count: int) -> Any:
 
 
 @lru_cache(maxsize=4)
-def _of_one_release(event: SampledRelease, interval: float) -> Any:
+def of_one_release(event: SampledRelease, interval: float) -> Any:
     """The loss distribution of one release; made anew it costs more than composing it a thousand times."""
     from dp_accounting import NeighboringRelation
     from dp_accounting.pld import privacy_loss_distribution as distributions

@@ -31,6 +31,7 @@ __all__ = [
     "epsilons_of",
     "guarantee",
     "neighbours",
+    "sampled_releases",
     "samples",
 ]
 
@@ -178,19 +179,11 @@ def epsilon_of(events: Iterable[Event], *, delta: float, accountant: str = "pld"
     """
     open_fraction(delta=delta)
     one_of(ACCOUNTANTS, accountant=accountant)
-    happened = merged(_as_sampled(event) for event in merged(events))
+    happened = sampled_releases(events)
     if not happened:
         return 0.0
-    kinds = {(event.relation, event.unit) for event in happened}
-    if len(kinds) > 1:
-        listed = ", ".join(f"{relation} of one {unit}" for relation, unit in sorted(kinds))
-        raise ValueError(
-            f"events must be about the same neighbours to add up to one guarantee; got {listed}. Report them "
-            "separately, or charge runs that are to be added up with the same neighboring and unit of privacy"
-        )
     if any(event.noise_multiplier < LEAST_NOISE for event in happened):
         return math.inf
-    happened = [replace(event, noise_multiplier=min(event.noise_multiplier, MOST_NOISE)) for event in happened]
     for event in happened:
         if accountant not in accountants_for(event):
             raise ValueError(
@@ -198,6 +191,23 @@ def epsilon_of(events: Iterable[Event], *, delta: float, accountant: str = "pld"
                 "replace_one; use accountant='pld', or neighboring='add_or_remove_one'"
             )
     return (epsilon_by_losses if accountant == "pld" else epsilon_by_divergences)(happened, delta)
+
+
+def sampled_releases(events: Iterable[Event]) -> list[SampledRelease]:
+    """Each distinct mechanism among ``events`` with its count, as a release over a sample.
+
+    Raises:
+        ValueError: the events are about different neighbours.
+    """
+    happened = merged(_as_sampled(event) for event in merged(events))
+    kinds = {(event.relation, event.unit) for event in happened}
+    if len(kinds) > 1:
+        listed = ", ".join(f"{relation} of one {unit}" for relation, unit in sorted(kinds))
+        raise ValueError(
+            f"events must be about the same neighbours to add up to one guarantee; got {listed}. Report them "
+            "separately, or charge runs that are to be added up with the same neighboring and unit of privacy"
+        )
+    return [replace(event, noise_multiplier=min(event.noise_multiplier, MOST_NOISE)) for event in happened]
 
 
 def accountants_for(event: Event) -> tuple[str, ...]:

@@ -69,6 +69,7 @@ class Spending:
         self._runs: defaultdict[str, Counter[Event]] = defaultdict(Counter)
         # What the leading rank said last: all that was spent; what by the model's runs.
         self._told: tuple[list[Event], Runs] = [], {}
+        self._running = accounting.RunningEpsilon()
         # How many steps of its own the run may take; for which run, records of others and checkpoints that was found.
         self._limit, self._limit_for, self._added = 0, ("", self._first, -1, -1), 0
         self._shared(partial(self._open, max_epsilon, ledger, noise))
@@ -188,7 +189,12 @@ class Spending:
         one_of(accounting.ACCOUNTANTS, accountant=accountant)
         if not self.private:
             return math.inf
-        return accounting.epsilon_of(self.events, delta=delta, accountant=accountant)
+        spent = self.events
+        if accountant == "rdp":
+            return accounting.epsilon_of(spent, delta=delta, accountant=accountant)
+        found, target = self._running.epsilon(spent, delta), self._plan.target_epsilon
+        # The noise was calibrated for all planned steps, and a running figure may be a little above.
+        return min(found, target) if target is not None and self._is_planned(spent, delta) else found
 
     def _most(self, terms: Terms, written: int, ledger: Runs) -> int:
         """How many more steps may be charged, at least 1; computed anew only when another run has spent something.
@@ -229,9 +235,13 @@ class Spending:
 
     def _epsilon_limit(self, event: Event, spent: list[Event]) -> float | None:
         """What epsilon may not pass with ``event``. The planned steps alone keep to the target by themselves."""
-        counts = _counted([*spent, event])
-        planned = all(count <= self._planned.get(once, 0) for once, count in counts.items())
+        planned = self._is_planned([*spent, event], self._plan.target_delta)
         return self._plan.target_epsilon if self.max_epsilon is None and not planned else self.max_epsilon
+
+    def _is_planned(self, spent: Iterable[Event], delta: float) -> bool:
+        """Whether only planned steps were taken, asked about at no smaller delta than they were planned for."""
+        within = all(count <= self._planned.get(once, 0) for once, count in _counted(spent).items())
+        return within and delta >= self._plan.target_delta
 
     def _charged_in(self, spent: list[Event]) -> int:
         return sum(count for event, count in _counted(spent).items() if event in self._planned)

@@ -16,10 +16,9 @@ from ghostclip.engine.loss_scaling import LossScaling, show_scaling
 from ghostclip.engine.micro_batching import MicroBatches
 from ghostclip.engine.optimizers import held_parameters, with_closure
 from ghostclip.engine.self_check import SelfCheck
-from ghostclip.engine.sums import ClippedSums
+from ghostclip.engine.sharded import sums_of, updates_of
 from ghostclip.engine.terms import Terms
 from ghostclip.engine.trace import StepTrace
-from ghostclip.engine.update_check import UpdateCheck
 from ghostclip.errors import PrivacyError
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.noise import Noise
@@ -90,8 +89,7 @@ class Release:
         self.scaling = LossScaling(1.0, optimizer) if scaling is None else scaling
         self.micro_batches = MicroBatches() if micro_batches is None else micro_batches
         self._ranks = Ranks() if ranks is None else ranks
-        self.sums = ClippedSums(clipper.model, clipper.passes.reduce_apart())
-        self.updates = UpdateCheck(clipper.model)
+        self.sums, self.updates = sums_of(clipper), updates_of(clipper)
         self.self_check = SelfCheck(clipper, optimizer, self_check)
         self._owned = set(clipper.model.parameters())
         policy: Any = clipper.clipping
@@ -131,8 +129,10 @@ class Release:
     def begin(self, batch: LogicalBatch | None) -> None:
         """A logical batch starts, or none: what an earlier one gathered and didn't release is discarded."""
         self.discard()
+        self.clipper.layout.reshard()
         self._stepping = self._released = self._asked = self._refused = False
         if batch is not None:
+            self._make_whole()
             self.terms = self._terms_at(batch.place)
         self.clipper.passes.threshold_factor = self.terms.threshold_factor
         self.sensitivity = self.clipper.passes.sensitivity
@@ -143,6 +143,14 @@ class Release:
         if batch is not None:
             self.pending = True
             self.updates.begin()
+
+    def _make_whole(self) -> None:
+        """All ranks gather a sharded model, together, for the whole of a logical batch."""
+        if self.clipper.layout.sharded:
+            self.batch = None  # where another rank refuses
+            self._agreed(lambda: None, lambda: {"same": {"whether a logical batch begins": True}})
+            self._asked = False
+            self.clipper.layout.unshard()
 
     def discard(self) -> None:
         """What was gathered is dropped."""
@@ -295,6 +303,7 @@ class Release:
     ) -> None:
         """Ends the logical batch, charged, with its private gradient in the p.grads, for the optimizer's own step."""
         self._end()
+        self.clipper.layout.reshard()
         self.sums.release(held, make_private)
         self._stepping, self.pending = True, False
         self.self_check.released(held)
@@ -311,7 +320,8 @@ class Release:
         policy: Any = self.clipper.clipping
         stds, std = policy.noise_stds(self._noise_multiplier), self._noise_multiplier * policy.sensitivity
         group_of = self.clipper.passes.group_of()
-        return {p: stds[group_of[id(p)]] / std for p in self.clipper.model.parameters() if id(p) in group_of}
+        pairs = self.clipper.layout.pairs
+        return {p: stds[group_of[id(pair[1])]] / std for _, *pair in pairs for p in pair if id(pair[1]) in group_of}
 
     def noise_std(self, parameter: nn.Parameter) -> float:
         """The standard deviation of the noise in each entry of the parameter's private gradient, as it is now."""
@@ -322,7 +332,7 @@ class Release:
         std, batch_size = self.terms.noise_multiplier * self.sensitivity, self.terms.batch_size
 
         def release(every: list[Tensor]) -> list[Tensor]:
-            return self._ranks.released(lambda totals: self._noise.release(totals, std, batch_size), every)
+            return self._ranks.released(self._noise, every, std, batch_size, parameters)
 
         # Divided by their shares of the noise, all sums need the same noise.
         shares = self.noise_shares()
