@@ -27,7 +27,7 @@ from ghostclip.sharding import INSTEAD_OF_SHARDING, sharding_of
 __all__ = ["Finding", "check", "unwrap", "wrap", "wrapped"]
 
 # Libraries with layers of their own: the module that has rules for them, imported on meeting one.
-ELSEWHERE = {"transformers": "ghostclip.integrations.huggingface"}
+ELSEWHERE = {"transformers": "ghostclip.integrations.huggingface_layers"}
 # What `wrap` leaves in a module.
 OWN = ("ghost_path", "ghost_batch_dim")
 BATCHNORM = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
@@ -203,6 +203,11 @@ def _obstacles(module: torch_nn.Module) -> Iterator[tuple[str, str]]:
         and getattr(module, "running_mean", None) is not None
     ):
         yield f"{kind} updates running statistics from private data", "set track_running_stats=False"
+    if module._compiled_call_impl is not None or kind == "OptimizedModule":
+        yield (
+            f"{kind} is compiled by torch.compile, which hides what happens to each example",
+            "give the model without torch.compile, and call engine.compile() for compiled steps",
+        )
     if any(parameter.is_complex() for parameter in trained):
         yield f"{kind} has complex parameters", "use real ones: norms and noise are defined for those"
 

@@ -79,7 +79,8 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
     """Every use of a layer or parameter that ``losses`` [B] depend on.
 
     Raises:
-        UnsupportedModelError: reentrant checkpointing hides what is behind them, or a function mixes examples.
+        UnsupportedModelError: reentrant checkpointing or torch.compile hides what is behind them, or a function mixes
+            examples.
     """
     index.watch()
     calls: list[LayerCall] = []
@@ -111,6 +112,12 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
                 raise UnsupportedModelError(
                     "reentrant activation checkpointing hides the layers inside it; "
                     "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                )
+            if kind.__name__ == "CompiledFunctionBackward":
+                raise UnsupportedModelError(
+                    "torch.compile compiled the model, or a function in it, which hides what happens to each example; "
+                    "leave torch.compile out, and call engine.compile() (or GhostClipper(..., compile=True)) for "
+                    "compiled steps"
                 )
             if kind.__name__ in BATCH_STATISTICS:
                 _refuse_statistics(node)
