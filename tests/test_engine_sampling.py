@@ -49,7 +49,8 @@ def test_a_forecast_is_what_more_steps_will_have_spent(accountant: str) -> None:
     assert engine.forecast(3, delta=1e-3, accountant=accountant) < foretold
     for batch in engine.batches():
         engine.step(batch, runs.losses_of)
-    assert engine.epsilon(accountant=accountant) == foretold
+    # By PLD a later call adds to what an earlier one composed, and rounds up.
+    assert foretold <= engine.epsilon(accountant=accountant) <= foretold * (1 + 1e-3 * (accountant == "pld"))
 
 
 @pytest.mark.parametrize("steps", [-1, 2.5, math.nan, math.inf, True, "3", None])

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ghostclip.clipper.collector import Keep
 from ghostclip.clipper.explain import StrategyTable, plan_of
-from ghostclip.clipper.gradient_guard import GradientGuard, is_distributed
+from ghostclip.clipper.gradient_guard import GradientGuard
+from ghostclip.clipper.layout import layout_of
 from ghostclip.clipper.replay import shows_at_another_size
 from ghostclip.clipper.second_pass import TwoPasses, add_to_gradient
 from ghostclip.clipper.verify import compare_with_loop
@@ -18,7 +19,6 @@ from ghostclip.clipping import Adaptive, Composed, Groupwise, Policy, as_policy
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.planner import Planner
-from ghostclip.sharding import refuse_sharded
 from ghostclip.validate import one_of, positive, power_of_two
 from ghostclip.wrap import wrap
 
@@ -95,13 +95,21 @@ class GhostClipper:
         self.second_pass = one_of(("auto", "cached", "reweight"), second_pass=second_pass)
         self.memory_budget = None if memory_budget is None else int(positive(memory_budget=memory_budget))
         planner = Planner(one_of(("auto", "gram", "direct"), norm_strategy=norm_strategy))
-        self.model = wrap(model)
         self.loss_scale = power_of_two(loss_scale=loss_scale)
-        self.passes = TwoPasses(self.model, policy, self.second_pass, planner, self.memory_budget, self.loss_scale)
+        self.layout = layout_of(model)
+        with self.layout.whole():
+            self.model = wrap(model)
+            self.passes = TwoPasses(self.model, policy, self.second_pass, planner, self.memory_budget, self.loss_scale)
+        if self.layout.sharded:
+            self.passes.reduce_apart()
         self._guard = GradientGuard()
         self.compiled: Any = None
         if compile:
             self.compile()
+
+    def __repr__(self) -> str:
+        model, compiled = type(self.model).__name__, "" if self.compiled is None else ", compiled"
+        return f"GhostClipper({model}, {self.clipping!r}, second_pass={self.second_pass!r}{compiled})"
 
     @property
     def clipping(self) -> Policy | Groupwise:
@@ -118,8 +126,10 @@ class GhostClipper:
 
         Raises:
             ValueError: the clipping policy changes while training goes on, and a graph has its norm built in; or there
-                is a ``loss_scale``.
+                is a ``loss_scale``; or the model is sharded.
         """
+        if self.layout.sharded:
+            raise ValueError("compile and fully_shard don't go together; leave one of them out")
         if isinstance(self.clipping, Adaptive) or (isinstance(self.clipping, Composed) and self.clipping.counted):
             raise ValueError(
                 "compile and adaptive clipping don't go together: a graph is made for one clipping norm; leave one of "
@@ -145,8 +155,7 @@ class GhostClipper:
 
     def check_whole(self) -> None:
         """Raises UnsupportedModelError where the model was sharded among processes since it was wrapped."""
-        if is_distributed():
-            refuse_sharded(self.model, self.passes.index.names)
+        self.layout.check(self.passes.index.names)
 
     @keeping_grad_mode
     def norms(self, losses: Tensor, *, per: str | None = None, retain_graph: bool = False) -> Any:
@@ -167,8 +176,9 @@ class GhostClipper:
         """
         if per is not None:
             one_of(("layer", "parameter"), per=per)
-        self.check_whole()
-        run = self.passes.measure(losses, retain_graph=retain_graph)
+        with self.layout.whole():
+            self.check_whole()
+            run = self.passes.measure(losses, retain_graph=retain_graph)
         if per is None:
             return run.norms()
         names = {id(parameter): name for name, parameter in self.passes.index.trained()}
@@ -182,8 +192,9 @@ class GhostClipper:
 
         Raises as `norms` does.
         """
-        self.check_whole()
-        return self.passes.first_pass(losses, Keep.MATERIALISED, retain_graph=retain_graph).per_example_grads()
+        with self.layout.whole():
+            self.check_whole()
+            return self.passes.first_pass(losses, Keep.MATERIALISED, retain_graph=retain_graph).per_example_grads()
 
     @keeping_grad_mode
     def backward(self, losses: Tensor, *, retain_graph: bool = False) -> ClippingResult:
@@ -201,16 +212,18 @@ class GhostClipper:
             LossShapeError: losses of any other shape.
             GradientLeakError: a ``p.grad`` holds something that no clipper put there.
             StaleInputError: a remembered input was modified in place, or the graph is gone.
-            UnsupportedModelError: examples mix, a parameter is used outside of its layer, or the model is sharded.
+            UnsupportedModelError: examples mix, a parameter is used outside of its layer, or the model was sharded
+                since it was wrapped.
         """
-        self.check_whole()
-        self.passes.index.watch()
-        trained = self.passes.index.trained()
-        self._guard.check(trained)
-        if self.passes.wide_sums is None and isinstance(losses, Tensor) and losses.dim() == 1:
-            self._guard.note_rounding(trained, len(losses))
-        norms, weights = self.passes.clip(losses, retain_graph=retain_graph)
-        self._guard.remember(trained)
+        with self.layout.summed():
+            self.check_whole()
+            self.passes.index.watch()
+            trained = self.passes.index.trained()
+            self._guard.check(trained)
+            if self.passes.wide_sums is None and isinstance(losses, Tensor) and losses.dim() == 1:
+                self._guard.note_rounding(trained, len(losses))
+            norms, weights = self.passes.clip(losses, retain_graph=retain_graph)
+            self._guard.remember(trained)
         return ClippingResult(norms, weights, self.sensitivity)
 
     @keeping_grad_mode
@@ -233,14 +246,10 @@ class GhostClipper:
         Raises:
             What `backward` raises.
         """
-        self.check_whole()
         if self.compiled is None:
-            try:
+            with self.layout.summed():
                 return self._clip_eagerly(loss_fn, batch)
-            except UnsupportedModelError:
-                if not shows_at_another_size(self.passes, self.model, loss_fn, batch):
-                    raise
-            return self._clip_eagerly(loss_fn, batch)
+        self.check_whole()
         self.passes.index.watch()
         trained = self.passes.index.trained()
         self._guard.check(trained)
@@ -253,6 +262,16 @@ class GhostClipper:
         return ClippingResult(found.norms, found.weights, self.sensitivity, found.losses)
 
     def _clip_eagerly(self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> ClippingResult:
+        """`clip`, by a second forward where a third one of more examples shows what the first didn't."""
+        self.check_whole()
+        try:
+            return self._clip_once(loss_fn, batch)
+        except UnsupportedModelError:
+            if not shows_at_another_size(self.passes, self.model, loss_fn, batch):
+                raise
+        return self._clip_once(loss_fn, batch)
+
+    def _clip_once(self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> ClippingResult:
         losses = loss_fn(self.model, batch)
         return replace(self.backward(losses), losses=losses.detach())
 
@@ -277,4 +296,5 @@ class GhostClipper:
         Raises:
             VerificationError: something differs by more than ``tolerance``; the layers are named.
         """
-        return compare_with_loop(self, loss_fn, batch, tolerance)
+        with self.layout.whole():
+            return compare_with_loop(self, loss_fn, batch, tolerance)

@@ -12,6 +12,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ghostclip.clipper.first_pass import FirstPasses
 
-__all__ = ["Replay", "leaves_of", "shows_at_another_size"]
+__all__ = ["Replay", "is_trial", "leaves_of", "shows_at_another_size"]
+
+_TRYING = ContextVar("trying", default=False)
+
+
+def is_trial() -> bool:
+    """Whether a forward that runs now is a trial, whose losses are used for nothing but checks."""
+    return _TRYING.get()
 
 
 class Replay:
@@ -69,6 +77,7 @@ class Replay:
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         places = [(module, dict(vars(module)), dict(module._buffers)) for module in self.model.modules()]
         with ExitStack() as stack:
+            stack.callback(_TRYING.reset, _TRYING.set(True))
             stack.callback(self._set, now)
             stack.callback(_put_back, buffers, places)
             stack.enter_context(torch.set_grad_enabled(gradients))

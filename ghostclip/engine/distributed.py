@@ -4,6 +4,7 @@ Rank 0 of them leads: it alone draws the noise and charges. Whatever differs bet
 whatever fails on one of them, becomes an error on all before anything is released. The engine adds up the ranks'
 clipped sums itself, once a step and before the noise, however many physical batches each rank has.
 DistributedDataParallel, which would average gradients after each backward, is kept from it and is a plain wrapper then.
+Of a model sharded by FSDP2 each rank draws the noise of its own shards (sharded.py).
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from ghostclip.errors import PrivacyError, UnsupportedModelError
 from ghostclip.noise import Noise
 from ghostclip.noise.cipher import KEY_BYTES
 from ghostclip.noise.release import flat, on_flat
-from ghostclip.sharding import INSTEAD_OF_SHARDING, sharding_of
+from ghostclip.sharding import INSTEAD_OF_SHARDING, is_fully_sharded, sharding_of
 
-__all__ = ["Ranks", "keep_unsynchronised", "ranks_of", "refuse_differences", "start_alike"]
+__all__ = ["Ranks", "keep_unsynchronised", "ranks_of", "refuse_differences"]
 
 T = TypeVar("T")
 # What is raised on the other ranks as what it was on one.
@@ -113,10 +114,18 @@ class Ranks:
         return found
 
     @torch.no_grad()
-    def released(self, release: Callable[[list[Tensor]], list[Tensor]], sums: list[Tensor]) -> list[Tensor]:
-        """What the leading rank's ``release`` makes of the totals of all ranks' ``sums``, on all of them."""
+    def released(
+        self, noise: Noise, sums: list[Tensor], std: float, divisor: float, parameters: list[nn.Parameter]
+    ) -> list[Tensor]:
+        """(total of all ranks' sums + noise) / divisor, on all of them; the leading rank draws the noise.
+
+        Args:
+            noise, std, divisor: as for `Noise.release`.
+            sums: of ``parameters``, and behind them others.
+            parameters: that the optimizer steps.
+        """
         if self.size == 1:
-            return release(sums)
+            return noise.release(sums, std, divisor)
 
         def total(some: list[Tensor]) -> Tensor:
             dist.all_reduce(numbers := flat(some), group=self._group)
@@ -125,7 +134,7 @@ class Ranks:
         totals = on_flat(sums, total)
 
         def work() -> None:
-            totals[:] = release(totals)
+            totals[:] = noise.release(totals, std, divisor)
 
         self.led(work)
         return self.spread(totals)
@@ -139,6 +148,20 @@ class Ranks:
             return numbers
 
         return on_flat(tensors, given)
+
+    @torch.no_grad()
+    def start_alike(self, model: nn.Module) -> None:
+        """Parameters and buffers of all ranks become the leading one's, as DistributedDataParallel has it."""
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.copy_(self.spread([tensor.detach().clone()])[0])
+
+    def whole(self, value: Any) -> Any:
+        """What the leading rank stores of the model or its optimizer; all ranks ask for it together."""
+        return value
+
+    def part(self, value: Any, like: Tensor) -> Any:
+        """Of what was stored of a parameter, or what an optimizer knows of it, this rank's part."""
+        return value
 
     def generators(self, source: Noise) -> Callable[[], Any]:
         """Makes generators for sampling, the same on all ranks, one after another."""
@@ -168,14 +191,18 @@ def refuse_differences(said: Sequence[Mapping[str, Any]], where: str) -> None:
 
 
 def ranks_of(model: nn.Module, process_group: Any = None) -> Ranks:
-    """The processes that train ``model``: those of its DistributedDataParallel, of the group given, or all there are.
+    """The processes that train ``model``: those it is sharded over or its DistributedDataParallel's, the given, or all.
 
     Raises:
-        UnsupportedModelError: the model is sharded: a process holds only a part of it.
+        UnsupportedModelError: the model is sharded in a way that can't be made whole.
         PrivacyError: its DistributedDataParallel exchanges the parameters for others, or is of another group.
     """
     if (found := sharding_of(model)) is not None:
         raise UnsupportedModelError(f"{found[0] or 'the model'}: {found[1]}; {INSTEAD_OF_SHARDING}")
+    if is_fully_sharded(model):
+        from ghostclip.engine.sharded import sharded_ranks
+
+        return sharded_ranks(model, process_group)
     wrappers = _wrappers(model)
     for name, wrapper in wrappers.items():
         if wrapper.mixed_precision is not None:
@@ -230,10 +257,3 @@ def _refuse_averaging(module: nn.Module, _: Any) -> None:
             "the model was called inside of a DistributedDataParallel that averages its gradients, which the engine "
             "adds up itself; give the engine that wrapper as model=, or call the model without it"
         )
-
-
-@torch.no_grad()
-def start_alike(model: nn.Module, ranks: Ranks) -> None:
-    """Parameters and buffers of all ranks become the leading one's, as DistributedDataParallel has it."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        tensor.copy_(ranks.spread([tensor.detach().clone()])[0])

@@ -9,8 +9,24 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from ghostclip.errors import PrivacyError
+from ghostclip.sharding import reshard
 
-__all__ = ["check_optimizer", "held_parameters", "with_closure"]
+__all__ = ["check_optimizer", "held_parameters", "unwrapped", "with_closure"]
+
+# Packages that put an optimizer into a wrapper, whose step calls the optimizer's own.
+WRAPPING = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer that takes the step: what Accelerate's or Lightning's wrapper holds, or ``optimizer`` itself.
+
+    The wrappers' hooks are not run, and their copies of the optimizer's attributes are not read by torch.
+    """
+    while any(kind.__module__.partition(".")[0] in WRAPPING for kind in type(optimizer).__mro__):
+        if not isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+            break
+        optimizer = inner
+    return optimizer
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
@@ -24,6 +40,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             "LBFGS evaluates the loss several times in a step, each of which would need noise and a charge of its own; "
             "use SGD, Adam or another optimizer that takes one gradient a step"
         )
+    reshard(model)
     held = held_parameters(set(model.parameters()), optimizer)
     if not any(parameter.requires_grad for parameter in held):
         raise ValueError("the optimizer holds no trainable parameter of the model, so there is nothing to train")

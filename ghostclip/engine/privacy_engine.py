@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -20,7 +20,7 @@ from ghostclip.engine.compiled_steps import check_compilable
 from ghostclip.engine.distributed import keep_unsynchronised, ranks_of
 from ghostclip.engine.loss_scaling import LossScaling
 from ghostclip.engine.micro_batching import MicroBatches, is_auto, micro_batches_of
-from ghostclip.engine.optimizers import check_optimizer
+from ghostclip.engine.optimizers import check_optimizer, unwrapped
 from ghostclip.engine.plan import plan_for
 from ghostclip.engine.release import Release, refuse_second_engine
 from ghostclip.engine.snapshots import Restored, Snapshots, Stateful
@@ -42,20 +42,19 @@ __all__ = ["PrivacyEngine"]
 AGREED = ("noise_multiplier", "target_epsilon", "planned_steps", "noise")
 # What noise, clipping, sampling and charges were made from: changed afterwards it would be believed and not followed.
 SAMPLED = ("batch_size", "sample_rate", "sampling", "neighboring")
-FIXED = frozenset(
-    ("model", "optimizer", "clipping", "target_delta", "max_epsilon", "ledger", "schedule", *AGREED, *SAMPLED)
-)
+TOLD = "batch_size", "sample_rate", "noise_multiplier", "clipping", "steps_taken", "planned_steps"
+FIXED = {"model", "optimizer", "clipping", "target_delta", "max_epsilon", "ledger", "schedule", *AGREED, *SAMPLED}
 
 
 class PrivacyEngine:
     """Differentially private training (DP-SGD, Abadi et al. 2016) of a torch model with any torch optimizer.
 
-    Every step releases (sum of clipped gradients + noise) / ``batch_size`` over a random sample of the data, once, and
-    is charged before. The optimizer stays the user's: a hook adds the noise when its ``step`` is called.
+    Every step releases (sum of clipped gradients + noise) / ``batch_size`` over a random sample of the data, and is
+    charged before. The optimizer stays the user's: a hook adds the noise when its ``step`` is called.
 
     Args:
         model: built of any torch layers; wrapped in place if it isn't yet.
-        optimizer: over parameters of ``model`` only.
+        optimizer: over parameters of ``model`` only; of Accelerate's and Lightning's wrappers the optimizer inside.
         data: a map-style dataset, or a DataLoader, of which all but the sampling is kept.
         batch_size: the expected size of a logical batch; the sampling rate is ``batch_size / len(dataset)``. None takes
             the DataLoader's.
@@ -95,8 +94,8 @@ class PrivacyEngine:
         memory_limit: with ``max_physical_batch_size="auto"`` only: the bytes that this process may use in all, on the
             device of the parameters; None: nine tenths of what the machine, the control group or the GPU has left.
         process_group: of torch.distributed: who trains together, each with an engine over the same model, data and
-            options; None: the group of the model's DistributedDataParallel, or else all processes. ``batch_size`` is
-            that of all ranks together; each gets its share of every sample.
+            options; None: that of the model's DistributedDataParallel or FSDP2 mesh, or else all processes.
+            ``batch_size`` is that of all ranks together; each gets its share of every sample.
         schedule: of noise, thresholds and batch size over the steps, see `ghostclip.clipping.Schedule`; each step is
             charged as what it is. ``target_epsilon`` then needs no ``epochs``.
 
@@ -113,6 +112,8 @@ class PrivacyEngine:
         ValueError, TypeError: an argument is out of range, or some don't go together.
         ModuleNotFoundError: ``noise="hardened"`` without the `cryptography` package.
     """
+
+    _sampled_by: ClassVar[type[LogicalBatches]] = LogicalBatches  # `ghostclip.compat.opacus` has rates of its own
 
     def __init__(
         self,
@@ -144,13 +145,13 @@ class PrivacyEngine:
         process_group: Any = None,
         schedule: Schedule | None = None,
     ) -> None:
-        check_optimizer(model, optimizer)
+        check_optimizer(model, optimizer := unwrapped(optimizer))
         refuse_second_engine(optimizer)
         auto = is_auto(max_physical_batch_size, memory_limit, unit_ids)
         self._ranks = ranks = ranks_of(model, process_group)
         source = noise_source(noise, seed)
         largest = None if isinstance(max_physical_batch_size, str) else max_physical_batch_size
-        loader = LogicalBatches(
+        loader = self._sampled_by(
             data, batch_size=batch_size, max_physical_batch_size=largest, sampling=sampling, neighboring=neighboring,
             max_batch_size=max_batch_size, unit_ids=unit_ids, max_rows_per_unit=max_rows_per_unit, seed=seed,
             generator=ranks.generators(source), share=(ranks.rank, ranks.size),
@@ -195,6 +196,10 @@ class PrivacyEngine:
         self._snapshots.start_alike()
         self._synchronise = keep_unsynchronised(model)
         warn_of_earlier(self)
+
+    def __repr__(self) -> str:
+        told = ", ".join(f"{name}={getattr(self, name)!r}" for name in TOLD)
+        return f"PrivacyEngine({type(self.model).__name__}, {type(self.optimizer).__name__}, {told})"
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in FIXED and name in vars(self):
@@ -273,9 +278,8 @@ class PrivacyEngine:
     def compile(self) -> None:
         """From now on `step` runs as one compiled graph, where the model allows it and it is faster.
 
-        Of a logical batch in one piece that is everything from the forward to the update (torch's SGD, Adam or AdamW
-        without hooks of others); else each physical batch's forward and passes, then noise and update. Batches are
-        padded to few sizes, with rows of weight zero. See `GhostClipper.clip` for what a loss function may depend on.
+        Of a logical batch in one piece that is all from the forward to the update (torch's SGD, Adam or AdamW without
+        hooks of others); else each physical batch's passes. See `GhostClipper.clip` for what a loss may depend on.
         """
         check_compilable(self._spending.unit, self._ranks, self.schedule)
         self._steps.micro_batches.check_found()
@@ -284,9 +288,8 @@ class PrivacyEngine:
     def trace(self, path: str | os.PathLike[str] | None, every: int = 100) -> StepTrace | None:
         """Writes what every n-th step looked like without noise to a folder, for debugging; None ends it.
 
-        Norms of single examples, share clipped, cosine, signal to noise, noise scale: raw private data, not for
-        release. Training isn't changed. `ghostclip.traces.read` reads it; docs/observation.md says more. Raises what
-        `ghostclip.engine.trace.StepTrace` does, and ValueError for compiled steps or several processes.
+        Norms of single examples, cosines, signal to noise: raw private data, not for release. Training isn't changed.
+        `ghostclip.traces.read` reads it. Raises what `StepTrace` does, ValueError for compiled steps or several ranks.
         """
         if path is not None and self._ranks.size > 1:
             raise ValueError("trace() isn't there for several processes that train together; leave it out")
@@ -303,7 +306,6 @@ class PrivacyEngine:
             PrivacyError: trained parameters moved outside of the engine's steps, see `accept_parameters`.
             ValueError, TypeError: an argument is out of range.
         """
-        self._check_updates()
         return self._spending.epsilon(self._delta(delta), accountant)
 
     def forecast(self, steps: int, delta: float | None = None, accountant: str = "pld") -> float:
@@ -314,7 +316,6 @@ class PrivacyEngine:
 
     def guarantee(self, delta: float | None = None, accountant: str = "pld") -> str:
         """What was spent so far in words: `epsilon`, how examples were drawn, which data sets are neighbours."""
-        self._check_updates()
         return accounting.guarantee(self.events, delta=self._delta(delta), accountant=accountant)
 
     def accept_parameters(self) -> None:
@@ -331,12 +332,10 @@ class PrivacyEngine:
         self._steps.updates.check_model()
         self._steps.updates.accept()
 
-    def _check_updates(self) -> None:
-        """Raises PrivacyError where what was spent doesn't cover the model. A detached engine no longer knows."""
+    def _delta(self, delta: float | None) -> float:
+        """Where to report; PrivacyError where what was spent doesn't cover the model."""
         if self._loader is not None:
             self._steps.updates.check()
-
-    def _delta(self, delta: float | None) -> float:
         return self.target_delta if delta is None else open_fraction(delta=delta)
 
     def noise_std(self, parameter: nn.Parameter) -> float:

@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_unflatten
 
 from ghostclip.clipper import GhostClipper
+from ghostclip.clipper.layout import WholeModel, local_part
 from ghostclip.clipper.replay import Replay, leaves_of
 from ghostclip.engine.agreement import gradients_agree, listed
 from ghostclip.engine.comparison import LossComparison
 from ghostclip.engine.trial_losses import LossFunction
 from ghostclip.errors import VerificationError
-from ghostclip.graph.parameter_names import ParameterNames
 
 __all__ = ["SelfCheck"]
 
@@ -52,7 +52,7 @@ class SelfCheck:
         self._model, self._passes = clipper.model, clipper.passes
         self._to_compare = wanted
         self._comparison = LossComparison(self._model) if wanted else None
-        self._movement = _Movement(self._passes.index, optimizer) if wanted else None
+        self._movement = _Movement(clipper.layout, optimizer) if wanted else None
         self._saw_examples = False
 
     @property
@@ -118,7 +118,7 @@ class _Entry(NamedTuple):
     """The one number of a parameter whose gradient (``slope``) is largest, so that it moves if any does."""
 
     name: str
-    parameter: nn.Parameter
+    parameter: Tensor
     place: int
     value: Tensor
     slope: float
@@ -128,7 +128,7 @@ class _Movement:
     """Whether one update moves what is to be trained: adapters trained to nothing look like training.
 
     Args:
-        index: the model's names.
+        layout: of the model's parameters.
         optimizer: that takes the step.
 
     Attributes:
@@ -136,8 +136,8 @@ class _Movement:
         unused: trained parameters on which the losses didn't depend.
     """
 
-    def __init__(self, index: ParameterNames, optimizer: Optimizer) -> None:
-        self._index, self._optimizer = index, optimizer
+    def __init__(self, layout: WholeModel, optimizer: Optimizer) -> None:
+        self._layout, self._optimizer = layout, optimizer
         self.noted = False
         self.unused: Sequence[str] = ()
         self._entries: list[_Entry] = []
@@ -154,14 +154,16 @@ class _Movement:
         if not any(rates.values()):
             return
         self.noted = True
-        for name, parameter in self._index.trained():
+        for name, parameter, _ in self._layout.pairs:
+            if not parameter.requires_grad:
+                continue
             if parameter not in held:
                 self._not_held.append(name)
-            elif rates[parameter] and parameter.grad is not None and parameter.numel():
-                slopes = parameter.grad.reshape(-1).abs()
+            elif rates[parameter] and parameter.grad is not None and local_part(parameter).numel():
+                slopes, values = local_part(parameter.grad).reshape(-1).abs(), local_part(parameter)
                 place = int(slopes.argmax())
-                value = parameter.reshape(-1)[place].clone()
-                self._entries.append(_Entry(name, parameter, place, value, float(slopes[place])))
+                value = values.reshape(-1)[place].clone()
+                self._entries.append(_Entry(name, values, place, value, float(slopes[place])))
 
     @torch.no_grad()
     def warn(self) -> None:

@@ -6,13 +6,16 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from ghostclip import checkpoint
+from ghostclip.clipper.layout import WholeModel
 from ghostclip.engine.budget import Spending
 from ghostclip.engine.contents import (
     configuration_of,
@@ -23,7 +26,7 @@ from ghostclip.engine.contents import (
     random_states,
     set_random_states,
 )
-from ghostclip.engine.distributed import Ranks, refuse_differences, start_alike
+from ghostclip.engine.distributed import Ranks, refuse_differences
 from ghostclip.engine.step import LogicalStep
 from ghostclip.errors import LedgerError, PrivacyError
 from ghostclip.ledger import Head
@@ -91,6 +94,10 @@ class Snapshots:
         self._elsewhere = 0
 
     @property
+    def _layout(self) -> WholeModel:
+        return self.steps.release.clipper.layout
+
+    @property
     def model_steps(self) -> int:
         """How many steps the model has behind it; `Spending.steps` counts those charged since a checkpoint, too."""
         return self.spending.steps - self._elsewhere
@@ -102,34 +109,40 @@ class Snapshots:
             facts |= {"batch_size": self.loader.batch_size, "unit_ids": self.loader.units_digest}
             facts["the state of clipping"] = in_words(self._policy_state())
             refuse_differences(self.ranks.gathered(facts), "when engines are built")
-            start_alike(self.model, self.ranks)
+            self.ranks.start_alike(self.model)
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Stateful] | None) -> None:
         """See `PrivacyEngine.save`."""
         self.ranks.agreed(self._check_savable, dict)
         states = self.ranks.gathered(random_states())
-        self.ranks.led(lambda: self._write(path, extra, states))
+        model, optimizer = self._whole_states()
+        self.ranks.led(lambda: self._write(path, extra, states, model, optimizer))
 
     def _check_savable(self) -> None:
         """Raises PrivacyError where private sums would be stored, or parameters that moved outside of charged steps."""
         self.steps.updates.check()
         self.steps.check_between("engine.save()")
+        self._layout.settle("engine.save()")
+
+    def _whole_states(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Those of model and optimizer, as they are without sharding; all ranks ask for them together."""
+        model = {name: self.ranks.whole(value) for name, value in self.model.state_dict().items()}
+        return model, tree_map(self.ranks.whole, optimizer_state(self.optimizer))
 
     def _write(
-        self, path: str | os.PathLike[str], extra: Mapping[str, Stateful] | None, states: list[dict[str, Any]]
+        self,
+        path: str | os.PathLike[str],
+        extra: Mapping[str, Stateful] | None,
+        states: list[dict[str, Any]],
+        model: dict[str, Any],
+        optimizer: dict[str, Any],
     ) -> None:
-        """The folder, with the random ``states`` of all ranks."""
-        # A batch that was handed out and had no step, because it was interrupted, comes again.
-        epoch, taken, sampler = self.loader.position(again=self.steps.release.pending)
-        ledger = self.spending.ledger
+        """The folder, with the random ``states`` of all ranks, and those of model and optimizer."""
+        _, _, sampler = self._position()
         public = {
-            "configuration": self._configuration(),
-            "progress": {"steps": self.model_steps, "epoch": epoch, "steps_in_epoch": taken},
-            "spent": {run: [[encoded(e), n] for e, n in spent.items()] for run, spent in self.spending.runs.items()},
-            "ledger": None if ledger is None else vars(ledger.head),
-            "model": dict(self.model.state_dict()),
-            "optimizer": optimizer_state(self.optimizer),
-            "clipping": self._policy_state(),
+            **self.progress(),
+            "model": model,
+            "optimizer": optimizer,
         }
         private = {
             "sampler": None if sampler is None else dict(sampler),
@@ -140,6 +153,46 @@ class Snapshots:
         }
         checkpoint.save(path, public, private)
 
+    def _position(self) -> tuple[int, int, Mapping[str, Any] | None]:
+        """Where sampling stands; a batch that was handed out and interrupted before its step comes again."""
+        return self.loader.position(again=self.steps.release.pending)
+
+    def progress(self) -> dict[str, Any]:
+        """What was spent and where training stands: plain data, and what the clipping policy learnt."""
+        epoch, taken, _ = self._position()
+        ledger = self.spending.ledger
+        return {
+            "configuration": self._configuration(),
+            "progress": {"steps": self.model_steps, "epoch": epoch, "steps_in_epoch": taken},
+            "spent": {run: [[encoded(e), n] for e, n in spent.items()] for run, spent in self.spending.runs.items()},
+            "ledger": None if ledger is None else dict(vars(ledger.head)),
+            "clipping": self._policy_state(),
+        }
+
+    def resume(self, found: Mapping[str, Any], place: str) -> None:
+        """Goes on from a `progress`, in a new epoch; others put model and optimizer back. Raises as `restore`.
+
+        Args:
+            found: the progress; it counts as spent.
+            place: where it was, for messages.
+        """
+
+        def check() -> None:
+            self._check_configuration(place, found["configuration"], self._configuration(), "weights alone")
+            self._check_state(place, found)
+
+        self.ranks.agreed(check, dict)
+        self._count(found)
+        self.loader.resume(found["progress"]["epoch"], 0, None)
+
+    def _count(self, found: Mapping[str, Any]) -> None:
+        """Takes in what was spent, and what the clipping policy learnt."""
+        spent = {run: Counter({decoded(event): n for event, n in own}) for run, own in found["spent"].items()}
+        self.spending.add(spent)
+        self._elsewhere = self.spending.steps - found["progress"]["steps"]
+        if found["clipping"] is not None:
+            self.policy.load_state_dict(found["clipping"])
+
     def restore(self, path: str | os.PathLike[str], extra: Mapping[str, Stateful] | None) -> Restored:
         """See `PrivacyEngine.restore`. Everything is checked before anything is changed."""
         extra = _checked(extra)
@@ -148,20 +201,17 @@ class Snapshots:
         if said:
             found = {"the steps of a checkpoint": public["progress"], "what it spent": public["spent"]}
             refuse_differences(self.ranks.gathered(found), "when they restore it (from a folder that all of them see)")
-        spent = {run: Counter({decoded(event): n for event, n in own}) for run, own in public["spent"].items()}
         # First of all, so that whatever fails after it, nothing that was spent is forgotten.
-        self.spending.add(spent)
+        self._count(public)
         self.steps.begin(None)
         self.steps.release.pending = False
         self.steps.updates.expect()
-        self.model.load_state_dict(public["model"])
-        put_optimizer_state(self.optimizer, public["optimizer"])
-        if public["clipping"] is not None:
-            self.policy.load_state_dict(public["clipping"])
+        own = self.model.state_dict()
+        self.model.load_state_dict({name: self.ranks.part(each, own[name]) for name, each in public["model"].items()})
+        put_optimizer_state(self.optimizer, self._parts_of_state(public["optimizer"]))
         for name, thing in extra.items():
             thing.load_state_dict(private["extra"][name])
         progress = public["progress"]
-        self._elsewhere = self.spending.steps - progress["steps"]
         self.loader.resume(progress["epoch"], progress["steps_in_epoch"], private["sampler"])
         self.noise.resume(private["noise"])
         states = [private["random"], *private.get("random of other ranks", [])]
@@ -170,6 +220,16 @@ class Snapshots:
         self.steps.updates.accept()
         return Restored(stored.place, **progress)
 
+    def _parts_of_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """An optimizer's state of whole parameters, as it is of this rank's."""
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        parameter_of = dict(zip(numbers, held, strict=True))
+        parts = dict(state["state"])
+        for number in parts.keys() & parameter_of.keys():
+            parts[number] = tree_map(partial(self.ranks.part, like=parameter_of[number]), parts[number])
+        return {**state, "state": parts}
+
     def _policy_state(self) -> Any:
         """What the clipping policy learnt; None where it learns nothing."""
         return self.policy.state_dict() if _is_stateful(self.policy) else None
@@ -177,10 +237,24 @@ class Snapshots:
     def _read(self, path: str | os.PathLike[str], extra: Mapping[str, Stateful]) -> checkpoint.Stored:
         """The checkpoint; PrivacyError unless it is of an engine like this one and no logical batch is half done."""
         self.steps.check_between("engine.restore()")
+        self._layout.settle("engine.restore()")
         stored = checkpoint.load(path)
         place, public = stored.place, stored.public
         there = {**public["configuration"], **describe_model(public["model"])}
         here = {**self._configuration(), **describe_model(self.model.state_dict())}
+        alone = f"the weights alone from {place / 'model.safetensors'}"
+        self._check_configuration(place, there, here, alone)
+        if set(stored.private["extra"]) != set(extra):
+            raise PrivacyError(
+                f"the checkpoint {place} was saved with extra={sorted(stored.private['extra'])}, and restore got "
+                f"{sorted(extra)}; give it the same names, each with an object that takes the state back"
+            )
+        self._check_state(place, public)
+        return stored
+
+    @staticmethod
+    def _check_configuration(place: Any, there: Mapping[str, Any], here: Mapping[str, Any], alone: str) -> None:
+        """Raises PrivacyError where a checkpoint is of another run; ``alone``: what may be loaded of it."""
         differences = [
             f"{name} is {there.get(name, 'not there')} in it and {here.get(name, 'not there')} here"
             for name in dict.fromkeys([*there, *here])
@@ -190,25 +264,22 @@ class Snapshots:
             more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
             raise PrivacyError(
                 f"the checkpoint {place} is of another configuration: {'; '.join(differences[:SHOWN])}{more}. Build "
-                "model, optimizer and engine as they were then; to train on with others, load the weights alone from "
-                f"{place / 'model.safetensors'}, and let one ledger=... count what both runs spend"
+                f"model, optimizer and engine as they were then; to train on with others, load {alone}, and let one "
+                "ledger=... count what both runs spend"
             )
-        if set(stored.private["extra"]) != set(extra):
-            raise PrivacyError(
-                f"the checkpoint {place} was saved with extra={sorted(stored.private['extra'])}, and restore got "
-                f"{sorted(extra)}; give it the same names, each with an object that takes the state back"
-            )
-        if (public["clipping"] is not None) != _is_stateful(self.policy):
+
+    def _check_state(self, place: Any, found: Mapping[str, Any]) -> None:
+        """Raises PrivacyError or LedgerError unless clipping policy and ledger go with those of a checkpoint."""
+        if (found["clipping"] is not None) != _is_stateful(self.policy):
             raise PrivacyError(f"the checkpoint {place} and the clipping policy differ in whether they have a state")
-        if self.ranks.leads and public["ledger"] is not None:
-            self._check_ledger(place, Head(**public["ledger"]))
-        return stored
+        if self.ranks.leads and found["ledger"] is not None:
+            self._check_ledger(place, Head(**found["ledger"]))
 
     def _configuration(self) -> dict[str, Any]:
         data = {"sampling": in_words(self.loader.scheme), "the number of examples": self.loader.dataset_size}
         return configuration_of(self.model, self.optimizer, self.policy) | data | self.agreed
 
-    def _check_ledger(self, place: Path, head: Head) -> None:
+    def _check_ledger(self, place: Any, head: Head) -> None:
         """Raises LedgerError unless what the checkpoint spent, up to ``head``, is in the ledger that the engine has."""
         ledger = self.spending.ledger
         if ledger is None:

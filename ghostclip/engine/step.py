@@ -89,6 +89,8 @@ class LogicalStep:
         """Ends the trace there is, and begins one where ``path`` says; see `PrivacyEngine.trace` and `StepTrace`."""
         if path is not None and self._compiled is not None:
             raise ValueError(TRACED_AND_COMPILED)
+        if path is not None and self._clipper.layout.sharded:
+            raise ValueError("trace() and fully_shard don't go together: no rank has whole sums; leave one of them out")
         if self.release.trace is not None:
             self.release.trace.close()
         self.release.trace = None if path is None else StepTrace(path, every, self._clipper.passes, steps)

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from ghostclip.clipper.layout import local_part
 from ghostclip.errors import GradientLeakError, PrivacyError
 
 __all__ = ["ClippedSums"]
@@ -17,6 +18,7 @@ T = TypeVar("T")
 WIDE = (torch.float32, torch.float64)
 # Each parameter's p.grad and its version.
 Snapshot = list[tuple[Tensor | None, int]]
+Named = list[tuple[str, nn.Parameter]]
 
 
 class ClippedSums:
@@ -37,6 +39,8 @@ class ClippedSums:
         self.count = 0
         self._exact = {} if exact is None else exact
         self._named = list(model.named_parameters())
+        # Those whose p.grads get what is released: others where layers use whole Parameters in the place of shards.
+        self._stepped = self._named
         self._wide: dict[nn.Parameter, Tensor] = {}
         self._known: Snapshot = []
         self._released: Snapshot = []
@@ -63,7 +67,7 @@ class ClippedSums:
             first = self._first_of_narrow()
             adding = True
             self._add(before, first)
-            self._known = self._snapshot()
+            self._known = self._snapshot(self._named)
             self.count += not more
         except BaseException:
             if adding:
@@ -103,7 +107,7 @@ class ClippedSums:
     def check(self) -> None:
         """Raises GradientLeakError or PrivacyError unless the p.grads hold what was gathered here, and nothing else."""
         if self._known:
-            if (name := self._changed_since(self._known)) is not None:
+            if (name := self._changed_since(self._known, self._named)) is not None:
                 raise GradientLeakError(
                     f"the gradient of {name!r} was changed between engine.backward() and the step (by zero_grad, a "
                     "plain .backward(), an assignment, gradient clipping or scaling), so it isn't the clipped sum any "
@@ -111,14 +115,14 @@ class ClippedSums:
                 )
             return
         # Before the first backward, and in a batch without examples, nobody may have put anything there.
-        for (name, parameter), (grad, version) in zip(self._named, self._released, strict=False):
+        for (name, parameter), (grad, version) in zip(self._stepped, self._released, strict=False):
             if grad is not None and parameter.grad is grad and grad._version == version:
                 raise PrivacyError(
                     f"the gradient of {name!r} is still the one of the last step; call optimizer.zero_grad() after "
                     "each optimizer.step()"
                 )
-        for name, parameter in self._named:
-            if parameter.grad is not None and bool(torch.count_nonzero(parameter.grad)):
+        for name, parameter in self._all:
+            if parameter.grad is not None and bool(torch.count_nonzero(local_part(parameter.grad))):
                 raise GradientLeakError(
                     f"the gradient of {name!r} was filled by something other than per-example clipping (a plain "
                     ".backward() or an assignment), so it isn't bounded for any example; call optimizer.zero_grad(), "
@@ -141,9 +145,9 @@ class ClippedSums:
         try:
             for parameter, total in zip(stepped, make_private(stepped, sums), strict=True):
                 parameter.grad = total if total.dtype == parameter.dtype else total.to(parameter.dtype)
-            _drop(p for _, p in self._named if p not in held)
+            _drop(p for _, p in self._all if p not in held)
             self._forget()
-            self._released = self._snapshot()
+            self._released = self._snapshot(self._stepped)
         except BaseException:
             # Some may have their noise by now and some not.
             self._discard_all()
@@ -155,27 +159,31 @@ class ClippedSums:
 
     def remember_released(self) -> None:
         """Notes what a step left in the p.grads, by which a forgotten zero_grad is recognised."""
-        self._released = self._snapshot()
+        self._released = self._snapshot(self._stepped)
 
     def is_released(self) -> bool:
         """Whether the p.grads are what `release` left there."""
-        return bool(self._released) and not self._known and self._changed_since(self._released) is None
+        return bool(self._released) and not self._known and self._changed_since(self._released, self._stepped) is None
 
     def discard(self) -> None:
         """Drops what was gathered; a p.grad that holds something of someone else's is left to be complained about."""
-        self._drop_those_in(self._known)
+        self._drop_those_in(self._known, self._named)
         self._forget()
 
     def discard_released(self) -> None:
         """Drops what a step left in the p.grads, as zero_grad would."""
-        self._drop_those_in(self._released)
+        self._drop_those_in(self._released, self._stepped)
         self._released = []
 
-    def _drop_those_in(self, snapshot: Snapshot) -> None:
-        _drop(p for (_, p), (grad, _) in zip(self._named, snapshot, strict=False) if p.grad is grad)
+    def _drop_those_in(self, snapshot: Snapshot, named: Named) -> None:
+        _drop(p for (_, p), (grad, _) in zip(named, snapshot, strict=False) if p.grad is grad)
+
+    @property
+    def _all(self) -> Named:
+        return self._named if self._stepped is self._named else [*self._named, *self._stepped]
 
     def _discard_all(self) -> None:
-        _drop(parameter for _, parameter in self._named)
+        _drop(parameter for _, parameter in self._all)
         self._forget()
 
     def _forget(self) -> None:
@@ -183,13 +191,13 @@ class ClippedSums:
         self._known = []
         self.count = 0
 
-    def _snapshot(self) -> Snapshot:
-        grads = [parameter.grad for _, parameter in self._named]
+    def _snapshot(self, named: Named) -> Snapshot:
+        grads = [parameter.grad for _, parameter in named]
         return [(grad, 0 if grad is None else grad._version) for grad in grads]
 
-    def _changed_since(self, snapshot: Snapshot) -> str | None:
+    def _changed_since(self, snapshot: Snapshot, named: Named) -> str | None:
         """The name of a parameter whose p.grad is another, or another version, than in the snapshot."""
-        for (name, parameter), (grad, version) in zip(self._named, snapshot, strict=True):
+        for (name, parameter), (grad, version) in zip(named, snapshot, strict=True):
             if parameter.grad is not grad or (grad is not None and grad._version != version):
                 return name
         return None

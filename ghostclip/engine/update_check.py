@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import nn
 
 from ghostclip.errors import GradientLeakError, PrivacyError, UnsupportedModelError
-from ghostclip.sharding import INSTEAD_OF_SHARDING, sharding_of
+from ghostclip.sharding import INSTEAD_OF_SHARDING, is_fully_sharded, sharding_of
 
 if TYPE_CHECKING:
     from ghostclip.engine.privacy_engine import PrivacyEngine
@@ -48,7 +48,19 @@ class UpdateCheck:
         self._owners = [owner for module in self._model.modules() for owner in (module._parameters, module._modules)]
         # They are held, so that no other object gets the id of one that is gone.
         self._held: list[Any] = [value for owner in self._owners for value in owner.values()]
-        self._ids = [id(value) for value in self._held]
+        self._ids = self._ids_now()
+
+    def _ids_now(self) -> list[int]:
+        return [id(value) for owner in self._owners for value in owner.values()]
+
+    def _versions_now(self) -> list[int]:
+        return [parameter._version for parameter in self._parameters]
+
+    def _addresses_now(self) -> list[int]:
+        return [parameter.data_ptr() for parameter in self._parameters]
+
+    def _named_now(self) -> dict[str, nn.Parameter]:
+        return dict(self._model.named_parameters())
 
     def begin(self) -> None:
         """A logical batch begins; at the first one, and after a step that failed, parameters are as they may be."""
@@ -61,15 +73,15 @@ class UpdateCheck:
 
     def accept(self) -> None:
         """Takes the parameters as they are for those of the last charged step."""
-        self._addresses = [parameter.data_ptr() for parameter in self._parameters]
-        self._versions = [parameter._version for parameter in self._parameters]
+        self._addresses = self._addresses_now()
+        self._versions = self._versions_now()
 
     def check(self) -> None:
         """Raises PrivacyError where a trained parameter isn't as the last charged step left it."""
         self.check_model()
         name = self._written()
         if name is None and self._versions is not None:
-            name = self._differs([parameter.data_ptr() for parameter in self._parameters], self._addresses)
+            name = self._differs(self._addresses_now(), self._addresses)
         if name is not None:
             self._refuse(name)
 
@@ -99,7 +111,7 @@ class UpdateCheck:
         """The name of a trained parameter that was written to since `accept`."""
         if self._versions is None:
             return None
-        return self._differs([parameter._version for parameter in self._parameters], self._versions)
+        return self._differs(self._versions_now(), self._versions)
 
     def _differs(self, now: list[int], before: list[int]) -> str | None:
         """The name of a trained parameter whose numbers differ."""
@@ -120,7 +132,7 @@ class UpdateCheck:
 
     def check_model(self) -> None:
         """Raises PrivacyError unless the model has the parameters it had when the engine was built, of their types."""
-        if [id(value) for owner in self._owners for value in owner.values()] != self._ids:
+        if self._ids_now() != self._ids:
             self._refuse_others()
             self._look_around()
         now = [parameter.dtype for parameter in self._parameters]
@@ -142,9 +154,14 @@ class UpdateCheck:
         if (found := sharding_of(self._model)) is not None:
             raise UnsupportedModelError(f"{found[0] or 'the model'}: {found[1]}; {INSTEAD_OF_SHARDING}")
         before = dict(zip(self._names, self._parameters, strict=True))
-        now = dict(self._model.named_parameters())
+        now = self._named_now()
         for name in [*before, *now]:
             if now.get(name) is not before.get(name):
+                if is_fully_sharded(self._model) and not hasattr(before.get(name), "device_mesh"):
+                    raise UnsupportedModelError(
+                        f"{name} was sharded by fully_shard after the engine was built; build optimizer and engine "
+                        "after it, with the same ledger=... so that both count"
+                    )
                 raise PrivacyError(
                     f"the model's parameter {name!r} is another object than when the engine was built (by an "
                     "assignment, load_state_dict(assign=True) or another module), so it would not be trained; copy "

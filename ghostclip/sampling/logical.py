@@ -69,6 +69,11 @@ class LogicalBatch:
         self._load, self._owner = load, owner
         self._started = False
 
+    def __repr__(self) -> str:
+        """Says how far it is, and nothing of its size."""
+        over = "stepped" if self.stepped else "failed" if self.failed else ""
+        return f"LogicalBatch(step {self.place}, {over or ('handed out in part' if self.handed else 'not yet used')})"
+
     def physical(self) -> Iterator[Any]:
         """The physical batches, as the data loader makes them; leaving before the last one discards the logical batch.
 
@@ -82,6 +87,11 @@ class LogicalBatch:
             )
         self._started = True
         return self._hand_out()
+
+    def pass_through(self, function: Callable[[Any], Any]) -> None:
+        """Has each physical batch go through ``function``, to another device for instance, before it is handed out."""
+        load = self._load
+        self._load = lambda: function(load())
 
     def discard(self) -> None:
         """Abandons the batch on purpose: nothing of it is released, and its step is charged all the same.

@@ -1,0 +1,286 @@
+"""A model as clippers and engines see it: whole on each process, or sharded by FSDP2 and made whole for the passes.
+
+A sharded model keeps a shard of each parameter, a DTensor, and puts whole Parameters in their places while layers run.
+Inside of `ShardedModel.whole` these stay until the end: its groups are gathered once, by all ranks together, and no
+forward or backward in there waits for another rank, however many of them each rank needs. Clipped sums then stand in
+the p.grads of the whole Parameters, as in a model that is not sharded, and are reduced to the shards' once, without
+averaging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ghostclip.clipper.gradient_guard import GradientGuard, have_hooks, is_distributed
+from ghostclip.errors import GradientLeakError, PrivacyError, UnsupportedModelError
+from ghostclip.sharding import (
+    INSTEAD_OF_SHARDING,
+    is_fully_sharded,
+    parameter_groups,
+    refuse_sharded,
+    reshard,
+    sharding_of,
+)
+
+__all__ = ["ShardedModel", "WholeModel", "as_shard", "layout_of", "local_part", "part_of", "reduced"]
+
+
+def layout_of(model: nn.Module) -> WholeModel:
+    """How a model's parameters lie; all ranks call it for a sharded model.
+
+    Raises:
+        UnsupportedModelError: it is sharded in a way that can't be made whole.
+    """
+    return ShardedModel(model) if is_fully_sharded(model) else WholeModel(model)
+
+
+def local_part(tensor: Any) -> Tensor:
+    """What this process holds of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+class WholeModel:
+    """A model of which each process holds all.
+
+    Attributes:
+        sharded: whether a process holds a part only.
+        pairs: (name, the parameter that the optimizer steps, the one that layers use); both are the same here.
+    """
+
+    sharded = False
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    @property
+    def pairs(self) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
+        """See the class."""
+        return [(name, parameter, parameter) for name, parameter in self._model.named_parameters()]
+
+    def check(self, known: dict[int, str]) -> None:
+        """Raises UnsupportedModelError where the model was sharded since it was wrapped.
+
+        ``known`` are ids of the parameters that layers used when it was wrapped, with their names.
+        """
+        if is_distributed():
+            refuse_sharded(self._model, known)
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Inside, layers have whole Parameters."""
+        return nullcontext()
+
+    def summed(self) -> AbstractContextManager[None]:
+        """As `whole`; what is added to p.grads inside are sums that stay there."""
+        return nullcontext()
+
+    def unshard(self) -> None:
+        """Makes the model whole, until `reshard`."""
+
+    def reshard(self) -> None:
+        """Undoes `unshard`, which other ranks needn't do at the same time."""
+
+    def settle(self, caller: str) -> None:
+        """Makes the model's parameters those that the optimizer steps, where a forward left others in their places.
+
+        Raises PrivacyError, which names the caller, between `unshard` and `reshard`.
+        """
+
+
+class ShardedModel(WholeModel):
+    """A model under FSDP2's ``fully_shard``, of which each process holds its shards.
+
+    Raises:
+        UnsupportedModelError: it is sharded in a way that can't be made whole.
+
+    Attributes:
+        mesh: of processes; replicas of the shards along its first dimension where it has two.
+    """
+
+    sharded = True
+
+    def __init__(self, model: nn.Module) -> None:
+        if (found := sharding_of(model)) is not None:
+            raise UnsupportedModelError(f"{found[0] or 'the model'}: {found[1]}; {INSTEAD_OF_SHARDING}")
+        super().__init__(model)
+        root: Any = model
+        self._state = root._get_fsdp_state()
+        self._state._lazy_init()
+        self._modules: list[Any] = [module for module in model.modules() if is_fully_sharded(module)]
+        self._groups = parameter_groups(model)
+        # What `unshard` changed of each group; None while the model is sharded as its owner has it.
+        self._before: list[tuple[Any, dict[str, Any]]] | None = None
+        self._guard = GradientGuard()
+        self.settle("")
+        shards = list(model.named_parameters())
+        with self.whole():
+            wholes = list(model.parameters())
+        self._pairs = [(name, shard, whole) for (name, shard), whole in zip(shards, wholes, strict=True)]
+        self.mesh: Any = self._groups[0].mesh_info.mesh
+
+    @property
+    def pairs(self) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
+        """(name, shard, whole Parameter) of each parameter. A whole one has its values while the model is whole."""
+        return self._pairs
+
+    def check(self, known: dict[int, str]) -> None:
+        """Raises UnsupportedModelError where the model has other parameters than when it was wrapped, or is sharded."""
+        now = list(self._model.parameters())
+        if len(now) != len(self._pairs) or any(a is not b for a, (_, _, b) in zip(now, self._pairs, strict=True)):
+            raise UnsupportedModelError(
+                "the sharded model has other parameters than when it was wrapped, or was resharded by hand; "
+                "leave unshard() and reshard() to the clipper, or build the clipper or engine anew"
+            )
+
+    def unshard(self) -> None:
+        """Gathers all parameters, on all ranks together, and keeps forwards and backwards from communicating."""
+        if self._before is not None:
+            return
+        quiet = {"reduce_grads": False, "reshard_after_backward": False, "post_forward_mesh_info": None}
+        self._before = [(group, {name: getattr(group, name) for name in quiet}) for group in self._groups]
+        try:
+            for module in self._modules:
+                module.unshard()
+            for group in self._groups:
+                vars(group).update(quiet)
+        except BaseException:
+            self.reshard()
+            raise
+
+    def reshard(self) -> None:
+        """Frees the whole parameters; the p.grads of the whole Parameters stay."""
+        if self._before is None:
+            return
+        before, self._before = self._before, None
+        self._state._reset_iter_state()  # as after a pass that was given up half-way
+        for group, settings in before:
+            vars(group).update(settings)
+
+    def settle(self, caller: str) -> None:
+        """See `WholeModel.settle`."""
+        if self._before is not None:
+            raise PrivacyError(
+                f"{caller} was called inside of a logical batch, in which a sharded model is whole; call it after "
+                "optimizer.step() or batch.discard()"
+            )
+        reshard(self._model)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, layers have whole Parameters; all ranks enter it together. One inside of another does nothing."""
+        if self._before is not None:
+            yield
+            return
+        self.unshard()
+        try:
+            yield
+        finally:
+            self.reshard()
+
+    @contextmanager
+    def summed(self) -> Iterator[None]:
+        """As `whole`; sums that are put into the whole p.grads inside are added up over all ranks, in the shards'.
+
+        Raises:
+            GradientLeakError: a p.grad holds something that no clipper put there.
+            UnsupportedModelError: a parameter is narrower than float32, whose sums p.grad has no room for; or has a
+                hook, that would see no gradient of its own.
+            PrivacyError: another rank failed; no p.grad changed.
+        """
+        if self._before is not None:
+            yield
+            return
+        failure: Exception | None = None
+        try:
+            with self.whole():
+                try:
+                    self._check_grads()
+                    yield
+                except Exception as error:
+                    failure = error
+        finally:
+            totals = [whole.grad for _, _, whole in self._pairs]
+            for _, _, whole in self._pairs:
+                whole.grad = None
+        filled = self._filled_anywhere(failure, totals)
+        for (_, shard, whole), found in zip(self._pairs, filled, strict=True):
+            total = totals.pop(0)
+            if found:
+                _add_to_shard(shard, reduced(torch.zeros_like(whole) if total is None else total, shard))
+        self._guard.remember([(name, shard) for name, shard, _ in self._pairs])
+
+    def _check_grads(self) -> None:
+        self._guard.check([(name, shard) for name, shard, _ in self._pairs])
+        for name, shard, whole in self._pairs:
+            if whole.grad is not None:
+                raise GradientLeakError(
+                    f"the gradient of {name!r}, unsharded, was filled by something other than per-example clipping (a "
+                    "plain .backward() without gradient synchronisation), and is dropped now; use the clipper's only"
+                )
+            if whole.dtype not in (torch.float32, torch.float64):
+                raise UnsupportedModelError(
+                    f"{name} is {whole.dtype}, in which sums of several processes would be rounded; keep the "
+                    "parameters of a sharded model in float32, or use PrivacyEngine"
+                )
+            if have_hooks([shard]):
+                raise UnsupportedModelError(
+                    f"{name} is sharded and has a hook, which no gradient is delivered to; remove it"
+                )
+
+    def _filled_anywhere(self, failure: Exception | None, totals: list[Tensor | None]) -> list[bool]:
+        """Of which parameters some rank has a sum; raises on all ranks where one failed."""
+        said = torch.tensor([failure is not None, *(total is not None for total in totals)], dtype=torch.int32)
+        said = said.to(self._groups[0].device)
+        for group in self.mesh.get_all_groups():
+            dist.all_reduce(said, dist.ReduceOp.MAX, group)
+        if failure is not None:
+            raise failure
+        failed, *filled = said.tolist()
+        if failed:
+            raise PrivacyError("no sum was formed, because another rank failed; its own message says why")
+        return [bool(each) for each in filled]
+
+
+@torch.no_grad()
+def reduced(total: Tensor, shard: Any) -> Tensor:
+    """This process's shard of the sum of all ranks' ``total``, as a DTensor.
+
+    Args:
+        total: of the whole parameter's shape.
+        shard: the parameter, a DTensor.
+    """
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh: Any = shard.device_mesh
+    parts = DTensor.from_local(total.contiguous(), mesh, [Partial()] * mesh.ndim, run_check=False)
+    return parts.redistribute(placements=shard.placements)
+
+
+@torch.no_grad()
+def part_of(whole: Tensor, shard: Any) -> Tensor:
+    """This process's shard of a tensor that is the same on all ranks, as a DTensor; no rank waits for another."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, shard.device_mesh, shard.placements, src_data_rank=None)
+
+
+@torch.no_grad()
+def as_shard(local: Tensor, shard: Any) -> Tensor:
+    """A DTensor, sharded as ``shard`` is, of what this process holds of it."""
+    from torch.distributed.tensor import DTensor
+
+    size, stride = shard.shape, shard.stride()
+    return DTensor.from_local(local, shard.device_mesh, shard.placements, run_check=False, shape=size, stride=stride)
+
+
+@torch.no_grad()
+def _add_to_shard(shard: nn.Parameter, amount: Tensor) -> None:
+    if shard.grad is None:
+        shard.grad = amount
+    else:
+        shard.grad += amount

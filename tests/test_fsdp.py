@@ -1,0 +1,226 @@
+"""GhostClipper on models under FSDP2: norms and clipped sums are those of a loop over single examples."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from sharded import MODELS, QUIET, grads, settled, sharded, share
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import ghostclip
+from ghostclip import GhostClipper
+from ghostclip.clipping import PerLayer
+
+pytestmark = [pytest.mark.filterwarnings(text) for text in QUIET]
+
+NORM = 0.3
+SECOND_PASSES = ("reweight", "cached")
+
+
+def single(batch: Any, place: int) -> Any:
+    return [each[place : place + 1] for each in batch] if isinstance(batch, list) else batch[place : place + 1]
+
+
+def looped(kind: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Norms and clipped sums by one backward for each example, in one process without this library."""
+    build, losses_of, make = MODELS[kind]
+    model, batch = build(), make()
+    named = dict(model.named_parameters())
+    norms, sums = [], {name: torch.zeros_like(parameter) for name, parameter in named.items()}
+    for place in range(7):
+        found = torch.autograd.grad(losses_of(model, single(batch, place)).sum(), list(named.values()))
+        norms.append(torch.cat([each.flatten() for each in found]).norm())
+        for total, each in zip(sums.values(), found, strict=True):
+            total += each * min(1.0, NORM / norms[-1])
+    return torch.stack(norms), sums
+
+
+def clipped(kind: str, hybrid: bool = False) -> list[Any]:
+    """Norms and sums of this rank's examples, by both second passes, wrapped before and after; then twice as much."""
+    build, losses_of, make = MODELS[kind]
+    found = []
+    for second_pass, early, children in product(SECOND_PASSES, (True, False), (True, False)):
+        model = ghostclip.wrap(build()) if early else build()
+        clipper = GhostClipper(sharded(model, hybrid, children), NORM, second_pass=second_pass)
+        norms = clipper.norms(losses_of(model, share(make())))
+        result = clipper.backward(losses_of(model, share(make())))
+        torch.testing.assert_close(norms, result.norms, rtol=1e-10, atol=0)
+        once = grads(model)
+        clipper.clip(losses_of, share(make()))
+        found.append((norms, once, grads(model)))
+    return found
+
+
+def assert_like_the_loop(found: list[Any], kind: str) -> None:
+    norms, sums = looped(kind)
+    for rank, outcomes in enumerate(found):
+        for own, once, twice in outcomes:
+            torch.testing.assert_close(own, norms[rank :: len(found)], rtol=1e-10, atol=0)
+            assert once.keys() == twice.keys() == sums.keys()
+            for name, total in sums.items():
+                assert (once[name] - total).norm() < 1e-10 * total.norm()
+                assert (twice[name] - 2 * total).norm() < 1e-10 * total.norm()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", MODELS)
+def test_sums_are_those_of_single_examples(kind: str, size: int, tmp_path: Path) -> None:
+    assert_like_the_loop(on_ranks(partial(clipped, kind), tmp_path, size), kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("kind", MODELS)
+def test_sums_of_four_ranks_are_those_of_single_examples(kind: str, hybrid: bool, tmp_path: Path) -> None:
+    assert_like_the_loop(on_ranks(partial(clipped, kind, hybrid), tmp_path, 4), kind)
+
+
+def other_uses() -> list[Tensor]:
+    """Layer-wise clipping, materialised gradients and `verify`, each on this rank's examples."""
+    build, losses_of, make = MODELS["network"]
+    model = sharded(build())
+    clipper = GhostClipper(model, PerLayer(NORM))
+    assert clipper.verify(losses_of, share(make())) < 1e-9
+    gradients = clipper.per_example_grads(losses_of(model, share(make())))
+    clipper.backward(losses_of(model, share(make())))
+    return [torch.cat([each.flatten(1) for each in gradients.values()], 1), *grads(model).values()]
+
+
+def test_layerwise_sums_and_materialised_gradients(tmp_path: Path) -> None:
+    build, losses_of, make = MODELS["network"]
+    clipper = GhostClipper(build(), PerLayer(NORM))
+    one = clipper.per_example_grads(losses_of(clipper.model, make()))
+    clipper.backward(losses_of(clipper.model, make()))
+    for rank, (materialised, *sums) in enumerate(on_ranks(other_uses, tmp_path)):
+        every = torch.cat([each.flatten(1) for each in one.values()], 1)
+        torch.testing.assert_close(materialised, every[rank::2], rtol=1e-10, atol=1e-14)
+        for found, parameter in zip(sums, clipper.model.parameters(), strict=True):
+            torch.testing.assert_close(found, parameter.grad, rtol=1e-10, atol=1e-14)
+
+
+def failing_once() -> tuple[str, dict[str, Tensor], int]:
+    """What is raised where one rank's losses are wrong, and the sums of the backward after it."""
+    build, losses_of, make = MODELS["network"]
+    model = sharded(build())
+    clipper = GhostClipper(model, NORM)
+    losses = losses_of(model, share(make()))
+    try:
+        clipper.backward(losses.mean() if dist.get_rank() else losses)
+        said = "nothing"
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    left = len(grads(model))
+    clipper.backward(losses_of(model, share(make())))
+    return said, grads(model), left
+
+
+def test_a_rank_that_fails_takes_the_others_with_it(tmp_path: Path) -> None:
+    (first, *_), (second, *_) = found = on_ranks(failing_once, tmp_path)
+    assert first.startswith("PrivacyError: no sum was formed, because another rank failed")
+    assert second.startswith("LossShapeError: losses must have shape exactly [B]")
+    for _, sums, left in found:
+        assert left == 0
+        for name, total in looped("network")[1].items():
+            torch.testing.assert_close(sums[name], total, rtol=1e-10, atol=1e-14)
+
+
+def refused(work: Callable[[nn.Module], Any], dtype: torch.dtype = torch.float64) -> str:
+    """What ``work`` on a small network raised."""
+    try:
+        work(MODELS["network"][0]().to(dtype))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def backward_after(change: Callable[[nn.Module], Any]) -> Callable[[nn.Module], None]:
+    """A clipper's backward on a sharded model, something having been done to it before the forward."""
+
+    def work(model: nn.Module) -> None:
+        _, losses_of, make = MODELS["network"]
+        clipper = GhostClipper(sharded(model), NORM)
+        change(settled(model))
+        rows, labels = share(make())
+        clipper.backward(losses_of(model, [rows.to(next(model.parameters()).dtype), labels]))
+
+    return work
+
+
+def plain_backward(model: nn.Module, synchronised: bool = True) -> None:
+    _, losses_of, make = MODELS["network"]
+    model.set_requires_gradient_sync(synchronised)  # type: ignore[operator]
+    losses_of(model, share(make())).mean().backward()
+
+
+def a_layer_by_itself(model: nn.Module) -> None:
+    sharded(model)
+    GhostClipper(model[2])  # type: ignore[index]
+
+
+def a_part_of_what_ran(model: nn.Module) -> None:
+    _, losses_of, make = MODELS["network"]
+    losses_of(sharded(model), share(make()))
+    GhostClipper(model[0])  # type: ignore[index]
+
+
+def over_tensor_parallelism(model: nn.Module) -> None:
+    mesh = torch.distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    GhostClipper(fully_shard(model, mesh=mesh["data"]))
+
+
+REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "mixed precision": (
+        lambda model: GhostClipper(sharded(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))),
+        "UnsupportedModelError: .*MixedPrecisionPolicy with param_dtype",
+    ),
+    "offload": (
+        lambda model: GhostClipper(sharded(model, offload_policy=CPUOffloadPolicy(pin_memory=False))),
+        "UnsupportedModelError: .*was given CPUOffloadPolicy",
+    ),
+    "ignored": (
+        lambda model: GhostClipper(sharded(model, children=False, ignored_params={model[2].bias})),
+        "UnsupportedModelError: .*2.bias: fully_shard left it out",
+    ),
+    "tensor parallelism": (over_tensor_parallelism, "UnsupportedModelError: .*tensor parallelism"),
+    "layer": (a_layer_by_itself, "UnsupportedModelError: .*is a DTensor"),
+    "part": (a_part_of_what_ran, "UnsupportedModelError: .*it is a part of a model that fully_shard was called on"),
+    "compiled": (
+        lambda model: sharded(GhostClipper(model).model) and GhostClipper(model).compile(),
+        "ValueError: compile and fully_shard don't go together",
+    ),
+    "plain backward": (backward_after(plain_backward), "GradientLeakError: the gradient of '0.weight' was filled"),
+    "plain backward, unsharded": (
+        backward_after(partial(plain_backward, synchronised=False)),
+        "GradientLeakError: the gradient of '0.weight', unsharded, was filled",
+    ),
+    "hook": (
+        backward_after(lambda model: model[0].weight.register_post_accumulate_grad_hook(print)),  # type: ignore
+        "UnsupportedModelError: 0.weight is sharded and has a hook",
+    ),
+}
+
+
+def all_refused() -> dict[str, str]:
+    return {name: refused(work) for name, (work, _) in REFUSED.items()}
+
+
+def test_what_would_not_be_exact_is_refused(tmp_path: Path) -> None:
+    for found in on_ranks(all_refused, tmp_path):
+        for name, (_, message) in REFUSED.items():
+            assert re.match(message, found[name], re.DOTALL), f"{name}: {found[name]}"
+
+
+def test_narrow_parameters_are_refused(tmp_path: Path) -> None:
+    work = partial(refused, backward_after(lambda _: None), torch.bfloat16)
+    for said in on_ranks(work, tmp_path):
+        assert said.startswith("UnsupportedModelError: 0.weight is torch.bfloat16, in which sums of several")
