@@ -1,43 +1,318 @@
-"""Rules for layers of transformers that torch doesn't have; `wrap` imports this on meeting a module of transformers.
+"""transformers' Trainer with private steps: `PrivateTrainer` in the place of Trainer, and `PrivacyArguments`.
 
-Norms need no rule here: `ghostclip.nn.scaling` knows them by what they do.
+Trainer's loop takes one logical batch as if it were one batch: `PrivateTrainer.training_step` hands it to the engine,
+which takes the whole step, and the step of Trainer's own that comes after it does nothing.
 """
 
 from __future__ import annotations
 
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
 import torch
-from torch import Tensor
-from transformers import pytorch_utils
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ghostclip.nn.base import LAYERS, GhostLayer, LayerCall
-from ghostclip.nn.linear import Linear, examples_first, summed_positions
-from ghostclip.norms.outer import OuterProduct
-from ghostclip.norms.term import PerExampleGrads
+from ghostclip.engine import PrivacyEngine
+from ghostclip.errors import BudgetExceededError, PrivacyError
+from ghostclip.integrations.huggingface_loop import (
+    STATE,
+    Collated,
+    Hooks,
+    Steps,
+    card_section,
+    for_the_loop,
+    is_whole,
+)
+from ghostclip.integrations.huggingface_losses import ComputeLosses, losses_for
+from ghostclip.integrations.huggingface_refusals import check_arguments, check_trainer, warn_of_metrics
+from ghostclip.ledger import Ledger
+from ghostclip.sampling import LogicalBatch
+from ghostclip.sampling.loading import size_of
 
-__all__ = ["Conv1D", "register"]
+__all__ = ["PrivacyArguments", "PrivateTrainer"]
 
-# Subclasses of a torch layer that write its forward anew, and mean the same.
-SAME_AS = {"transformers.models.falcon.modeling_falcon.FalconLinear": Linear}
+log = logging.getLogger("ghostclip")
 
-
-class Conv1D(GhostLayer, pytorch_utils.Conv1D, wraps=pytorch_utils.Conv1D):
-    """GPT-2's linear layer, whose weight is [inputs, outputs]: dL_i/dW = sum_t x[i,t] (x) dz[i,t]."""
-
-    weight: torch.nn.Parameter
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.capture(super().forward(x), x)
-
-    def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
-        grad = examples_first(grad, call.batch_dim)
-        if name == "bias":
-            return summed_positions(grad)
-        return OuterProduct(examples_first(inputs[0], call.batch_dim), grad, self.weight.shape)
+LEDGER = "privacy.ledger"
+# Rows of the log that hold private data, under the names they get where they are asked for; "": never.
+PRIVATE = {"loss": "private_loss", "train_loss": "private_train_loss", "grad_norm": "", "total_flos": ""}
 
 
-def register(found: type) -> None:
-    """Gives ``found`` a wrapper, where it is a class of transformers that has a rule by its name."""
-    same = SAME_AS.get(f"{found.__module__}.{found.__qualname__}")
-    if same is not None and found not in LAYERS:
-        content = {"__module__": found.__module__, "__doc__": found.__doc__}
-        type(found.__name__, (same, found), content, wraps=found)
+@dataclass
+class PrivacyArguments:
+    """The privacy of a training; `transformers.HfArgumentParser` makes options of the command line of it.
+
+    Args:
+        noise_multiplier, target_epsilon: one of them, as for `PrivacyEngine`; with ``target_epsilon`` the noise is
+            the least that keeps all steps of the training within it.
+        target_delta: the delta of the guarantee; it should be well below 1 / len(train_dataset).
+        max_epsilon: training ends before a step that would pass it; None: no limit but ``target_epsilon``.
+        clipping: a max norm, or a policy of `ghostclip.clipping`.
+        second_pass, noise, seed, self_check, sampling, neighboring: as for `PrivacyEngine`.
+        ledger: the file that every step is charged to before it is released; None: ``privacy.ledger`` in the
+            ``output_dir``. One that exists is continued, and what it holds counts.
+        log_private_loss: keeps the training loss, as ``private_loss``, in log rows and checkpoints: private data.
+    """
+
+    noise_multiplier: float | None = None
+    target_epsilon: float | None = None
+    target_delta: float = 1e-5
+    max_epsilon: float | None = None
+    clipping: float = 1.0
+    second_pass: str = "auto"
+    noise: str = "standard"
+    seed: int | None = None
+    self_check: bool = True
+    sampling: str = "poisson"
+    neighboring: str = "add_or_remove_one"
+    ledger: str | None = None
+    log_private_loss: bool = False
+
+    def for_engine(self, steps: int, folder: str) -> dict[str, Any]:
+        """The arguments of `PrivacyEngine` for a training of so many ``steps``."""
+        given = dict(vars(self))
+        del given["log_private_loss"]
+        if self.target_epsilon is not None:
+            given["steps"] = steps
+        # A step of a language model takes far longer than flushing its charge to the disk.
+        given["ledger"] = Ledger(self.ledger or os.path.join(folder, LEDGER), block=1)
+        return given
+
+
+class PrivateTrainer(Trainer):
+    """transformers' Trainer, trained with differential privacy (DP-SGD).
+
+    A logical batch is one random sample of ``per_device_train_batch_size * gradient_accumulation_steps`` examples,
+    expected, times the number of processes; ``per_device_train_batch_size`` examples are processed at once.
+
+    Args:
+        model, args, others, options: as for Trainer.
+        privacy: how private it is to be.
+        compute_losses: (model, inputs) -> losses [B], one for each example; None: derived from the model's task.
+
+    Attributes:
+        engine: the `PrivacyEngine` of the training that runs, or of the last one; None before the first.
+        privacy: as given.
+        batch_size: the expected number of examples in a logical batch.
+
+    Raises:
+        PrivacyError: an option of Trainer that can't be private; the message says what to do.
+        UnsupportedModelError: the loss of one example isn't known for the model.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        *others: Any,
+        privacy: PrivacyArguments,
+        compute_losses: ComputeLosses | None = None,
+        **options: Any,
+    ) -> None:
+        args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
+        check_arguments(args)
+        if options.get("train_dataset") is not None:
+            size_of(options["train_dataset"])
+        if args.max_grad_norm:
+            log.warning(
+                "max_grad_norm=%s of TrainingArguments is overridden: each example's gradient is clipped by "
+                "clipping=%s of PrivacyArguments", args.max_grad_norm, privacy.clipping,
+            )  # fmt: skip
+        self.privacy, self.engine = privacy, None
+        self.batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        self._resume: str | None = None
+        super().__init__(model, for_the_loop(args), *others, **options)
+        check_trainer(self)
+        warn_of_metrics(self)
+        built: Any = self.model
+        self._compute_losses = losses_for(built) if compute_losses is None else compute_losses
+        # First of all, so that the callbacks of others find the engine.
+        self.callback_handler.callbacks.insert(0, Hooks(self))
+
+    engine: PrivacyEngine | None
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *others: Any, **options: Any) -> Any:
+        """As Trainer's; the engine is taken off the optimizer at the end.
+
+        Raises:
+            BudgetExceededError: not one step is left; training that ends early for it says so in the log.
+            PrivacyError: the checkpoint has no privacy state, or is of another configuration; as `PrivacyEngine`.
+        """
+        self._resume = self._whole_checkpoint(resume_from_checkpoint)
+        try:
+            output = super().train(self._resume, *others, **options)
+        finally:
+            # All users of accelerate in this process share it.
+            self.accelerator.gradient_state._set_sync_gradients(True)
+            if self.engine is not None:
+                self.engine.detach()
+        return output if self.privacy.log_private_loss else output._replace(training_loss=math.nan)
+
+    def get_train_dataloader(self) -> Any:
+        """One logical batch a step, for Trainer's loop only; ``len()`` is the number of steps in an epoch."""
+        if self.train_dataset is None:
+            raise ValueError("training needs a train_dataset")
+        return Steps(self._physical_loader(), self.batch_size, self._batches)
+
+    def training_step(self, model: nn.Module, inputs: Any, *_: Any) -> Tensor:
+        """One private step over a logical batch: both passes, charge, noise and update.
+
+        Args:
+            model: is the engine's.
+            inputs: a `LogicalBatch`.
+
+        Returns:
+            Zero; with ``log_private_loss`` the sum of losses over the expected batch size.
+        """
+        assert self.engine is not None
+        model.train()
+        record = self.engine.step(inputs, self._losses)
+        # Trainer's own step follows; without gradients to synchronise accelerate skips it.
+        self.accelerator.gradient_state._set_sync_gradients(False)
+        if not self.privacy.log_private_loss:
+            return torch.zeros((), device=self.args.device)
+        # Trainer takes the mean over processes, of which each has a part of the batch.
+        return record.losses.sum().to(self.args.device) * self.args.world_size / self.batch_size
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *_: Any) -> tuple[list[LogicalBatch], None]:
+        """The next logical batch, if there is one; its labels are not counted."""
+        batch = next(epoch_iterator, None)
+        return ([] if batch is None else [batch]), None
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """0: what a step computes depends on how many examples were drawn, which is private."""
+        return 0
+
+    def log(self, logs: dict[str, float], *others: Any, **options: Any) -> None:
+        """Logs the ``epsilon`` spent with each row, and no private data of the training unless asked for."""
+        for name, kept in PRIVATE.items():
+            value = logs.pop(name, None)
+            if value is not None and kept and self.privacy.log_private_loss:
+                logs[kept] = value
+        if self.engine is not None:
+            logs["epsilon"] = self.engine.epsilon()
+        super().log(logs, *others, **options)
+
+    def create_model_card(self, *others: Any, **options: Any) -> None:
+        """As Trainer's, with the guarantee."""
+        super().create_model_card(*others, **options)
+        if self.engine is not None and self.is_world_process_zero():
+            card = Path(str(self.args.output_dir), "README.md")
+            card.write_text(
+                f"{card.read_text(encoding='utf-8').rstrip()}\n\n{card_section(self.engine)}", encoding="utf-8"
+            )
+
+    def hyperparameter_search(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises PrivacyError: choosing among trainings spends more than any of them."""
+        raise PrivacyError(
+            "hyperparameter_search trains on the data many times, and each training spends privacy; search on public "
+            "data, or train each setting by a PrivateTrainer of its own with the same ledger=..., which adds them up"
+        )
+
+    def _physical_loader(self) -> DataLoader[Any]:
+        """Trainer's dataset, collator and workers; sampling is the engine's."""
+        dataset: Any = self.train_dataset
+        collate: Any = self.data_collator
+        if hasattr(dataset, "remove_columns"):
+            dataset = self._remove_unused_columns(dataset, description="training")
+        else:
+            collate = self._get_collator_with_removed_columns(collate, description="training")
+        args = self.args
+        return DataLoader(
+            dataset,
+            batch_size=self._train_batch_size,
+            collate_fn=Collated(collate),
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+        )
+
+    def build_engine(self, steps: Steps) -> None:
+        """The engine of this training, over model and optimizer as Trainer prepared them; resumed where asked for.
+
+        Args:
+            steps: as `get_train_dataloader` gave them.
+        """
+        options = self.privacy.for_engine(self.state.max_steps, str(self.args.output_dir))
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "the DataLoader's SequentialSampler is replaced")
+            self.engine = PrivacyEngine(
+                self.model_wrapped, optimizer, steps.loader, batch_size=self.batch_size,
+                max_physical_batch_size=self._train_batch_size, **options,
+            )  # fmt: skip
+        if self._resume is not None:
+            self.engine.restore(os.path.join(self._resume, STATE))
+        self._begun_at = self.state.global_step
+
+    def _losses(self, model: nn.Module, inputs: Any) -> Tensor:
+        """[B], on the model's device and under Trainer's autocast."""
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            return self._compute_losses(model, inputs)
+
+    def _batches(self) -> Iterator[LogicalBatch]:
+        """What is left of the epoch; it ends before a step that the budget has no room for."""
+        assert self.engine is not None
+        batches = iter(self.engine.batches())
+        while self._has_budget(self.engine) and (batch := next(batches, None)) is not None:
+            yield batch
+
+    def _has_budget(self, engine: PrivacyEngine) -> bool:
+        """Whether a step is left, without which training ends; BudgetExceededError where it hasn't begun."""
+        try:
+            # What `PrivacyEngine.step` asks first, before a batch is drawn that Trainer would count as a step.
+            engine._spending.check(engine._steps.release.terms)
+        except BudgetExceededError as error:
+            if self.state.global_step == self._begun_at:
+                raise
+            log.warning("training ends after step %d of %d: %s", self.state.global_step, self.state.max_steps, error)
+            self.control.should_training_stop = True
+            return False
+        return True
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Saves the engine's state, too: after weights and optimizer, and before Trainer's own state, the last file."""
+        super()._save_rng_state(output_dir)
+        if self.engine is not None:
+            self.engine.save(os.path.join(output_dir, STATE))
+
+    def _load_best_model(self) -> None:
+        """As Trainer's; the weights were released before."""
+        super()._load_best_model()
+        if self.engine is not None:
+            self.engine.accept_parameters()
+
+    def _whole_checkpoint(self, wanted: str | bool | None) -> str | None:
+        """The checkpoint to go on from; for True the last one that was written to its end."""
+        if not wanted:
+            return None
+        if wanted is not True:
+            if not is_whole(Path(wanted)):
+                raise PrivacyError(
+                    f"the checkpoint {wanted} has no privacy state ({STATE}/), so what it spent isn't known: it was "
+                    "written by another Trainer, with save_only_model, or not to its end; resume from another one"
+                )
+            return wanted
+        folder = Path(str(self.args.output_dir))
+        found = [
+            place for place in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if place.name.rpartition("-")[2].isdigit()
+        ]
+        for place in sorted(found, key=lambda place: -int(place.name.rpartition("-")[2])):
+            if is_whole(place):
+                return str(place)
+            log.warning("the checkpoint %s was not written to its end, or not by PrivateTrainer; it is left out", place)
+        raise PrivacyError(
+            f"there is no checkpoint with a privacy state in {folder}; begin anew, with the same ledger so that what "
+            "was spent counts"
+        )

@@ -1,0 +1,243 @@
+"""Opacus's accountants: what its engines charged, epsilon with its orders, and its saved histories."""
+
+from __future__ import annotations
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import numpy as np
+from scipy.special import logsumexp
+
+from ghostclip.accounting import epsilon_of, noise_for
+from ghostclip.errors import PrivacyError
+from ghostclip.events import Event, FixedSizeGaussian, SampledGaussian, SampledRelease, merged
+from ghostclip.ledger import Ledger
+from ghostclip.ledger.records import decoded, encoded
+from ghostclip.validate import open_fraction, positive
+
+__all__ = ["Accountant", "PRVAccountant", "RDPAccountant", "create_accountant", "import_history"]
+
+History = list[tuple[float, float, int]]
+# Steps of the grid on which moments are integrated, in standard deviations, and how far beyond the mass it goes.
+FINENESS, MARGIN = 1 / 24, 14.0
+MOST_NOISE = 1e6
+
+
+class Accountant(ABC):
+    """What was spent: the steps charged by engines, and those that were loaded or noted by hand.
+
+    Nothing of it is ever taken back: loading a state adds to what engines were charged, also where it is their own.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._noted: list[Event] = []
+        self._engines: list[Callable[[], Sequence[Event]]] = []
+
+    def follow(self, events: Callable[[], Sequence[Event]]) -> None:
+        """From now on what ``events`` gives counts, too."""
+        self._engines.append(events)
+
+    @property
+    def events(self) -> list[Event]:
+        """Everything, one event a mechanism."""
+        return merged([*self._noted, *(event for events in self._engines for event in events())])
+
+    @property
+    def history(self) -> History:
+        """[(noise multiplier, sample rate, steps)]."""
+        return [(event.noise_multiplier, event.sample_rate, event.count) for event in self.events]
+
+    def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
+        """Notes a step over a Poisson sample that no engine of this package charges."""
+        self._noted.append(SampledGaussian(sample_rate, noise_multiplier))
+
+    @abstractmethod
+    def epsilon_of(self, events: Sequence[Event], delta: float) -> float:
+        """Epsilon of at least one event, all with noise."""
+
+    def get_epsilon(self, delta: float, **options: Any) -> float:
+        """Epsilon spent so far at ``delta``: 0 for no steps, inf as soon as one had no noise.
+
+        Raises:
+            ValueError: ``delta`` isn't in (0, 1).
+            PrivacyError: trained parameters moved outside of charged steps.
+        """
+        return self._epsilon(self.events, open_fraction(delta=delta), **options)
+
+    def _epsilon(self, events: Sequence[Event], delta: float, **options: Any) -> float:
+        if any(event.noise_multiplier == 0 for event in events):
+            return math.inf
+        return self.epsilon_of(events, delta, **options) if events else 0.0
+
+    @abstractmethod
+    def noise_for(self, event: SampledRelease, target_epsilon: float, delta: float) -> float:
+        """The least noise (to about 1e-5) with which ``event``, as often as it says, stays within ``target_epsilon``.
+
+        Raises:
+            ValueError: no noise reaches it, or an argument is out of range.
+        """
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    @classmethod
+    def mechanism(cls) -> str:
+        """Its name."""
+        return cls.name
+
+    def state_dict(self) -> dict[str, Any]:
+        """``history`` and ``mechanism``, as Opacus has them, and ``events``, which tell how examples were drawn."""
+        return {"history": self.history, "mechanism": self.name, "events": [encoded(each) for each in self.events]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Adds what a ``state_dict()`` of this class or of Opacus holds, of whichever mechanism.
+
+        Raises:
+            ValueError: it holds no history.
+        """
+        self._noted += events_in(state_dict)
+
+
+class RDPAccountant(Accountant):
+    """Rényi DP with Opacus's orders and conversion (Mironov et al. 2019; Canonne et al. 2020, proposition 12)."""
+
+    name = "rdp"
+    DEFAULT_ALPHAS = [1 + x / 10.0 for x in range(1, 100)] + list(range(12, 64))
+
+    def get_privacy_spent(self, *, delta: float, alphas: Sequence[float] | None = None) -> tuple[float, float]:
+        """(epsilon, the order that gives it); (0, 0) for no steps."""
+        events = self.events
+        if not events:
+            return 0.0, 0.0
+        if any(event.noise_multiplier == 0 for event in events):
+            return math.inf, 0.0
+        return _best(events, open_fraction(delta=delta), self.DEFAULT_ALPHAS if alphas is None else alphas)
+
+    def epsilon_of(self, events: Sequence[Event], delta: float, alphas: Sequence[float] | None = None) -> float:
+        """By these orders."""
+        return _best(events, delta, self.DEFAULT_ALPHAS if alphas is None else alphas)[0]
+
+    def noise_for(self, event: SampledRelease, target_epsilon: float, delta: float) -> float:
+        """By bisection."""
+        target, delta = positive(target_epsilon=target_epsilon), open_fraction(delta=delta)
+
+        def within(noise: float) -> bool:
+            return self.epsilon_of([replace(event, noise_multiplier=noise)], delta) <= target
+
+        high = 1.0
+        while not within(high):
+            high *= 2
+            if high > MOST_NOISE:
+                raise ValueError(f"target_epsilon={target!r} can't be reached; raise it or delta, or take fewer epochs")
+        low = 0.0 if high == 1.0 else high / 2
+        while high - low > 1e-5 * high:
+            middle = (low + high) / 2
+            low, high = (low, middle) if within(middle) else (middle, high)
+        return high
+
+
+class PRVAccountant(Accountant):
+    """The default: privacy loss distributions, as `ghostclip.accounting` composes them ("pld").
+
+    They are upper bounds. Opacus's PRV figure is an estimate plus its error of 0.01, and a little larger.
+    """
+
+    name = "prv"
+
+    def epsilon_of(self, events: Sequence[Event], delta: float, **_: Any) -> float:
+        """By PLD; ``eps_error`` and ``delta_error`` aren't needed."""
+        return epsilon_of(events, delta=delta)
+
+    def noise_for(self, event: SampledRelease, target_epsilon: float, delta: float) -> float:
+        """By PLD."""
+        return noise_for(
+            lambda noise: [replace(event, noise_multiplier=noise)], target_epsilon=target_epsilon, delta=delta
+        )
+
+
+def create_accountant(mechanism: str) -> Accountant:
+    """The accountant named "prv" or "rdp".
+
+    Raises:
+        ValueError: another name. "gdp" is a central-limit figure, which is no upper bound.
+    """
+    for kind in (PRVAccountant, RDPAccountant):
+        if kind.name == mechanism:
+            return kind()
+    raise ValueError(
+        f'accountant must be "prv" or "rdp" (a central-limit figure such as "gdp" is no bound); got {mechanism!r}'
+    )
+
+
+def events_in(state_dict: Mapping[str, Any]) -> list[Event]:
+    """What a state dict of an accountant holds; ValueError where it holds no history."""
+    if "events" in state_dict:
+        return [decoded(event) for event in state_dict["events"]]
+    if "history" not in state_dict:
+        raise ValueError(f"the state of an accountant must have a history; got {sorted(state_dict)}")
+    return [SampledGaussian(rate, noise, steps) for noise, rate, steps in state_dict["history"]]
+
+
+def import_history(accountant: Any, path: str | os.PathLike[str]) -> Ledger:
+    """Charges what an accountant counted to a ledger file, for engines with ``ledger=path``; each call adds it again.
+
+    Args:
+        accountant: Opacus's or one of this module's, or its ``state_dict()``.
+        path: of the ledger, made or continued.
+
+    Raises:
+        LedgerError: the file is in use or damaged.
+        ValueError: there is no history, or a number of it is out of range.
+    """
+    state = accountant if isinstance(accountant, Mapping) else accountant.state_dict()
+    for event in events_in(state):
+        account = Ledger(path, block=max(1, event.count)).account()
+        for _ in range(event.count):
+            account.charge(replace(event, count=1))
+        account.close()
+    return Ledger(path)
+
+
+def _best(events: Sequence[Event], delta: float, orders: Sequence[float]) -> tuple[float, float]:
+    """(the least epsilon over the orders, its order)."""
+    alphas = np.asarray(orders, dtype=float)
+    total = sum(
+        (event.count * _divergences(_as_gaussian(event), tuple(orders)) for event in events), np.zeros(len(alphas))
+    )
+    found = total - (math.log(delta) + np.log(alphas)) / (alphas - 1) + np.log1p(-1 / alphas)
+    best = int(np.argmin(found))
+    return max(0.0, float(found[best])), float(alphas[best])
+
+
+def _as_gaussian(event: Event) -> tuple[float, float]:
+    """(rate, noise multiplier) of the Poisson sample whose divergences bound the event's."""
+    if event.relation != "add_or_remove_one" or not isinstance(event, SampledGaussian | FixedSizeGaussian):
+        raise PrivacyError(f'the RDP accountant has no bound for {event!r}; use the default, accountant="prv"')
+    # A sample of fixed size exchanges one example for another, which moves the sum twice as far.
+    halved = isinstance(event, FixedSizeGaussian)
+    return event.sample_rate, event.noise_multiplier / (2 if halved else 1)
+
+
+@lru_cache(maxsize=64)
+def _divergences(gaussian: tuple[float, float], orders: tuple[float, ...]) -> np.ndarray:
+    """Of one Poisson-sampled release, for each order a: log E[(1 - q + q exp((2x - 1) / 2s^2))^a] / (a - 1).
+
+    The expectation is over x ~ N(0, s^2). The trapezoidal rule is exact here but for rounding: the integrand is
+    analytic and vanishes at both ends.
+    """
+    rate, noise = gaussian
+    found = []
+    for order in orders:
+        x = np.arange(-MARGIN * noise, order + MARGIN * noise, noise * FINENESS)
+        ratio = (2 * x - 1) / (2 * noise**2) + math.log(rate)
+        mixed = ratio if rate == 1.0 else np.logaddexp(math.log1p(-rate), ratio)
+        density = -(x**2) / (2 * noise**2) + math.log(FINENESS / math.sqrt(2 * math.pi))
+        found.append(float(logsumexp(order * mixed + density)) / (order - 1))
+    return np.maximum(found, 0.0)

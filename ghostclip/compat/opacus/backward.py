@@ -1,0 +1,172 @@
+"""Losses [B] from an ordinary ``loss.backward()`` on their mean or sum.
+
+Where the loss is a mean of one loss for each example, the gradient that backward brings to the model's output has in
+row i the gradient of loss i over B. So sum_j (B * gradient_ij * output_ij), gradients held constant, has the same
+gradient in the parameters as loss i. The model's outputs are cut off from its graph: backward ends at them, and the
+two passes of `ghostclip.clipper` run on these losses when the optimizer steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ghostclip.compat.opacus.core import CoreEngine
+from ghostclip.errors import LossShapeError, PrivacyError
+from ghostclip.nn.base import PROBE
+from ghostclip.sampling import LogicalBatch
+
+__all__ = ["ScalarLosses"]
+
+# A logical batch, and the number of the physical one.
+Turn: TypeAlias = tuple[LogicalBatch, int]
+
+
+class _Forward:
+    """One forward of the model: its outputs, and the gradients that backward brought to them, summed.
+
+    Attributes:
+        turn: the physical batch that it belongs to.
+    """
+
+    def __init__(self, owner: ScalarLosses, turn: Turn, outputs: list[Tensor], inputs: list[Tensor]) -> None:
+        self._owner, self.turn, self.outputs, self._inputs = owner, turn, outputs, inputs
+        self.grads: list[Tensor | None] = [None] * len(outputs)
+
+    def receive(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Takes gradients at the outputs; returns those at the inputs, where a model in front of this one trains."""
+        if self._owner.wants(self):
+            for place, grad in enumerate(grads):
+                old = self.grads[place]
+                if grad is not None:
+                    self.grads[place] = grad if old is None else old + grad
+        reached = [(output, grad) for output, grad in zip(self.outputs, grads, strict=True) if grad is not None]
+        if not self._inputs or not reached:
+            return (None,) * len(self._inputs)
+        outputs, seeds = zip(*reached, strict=True)
+        return torch.autograd.grad(outputs, self._inputs, seeds, retain_graph=True, allow_unused=True)
+
+
+class _Cut(torch.autograd.Function):
+    """The outputs without the model's graph; backward gives their gradients to the `_Forward`."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: _Forward, probe: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.forward = forward
+        ctx.set_materialize_grads(False)
+        return tuple(output.detach() for output in forward.outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise PrivacyError(
+                "a backward with create_graph=True came through the private model; a loss made of its gradients can't "
+                "be clipped here: use ghostclip.PrivacyEngine, with losses of shape [B]"
+            )
+        return None, None, *ctx.forward.receive(grads)
+
+
+class ScalarLosses:
+    """The model's forward hook: cuts its outputs off, and makes losses [B] of the gradients that come to them.
+
+    Args:
+        engine: whose physical batches go through the model. Forwards outside of one are left alone.
+        mean: whether the losses that are run backward are means over the physical batch; else they are sums.
+        batch_dims: the dimensions of outputs that may hold the examples, in this order.
+    """
+
+    def __init__(self, engine: CoreEngine, mean: bool, batch_dims: tuple[int, ...]) -> None:
+        self._engine, self._mean, self._batch_dims = engine, mean, batch_dims
+        self._pending: list[_Forward] = []
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+        """The outputs, cut off from their graph where they belong to a batch."""
+        if not torch.is_grad_enabled() or (turn := self._turn) is None:
+            return outputs
+        leaves, structure = tree_flatten(outputs)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not places:
+            return outputs
+        inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+        forward = _Forward(self, turn, [leaves[place] for place in places], inputs)
+        for place, cut in zip(places, _Cut.apply(forward, PROBE, *inputs), strict=True):
+            leaves[place] = cut
+        return tree_unflatten(leaves, structure)
+
+    def __reduce__(self) -> Any:
+        """A copy of the model isn't this engine's: its hook does nothing."""
+        return _unwatched, ()
+
+    @property
+    def _turn(self) -> Turn | None:
+        """Which physical batch is in the making."""
+        batch = self._engine.batch
+        return None if batch is None else (batch, batch.handed)
+
+    def wants(self, forward: _Forward) -> bool:
+        """Whether gradients that come to a forward count, which those between two batches don't.
+
+        Raises:
+            PrivacyError: it belongs to an earlier batch.
+        """
+        if (turn := self._turn) is None:
+            return False
+        if forward.turn != turn:
+            raise PrivacyError(
+                "loss.backward() came to outputs of an earlier batch, whose examples would count in this one, too; "
+                "compute the loss from this batch's outputs (detach what is carried over, such as a hidden state)"
+            )
+        # An earlier batch that was interrupted may have left some.
+        self._pending = [each for each in self._pending if each.turn == turn and each is not forward] + [forward]
+        return True
+
+    def drop(self) -> None:
+        """Forgets the gradients that came, as ``zero_grad`` does."""
+        for forward in self._pending:
+            forward.grads = [None] * len(forward.outputs)
+        self._pending.clear()
+
+    def take(self) -> Tensor | None:
+        """Losses [B] of the physical batch handed out last, by all that was run backward in it; None for nothing.
+
+        Raises:
+            LossShapeError: an output has no dimension with a row for each example.
+        """
+        rows = self._engine.rows
+        found = [
+            self._losses_of(output, grad, rows)
+            for forward in self._pending
+            if forward.turn == self._turn
+            for output, grad in zip(forward.outputs, forward.grads, strict=True)
+            if grad is not None
+        ]
+        self.drop()
+        if not found:
+            return None
+        losses = found[0] if len(found) == 1 else torch.stack(found).sum(0)
+        return losses * rows if self._mean else losses
+
+    def _losses_of(self, output: Tensor, grad: Tensor, rows: int) -> Tensor:
+        """The rows' products with their gradients, summed, [B]."""
+        fits = [dim for dim in self._batch_dims if dim < output.dim() and output.shape[dim] == rows]
+        if not fits:
+            raise LossShapeError(
+                f"an output of the model, through which loss.backward() came, has shape {list(output.shape)}, but the "
+                f"physical batch has {rows} examples; the model must return a row for each example in dimension "
+                f"{self._batch_dims[0]}, and the loss be computed outside of it (token outputs as [B, T, ...])"
+            )
+        wide = torch.promote_types(output.dtype, torch.float32)
+        product = output.to(wide) * grad.to(wide)
+        return product.movedim(fits[0], 0).reshape(rows, -1).sum(1)
+
+
+def _unwatched() -> Callable[..., None]:
+    return _leave
+
+
+def _leave(*_: Any) -> None:
+    """A forward hook that does nothing."""

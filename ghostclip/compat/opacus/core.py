@@ -1,0 +1,112 @@
+"""The engine below Opacus's interface: `ghostclip.PrivacyEngine` with Opacus's sampling rate and denominators."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ghostclip.engine import PrivacyEngine
+from ghostclip.events import Event
+from ghostclip.sampling import LogicalBatch, LogicalBatches, Scheme
+from ghostclip.sampling.schemes import Poisson, WithoutReplacement
+
+__all__ = ["CoreEngine", "expected_batch_size"]
+
+
+def expected_batch_size(examples: int, steps: int) -> int:
+    """How many examples Opacus expects in a batch: the data set's size over the loader's length, rounded down."""
+    return max(1, int(examples * (1 / steps)))
+
+
+@dataclass(frozen=True)
+class LoaderPoisson(Poisson):
+    """Each example with probability 1 / ``steps``; ``batch_size`` is the denominator only."""
+
+    steps: int = 1
+
+    @property
+    def sample_rate(self) -> float:
+        """1 / ``steps``."""
+        return 1 / self.steps
+
+
+@dataclass(frozen=True)
+class LoaderWithoutReplacement(WithoutReplacement):
+    """Exactly ``drawn`` different examples, drawn anew each time; ``batch_size`` is the denominator only."""
+
+    drawn: int = 1
+
+    @property
+    def sample_rate(self) -> float:
+        """``drawn`` over the number of examples."""
+        return self.drawn / self.population
+
+    def count(self, generator: np.random.Generator) -> int:
+        """``drawn``."""
+        return self.drawn
+
+    @property
+    def largest(self) -> int:
+        """``drawn``."""
+        return self.drawn
+
+    @property
+    def words(self) -> str:
+        """The way's name and who is in a batch."""
+        return f"sampling without replacement ({self.drawn} different {self.unit}s, drawn anew for each batch)"
+
+
+class LoaderBatches(LogicalBatches):
+    """Logical batches at the rate that Opacus reads off a DataLoader: 1 over its length.
+
+    ``batch_size`` is what noisy sums are divided by; the other arguments are those of `LogicalBatches`.
+    """
+
+    def __init__(self, data: Any, **options: Any) -> None:
+        self._steps = len(data)
+        with warnings.catch_warnings():
+            if options["sampling"] == "poisson":  # what Opacus does with every loader, too
+                warnings.filterwarnings("ignore", "the DataLoader's")
+            super().__init__(data, **options)
+
+    def _scheme(self, sampling: str, neighboring: str, max_batch_size: int | None, batch_size: int) -> Scheme:
+        if sampling == "poisson":
+            return LoaderPoisson(self.dataset_size, batch_size, neighboring, steps=self._steps)
+        drawn = expected_batch_size(self.dataset_size, self._steps)
+        return LoaderWithoutReplacement(self.dataset_size, batch_size, neighboring, drawn=drawn)
+
+    def __len__(self) -> int:
+        return self._steps
+
+
+class CoreEngine(PrivacyEngine):
+    """The engine that samples, clips, charges and adds noise; its losses come from `ScalarLosses`."""
+
+    _sampled_by = LoaderBatches
+
+    @property
+    def batch(self) -> LogicalBatch | None:
+        """The logical batch in the making, of which a physical batch was handed out, or which is empty."""
+        batch = self._steps.release.batch
+        return batch if batch is not None and (batch.handed or not batch.sizes) else None
+
+    @property
+    def rows(self) -> int:
+        """How many examples the physical batch handed out last has; 0 in an empty batch, or without one."""
+        batch = self.batch
+        return batch.sizes[batch.handed - 1] if batch is not None and batch.sizes else 0
+
+    @property
+    def gathered(self) -> int:
+        """Of how many physical batches of the logical batch the clipped sums were gathered."""
+        return self._steps.release.sums.count
+
+    def charged(self) -> Sequence[Event]:
+        """What was charged; raises PrivacyError where trained parameters moved outside of charged steps."""
+        if self._loader is not None:  # not detached
+            self._steps.updates.check()
+        return self.events

@@ -1,0 +1,172 @@
+"""Opacus's optimizer: ``step`` clips what ``loss.backward()`` brought, and updates at the end of a logical batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ghostclip.compat.opacus.backward import ScalarLosses
+from ghostclip.compat.opacus.core import CoreEngine
+from ghostclip.errors import PrivacyError
+
+__all__ = ["DPOptimizer"]
+
+BEFORE_STEP = """optimizer.step() must come in a loop over the data_loader that make_private returned, once for each \
+of its batches: `for inputs, targets in data_loader:` forward, loss.backward(), optimizer.step()"""
+NO_SAMPLES = """there are no p.grad_sample: clipped sums are formed without per-example gradients; \
+ghostclip.GhostClipper(model).per_example_grads(losses) materialises them, for losses of shape [B]"""
+FIXED = "is what charges and noise are made for; call privacy_engine.detach() and make_private() again to change it"
+
+
+class DPOptimizer(Optimizer):
+    """A torch optimizer with the attributes of Opacus's. ``state``, ``param_groups`` and all else are the optimizer's.
+
+    Args:
+        optimizer: to be wrapped; the engine's hooks are on it.
+        engine: which clips, charges and adds noise.
+        losses: of the physical batch.
+        loss_reduction: "mean" or "sum".
+        expected_batch_size: what noisy sums of means are divided by.
+
+    Attributes:
+        original_optimizer: as given.
+        handle: removes the hook for ``step_hook`` from it.
+        step_hook: called with this optimizer when the noisy gradients are in place, before the update; or None.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, engine: CoreEngine, losses: ScalarLosses, *,
+        loss_reduction: str, expected_batch_size: int,
+    ) -> None:  # fmt: skip
+        # Optimizer.__init__ isn't called: it would make a second state and second parameter groups.
+        self.original_optimizer = optimizer
+        self._loss_reduction, self._expected_batch_size = loss_reduction, expected_batch_size
+        self.step_hook: Callable[[DPOptimizer], None] | None = None
+        self._engine, self._losses = engine, losses
+        self._signals: list[bool] = []
+        # After the engine's own hook, by which the noise is in place.
+        self.handle = optimizer.register_step_pre_hook(self._call_step_hook)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "grad_samples":
+            raise AttributeError(NO_SAMPLES)
+        return getattr(self.__dict__["original_optimizer"], name)
+
+    def __repr__(self) -> str:
+        return repr(self.original_optimizer)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the optimizer."""
+        return self.original_optimizer.param_groups
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """Its parameters."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Standard deviation of the noise over the sensitivity."""
+        return self._engine.noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        raise AttributeError(f"noise_multiplier {FIXED}, or use ghostclip.PrivacyEngine(schedule=...)")
+
+    @property
+    def max_grad_norm(self) -> float:
+        """The bound on one example's part in the sum."""
+        return self._engine.clipping.sensitivity
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        raise AttributeError(f"max_grad_norm {FIXED}, or use ghostclip.PrivacyEngine(schedule=...)")
+
+    @property
+    def loss_reduction(self) -> str:
+        """As given."""
+        return self._loss_reduction
+
+    @property
+    def expected_batch_size(self) -> int:
+        """As given."""
+        return self._expected_batch_size
+
+    @property
+    def accumulated_iterations(self) -> int:
+        """1: there is a step for each logical batch."""
+        return 1
+
+    def attach_step_hook(self, fn: Callable[[DPOptimizer], None]) -> None:
+        """Calls ``fn`` with this optimizer in each step, between noise and update; charges don't depend on it."""
+        self.step_hook = fn
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """Says whether the next step is to clip only; it must agree with where the logical batch ends."""
+        self._signals.append(do_skip)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Clips and gathers the physical batch; at the last one of a logical batch charges, adds noise and updates.
+
+        Raises:
+            PrivacyError: outside of the loop over the data loader, or without ``loss.backward()`` of this batch.
+            BudgetExceededError, GradientLeakError, LossShapeError, UnsupportedModelError: as `GhostClipper.backward`.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        if (batch := self._engine.batch) is None:
+            raise PrivacyError(BEFORE_STEP)
+        if batch.sizes:
+            self._gather()
+        self._losses.drop()
+        more = self._engine.gathered < len(batch.sizes)
+        if self._signals and self._signals.pop(0) is not more:
+            raise PrivacyError(
+                f"signal_skip_step({not more}) was called, but the logical batch is {'not ' if more else ''}over; "
+                "batches are split by BatchMemoryManager only, which needs no signals, and are never added up"
+            )
+        if not more:
+            self.original_optimizer.step()
+        return result
+
+    def _gather(self) -> None:
+        try:
+            losses = self._losses.take()
+            if losses is None:
+                raise PrivacyError(
+                    "optimizer.step() was called without loss.backward() of this batch, on a loss computed from what "
+                    "the model returned; call it once in each turn of the loop over data_loader"
+                )
+            self._engine.backward(losses)
+        except BaseException:
+            self._losses.drop()
+            raise
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets what was run backward since the last step; the sums of a logical batch in the making stay."""
+        self._losses.drop()
+        if not self._engine.gathered:
+            self.original_optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the optimizer."""
+        return self.original_optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Gives it to the optimizer."""
+        self.original_optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Gives it to the optimizer."""
+        self.original_optimizer.add_param_group(param_group)
+
+    def _call_step_hook(self, *_: Any) -> None:
+        if self.step_hook is not None:
+            self.step_hook(self)

@@ -1,0 +1,273 @@
+"""Opacus's PrivacyEngine: its arguments and results over the engine, samplers and charges of this package."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from ghostclip.clipper.gradient_guard import is_distributed
+from ghostclip.clipping import Grouped
+from ghostclip.compat.opacus.accountants import Accountant, create_accountant
+from ghostclip.compat.opacus.backward import ScalarLosses
+from ghostclip.compat.opacus.checkpoints import load_opacus_names
+from ghostclip.compat.opacus.core import CoreEngine, expected_batch_size
+from ghostclip.compat.opacus.loaders import DPDataLoader
+from ghostclip.compat.opacus.optimizer import DPOptimizer
+from ghostclip.compat.opacus.validators import ModuleValidator
+from ghostclip.errors import PrivacyError
+from ghostclip.events import FixedSizeGaussian, SampledGaussian, SampledRelease
+from ghostclip.sampling.loading import size_of
+from ghostclip.validate import one_of, positive_int
+from ghostclip.wrap import wrap
+
+__all__ = ["Options", "PrivacyEngine"]
+
+# Ways to per-example gradients in Opacus; all give the same clipped sums, and "ghost" has the criterion returned, too.
+MODES = ("hooks", "functorch", "ew", "ghost")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `PrivacyEngine.make_private`, as Opacus names them.
+
+    Args:
+        batch_first: whether examples are in dimension 0 of what layers take that don't say it themselves; else in 1.
+        loss_reduction: what ``loss.backward()`` is called on: the "mean" of the examples' losses, or their "sum",
+            whose noisy gradients aren't divided by the expected batch size.
+        poisson_sampling: False draws batches of one size without replacement, anew each time, and is charged as that.
+        clipping: "flat", or "per_layer": a threshold for each trained parameter.
+        noise_generator: makes noise and samples repeatable, by its initial seed, and epsilon infinite.
+        grad_sample_mode: "hooks", "functorch", "ew" or "ghost".
+        wrap_model: True; the model is the same object in either case.
+        rand_on_empty: False; an empty batch has no rows.
+
+    Raises:
+        ValueError: a value that has no meaning here.
+    """
+
+    batch_first: bool = True
+    loss_reduction: str = "mean"
+    poisson_sampling: bool = True
+    clipping: str = "flat"
+    noise_generator: torch.Generator | None = None
+    grad_sample_mode: str = "hooks"
+    wrap_model: bool = True
+    rand_on_empty: bool = False
+
+    def __post_init__(self) -> None:
+        one_of(("mean", "sum"), loss_reduction=self.loss_reduction)
+        if self.clipping not in ("flat", "per_layer"):
+            raise ValueError(
+                f'clipping must be "flat" or "per_layer"; got {self.clipping!r}. Adaptive clipping: '
+                "ghostclip.PrivacyEngine(clipping=ghostclip.clipping.Adaptive(...))"
+            )
+        if self.grad_sample_mode not in MODES:
+            raise ValueError(
+                f"grad_sample_mode must be one of {MODES}; got {self.grad_sample_mode!r}. For per-example gradients of "
+                "your own: ghostclip.GhostClipper(model).per_example_grads(losses)"
+            )
+        if not self.wrap_model:
+            raise ValueError("wrap_model must be left out: the model stays the same object, and nothing is around it")
+        if self.rand_on_empty:
+            raise ValueError("rand_on_empty must be left out: an empty batch has tensors without rows, and its step")
+
+    @property
+    def sampling(self) -> str:
+        """The engine's name for it."""
+        return "poisson" if self.poisson_sampling else "without_replacement"
+
+
+class PrivacyEngine:
+    """Makes model, optimizer and data loader private, for a loop with a plain ``loss.backward()``.
+
+    The loss must be the mean (or sum) of one loss for each example: a single number doesn't show where it isn't, as
+    the losses [B] that `ghostclip.PrivacyEngine` takes do.
+
+    Args:
+        accountant: "prv" (privacy loss distributions here) or "rdp".
+        secure_mode: noise from a cipher on a lattice (``noise="hardened"`` of `ghostclip.PrivacyEngine`).
+
+    Attributes:
+        accountant: what was spent by all that this engine made private.
+
+    Raises:
+        ValueError: another accountant.
+    """
+
+    def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
+        self.accountant: Accountant = create_accountant(accountant)
+        self.secure_mode = secure_mode
+        self._engines: list[CoreEngine] = []
+        self._undo: list[Any] = []
+
+    def make_private(
+        self, *, module: nn.Module, optimizer: Optimizer, data_loader: DataLoader[Any], noise_multiplier: float,
+        max_grad_norm: float | list[float], criterion: Any = None, **options: Any,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """The objects of a private training loop.
+
+        Args:
+            module: wrapped in place: what is returned is the same object, and so is its ``_module``.
+            optimizer: over parameters of ``module``.
+            data_loader: of a map-style dataset; all but its sampling is kept.
+            noise_multiplier: standard deviation of the noise over the sensitivity.
+            max_grad_norm: the clipping norm; with ``clipping="per_layer"`` one for each trained parameter.
+            criterion: with ``grad_sample_mode="ghost"``; returned as it is.
+            options: fields of `Options`.
+
+        Returns:
+            (module, optimizer, data_loader); (module, optimizer, criterion, data_loader) in the mode "ghost".
+
+        Raises:
+            PrivacyError, UnsupportedModelError: as `ghostclip.PrivacyEngine`; PrivacyError for several processes.
+            ValueError, TypeError: an argument is unknown, out of range, or has no meaning here.
+        """
+        chosen = Options(**options)
+        optimizer = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
+        expected = expected_batch_size(_examples_in(data_loader), len(data_loader))
+        mean, batch_dims = chosen.loss_reduction == "mean", (0,) if chosen.batch_first else (1, 0)
+        wrap(module, batch_dim=batch_dims[0])
+        engine = CoreEngine(
+            module, optimizer, data_loader, batch_size=expected if mean else 1, noise_multiplier=noise_multiplier,
+            clipping=_policy(module, max_grad_norm, chosen.clipping), sampling=chosen.sampling,
+            **self._noise(chosen.noise_generator),
+        )  # fmt: skip
+        self.accountant.follow(engine.charged)
+        self._engines.append(engine)
+        losses = self._attach(module, engine, mean, batch_dims)
+        private = DPOptimizer(optimizer, engine, losses, loss_reduction=chosen.loss_reduction,
+                              expected_batch_size=expected)  # fmt: skip
+        self._undo.append(private.handle)
+        loader = DPDataLoader(engine, data_loader, batch_dims[0])
+        if chosen.grad_sample_mode == "ghost":
+            return module, private, nn.CrossEntropyLoss() if criterion is None else criterion, loader
+        return module, private, loader
+
+    def make_private_with_epsilon(
+        self, *, module: nn.Module, optimizer: Optimizer, data_loader: DataLoader[Any], target_epsilon: float,
+        target_delta: float, epochs: int, max_grad_norm: float | list[float], **options: Any,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """`make_private` with the least noise by which ``epochs`` epochs spend ``target_epsilon`` by the accountant.
+
+        What was spent before isn't counted, and training longer isn't refused: see ``get_epsilon``.
+
+        Raises:
+            ValueError: no noise reaches the target; and what `make_private` raises.
+        """
+        examples, steps = _examples_in(data_loader), len(data_loader)
+        kind: type[SampledRelease] = SampledGaussian
+        rate = 1 / steps
+        if not options.get("poisson_sampling", True):
+            kind, rate = FixedSizeGaussian, expected_batch_size(examples, steps) / examples
+        planned = kind(rate, 1.0, positive_int(epochs=epochs) * steps)
+        noise = self.accountant.noise_for(planned, target_epsilon, target_delta)
+        return self.make_private(
+            module=module, optimizer=optimizer, data_loader=data_loader, noise_multiplier=noise,
+            max_grad_norm=max_grad_norm, **options,
+        )  # fmt: skip
+
+    def get_epsilon(self, delta: float) -> float:
+        """What was spent so far, by the accountant."""
+        return self.accountant.get_epsilon(delta)
+
+    def accept_parameters(self) -> None:
+        """Takes the models' parameters as they are, after they were set from outside by public means."""
+        for engine in self._engines:
+            engine.accept_parameters()
+
+    def detach(self) -> None:
+        """Takes this engine off its models and optimizers, whose steps are unprotected from then on."""
+        while self._engines:
+            self._engines.pop().detach()
+        while self._undo:
+            self._undo.pop().remove()
+
+    def is_compatible(self, *, module: nn.Module, **_: Any) -> bool:
+        """Whether the model can be trained privately."""
+        return ModuleValidator.is_valid(module)
+
+    def validate(self, *, module: nn.Module, **_: Any) -> None:
+        """Raises UnsupportedModelError where the model can't be trained privately."""
+        ModuleValidator.validate(module, strict=True)
+
+    @classmethod
+    def get_compatible_module(cls, module: nn.Module) -> nn.Module:
+        """A copy of the model with what can be replaced replaced; see `ModuleValidator.fix`."""
+        return ModuleValidator.fix_and_validate(module)
+
+    def save_checkpoint(
+        self, *, path: str | os.PathLike[str], module: nn.Module, optimizer: Optimizer | None = None,
+        checkpoint_dict: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """Writes the states of model, accountant and optimizer, and ``checkpoint_dict``, with ``torch.save``."""
+        states = {
+            "module_state_dict": module.state_dict(),
+            "privacy_accountant_state_dict": self.accountant.state_dict(),
+        }
+        if optimizer is not None:
+            states["optimizer_state_dict"] = optimizer.state_dict()
+        torch.save({**(checkpoint_dict or {}), **states}, path)
+
+    def load_checkpoint(
+        self, *, path: str | os.PathLike[str], module: nn.Module, optimizer: Optimizer | None = None
+    ) -> dict[str, Any]:
+        """Reads what `save_checkpoint`, or Opacus's, wrote (tensors and plain data only); its history is added.
+
+        Raises:
+            PrivacyError: called inside of a batch, before its step.
+        """
+        stored = torch.load(path, weights_only=True)
+        self.accountant.load_state_dict(stored["privacy_accountant_state_dict"])
+        module.load_state_dict(stored["module_state_dict"])
+        if optimizer is not None:
+            optimizer.load_state_dict(stored["optimizer_state_dict"])
+        self.accept_parameters()
+        return stored
+
+    def _noise(self, generator: torch.Generator | None) -> dict[str, Any]:
+        """The engine's arguments for noise."""
+        if generator is None:
+            return {"noise": "hardened" if self.secure_mode else "standard"}
+        if self.secure_mode:
+            raise ValueError("noise_generator makes noise repeatable, and secure_mode unpredictable; leave one out")
+        return {"noise": "test", "seed": generator.initial_seed()}
+
+    def _attach(self, module: nn.Module, engine: CoreEngine, mean: bool, batch_dims: tuple[int, ...]) -> ScalarLosses:
+        """Puts the hooks on the model."""
+        losses = ScalarLosses(engine, mean, batch_dims)
+        self._undo += [
+            module.register_forward_hook(losses, with_kwargs=True),
+            module.register_load_state_dict_pre_hook(load_opacus_names),
+        ]
+        # As a plain attribute: a submodule would be one of itself.
+        vars(module)["_module"] = module
+        return losses
+
+
+def _examples_in(loader: DataLoader[Any]) -> int:
+    """How many examples the loader has; PrivacyError where they can't be drawn at random, or for several processes."""
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"data_loader must be a torch DataLoader; got {type(loader).__name__}")
+    if is_distributed() and torch.distributed.get_world_size() > 1:
+        raise PrivacyError("ghostclip.compat.opacus trains in one process; use ghostclip.PrivacyEngine in several")
+    return size_of(loader.dataset)
+
+
+def _policy(module: nn.Module, max_grad_norm: float | list[float], clipping: str) -> Any:
+    """Flat clipping, or a threshold for each trained parameter."""
+    if clipping == "flat":
+        return max_grad_norm
+    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    if not isinstance(max_grad_norm, list) or len(max_grad_norm) != len(names):
+        raise ValueError(
+            f'max_grad_norm must be a list of {len(names)} norms with clipping="per_layer", one for each trained '
+            f"parameter; got {max_grad_norm!r}"
+        )
+    return Grouped({name: [name] for name in names}, dict(zip(names, max_grad_norm, strict=True)))

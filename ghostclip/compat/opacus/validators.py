@@ -1,0 +1,83 @@
+"""Opacus's ModuleValidator over `ghostclip.check`."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from ghostclip.errors import UnsupportedModelError
+from ghostclip.nn import GroupNorm
+from ghostclip.wrap import check
+
+__all__ = ["ModuleValidator"]
+
+
+class ModuleValidator:
+    """What keeps a model from being trained privately, and the model with replacements for it."""
+
+    @classmethod
+    def validate(cls, module: nn.Module, *, strict: bool = False) -> list[UnsupportedModelError]:
+        """An error for each thing that stands in the way; [] where nothing does.
+
+        Raises:
+            UnsupportedModelError: there is one, and ``strict`` is set; all are listed.
+        """
+        errors = [UnsupportedModelError(str(finding)) for finding in check(module)]
+        if not module.training:
+            errors.append(UnsupportedModelError("the model is in eval mode; call model.train()"))
+        if strict and errors:
+            raise UnsupportedModelError("\n".join(["the model can't be clipped exactly as it is:", *map(str, errors)]))
+        return errors
+
+    @classmethod
+    def is_valid(cls, module: nn.Module) -> bool:
+        """Whether `validate` finds nothing."""
+        return not cls.validate(module)
+
+    @classmethod
+    def fix(cls, module: nn.Module, **options: Any) -> nn.Module:
+        """A copy of the model with GroupNorm for every BatchNorm, and InstanceNorm without running statistics.
+
+        GroupNorm has gcd(32, channels) groups and new parameters, so make the optimizer afterwards. Recurrent layers
+        and attention stay torch's.
+
+        Args:
+            module: any model; it is left as it was.
+            num_groups: as an option, the number of groups.
+
+        Raises:
+            TypeError: another option.
+        """
+        groups = options.pop("num_groups", None)
+        if options:
+            raise TypeError(f"fix() takes num_groups as its only option; got {', '.join(options)}")
+        module = copy.deepcopy(module)
+        if isinstance(module, _BatchNorm):
+            return _group_norm(module, groups)
+        for parent in list(module.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, _BatchNorm):
+                    setattr(parent, name, _group_norm(child, groups))
+                elif isinstance(child, _InstanceNorm):
+                    child.track_running_stats = False
+                    child.running_mean = child.running_var = child.num_batches_tracked = None
+        return module
+
+    @classmethod
+    def fix_and_validate(cls, module: nn.Module, **options: Any) -> nn.Module:
+        """`fix`, then `validate` with ``strict``."""
+        fixed = cls.fix(module, **options)
+        cls.validate(fixed, strict=True)
+        return fixed
+
+
+def _group_norm(norm: _BatchNorm, groups: int | None) -> nn.Module:
+    like = next(norm.parameters(), None)
+    place: dict[str, Any] = {} if like is None else {"device": like.device, "dtype": like.dtype}
+    groups = math.gcd(32, norm.num_features) if groups is None else groups
+    return GroupNorm(groups, norm.num_features, affine=norm.affine, **place)

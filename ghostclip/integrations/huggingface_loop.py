@@ -1,0 +1,117 @@
+"""What stands between Trainer's loop and the engine: its arguments, its data loader, its callback, its files."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ghostclip.engine import PrivacyEngine
+from ghostclip.sampling import LogicalBatch
+
+if TYPE_CHECKING:
+    from ghostclip.integrations.huggingface import PrivateTrainer
+
+__all__ = ["STATE", "Collated", "Hooks", "Steps", "card_section", "for_the_loop", "is_whole"]
+
+# Within a checkpoint of Trainer: the folder of `PrivacyEngine.save`, and the file that Trainer writes last.
+STATE, LAST = "privacy", "trainer_state.json"
+
+
+def for_the_loop(args: TrainingArguments) -> TrainingArguments:
+    """A copy of ``args`` for Trainer's loop: a logical batch is one batch of it, clipped and resumed by the engine."""
+    args = copy.copy(args)
+    args.gradient_accumulation_steps, args.max_grad_norm = 1, 0.0
+    # A restored engine gives what is left of the epoch, of which nothing is to be skipped.
+    args.ignore_data_skip = True
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
+        if getattr(args, name, None):
+            setattr(args, f"{name}_kwargs", {**(getattr(args, f"{name}_kwargs") or {}), "use_reentrant": False})
+    return args
+
+
+class Steps:
+    """Logical batches in the place of Trainer's data loader: each is one step of its loop.
+
+    Args:
+        loader: of physical batches.
+        batch_size: the expected number of examples in a logical batch.
+        batches: gives those of an epoch, or of what is left of one.
+
+    Attributes:
+        dataset: the loader's.
+    """
+
+    def __init__(self, loader: DataLoader[Any], batch_size: int, batches: Callable[[], Iterator[LogicalBatch]]) -> None:
+        self.loader, self.dataset = loader, loader.dataset
+        self._batch_size, self._batches = batch_size, batches
+
+    def __len__(self) -> int:
+        """Steps in an epoch, as `LogicalBatches` has them; Trainer asks before there is an engine."""
+        size: int = len(self.dataset)  # type: ignore[arg-type]
+        return max(1, round(size / self._batch_size))
+
+    def __iter__(self) -> Iterator[LogicalBatch]:
+        return self._batches()
+
+
+class Collated:
+    """A data collator whose batches are plain dicts, which the self-check can take apart.
+
+    Args:
+        collate: a list of examples -> inputs.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, examples: list[Any]) -> Any:
+        inputs = self._collate(examples)
+        return dict(inputs) if isinstance(inputs, Mapping) else inputs
+
+
+class Hooks(TrainerCallback):
+    """Builds the engine once model and optimizer are there, and counts epochs by steps, as a resumed one has fewer.
+
+    Args:
+        trainer: whose engine it is.
+    """
+
+    def __init__(self, trainer: PrivateTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """After Trainer has loaded its part of a checkpoint."""
+        self._trainer.build_engine(kwargs["train_dataloader"])
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Before anything of the step is logged."""
+        state.epoch = state.global_step / len(kwargs["train_dataloader"])
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether a checkpoint of Trainer has an engine's state, and was written to its end."""
+    try:
+        json.loads((checkpoint / LAST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return (checkpoint / STATE).is_dir()
+
+
+def card_section(engine: PrivacyEngine) -> str:
+    """The section of a model card that states the guarantee."""
+    return (
+        "## Differential privacy\n\n"
+        f"Trained with DP-SGD by GhostClip. The guarantee for the training data: {engine.guarantee()}\n\n"
+        f"- clipping: {engine.clipping!r}\n"
+        f"- noise multiplier: {engine.noise_multiplier:.6g}\n"
+        f"- expected number of examples in a batch: {engine.batch_size}\n"
+        "- not covered: the choice of hyperparameters, and metrics of the evaluation data that training followed\n"
+    )

@@ -1,0 +1,127 @@
+"""One loss for each example, for the tasks whose models compute a mean over the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.auto import modeling_auto as auto
+
+from ghostclip.errors import UnsupportedModelError
+
+__all__ = ["ComputeLosses", "losses_for"]
+
+# (model, inputs of a physical batch) -> losses [B].
+ComputeLosses = Callable[[nn.Module, dict[str, Any]], Tensor]
+
+# The label of a token that has no loss.
+IGNORED = -100
+# Models listed as causal language models that predict something else than the next token.
+NOT_THE_NEXT_TOKEN = {"XLNetLMHeadModel", "XLMWithLMHeadModel", "ProphetNetForCausalLM", "XLMProphetNetForCausalLM"}
+
+
+def losses_for(model: nn.Module) -> ComputeLosses:
+    """The losses of single examples for a model of transformers, or one of peft around it, by the name of its class.
+
+    Raises:
+        UnsupportedModelError: the task isn't one of those below.
+    """
+    names = [cls.__name__ for cls in type(_base(model)).__mro__]
+    for models, losses in TASKS:
+        if not NOT_THE_NEXT_TOKEN & set(names) and set(names) & set(_flat(models)):
+            return losses
+    raise UnsupportedModelError(
+        f"the loss of one example isn't known for {names[0]}: it is derived for causal and masked language models, "
+        "sequence to sequence models, and classification of sequences, tokens, images, audio and video; give "
+        "PrivateTrainer(compute_losses=...), a function of (model, inputs) that returns one loss for each example"
+    )
+
+
+def next_token_losses(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """[B]: the mean over an example's own label tokens, each predicted from those before it."""
+    logits, labels = _outputs(model, inputs)
+    return _mean_over_tokens(logits[:, :-1], _as_long_as(logits, labels)[:, 1:])
+
+
+def token_losses(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """[B]: the mean over an example's own label tokens, each predicted at its own place."""
+    logits, labels = _outputs(model, inputs)
+    return _mean_over_tokens(logits, _as_long_as(logits, labels))
+
+
+def sequence_to_sequence_losses(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """[B]: the mean over an example's own label tokens; the decoder's inputs are made from the labels, if missing."""
+    prepare = getattr(_base(model), "prepare_decoder_input_ids_from_labels", None)
+    if prepare is not None and "labels" in inputs and not {"decoder_input_ids", "decoder_inputs_embeds"} & set(inputs):
+        inputs = {**inputs, "decoder_input_ids": prepare(labels=inputs["labels"])}
+    return token_losses(model, inputs)
+
+
+def class_losses(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """[B]: cross-entropy for one label of several, else the mean over labels of the squared or binary error."""
+    logits, labels = _outputs(model, inputs)
+    kind = getattr(_base(model).config, "problem_type", None)
+    if kind is None and logits.shape[1] == 1:
+        kind = "regression"
+    if kind == "regression":
+        return (logits - labels.reshape(logits.shape)).square().mean(1)
+    if kind == "single_label_classification" or (kind is None and not labels.is_floating_point()):
+        return F.cross_entropy(logits, labels.reshape(-1), reduction="none")
+    return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").mean(1)
+
+
+# The first one that lists a model's class; some sequence to sequence models are listed as masked language models, too.
+TASKS: list[tuple[Mapping[str, Any], ComputeLosses]] = [
+    (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, sequence_to_sequence_losses),
+    (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, next_token_losses),
+    (auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, token_losses),
+    (auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, token_losses),
+    (auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, class_losses),
+    (auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, class_losses),
+    (auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES, class_losses),
+    (auto.MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES, class_losses),
+]
+
+
+def _outputs(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Logits, in float32 or wider, and labels; the model never gets the labels, of which it would make a mean."""
+    if "labels" not in inputs:
+        raise ValueError(
+            f"the inputs have no labels, only {', '.join(inputs)}; use a data collator that makes them, or give "
+            "PrivateTrainer(compute_losses=...)"
+        )
+    outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+    logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)), inputs["labels"]
+
+
+def _as_long_as(logits: Tensor, labels: Tensor) -> Tensor:
+    """Labels for every place that has logits: prompts that peft puts before the tokens have none."""
+    return F.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=IGNORED)
+
+
+def _mean_over_tokens(logits: Tensor, labels: Tensor) -> Tensor:
+    """[B]: the mean cross-entropy over each row's own labels; zero where it has none."""
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
+    return losses.view(labels.shape).sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
+
+
+def _base(model: nn.Module) -> Any:
+    """The model of transformers inside of DistributedDataParallel and peft."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    inner = getattr(model, "get_base_model", None)
+    return model if inner is None else inner()
+
+
+def _flat(models: Mapping[str, Any]) -> Iterator[str]:
+    """The names of classes; some entries are several."""
+    for names in models.values():
+        yield from [names] if isinstance(names, str) else _strings(names)
+
+
+def _strings(names: Iterable[Any]) -> list[str]:
+    return [name for name in names if isinstance(name, str)]

@@ -1,0 +1,131 @@
+"""What of Trainer's options can't be private, each with a remedy."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+
+from ghostclip.errors import PrivacyError
+
+__all__ = ["check_arguments", "check_trainer", "warn_of_metrics"]
+
+log = logging.getLogger("ghostclip")
+
+# {field of TrainingArguments: (values that are fine, why another one isn't and what to do)}
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "group_by_length": (
+        (False,),
+        "chooses batches by their examples' lengths, and the guarantee needs random ones; leave it out, or have the "
+        "data collator pad to a fixed length",
+    ),
+    "train_sampling_strategy": (
+        ("random",),
+        'orders the examples, and the guarantee needs random batches; leave it at "random"',
+    ),
+    "auto_find_batch_size": (
+        (False,),
+        "would begin the training anew after it ran out of memory; leave it out: a private step that runs out of "
+        "memory goes on in smaller physical batches by itself",
+    ),
+    "label_smoothing_factor": (
+        (0, 0.0),
+        "is a mean over the batch in Trainer; smooth the labels in PrivateTrainer(compute_losses=...), for instance by "
+        'cross_entropy(..., label_smoothing=0.1, reduction="none")',
+    ),
+    "fp16": ((False,), "needs a loss scale that the engine owns, and Trainer's follows the gradients; use bf16=True"),
+    "torch_compile": ((False,), "replaces the model by a graph in which layers can't be clipped; leave it out"),
+    "use_liger_kernel": (
+        (False,),
+        "replaces layers by kernels without a rule for the gradients of single examples; leave it out",
+    ),
+    "neftune_noise_alpha": (
+        (None, 0, 0.0),
+        "scales its noise by the length of the longest example of a batch, on which the losses of the others would "
+        "depend then; leave it out",
+    ),
+    "include_num_input_tokens_seen": (
+        (False, None, "no"),
+        "counts the tokens of the examples that were drawn, which is private; leave it out",
+    ),
+    "deepspeed": ((None, ""), "shards or replaces the optimizer; use DistributedDataParallel, which torchrun starts"),
+    "fsdp": (
+        (None, "", [], False),
+        "shards the model, and norms need whole layers; use DistributedDataParallel, which torchrun starts, or train "
+        "adapters (peft)",
+    ),
+    "parallelism_config": ((None,), "shards the model or its examples; use DistributedDataParallel only"),
+}
+# Parts of the names of optimizers that step or change parameters elsewhere than in their step.
+OPTIMIZERS = ("lomo", "layerwise", "schedule_free")
+# Of learning rates that follow the metrics.
+SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+
+
+def check_arguments(args: TrainingArguments) -> None:
+    """Raises PrivacyError for options that can't be private."""
+    for name, (fine, reason) in REFUSED.items():
+        value = getattr(args, name, fine[0])
+        if value not in fine:
+            raise PrivacyError(f"{name}={value!r} of TrainingArguments {reason}")
+    if any(word in _word(args.optim) for word in OPTIMIZERS):
+        raise PrivacyError(
+            f"optim={_word(args.optim)!r} changes parameters outside of its step, which has no noise or charge; use "
+            '"adamw_torch" or another optimizer that changes them in its step only'
+        )
+    if args.push_to_hub and "checkpoint" in _word(args.hub_strategy):
+        raise PrivacyError(
+            f"hub_strategy={_word(args.hub_strategy)!r} would publish checkpoints, whose random states are private; "
+            'use "end" or "every_save"'
+        )
+    for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+        if (getattr(args, name, None) or {}).get("use_reentrant"):
+            raise PrivacyError(f'{name}: use_reentrant=True hides the graph; use {{"use_reentrant": False}}')
+    if "num_steps" in (getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}):
+        raise PrivacyError("num_steps of accelerator_config isn't followed; use gradient_accumulation_steps")
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Raises PrivacyError for what only a built trainer knows: its devices, and losses that wouldn't be used."""
+    if trainer.args.n_gpu > 1:
+        raise PrivacyError(
+            f"Trainer would split batches over {trainer.args.n_gpu} GPUs by DataParallel, which copies the model; "
+            "start one process for each GPU by torchrun, or show one GPU only (CUDA_VISIBLE_DEVICES=0)"
+        )
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise PrivacyError(
+            "accelerate was configured to shard the model (DeepSpeed or FSDP), and norms need whole layers; configure "
+            "DistributedDataParallel, which torchrun starts"
+        )
+    if (
+        getattr(trainer, "compute_loss_func", None) is not None
+        or type(trainer).compute_loss is not Trainer.compute_loss
+    ):
+        raise PrivacyError(
+            "compute_loss and compute_loss_func give one loss for the batch, which can't be clipped by example; give "
+            "PrivateTrainer(compute_losses=...), a function of (model, inputs) that returns one loss for each example"
+        )
+
+
+def warn_of_metrics(trainer: Trainer) -> None:
+    """Logs a warning where training follows metrics, which are not charged."""
+    args = trainer.args
+    stops = any(isinstance(callback, EarlyStoppingCallback) for callback in trainer.callback_handler.callbacks)
+    follows = {
+        "load_best_model_at_end": args.load_best_model_at_end,
+        'save_strategy="best"': _word(args.save_strategy) == "best",
+        f'lr_scheduler_type="{_word(args.lr_scheduler_type)}"': _word(args.lr_scheduler_type) in SCHEDULES,
+        "EarlyStoppingCallback": stops,
+    }
+    if found := [name for name, on in follows.items() if on]:
+        log.warning(
+            "%s: training follows metrics of the evaluation data, which epsilon doesn't count; evaluate on public "
+            "data, or on data that the guarantee needn't cover",
+            ", ".join(found),
+        )
+
+
+def _word(value: Any) -> str:
+    """The word that stands for an option, which may be an enum."""
+    return str(getattr(value, "value", value))

@@ -1,0 +1,138 @@
+"""`PrivacyCallback`: an engine in the place of a Trainer's training loader and of its optimizer step."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning
+
+from ghostclip.engine import PrivacyEngine
+from ghostclip.engine.distributed import keep_unsynchronised
+from ghostclip.errors import PrivacyError
+from ghostclip.integrations.lightning.fitting import TrainLoader, length_of, methods_for, replace_methods, transferred
+from ghostclip.integrations.lightning.refusals import check_accumulation, check_options, check_trainer
+
+__all__ = ["PrivacyCallback"]
+
+
+class PrivacyCallback(lightning.Callback):
+    """Makes ``trainer.fit`` differentially private training, one logical batch for each ``global_step``.
+
+    ``training_step`` returns one loss for each example. With automatic optimization it gets physical batches; with
+    manual optimization a logical batch, over whose ``physical()`` it loops. After each epoch ``epsilon`` and
+    ``privacy_step`` are logged.
+
+    Args:
+        options: of `PrivacyEngine`, by name. ``batch_size`` is by default the training loader's; ``epochs`` or
+            ``steps``, with ``target_epsilon``, the Trainer's.
+
+    Attributes:
+        engine: of the last fit, None before; detached from the optimizer when the fit is over.
+
+    Raises:
+        TypeError: an option that `PrivacyEngine` doesn't have.
+        PrivacyError: in fit: a setting of the Trainer or a hook of the module that can't be kept; the message says
+            what to do instead. And all that `PrivacyEngine` raises.
+        LossShapeError: in fit: ``training_step`` doesn't return one loss for each example.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        check_options(options)
+        self.engine: PrivacyEngine | None = None
+        self._options = options
+        self._spent: dict[str, Any] = {}
+        self._restored = False
+        self._loader = TrainLoader(None, options)
+        self._undo: list[Callable[[], None]] = []
+
+    def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+        """Before a fit: refuses what can't be private, and takes the place of the training loader."""
+        if stage != "fit":
+            return
+        self._end()
+        self._restored = False
+        check_trainer(trainer, pl_module, self._options)
+        source = trainer.fit_loop._data_source
+        self._loader = TrainLoader(copy.copy(source), self._options)
+        source.instance = self._loader
+
+    def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Builds the engine: weights of a checkpoint are in place, optimizers are built, no batch was taken."""
+        if len(trainer.optimizers) != 1:
+            raise PrivacyError(
+                f"configure_optimizers returned {len(trainer.optimizers)} optimizers, and a step is private for one; "
+                "return one optimizer with several parameter groups"
+            )
+        if trainer.ckpt_path and not self._restored:
+            raise PrivacyError(
+                f"the checkpoint {trainer.ckpt_path} was saved without PrivacyCallback, so what it spent isn't known; "
+                "if its weights are public, load them into the module and call fit without ckpt_path"
+            )
+        assert trainer.strategy.model is not None
+        self._undo.append(keep_unsynchronised(trainer.strategy.model))
+        with warnings.catch_warnings():
+            # That the sampler is replaced is what the callback is for.
+            warnings.filterwarnings("ignore", "the DataLoader's .* is replaced")
+            options = {**self._options, **length_of(trainer, self._loader, self._options)}
+            engine = PrivacyEngine(pl_module, trainer.optimizers[0], self._loader.given, **options)
+        self.engine = engine
+        self._undo.append(engine.detach)
+        if self._spent:
+            engine._snapshots.resume(self._spent, str(trainer.ckpt_path or "of the fit before"))
+        self._loader.start(engine, functools.partial(transferred, trainer, pl_module))
+        self._undo.append(replace_methods(pl_module, methods_for(trainer, pl_module, engine)))
+
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Refuses accumulation that began later; manual optimization has DDP average gradients after each step."""
+        check_accumulation(trainer)
+        if hasattr(trainer.strategy.model, "require_backward_grad_sync"):
+            trainer.strategy.model.require_backward_grad_sync = False  # type: ignore[union-attr]
+
+    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Logs what was spent, which is public; by the epoch, since epsilon takes some tenths of a second."""
+        assert self.engine is not None
+        spent = {"epsilon": self.engine.epsilon(), "privacy_step": float(self.engine.steps_taken)}
+        pl_module.log_dict(spent, sync_dist=trainer.world_size > 1, batch_size=1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was spent and where training stands, for Lightning's checkpoints."""
+        return self._spent if self.engine is None else self.engine._snapshots.progress()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes back what a checkpoint spent; the next fit counts it, also beside what this callback spent before."""
+        self._spent, self._restored = _joined(self._spent, state_dict), True
+
+    def on_exception(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException
+    ) -> None:
+        """Ends the private fit."""
+        self._end()
+
+    def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+        """Ends the private fit: the module has its own methods again."""
+        if stage == "fit":
+            self._end()
+
+    def _end(self) -> None:
+        """Gives the module its methods back and takes the engine off the optimizer; what was spent stays known."""
+        if self._undo and self.engine is not None:
+            self._spent = _joined(self._spent, self.engine._snapshots.progress())
+        while self._undo:
+            self._undo.pop()()
+
+
+def _joined(before: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+    """The later progress, with all that either spent."""
+    spent = dict(later["spent"])
+    for run, events in (before or {"spent": {}})["spent"].items():
+        most = {str(event): (event, number) for event, number in spent.get(run, [])}
+        for event, number in events:
+            most[str(event)] = event, max(number, most.get(str(event), (event, 0))[1])
+        spent[run] = [list(each) for each in most.values()]
+    return {**later, "spent": spent}

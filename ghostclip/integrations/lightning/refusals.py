@@ -1,0 +1,88 @@
+"""Settings of a Trainer or of Fabric that a private training can't keep, and what to use instead."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import lightning
+from lightning.fabric.strategies import DDPStrategy as FabricDDP
+from lightning.fabric.strategies import SingleDeviceStrategy as FabricSingleDevice
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from ghostclip.engine import PrivacyEngine
+from ghostclip.errors import PrivacyError
+
+__all__ = ["check_accumulation", "check_fabric", "check_options", "check_trainer"]
+
+STRATEGY = "the strategy {} has no exact per-example gradients; use 'auto' on one device, or 'ddp'"
+PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
+# Hooks around the backward pass and the step, which the engine takes itself.
+REPLACED = ("backward", "configure_gradient_clipping", "on_before_optimizer_step", "optimizer_step")
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises TypeError for what `PrivacyEngine` doesn't take."""
+    known = [
+        name for name, each in inspect.signature(PrivacyEngine).parameters.items() if each.kind is each.KEYWORD_ONLY
+    ]
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{name!r} is no option of PrivacyEngine; it takes {', '.join(known)}")
+
+
+def check_trainer(trainer: Any, module: lightning.LightningModule, options: Mapping[str, Any]) -> None:
+    """Raises PrivacyError for settings that a private fit can't keep."""
+    check_accumulation(trainer)
+    strategy = type(trainer.strategy)
+    taken = REPLACED if module.automatic_optimization else REPLACED[:1]
+    hooks = [name for name in taken if is_overridden(name, module)]
+    found = {
+        "gradient_clip_val clips the mean gradient, which bounds no example's part; use PrivacyCallback(clipping=...)":
+            trainer.gradient_clip_val,
+        "overfit_batches takes the same examples in each epoch; use limit_train_batches":
+            trainer.overfit_batches,
+        "reload_dataloaders_every_n_epochs would change the data set that the guarantee is about; leave it out":
+            trainer.reload_dataloaders_every_n_epochs,
+        STRATEGY.format(strategy.__name__): strategy not in (SingleDeviceStrategy, DDPStrategy),
+        f"the module's {', '.join(hooks)} would see or change gradients without noise, or steps that the engine "
+        "takes; leave it out": hooks,
+        "a compiled LightningModule can't be clipped; give fit the module itself":
+            getattr(module, "_compiler_ctx", None) is not None,
+    }  # fmt: skip
+    for problem, is_there in found.items():
+        if is_there:
+            raise PrivacyError(problem)
+    _check_precision(str(trainer.precision), options, module.automatic_optimization)
+
+
+def check_accumulation(trainer: Any) -> None:
+    """Raises PrivacyError where several batches would make a step."""
+    schedulers = [each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]
+    if trainer.accumulate_grad_batches != 1 or schedulers:
+        raise PrivacyError(
+            "accumulate_grad_batches makes a step of several batches, and a private step is one sample of the data; "
+            "the batch size of the loader is that of the step, and PrivacyCallback(max_physical_batch_size=...) what "
+            "fits into memory"
+        )
+
+
+def _check_precision(precision: str, options: Mapping[str, Any], engine_steps: bool) -> None:
+    """Raises PrivacyError where a scaler would scale noise or sums, or types aren't known to be exact."""
+    scaled = precision == "16-mixed" and engine_steps and isinstance(options.get("loss_scale"), int | float)
+    if precision not in PRECISIONS and not scaled:
+        raise PrivacyError(
+            f"precision={precision!r} can't be kept; use one of {', '.join(PRECISIONS)}, or '16-mixed' with automatic "
+            "optimization and loss_scale=1024.0, by which the engine scales in place of a GradScaler"
+        )
+
+
+def check_fabric(fabric: lightning.Fabric, options: Mapping[str, Any]) -> None:
+    """Raises PrivacyError for a strategy or a precision that a private training can't keep."""
+    check_options(options)
+    if type(fabric.strategy) not in (FabricSingleDevice, FabricDDP):
+        raise PrivacyError(STRATEGY.format(type(fabric.strategy).__name__))
+    _check_precision(str(fabric.strategy.precision.precision), options, engine_steps=False)

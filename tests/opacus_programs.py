@@ -1,0 +1,139 @@
+"""Programs against Opacus's interface, in the shapes of its examples, and the slow loop that their steps must equal."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+MAX_NORM = 0.5
+
+
+class Names(Dataset):
+    """Sequences of 2 to 7 letters, padded by `padded`."""
+
+    def __init__(self, examples: int) -> None:
+        generator = torch.Generator().manual_seed(3)
+        lengths = torch.randint(2, 8, (examples,), generator=generator).tolist()
+        self.rows = [torch.randint(1, 20, (length,), generator=generator) for length in lengths]
+        self.labels = torch.randint(0, 3, (examples,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, place: int) -> tuple[Tensor, Tensor]:
+        return self.rows[place], self.labels[place]
+
+
+def padded(examples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    return pad_sequence([row for row, _ in examples], batch_first=True), torch.stack([label for _, label in examples])
+
+
+class Characters(nn.Module):
+    """An embedding, a recurrent layer, and a linear layer on its last output."""
+
+    def __init__(self, recurrent: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 6)
+        self.rnn = recurrent(6, 5, num_layers=2, bidirectional=True, batch_first=True)
+        self.out = nn.Linear(10, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.out(self.rnn(self.embedding(inputs))[0][:, -1])
+
+
+class Words(nn.Module):
+    """The mean of word vectors, and two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.pool = nn.Embedding(20, 6), nn.AdaptiveAvgPool1d(1)
+        self.hidden, self.out = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        pooled = self.pool(self.embedding(inputs).transpose(1, 2)).squeeze(2)
+        return self.out(torch.relu(self.hidden(pooled)))
+
+
+def images(_: Any) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 4, 2, padding=1), nn.ReLU(), nn.MaxPool2d(2, 1), nn.Conv2d(4, 6, 2), nn.GroupNorm(2, 6),
+        nn.ReLU(), nn.Flatten(), nn.Linear(6 * 4 * 4, 8), nn.Tanh(), nn.Linear(8, 3),
+    )  # fmt: skip
+
+
+def pictures(examples: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(2)
+    labels = torch.randint(0, 3, (examples,), generator=generator)
+    return TensorDataset(torch.randn(examples, 1, 12, 12, generator=generator, dtype=torch.float64), labels)
+
+
+# By name: model (given the namespace of recurrent layers), data set, collate_fn.
+MODELS: dict[str, tuple[Callable[[Any], nn.Module], Callable[[int], Dataset], Any]] = {
+    "images": (images, pictures, None),
+    "characters": (lambda layers: Characters(layers.DPLSTM), Names, padded),
+    "gated characters": (lambda layers: Characters(layers.DPGRU), Names, padded),
+    "words": (lambda _: Words(), Names, padded),
+}
+
+
+def mean_loss(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def summed_loss(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+@dataclass
+class Step:
+    """One logical batch: its parts, and the parameters before and gradients at the update."""
+
+    batches: list[Any]
+    model: nn.Module
+    grads: list[Tensor] = field(default_factory=list)
+
+
+def train(
+    loader: Iterable[Any], model: nn.Module, optimizer: Any, loss: Callable[[nn.Module, Any], Tensor]
+) -> Iterator[Step]:
+    """The loop of Opacus's examples over one epoch; gives each step as it was taken."""
+    here = Step([], copy.deepcopy(model))
+    optimizer.attach_step_hook(lambda own: here.grads.extend(p.grad.clone() for p in own.params))
+    for batch in loader:
+        optimizer.zero_grad()
+        loss(model, batch).backward()
+        here.batches.append(batch)
+        optimizer.step()
+        if here.grads:
+            yield here
+            here = Step([], copy.deepcopy(model))
+
+
+def by_hand(step: Step, loss: Callable[[nn.Module, Any], Tensor], denominator: float, max_norm: float) -> list[Tensor]:
+    """The clipped sum over ``denominator``, by one backward for each example."""
+    model = step.model
+    parameters = list(model.parameters())
+    total = [torch.zeros_like(parameter) for parameter in parameters]
+    for batch in step.batches:
+        for row in range(len(batch[0])):
+            found = torch.autograd.grad(loss(model, [part[row : row + 1] for part in batch]), parameters)
+            norm = torch.stack([grad.norm() for grad in found]).norm()
+            for into, grad in zip(total, found, strict=True):
+                into += grad * min(1.0, max_norm / float(norm))
+    return [each / denominator for each in total]
+
+
+def private(engine: Any, name: str, layers: Any, examples: int = 40, batch_size: int = 8, **options: Any) -> Any:
+    """What ``make_private`` of an engine makes of the named program, in float64, without noise unless asked for."""
+    torch.manual_seed(0)
+    build, data, collate = MODELS[name]
+    model = build(layers).double()
+    loader = DataLoader(data(examples), batch_size=batch_size, collate_fn=collate)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    options = {"noise_multiplier": 0.0, "max_grad_norm": MAX_NORM, **options}
+    return engine.make_private(module=model, optimizer=optimizer, data_loader=loader, **options)

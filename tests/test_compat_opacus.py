@@ -1,0 +1,231 @@
+"""Programs written for Opacus: a plain loss.backward() clips, charges and steps as losses [B] do."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from opacus_programs import MAX_NORM, MODELS, Step, by_hand, mean_loss, private, summed_loss, train
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ghostclip.compat.opacus import BatchMemoryManager, PrivacyEngine, layers
+from ghostclip.events import FixedSizeGaussian
+
+EXACT = {"rtol": 1e-9, "atol": 1e-12}
+
+
+def assert_by_hand(step: Step, loss: Callable[[nn.Module, Any], Tensor], denominator: float) -> None:
+    torch.testing.assert_close(step.grads, by_hand(step, loss, denominator, MAX_NORM), **EXACT)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_mean_loss_run_backward_is_clipped_example_by_example(name: str) -> None:
+    engine = PrivacyEngine()
+    model, optimizer, loader = private(engine, name, layers)
+    steps = list(train(loader, model, optimizer, mean_loss))
+    assert len(steps) == len(loader) == 5
+    for step in steps:
+        assert_by_hand(step, mean_loss, optimizer.expected_batch_size)
+
+
+def test_a_summed_loss_is_not_divided() -> None:
+    model, optimizer, loader = private(PrivacyEngine(), "images", layers, loss_reduction="sum")
+    for step in train(loader, model, optimizer, summed_loss):
+        assert_by_hand(step, summed_loss, 1)
+
+
+def test_clipping_by_parameter() -> None:
+    norms = [0.1 * (place + 1) for place in range(10)]
+    model, optimizer, loader = private(PrivacyEngine(), "images", layers, clipping="per_layer", max_grad_norm=norms)
+    assert optimizer.max_grad_norm == pytest.approx(float(torch.tensor(norms).norm()))
+    for step in train(loader, model, optimizer, mean_loss):
+        for place, parameter in enumerate(step.model.parameters()):
+            for other in step.model.parameters():
+                other.requires_grad_(other is parameter)
+            alone = [torch.autograd.grad(mean_loss(step.model, [p[i : i + 1] for p in step.batches[0]]), parameter)[0]
+                     for i in range(len(step.batches[0][0]))]  # fmt: skip
+            clipped = sum(each * min(1.0, norms[place] / float(each.norm())) for each in alone)
+            torch.testing.assert_close(step.grads[place], clipped / optimizer.expected_batch_size, **EXACT)
+
+
+@pytest.mark.parametrize("name", ["images", "characters"])
+def test_batch_memory_manager_steps_once_for_all_parts(name: str) -> None:
+    model, optimizer, loader = private(PrivacyEngine(), name, layers, batch_size=20)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=6, optimizer=optimizer) as parts:
+        assert len(parts) == 7
+        steps = list(train(parts, model, optimizer, mean_loss))
+    assert len(steps) == 2
+    for step in steps:
+        assert max(len(batch[0]) for batch in step.batches) <= 6 < sum(len(batch[0]) for batch in step.batches)
+        assert_by_hand(step, mean_loss, 20)
+
+
+def test_what_runs_backward_twice_is_added_up_before_clipping() -> None:
+    model, optimizer, loader = private(PrivacyEngine(), "images", layers)
+    x, y = batch = next(iter(loader))
+    step = Step([batch], copy.deepcopy(model))
+    expected = by_hand(step, lambda model, batch: mean_loss(model, batch) + model(batch[0]).mean(), 8, MAX_NORM)
+    optimizer.attach_step_hook(lambda own: step.grads.extend(p.grad.clone() for p in own.params))
+    outputs = model(x)
+    nn.functional.cross_entropy(outputs, y).backward(retain_graph=True)
+    outputs.mean().backward()
+    optimizer.step()
+    torch.testing.assert_close(step.grads, expected, **EXACT)
+
+
+def test_zero_grad_forgets_what_ran_backward() -> None:
+    model, optimizer, loader = private(PrivacyEngine(), "words", layers)
+    batch = next(iter(loader))
+    step = Step([batch], copy.deepcopy(model))
+    expected = by_hand(step, mean_loss, 8, MAX_NORM)
+    optimizer.attach_step_hook(lambda own: step.grads.extend(p.grad.clone() for p in own.params))
+    (100 * mean_loss(model, batch)).backward()
+    loss = mean_loss(model, batch)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    torch.testing.assert_close(step.grads, expected, **EXACT)
+
+
+def adversaries() -> tuple[nn.Module, nn.Module, Any, Any]:
+    """(generator, private discriminator, its optimizer, loader) in float64."""
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 6)).double()
+    discriminator = nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(0.2, inplace=True), nn.Linear(8, 1), nn.Sigmoid())
+    data = TensorDataset(torch.randn(40, 6, dtype=torch.float64))
+    optimizer = torch.optim.Adam(discriminator.double().parameters(), lr=0.01)
+    engine = PrivacyEngine(accountant="rdp")
+    found = engine.make_private(module=discriminator, optimizer=optimizer, data_loader=DataLoader(data, batch_size=8),
+                                noise_multiplier=0.0, max_grad_norm=MAX_NORM)  # fmt: skip
+    return generator, *found
+
+
+def gan_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Real and generated examples, in two forwards."""
+    real, made = (model(part).squeeze(1) for part in batch)
+    judge = nn.functional.binary_cross_entropy
+    return judge(real, torch.ones_like(real)) + judge(made, torch.zeros_like(made))
+
+
+@pytest.mark.parametrize("first", ["discriminator", "generator"])
+def test_a_discriminator_is_private_and_its_generator_learns_through_it(first: str) -> None:
+    generator, model, optimizer, loader = adversaries()
+    other = torch.optim.SGD(generator.parameters(), lr=0.5)
+    step = Step([], model)
+    optimizer.attach_step_hook(lambda own: step.grads.extend(p.grad.clone() for p in own.params))
+
+    def train_generator(made: Tensor) -> None:
+        # What the discriminator's graph should give, from a copy without hooks.
+        wanted = torch.autograd.grad(-plain(made).log().mean(), list(generator.parameters()), retain_graph=True)
+        other.zero_grad()
+        (-model(made).log().mean()).backward()
+        torch.testing.assert_close([p.grad for p in generator.parameters()], list(wanted), **EXACT)
+        other.step()
+
+    for (real,) in loader:
+        plain = nn.Sequential(*model)
+        if first == "generator":
+            train_generator(generator(torch.randn(len(real), 3).double()))
+        made = generator(torch.randn(len(real), 3).double())
+        optimizer.zero_grad(set_to_none=True)
+        step.batches, step.model, step.grads = [[real, made.detach()]], copy.deepcopy(model), []
+        expected = by_hand(step, gan_loss, optimizer.expected_batch_size, MAX_NORM)
+        gan_loss(model, [real, made.detach()]).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        torch.testing.assert_close(step.grads, expected, **EXACT)
+        if first == "discriminator":
+            train_generator(made)
+            optimizer.zero_grad()
+
+
+def test_an_empty_batch_has_tensors_without_rows_and_a_step_of_noise_alone() -> None:
+    engine = PrivacyEngine()
+    data = TensorDataset(torch.randn(4, 200), torch.randint(0, 50, (4,)))
+    model = nn.Linear(200, 50)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=DataLoader(data, batch_size=1), noise_multiplier=2.0,
+        max_grad_norm=1.5, noise_generator=torch.Generator().manual_seed(1),
+    )  # fmt: skip
+    empty = 0
+    for _ in range(3):
+        for x, y in loader:
+            before = model.weight.detach().clone()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if not len(x):
+                empty += 1
+                assert (x.shape, x.dtype, y.shape, y.dtype) == ((0, 200), torch.float32, (0,), torch.int64)
+                assert float((model.weight.detach() - before).std()) == pytest.approx(2.0 * 1.5, rel=0.05)
+    assert 0 < empty < 12
+    assert sum(steps for _, _, steps in engine.accountant.history) == 12
+
+
+def test_batches_of_one_size_are_charged_as_such() -> None:
+    engine = PrivacyEngine()
+    with pytest.warns(UserWarning, match="replaced by sampling without replacement .8 different examples"):
+        model, optimizer, loader = private(engine, "words", layers, poisson_sampling=False, noise_multiplier=1.0)
+    assert [len(step.batches[0][0]) for step in train(loader, model, optimizer, mean_loss)] == [8] * 5
+    (event,) = engine.accountant.events
+    assert (type(event), event.sample_rate, event.count) == (FixedSizeGaussian, 0.2, 5)
+    again = PrivacyEngine()
+    again.accountant.load_state_dict(engine.accountant.state_dict())
+    assert again.get_epsilon(1e-5) == engine.get_epsilon(1e-5) > 0
+
+
+def test_a_batch_size_that_does_not_divide_the_data() -> None:
+    model, optimizer, loader = private(PrivacyEngine(), "words", layers, examples=45)
+    assert (len(loader), loader.sample_rate, optimizer.expected_batch_size) == (6, 1 / 6, 7)
+    for step in train(loader, model, optimizer, mean_loss):
+        assert_by_hand(step, mean_loss, 7)
+
+
+def test_examples_in_the_second_dimension() -> None:
+    data = TensorDataset(torch.randn(30, 4, 3, dtype=torch.float64))
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+    def positions_first(examples: list[tuple[Tensor]]) -> Tensor:
+        return torch.stack([example for (example,) in examples], 1)
+
+    model, optimizer, loader = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), noise_multiplier=0.0,
+        max_grad_norm=MAX_NORM, data_loader=DataLoader(data, batch_size=10, collate_fn=positions_first),
+        batch_first=False,
+    )  # fmt: skip
+    for inputs in loader:
+        step = Step([[inputs.transpose(0, 1)]], copy.deepcopy(model))
+        expected = by_hand(step, lambda model, batch: model(batch[0]).square().mean(), 10, MAX_NORM)
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        torch.testing.assert_close([p.grad for p in model.parameters()], expected, **EXACT)
+
+
+def test_noise_from_a_cipher() -> None:
+    pytest.importorskip("cryptography")
+    engine = PrivacyEngine(secure_mode=True)
+    model, optimizer, loader = private(engine, "words", layers, noise_multiplier=1.0)
+    assert len(list(train(loader, model, optimizer, mean_loss))) == 5
+    assert 0 < engine.get_epsilon(1e-5) < float("inf")
+
+
+def test_the_optimizer_has_what_programs_ask_of_opacus_s() -> None:
+    model, optimizer, loader = private(PrivacyEngine(), "words", layers, noise_multiplier=1.5)
+    assert (optimizer.noise_multiplier, optimizer.max_grad_norm, optimizer.accumulated_iterations) == (1.5, MAX_NORM, 1)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.state_dict() == optimizer.original_optimizer.state_dict()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    assert len(list(train(loader, model, optimizer, mean_loss))) == 5
+    schedule.step()
+    assert optimizer.original_optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
+def test_the_mode_ghost_returns_the_criterion() -> None:
+    criterion = nn.CrossEntropyLoss()
+    model, _, returned, _ = private(PrivacyEngine(), "words", layers, grad_sample_mode="ghost", criterion=criterion)
+    assert returned is criterion
+    assert model._module is model

@@ -1,0 +1,184 @@
+"""Accountants, checkpoints and the validator under Opacus's names."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from opacus_programs import Characters, mean_loss, private, train
+from scipy.special import comb, logsumexp
+from torch import nn
+
+import ghostclip
+from ghostclip import accounting
+from ghostclip.compat.opacus import (
+    DPLSTM,
+    DPMultiheadAttention,
+    ModuleValidator,
+    PrivacyEngine,
+    PRVAccountant,
+    RDPAccountant,
+    from_opacus,
+    import_history,
+    layers,
+)
+from ghostclip.events import SampledGaussian
+from ghostclip.ledger import Ledger
+
+
+@pytest.mark.parametrize(("noise", "rate"), [(1.0, 0.01), (0.6, 0.05), (2.0, 0.5), (1.5, 1.0)])
+def test_divergences_are_the_binomial_sums(noise: float, rate: float) -> None:
+    accountant = RDPAccountant()
+    accountant.load_state_dict({"history": [(noise, rate, 100)]})
+    for order in (2, 5, 20):
+        terms = [
+            (math.log(comb(order, k)) + (k * k - k) / (2 * noise**2), rate**k * (1 - rate) ** (order - k))
+            for k in range(order + 1)
+        ]
+        exponents, factors = zip(*terms, strict=True)
+        divergence = 100 * logsumexp(exponents, b=factors) / (order - 1)
+        wanted = divergence - (math.log(1e-5) + math.log(order)) / (order - 1) + math.log1p(-1 / order)
+        found, best = accountant.get_privacy_spent(delta=1e-5, alphas=[order])
+        assert best == order
+        assert found == pytest.approx(max(0.0, wanted), rel=1e-9)
+
+
+def test_epsilon_is_that_of_the_steps_charged() -> None:
+    for kind in ("prv", "rdp"):
+        engine = PrivacyEngine(accountant=kind)
+        assert engine.get_epsilon(1e-5) == 0
+        model, optimizer, loader = private(engine, "words", layers, noise_multiplier=1.2)
+        list(train(loader, model, optimizer, mean_loss))
+        assert engine.accountant.history == [(1.2, 0.2, 5)]
+        other = PRVAccountant() if kind == "prv" else RDPAccountant()
+        for _ in range(5):
+            other.step(noise_multiplier=1.2, sample_rate=0.2)
+        assert engine.get_epsilon(1e-5) == other.get_epsilon(1e-5)
+    pld = accounting.epsilon(noise_multiplier=1.2, sample_rate=0.2, steps=5, delta=1e-5)
+    assert PRVAccountant().get_epsilon(1e-5) == 0 < pld < engine.get_epsilon(1e-5)
+
+
+class WithEpsilon:
+    """``make_private_with_epsilon`` where `private` calls ``make_private``."""
+
+    def __init__(self, engine: PrivacyEngine) -> None:
+        self._engine = engine
+
+    def make_private(self, *, noise_multiplier: float, **options: object) -> object:
+        return self._engine.make_private_with_epsilon(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("accountant", "poisson_sampling"), [("prv", True), ("rdp", True), ("rdp", False)])
+@pytest.mark.filterwarnings("ignore:the DataLoader's")
+def test_make_private_with_epsilon_spends_the_target_in_its_epochs(accountant: str, poisson_sampling: bool) -> None:
+    engine = PrivacyEngine(accountant=accountant)
+    model, optimizer, loader = private(
+        WithEpsilon(engine), "words", layers, target_epsilon=4.0, target_delta=1e-5, epochs=3,
+        poisson_sampling=poisson_sampling,
+    )  # fmt: skip
+    for _ in range(3):
+        list(train(loader, model, optimizer, mean_loss))
+    assert 3.99 < engine.get_epsilon(1e-5) <= 4.0
+
+
+def test_an_opacus_history_counts_in_a_ledger(tmp_path: Path) -> None:
+    path = tmp_path / "run.ledger"
+    state = {"history": [(1.0, 0.01, 70), (2.0, 0.02, 3)], "mechanism": "rdp"}
+    import_history(state, path)
+    assert Ledger(path).events == [SampledGaussian(0.01, 1.0, 70), SampledGaussian(0.02, 2.0, 3)]
+    model = nn.Linear(3, 2)
+    data = torch.utils.data.TensorDataset(torch.randn(20, 3))
+    engine = ghostclip.PrivacyEngine(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), data, batch_size=5, noise_multiplier=1.0, ledger=path
+    )
+    accountant = PRVAccountant()
+    accountant.load_state_dict(state)
+    assert engine.epsilon(1e-5) == accountant.get_epsilon(1e-5) > 0
+
+
+def test_a_history_that_is_none() -> None:
+    with pytest.raises(ValueError, match="must have a history"):
+        RDPAccountant().load_state_dict({"mechanism": "rdp"})
+
+
+def test_checkpoints_forget_nothing(tmp_path: Path) -> None:
+    engine = PrivacyEngine(accountant="rdp")
+    model, optimizer, loader = private(engine, "words", layers, noise_multiplier=1.0)
+    list(train(loader, model, optimizer, mean_loss))
+    engine.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer, checkpoint_dict={"epoch": 1})
+    again = PrivacyEngine(accountant="rdp")
+    other, its, batches = private(again, "words", layers, noise_multiplier=1.0)
+    list(train(batches, other, its, mean_loss))
+    stored = again.load_checkpoint(path=tmp_path / "run.pt", module=other, optimizer=its)
+    assert stored["epoch"] == 1
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+    assert again.accountant.history == [(1.0, 0.2, 10)]
+    list(train(batches, other, its, mean_loss))
+    assert again.accountant.history == [(1.0, 0.2, 15)]
+
+
+def opacus_names(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state of `Characters` as Opacus's wrapper and its recurrent layer name it."""
+    found = {}
+    for name, value in model.state_dict().items():
+        if name.startswith("rnn."):
+            kind, side, cell = name.removeprefix("rnn.").split("_", 2)
+            name = f"rnn.{cell}.{side}.{kind}"
+        found[f"_module.{name}"] = value
+    return found
+
+
+def test_names_of_wrapped_models_and_recurrent_cells() -> None:
+    model = Characters(DPLSTM)
+    stored = opacus_names(model)
+    assert "_module.rnn.l1_reverse.hh.bias" in stored
+    assert from_opacus(stored).keys() == model.state_dict().keys()
+    own = Characters(DPLSTM)
+    own.load_state_dict({name.removeprefix("_module."): value for name, value in stored.items()})
+    private_one = private(PrivacyEngine(), "characters", layers)[0]
+    private_one.load_state_dict(stored)
+    for loaded in (own, private_one):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(loaded.state_dict()[name], value, check_dtype=False)
+    assert from_opacus(model.state_dict()).keys() == model.state_dict().keys()
+    with pytest.raises(RuntimeError, match="Missing key"):
+        own.load_state_dict({"rnn.l0.ih.weight": stored["_module.rnn.l0.ih.weight"]})
+
+
+def test_names_of_attention() -> None:
+    layer = DPMultiheadAttention(4, 2, add_bias_kv=True)
+    weights, biases = layer.in_proj_weight.detach().chunk(3), layer.in_proj_bias.detach().chunk(3)
+    stored = {f"{letter}linear.weight": value for letter, value in zip("qkv", weights, strict=True)}
+    stored |= {f"{letter}linear.bias": value for letter, value in zip("qkv", biases, strict=True)}
+    stored |= {f"seq_bias_{letter}.bias": getattr(layer, f"bias_{letter}").detach().flatten() for letter in "kv"}
+    stored |= {f"out_proj.{kind}": value for kind, value in layer.out_proj.state_dict().items()}
+    other = DPMultiheadAttention(4, 2, add_bias_kv=True)
+    other.load_state_dict(stored)
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in layer.state_dict().items())
+
+
+def test_the_validator_replaces_what_mixes_examples() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 48, 3), nn.Sequential(nn.BatchNorm2d(48), nn.InstanceNorm2d(48, track_running_stats=True))
+    )
+    assert not ModuleValidator.is_valid(model)
+    with pytest.raises(ghostclip.UnsupportedModelError, match="BatchNorm"):
+        ModuleValidator.validate(model, strict=True)
+    fixed = ModuleValidator.fix_and_validate(model)
+    assert (fixed[1][0].num_groups, fixed[1][0].num_channels) == (16, 48)
+    assert isinstance(model[1][0], nn.BatchNorm2d)
+    assert torch.equal(fixed[0].weight, model[0].weight)
+    assert ModuleValidator.fix(model, num_groups=4)[1][0].num_groups == 4
+    assert not ModuleValidator.is_valid(fixed.eval())
+    engine = PrivacyEngine()
+    assert not engine.is_compatible(module=model, optimizer=None, data_loader=None)
+    assert engine.is_compatible(module=engine.get_compatible_module(model))
+    with pytest.raises(TypeError, match="num_groups as its only option"):
+        ModuleValidator.fix(model, replace_bn_with_in=True)
+
+
+def test_the_page_has_the_table_that_was_measured() -> None:
+    root = Path(ghostclip.__file__).parents[1]
+    measured = (root / "experiments/results/opacus_examples.md").read_text()
+    assert measured.count("\n") > 7
+    assert (root / "docs/coming_from_opacus.md").read_text().endswith(f"{measured}")

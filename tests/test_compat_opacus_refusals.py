@@ -1,0 +1,269 @@
+"""What a plain loss.backward() can't make private is refused, with a sentence that says what to do."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from opacus_programs import MAX_NORM, Step, by_hand, mean_loss, private, train
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ghostclip
+from ghostclip.compat.opacus import BatchMemoryManager, PrivacyEngine, layers
+from ghostclip.errors import GradientLeakError, LossShapeError, PrivacyError, UnsupportedModelError
+
+
+def step(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    optimizer.zero_grad()
+    mean_loss(model, batch).backward()
+    optimizer.step()
+
+
+def words(**options: Any) -> Any:
+    return private(PrivacyEngine(), "words", layers, **options)
+
+
+def test_a_step_without_backward() -> None:
+    _, optimizer, loader = words()
+    next(iter(loader))
+    with pytest.raises(PrivacyError, match=r"without loss\.backward\(\) of this batch"):
+        optimizer.step()
+
+
+def test_a_step_outside_of_the_loop() -> None:
+    model, optimizer, loader = words()
+    with pytest.raises(PrivacyError, match="in a loop over the data_loader"):
+        optimizer.step()
+    batches = iter(loader)
+    batch = next(batches)
+    step(model, optimizer, batch)
+    with pytest.raises(PrivacyError, match="in a loop over the data_loader"):
+        step(model, optimizer, batch)
+
+
+def test_a_batch_that_is_left_out() -> None:
+    engine = PrivacyEngine()
+    model, optimizer, loader = private(engine, "words", layers, noise_multiplier=1.0)
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(PrivacyError, match="neither charged nor released"):
+        next(batches)
+    loader.discard()
+    step(model, optimizer, next(iter(loader)))
+    assert engine.accountant.history == [(1.0, 0.2, 2)]
+
+
+def test_a_part_that_is_left_out() -> None:
+    model, optimizer, loader = words(batch_size=20)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer) as parts:
+        batches = iter(parts)
+        before = copy.deepcopy(model.state_dict())
+        step(model, optimizer, next(batches))
+        next(batches)
+        with pytest.raises(PrivacyError, match="neither charged nor released"):
+            next(batches)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_an_exception_in_the_loop_leaves_nothing_behind() -> None:
+    model, optimizer, loader = words()
+
+    def interrupted() -> None:
+        for batch in loader:
+            mean_loss(model, batch).backward()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    batch = next(iter(loader))
+    found = copy.deepcopy(model)
+    mean_loss(model, batch).backward()
+    optimizer.step()
+    expected = by_hand(Step([batch], found), mean_loss, 8, MAX_NORM)
+    torch.testing.assert_close([p.grad for p in model.parameters()], expected)
+    optimizer.zero_grad()
+    assert len(list(train(loader, model, optimizer, mean_loss))) == 5
+
+
+def test_a_term_on_the_weights_themselves() -> None:
+    model, optimizer, loader = words()
+    batch = next(iter(loader))
+    (mean_loss(model, batch) + model.out.weight.square().sum()).backward()
+    with pytest.raises(GradientLeakError, match=r"out\.weight"):
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:the DataLoader's")
+def test_outputs_of_an_earlier_batch() -> None:
+    model, optimizer, loader = words(poisson_sampling=False)
+    batches = iter(loader)
+    batch = next(batches)
+    earlier = mean_loss(model, batch)
+    step(model, optimizer, batch)
+    batch = next(batches)
+    with pytest.raises(PrivacyError, match="outputs of an earlier batch"):
+        (mean_loss(model, batch) + earlier).backward()
+
+
+def test_a_part_of_the_model_called_by_itself() -> None:
+    model, optimizer, loader = words()
+    x, y = next(iter(loader))
+    hidden = torch.relu(model.hidden(model.embedding(x).mean(1)))
+    nn.functional.cross_entropy(model.out(hidden), y).backward()
+    with pytest.raises(PrivacyError, match=r"without loss\.backward\(\)"):
+        optimizer.step()
+
+
+def test_a_penalty_on_the_gradient() -> None:
+    model, _, loader = private(PrivacyEngine(), "images", layers)
+    x, _ = next(iter(loader))
+    x.requires_grad_()
+    with pytest.raises(PrivacyError, match="create_graph=True"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+
+class OwnLoss(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
+class Mixing(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        return out - out.mean(0)
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "says"),
+    [(OwnLoss, LossShapeError, "has shape \\[\\]"), (Mixing, UnsupportedModelError, "mix|depend")],
+)
+def test_outputs_that_do_not_belong_to_examples(model: Any, error: Any, says: str) -> None:
+    module = model(3, 2)
+    data = DataLoader(TensorDataset(torch.randn(30, 3)), batch_size=10)
+    module, optimizer, loader = PrivacyEngine().make_private(
+        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), data_loader=data, noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )  # fmt: skip
+    (x,) = next(iter(loader))
+    module(x).square().mean().backward()
+    with pytest.raises(error, match=says):
+        optimizer.step()
+
+
+def test_scalar_losses_stay_refused_elsewhere() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(LossShapeError, match="shape exactly"):
+        ghostclip.GhostClipper(model).backward(model(torch.randn(4, 3)).mean())
+
+
+def test_parameters_that_moved_elsewhere() -> None:
+    engine = PrivacyEngine()
+    model, optimizer, loader = private(engine, "words", layers)
+    list(train(loader, model, optimizer, mean_loss))
+    model.load_state_dict(model.state_dict())
+    with pytest.raises(PrivacyError, match="changed outside"):
+        engine.get_epsilon(1e-5)
+    engine.accept_parameters()
+    assert engine.get_epsilon(1e-5) == float("inf")
+
+
+def test_a_skip_signal_that_contradicts_the_batch() -> None:
+    model, optimizer, loader = words()
+    batch = next(iter(loader))
+    optimizer.signal_skip_step(do_skip=True)
+    with pytest.raises(PrivacyError, match="BatchMemoryManager"):
+        step(model, optimizer, batch)
+
+
+def test_numbers_that_charges_are_made_from_stay() -> None:
+    _, optimizer, _ = words()
+    for name in ("noise_multiplier", "max_grad_norm", "expected_batch_size", "loss_reduction"):
+        with pytest.raises(AttributeError, match=r"make_private\(\) again|no setter|can't set"):
+            setattr(optimizer, name, 0.0)
+    with pytest.raises(AttributeError, match="per_example_grads"):
+        _ = optimizer.grad_samples
+
+
+def test_a_data_set_without_a_length() -> None:
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Any:
+            yield torch.zeros(3)
+
+    model = nn.Linear(3, 2)
+    with pytest.raises(PrivacyError, match="can't be read at random"):
+        PrivacyEngine().make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), noise_multiplier=1.0,
+            data_loader=DataLoader(Stream()), max_grad_norm=1.0,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"loss_reduction": "none"}, ValueError, "loss_reduction"),
+        ({"clipping": "adaptive"}, ValueError, "Adaptive"),
+        ({"clipping": "per_layer"}, ValueError, "a list of 5 norms"),
+        ({"grad_sample_mode": "no_op"}, ValueError, "per_example_grads"),
+        ({"wrap_model": False}, ValueError, "same object"),
+        ({"rand_on_empty": True}, ValueError, "without rows"),
+        ({"max_grad_nrom": 1.0}, TypeError, "max_grad_nrom"),
+    ],
+)
+def test_options_without_a_meaning(options: dict[str, Any], error: Any, says: str) -> None:
+    with pytest.raises(error, match=says):
+        words(**options)
+
+
+def test_foreign_loaders_and_accountants() -> None:
+    model, optimizer, _ = words()
+    with pytest.raises(TypeError, match="make_private"):
+        BatchMemoryManager(data_loader=[1], max_physical_batch_size=2, optimizer=optimizer)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="central-limit"):
+        PrivacyEngine(accountant="gdp")
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with pytest.raises(UnsupportedModelError, match="BatchNorm"):
+        PrivacyEngine().make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), noise_multiplier=1.0,
+            data_loader=DataLoader(TensorDataset(torch.randn(4, 2))), max_grad_norm=1.0,
+        )  # fmt: skip
+
+
+def test_noise_and_samples_that_can_be_foretold_are_charged_as_none() -> None:
+    def run() -> tuple[PrivacyEngine, list[torch.Tensor]]:
+        engine = PrivacyEngine()
+        model, optimizer, loader = private(
+            engine, "words", layers, noise_multiplier=1.0, noise_generator=torch.Generator().manual_seed(5)
+        )
+        list(train(loader, model, optimizer, mean_loss))
+        return engine, list(model.parameters())
+
+    (engine, first), (_, second) = run(), run()
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert engine.get_epsilon(1e-5) == float("inf")
+
+
+def test_unpredictable_noise_has_no_generator() -> None:
+    with pytest.raises(ValueError, match="leave one out"):
+        private(PrivacyEngine(secure_mode=True), "words", layers, noise_generator=torch.Generator())
+
+
+def test_a_copy_of_the_model_is_a_model_alone() -> None:
+    model, optimizer, loader = words()
+    batch = next(iter(loader))
+    other = copy.deepcopy(model)
+    mean_loss(other, batch).backward()
+    assert all(parameter.grad is not None for parameter in other.parameters())
+    assert other._module is other
+    with pytest.raises(PrivacyError, match=r"without loss\.backward\(\)"):
+        optimizer.step()
+
+
+def test_detach_takes_everything_off() -> None:
+    engine = PrivacyEngine()
+    model, optimizer, loader = private(engine, "words", layers)
+    list(train(loader, model, optimizer, mean_loss))
+    engine.detach()
+    model(torch.ones(2, 3, dtype=torch.long)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert engine.accountant.history == [(0.0, 0.2, 5)]

@@ -1,0 +1,240 @@
+"""PrivateTrainer: clipped gradients against a loop over single examples, losses, logs, what Trainer does besides."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from tiny_trainers import (  # noqa: E402
+    IGNORED,
+    bert,
+    charged,
+    data,
+    gpt2,
+    image,
+    labelled_text,
+    labelled_tokens,
+    masked_text,
+    repeatable,
+    t5,
+    text,
+    tokens,
+    trainer,
+    translation,
+    vit,
+)  # fmt: skip # isort: skip
+
+from ghostclip.integrations.huggingface import PrivacyArguments  # noqa: E402
+from ghostclip.integrations.huggingface_losses import losses_for  # noqa: E402
+
+CASES = {
+    "causal language model": (gpt2, text, 1),
+    "masked language model": (lambda: bert("MaskedLM"), masked_text, 0),
+    "token classification": (lambda: bert("TokenClassification"), labelled_tokens, 0),
+    "sequence classification": (lambda: bert("SequenceClassification"), labelled_text, None),
+    "image classification": (vit, image, None),
+    "sequence to sequence": (t5, translation, 0),
+}
+CLIPPING = 0.3
+
+
+def hand_loss(model, example, shift):
+    """The loss of one example, token by token, by the definition."""
+    inputs = {name: value[None] for name, value in example.items()}
+    if not model.config.is_encoder_decoder:
+        inputs.pop("labels")
+    logits = model(**inputs).logits[0]
+    if shift is None:
+        return -logits.log_softmax(-1)[example["labels"]]
+    wanted = [(place - shift, int(label)) for place, label in enumerate(example["labels"]) if label != IGNORED]
+    losses = [-logits[place].log_softmax(-1)[label] for place, label in wanted if place >= 0]
+    return torch.stack(losses).mean() if losses else logits.sum() * 0
+
+
+def clipped_mean(model, examples, shift):
+    """The sum of clipped gradients over the number of examples, by a loop over them; and the norms."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    total, norms = [torch.zeros_like(parameter) for parameter in parameters], []
+    for example in examples:
+        found = torch.autograd.grad(hand_loss(model, example, shift), parameters, allow_unused=True)
+        grads = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+        norms.append(math.sqrt(sum(float(grad.square().sum()) for grad in grads)))
+        for sum_, grad in zip(total, grads, strict=True):
+            sum_ += grad * min(1.0, CLIPPING / norms[-1] if norms[-1] else 1.0)
+    return [sum_ / len(examples) for sum_ in total], norms
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_the_clipped_sum_of_a_loop_over_examples(name, tmp_path):
+    build, example, shift = CASES[name]
+    model, examples = build().double(), data(example)
+    expected, norms = clipped_mean(model, examples, shift)
+    assert max(norms) > CLIPPING
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    privacy = PrivacyArguments(noise_multiplier=0.0, clipping=CLIPPING)
+    trainer(tmp_path, model, examples, privacy, max_steps=1).train()
+    exact = {"rtol": 1e-4, "atol": 1e-6} if name == "sequence to sequence" else {"rtol": 1e-5, "atol": 1e-11}
+    for was, now, grad in zip(before, model.parameters(), expected, strict=True):
+        # The weights are clipped with a margin for rounding, of some 1e-6.
+        torch.testing.assert_close((was - now.detach()) / 0.5, grad, **exact)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_are_those_of_the_model_on_single_examples(name):
+    build, example, _ = CASES[name]
+    model, examples = build(), data(example)
+    if name == "image classification":
+        examples = [{**each, "pixel_values": each["pixel_values"].float()} for each in examples]
+    batch = {key: torch.stack([each[key] for each in examples]) for key in examples[0]}
+    own = [model(**{key: value[None] for key, value in each.items()}).loss for each in examples]
+    torch.testing.assert_close(losses_for(model)(model, batch), torch.stack(own), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("labels", "kind"), [(1, None), (3, "regression"), (3, "multi_label_classification")])
+def test_losses_of_numbers_and_of_several_labels(labels, kind):
+    config = transformers.BertConfig(**bert("MaskedLM").config.to_dict() | {"num_labels": labels, "problem_type": kind})
+    model = transformers.BertForSequenceClassification(config).eval()
+    batch = {"input_ids": torch.stack([tokens() for _ in range(4)]), "labels": torch.rand(4, labels).round()}
+    found = losses_for(model)(model, batch)
+    own = [model(**{key: value[row : row + 1] for key, value in batch.items()}).loss for row in range(4)]
+    torch.testing.assert_close(found, torch.stack(own))
+
+
+def test_an_example_without_labels_has_a_loss_of_zero():
+    model, batch = gpt2(), {"input_ids": torch.stack([tokens() for _ in range(3)])}
+    labels = batch["input_ids"].clone()
+    labels[1] = IGNORED
+    losses = losses_for(model)(model, {**batch, "labels": labels})
+    assert losses[1] == 0
+    assert (losses[[0, 2]] > 0).all()
+
+
+def test_losses_may_be_the_user_s(tmp_path):
+    seen = []
+
+    def double(model, inputs):
+        labels = inputs.pop("labels")
+        losses = F.cross_entropy(model(**inputs).logits, labels, reduction="none")
+        seen.append(losses.shape)
+        return 2 * losses
+
+    trainer(tmp_path, bert("SequenceClassification"), data(labelled_text), compute_losses=double, max_steps=1).train()
+    assert seen == [(2,)] * 3
+
+
+def test_log_rows_have_epsilon_and_nothing_private(tmp_path):
+    subject = trainer(tmp_path, privacy=PrivacyArguments(noise_multiplier=2.0, target_delta=1e-2), max_steps=2)
+    output = subject.train()
+    epsilon = [row["epsilon"] for row in subject.state.log_history]
+    assert epsilon == sorted(epsilon)
+    assert 0 < epsilon[0] < epsilon[-1] == subject.engine.epsilon()
+    private = {"loss", "train_loss", "grad_norm", "total_flos", "private_loss"}
+    assert not any(private & set(row) for row in [*subject.state.log_history, output.metrics])
+    assert math.isnan(output.training_loss)
+    assert subject.state.total_flos == 0
+
+
+def test_a_private_loss_is_logged_on_request_only(tmp_path):
+    model, examples = gpt2(), data()
+    batch = {key: torch.stack([each[key] for each in examples]) for key in examples[0]}
+    with torch.no_grad():
+        mean = float(losses_for(model)(model, batch).mean())
+    subject = trainer(tmp_path, model, examples, repeatable(log_private_loss=True), max_steps=1)
+    output = subject.train()
+    assert subject.state.log_history[0]["private_loss"] == pytest.approx(mean, rel=1e-5)
+    assert output.training_loss == pytest.approx(mean, rel=1e-5)
+    assert output.metrics["private_train_loss"] == pytest.approx(mean, rel=1e-5)
+
+
+def test_the_logical_batch_is_that_of_a_device_times_accumulation(tmp_path):
+    subject = trainer(tmp_path, examples=data(count=40), max_steps=-1, num_train_epochs=1.5)
+    sizes = []
+
+    class Sizes(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            sizes.append(subject.engine._steps.release.batch.sizes)
+
+    subject.add_callback(Sizes())
+    subject.train()
+    assert subject.engine.batch_size == 6
+    assert subject.state.global_step == subject.engine.steps_taken == math.ceil(1.5 * round(40 / 6))
+    assert all(size <= 2 for each in sizes for size in each)
+    assert len({sum(each) for each in sizes}) > 1
+    assert subject.state.epoch == pytest.approx(11 / 7)
+
+
+def test_empty_logical_batches_are_steps_of_noise(tmp_path):
+    model = gpt2()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    subject = trainer(
+        tmp_path, model, data(count=400), per_device_train_batch_size=1, gradient_accumulation_steps=1, max_steps=6
+    )
+    empty = []
+
+    class Counts(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            empty.append(not subject.engine._steps.release.batch.sizes)
+
+    subject.add_callback(Counts())
+    subject.train()
+    assert any(empty)
+    assert subject.engine.steps_taken == 6
+    assert all(not torch.equal(was, now) for was, now in zip(before, model.parameters(), strict=True))
+
+
+def test_training_twice_adds_up(tmp_path):
+    subject = trainer(tmp_path, privacy=PrivacyArguments(noise_multiplier=5.0, self_check=False))
+    subject.train()
+    subject.train()
+    assert sum(event.count for event in subject.engine.events) == 6
+    assert charged(tmp_path / "privacy.ledger") == 6
+
+
+def test_training_ends_when_the_budget_does(tmp_path, caplog):
+    privacy = PrivacyArguments(noise_multiplier=1.0, target_delta=1e-2, max_epsilon=10.0, self_check=False)
+    subject = trainer(tmp_path, privacy=privacy, max_steps=60, logging_strategy="no")
+    subject.train()
+    assert 0 < subject.state.global_step < 60
+    assert subject.engine.epsilon() <= 10 < subject.engine.forecast(1)
+    assert "training ends after step" in caplog.text
+
+
+def test_max_grad_norm_is_overridden_with_a_log_line(tmp_path, caplog):
+    assert trainer(tmp_path, max_grad_norm=0.7).args.max_grad_norm == 0
+    assert "max_grad_norm=0.7 of TrainingArguments is overridden" in caplog.text
+
+
+def test_the_model_card_states_the_guarantee(tmp_path):
+    subject = trainer(tmp_path, privacy=PrivacyArguments(noise_multiplier=2.0, target_delta=1e-2, clipping=0.25))
+    subject.train()
+    subject.create_model_card(model_name="tiny")
+    card = (tmp_path / "README.md").read_text()
+    assert subject.engine.guarantee() in card
+    assert "Flat(max_norm=0.25)" in card
+
+
+def test_a_saved_model_is_a_plain_one(tmp_path):
+    subject = trainer(tmp_path)
+    subject.train()
+    subject.save_model(str(tmp_path / "saved"))
+    plain = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
+    ids = tokens()[None]
+    assert type(plain.transformer.ln_f) is torch.nn.LayerNorm
+    with torch.no_grad():
+        assert torch.equal(plain.eval()(ids).logits, subject.model.eval()(ids).logits)
+    assert subject.model.generate(ids, max_new_tokens=3, do_sample=False).tolist() == (
+        plain.generate(ids, max_new_tokens=3, do_sample=False).tolist()
+    )
+
+
+def test_evaluation_during_training(tmp_path):
+    subject = trainer(tmp_path, more={"eval_dataset": data()}, eval_strategy="steps", eval_steps=1)
+    subject.train()
+    rows = [row for row in subject.state.log_history if "eval_loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all("epsilon" in row for row in rows)
+    assert subject.evaluate()["eval_loss"] == pytest.approx(rows[-1]["eval_loss"])

@@ -1,0 +1,203 @@
+"""Checkpoints of PrivateTrainer: a resumed training is the uninterrupted one, and no charge is forgotten."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("safetensors")
+
+from tiny_trainers import charged, data, gpt2, repeatable, trainer  # noqa: E402
+
+from ghostclip.errors import BudgetExceededError, LedgerError, PrivacyError  # noqa: E402
+from ghostclip.integrations.huggingface import PrivacyArguments  # noqa: E402
+
+TESTS = Path(__file__).resolve().parent
+
+
+class Stop(transformers.TrainerCallback):
+    """Ends the training after a step, as a crash would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def run(folder, resume=None, stop=None, dropout=0.2, count=30, **options):
+    """A training of 12 steps, 5 an epoch, from the same weights, with a checkpoint every 2 steps."""
+    torch.manual_seed(1)
+    settings = {"max_steps": 12, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear", **options}
+    privacy = settings.pop("privacy", None) or repeatable()
+    subject = trainer(folder, gpt2(dropout), data(count=count), privacy, **settings)
+    if stop is not None:
+        subject.add_callback(Stop(stop))
+        with pytest.raises(KeyboardInterrupt):
+            subject.train()
+    else:
+        subject.train(resume)
+    return subject
+
+
+@pytest.mark.parametrize(("stop", "optim"), [(4, "adamw_torch"), (5, "sgd"), (10, "adamw_torch")])
+def test_a_resumed_training_is_the_uninterrupted_one(stop, optim, tmp_path):
+    whole = run(tmp_path / "whole", optim=optim, learning_rate=0.01)
+    run(tmp_path / "parts", stop=stop, optim=optim, learning_rate=0.01)
+    resumed = run(tmp_path / "parts", resume=True, optim=optim, learning_rate=0.01)
+    assert resumed.state.global_step == 12
+    for this, that in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        # Strategies are chosen by measured time and round differently; another batch or noise would differ by 1e-2.
+        torch.testing.assert_close(this, that, rtol=0, atol=1e-6)
+    assert [row["learning_rate"] for row in whole.state.log_history[:-1]] == [
+        row["learning_rate"] for row in resumed.state.log_history[:-1]
+    ]
+    assert resumed.state.log_history[-2]["epoch"] == whole.state.log_history[-2]["epoch"] == pytest.approx(12 / 5)
+
+
+def test_steps_after_the_last_checkpoint_stay_charged(tmp_path):
+    private = PrivacyArguments(noise_multiplier=20.0, self_check=False)
+    run(tmp_path, stop=5, privacy=private, logging_strategy="no")
+    resumed = run(tmp_path, resume=True, privacy=private, logging_strategy="no")
+    assert resumed.state.global_step == 12
+    assert charged(tmp_path / "privacy.ledger") == 13 == sum(event.count for event in resumed.engine.events)
+
+
+def test_a_training_within_a_target_ends_early_for_them(tmp_path, caplog):
+    private = PrivacyArguments(target_epsilon=5.0, target_delta=1e-2, self_check=False)
+    options = {
+        "privacy": private,
+        "logging_strategy": "no",
+        "count": 6,
+    }  # every example in every batch: quickly charged
+    run(tmp_path, stop=5, **options)
+    resumed = run(tmp_path, resume=True, **options)
+    assert resumed.state.global_step == 11
+    assert resumed.engine.epsilon() <= 5
+    assert "training ends after step 11 of 12" in caplog.text
+    with pytest.raises(BudgetExceededError, match="all 12 planned steps"):
+        run(tmp_path, **options)
+
+
+def test_a_checkpoint_that_was_not_written_to_its_end_is_left_out(tmp_path, caplog):
+    run(tmp_path, stop=7)
+    (tmp_path / "checkpoint-6" / "trainer_state.json").write_text('{"epoch": 1')
+    shutil.rmtree(tmp_path / "checkpoint-4" / "privacy")
+    resumed = run(tmp_path, resume=True)
+    assert resumed.engine.steps_taken == 12
+    assert [name for name in ("checkpoint-6", "checkpoint-4", "checkpoint-2") if name in caplog.text] == [
+        "checkpoint-6", "checkpoint-4",
+    ]  # fmt: skip
+
+
+def test_a_checkpoint_without_privacy_state_is_refused(tmp_path):
+    run(tmp_path, stop=3)
+    shutil.rmtree(tmp_path / "checkpoint-2" / "privacy")
+    with pytest.raises(PrivacyError, match="has no privacy state"):
+        run(tmp_path, resume=str(tmp_path / "checkpoint-2"))
+    with pytest.raises(PrivacyError, match="there is no checkpoint with a privacy state"):
+        run(tmp_path, resume=True)
+
+
+def test_a_checkpoint_without_its_ledger_is_refused(tmp_path):
+    run(tmp_path, stop=3)
+    (tmp_path / "privacy.ledger").unlink()
+    with pytest.raises(LedgerError, match="doesn't have what it had"):
+        run(tmp_path, resume=True)
+
+
+def test_a_checkpoint_of_other_noise_is_refused(tmp_path):
+    run(tmp_path, stop=3)
+    with pytest.raises(PrivacyError, match=r"noise_multiplier is 1\.0 in it and 2\.0 here"):
+        run(tmp_path, resume=True, privacy=repeatable(noise_multiplier=2.0))
+
+
+def test_old_checkpoints_are_removed_and_the_best_model_comes_back(tmp_path, caplog):
+    torch.manual_seed(1)
+    subject = trainer(
+        tmp_path, gpt2(), data(), more={"eval_dataset": data()}, save_strategy="steps", save_steps=1, max_steps=4,
+        save_total_limit=2, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, logging_strategy="no",
+        learning_rate=3.0,
+    )  # fmt: skip
+    subject.train()
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 2
+    assert all((place / "privacy").is_dir() for place in tmp_path.glob("checkpoint-*"))
+    assert "load_best_model_at_end: training follows metrics" in caplog.text
+    assert subject.evaluate()["eval_loss"] == pytest.approx(subject.state.best_metric)
+    assert subject.engine.epsilon() == float("inf")
+
+
+def test_save_only_model_saves_no_privacy_state(tmp_path):
+    run(tmp_path, save_only_model=True, max_steps=2)
+    assert not (tmp_path / "checkpoint-2" / "privacy").exists()
+    with pytest.raises(PrivacyError, match="save_only_model"):
+        run(tmp_path, resume=str(tmp_path / "checkpoint-2"))
+
+
+class Witness(transformers.TrainerCallback):
+    """Appends a byte to a file, and flushes it, for each release."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        os.write(self._file, b".")
+        os.fsync(self._file)
+
+
+def train_to_be_killed(folder):
+    """What the killed process runs: on from the last checkpoint, if there is one."""
+    torch.manual_seed(1)
+    settings = {"max_steps": 100_000, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    private = PrivacyArguments(noise_multiplier=50.0, self_check=False)
+    subject = trainer(folder, gpt2(), data(), private, logging_strategy="no", **settings)
+    subject.add_callback(Witness(folder / "releases"))
+    subject.train(any((place / "privacy").is_dir() for place in folder.glob("checkpoint-*")) or None)
+
+
+def kill_and_resume(folder, kills):
+    """Kills trainings at random moments; after each, the ledger counts at least what was released."""
+    seen, chance = [], random.Random(7)
+    for _ in range(kills):
+        before = released(folder)
+        child = subprocess.Popen(
+            [sys.executable, "-c", f"import pathlib, test_huggingface_checkpoints as t; "
+             f"t.train_to_be_killed(pathlib.Path({str(folder)!r}))"],
+            cwd=TESTS, env={**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        deadline = time.monotonic() + 120
+        while released(folder) == before and child.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, 1.0))
+        assert child.poll() is None, child.communicate()[1][-2000:]
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+        seen.append((released(folder), charged(folder / "privacy.ledger")))
+    return seen
+
+
+def released(folder):
+    return (folder / "releases").stat().st_size if (folder / "releases").exists() else 0
+
+
+def check_kills(seen):
+    """Never fewer charges than releases, and at most one more for each kill."""
+    assert all(releases <= charges <= releases + number for number, (releases, charges) in enumerate(seen, 1)), seen
+    assert all(later > earlier for (earlier, _), (later, _) in pairwise(seen))
+
+
+@pytest.mark.slow
+def test_fifty_killed_trainings_are_counted_whole(tmp_path):
+    check_kills(kill_and_resume(tmp_path, 50))

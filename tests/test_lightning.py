@@ -1,0 +1,178 @@
+"""PrivacyCallback: steps are the hand-written ones, one logical batch is one global step, logs tell what was spent."""
+
+import pytest
+
+pytest.importorskip("lightning")
+
+import lightning
+import lightning_runs as lr
+import private_runs as runs
+import torch
+
+from ghostclip import accounting
+from ghostclip.integrations.lightning.fitting import TrainLoader, length_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*is supported for historical reasons:FutureWarning"),
+]
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_steps_are_the_hand_written_ones(manual, tmp_path):
+    steps = lr.Steps()
+    module = lr.Module(manual, as_dict=True)
+    lr.fit(tmp_path, module, callbacks=[steps], precision="64-true", engine=lr.EXACT)
+    assert max(map(len, steps.sizes)) > 1  # several physical batches in a logical one
+    assert len(steps.weights) == 6
+    lr.assert_steps_are_hand_written(steps)
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_logical_step_is_a_global_step(manual, tmp_path):
+    steps = lr.Steps()
+    engine = {"max_physical_batch_size": 1, "batch_size": 1}  # so that empty batches come up
+    module, data = lr.Module(manual), lr.loader(12)
+    trainer, callback = lr.fit(tmp_path, module, data, callbacks=[steps], engine=engine, max_epochs=5)
+    assert trainer.global_step == callback.engine.steps_taken == len(steps.sizes) == 60
+    assert trainer.current_epoch == 5
+    assert [] in steps.sizes
+    assert max(map(len, steps.sizes)) > 1
+    expected = accounting.epsilon(noise_multiplier=1.0, sample_rate=1 / 12, steps=60, delta=1e-5)
+    assert expected <= callback.engine.epsilon() <= expected * (1 + 1e-3)  # asked after each epoch, too
+
+
+def test_empty_batches_move_the_weights(tmp_path):
+    steps = lr.Steps()
+    lr.fit(tmp_path, data=lr.loader(12), callbacks=[steps], engine={"batch_size": 1}, max_epochs=3)
+    place = steps.sizes.index([], 1)
+    before, after = steps.weights[place - 1], steps.weights[place]
+    assert all(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_the_same_noise_is_the_engine_s(tmp_path):
+    options = {"noise_multiplier": 1.0, "noise": "test", "seed": 5}
+    module = lr.Module()
+    lr.fit(tmp_path, module, engine=options)
+    model = runs.network()
+    engine = runs.engine_for(model, None, lr.loader().dataset, clipping=1.0, **options)
+    for _ in range(2):
+        for batch in engine.batches():
+            engine.step(batch, runs.losses_of)
+    for mine, theirs in zip(module.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+class Data(lightning.LightningDataModule):
+    """Makes its data set in ``setup`` and looks at every batch."""
+
+    def setup(self, stage):
+        self.data, self.kinds = lr.loader().dataset, set()
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(self.data, batch_size=lr.BATCH)
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        self.kinds.add(type(batch))
+        return batch
+
+
+class Scheduled(lr.Module):
+    """Asks for the length of training before there is an engine, and moves the learning rate with each step."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        self.expected = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def test_data_modules_and_schedules(tmp_path):
+    module, data = Scheduled(), Data()
+    trainer, callback = lr.fit(tmp_path, module, data, engine={"max_physical_batch_size": 3})
+    assert module.expected == trainer.global_step == callback.engine.steps_taken == 6
+    assert data.kinds == {list}
+    assert trainer.optimizers[0].param_groups[0]["lr"] == lr.RATE * 0.5**6
+
+
+def test_the_noise_is_calibrated_for_the_trainer_s_length(tmp_path):
+    spent = {"noise_multiplier": None, "target_epsilon": 3.0}
+    _, callback = lr.fit(tmp_path, max_epochs=3, engine=spent)
+    assert callback.engine.planned_steps == callback.engine.steps_taken == 9
+    assert 2.9 < callback.engine.epsilon() <= 3.0
+
+
+def test_the_length_by_limits(tmp_path):
+    loader = TrainLoader(DataSource(lr.loader()), {})
+    trainer = lr.trainer(tmp_path, max_steps=7, max_epochs=5, limit_train_batches=2)
+    assert length_of(trainer, loader, {"target_epsilon": 3.0}) == {"steps": 7}
+    trainer = lr.trainer(tmp_path, max_epochs=3, limit_train_batches=2)
+    assert length_of(trainer, loader, {"target_epsilon": 3.0}) == {"steps": 6}
+    assert length_of(trainer, loader, {"target_epsilon": 3.0, "epochs": 9}) == {}
+    with pytest.raises(ValueError, match="max_epochs or max_steps"):
+        length_of(lr.trainer(tmp_path, max_epochs=-1), loader, {"target_epsilon": 3.0})
+
+
+class DataSource:
+    """As Lightning keeps a loader."""
+
+    def __init__(self, loader):
+        self.dataloader = lambda: loader
+
+
+def test_limited_epochs_are_charged_by_the_step(tmp_path):
+    trainer, callback = lr.fit(tmp_path, limit_train_batches=2, max_epochs=3)
+    assert trainer.global_step == callback.engine.steps_taken == 6
+
+
+CALLS: list[int] = []
+
+
+class Counting(lr.Module):
+    """Logs each physical batch of the fit."""
+
+    def losses(self, examples):
+        CALLS.append(len(examples[0]))  # not of the module, whose attributes a trial leaves as they were
+        self.log("batches", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+        return super().losses(examples)
+
+
+def test_trials_of_the_self_check_are_not_logged(tmp_path):
+    steps = lr.Steps()
+    trainer, _ = lr.fit(tmp_path, Counting(), callbacks=[steps], max_epochs=1, engine={"max_physical_batch_size": 3})
+    real = sum(map(len, steps.sizes))
+    assert len(CALLS) > real
+    assert trainer.callback_metrics["batches"] == real
+
+
+def test_epsilon_is_logged(tmp_path):
+    trainer, callback = lr.fit(tmp_path)
+    assert trainer.callback_metrics["epsilon"] == pytest.approx(callback.engine.epsilon())
+    assert trainer.callback_metrics["privacy_step"] == 6
+    assert {"epsilon", "privacy_step"} <= trainer.logged_metrics.keys()
+
+
+def test_the_module_has_its_own_methods_again(tmp_path):
+    module = lr.Module()
+    own = {name: value for name, value in vars(module).items() if callable(value)}
+    _, callback = lr.fit(tmp_path, module)
+    assert {name: value for name, value in vars(module).items() if callable(value)} == own
+    first = callback.engine.steps_taken
+    again = lr.trainer(tmp_path, callback)
+    again.fit(module, lr.loader())
+    assert callback.engine.steps_taken == 2 * first
+
+
+def test_validation_and_bfloat16(tmp_path):
+    class Validated(lr.Module):
+        def validation_step(self, batch, batch_idx):
+            self.log("accuracy", (self.net(batch[0]).argmax(1) == batch[1]).float().mean())
+
+        def val_dataloader(self):
+            return torch.utils.data.DataLoader(runs.data(), batch_size=8)
+
+    steps = lr.Steps()
+    trainer, _ = lr.fit(tmp_path, Validated(), callbacks=[steps], precision="bf16-mixed", engine=lr.EXACT)
+    assert 0 <= trainer.callback_metrics["accuracy"] <= 1
+    assert steps.weights[-1][0].dtype == torch.float32
+    lr.assert_steps_are_hand_written(steps, 2e-2)

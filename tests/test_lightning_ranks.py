@@ -1,0 +1,158 @@
+"""Lightning and Fabric in two processes train as one process does; a loop with Fabric is the hand-written one."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning")
+
+import lightning
+import lightning_runs as lr
+import private_runs as runs
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import DoublePrecision
+from lightning.fabric.plugins.environments import LightningEnvironment
+from ranks import on_ranks
+
+from ghostclip import GradientLeakError, LossShapeError, PrivacyError
+from ghostclip.integrations.lightning import setup_fabric
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:It is recommended to use .self.log:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
+]
+
+
+def as_rank() -> dict[str, Any]:
+    """Settings of Trainer or Fabric in one of the forked processes, whose group is there already."""
+    rank = str(dist.get_rank())
+    os.environ.update({"LOCAL_RANK": rank, "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
+    return {"devices": 2, "strategy": "ddp", "plugins": [LightningEnvironment()]}
+
+
+def fitted(folder: Any, manual: bool, **settings: Any) -> Any:
+    module, steps = lr.Module(manual), lr.Steps()
+    trainer, callback = lr.fit(folder, module, callbacks=[steps], precision="64-true", engine=lr.EXACT, **settings)
+    sizes = [sum(each) for each in steps.sizes]
+    return steps.weights[-1], sizes, trainer.global_step, callback.engine.steps_taken
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_two_processes_fit_as_one(manual, tmp_path):
+    first, second = on_ranks(lambda: fitted(tmp_path / "fit", manual, **as_rank()), tmp_path)
+    alone = fitted(tmp_path, manual)
+    for one, other, expected in zip(first[0], second[0], alone[0], strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, expected, rtol=1e-9, atol=1e-12)
+    assert [sum(each) for each in zip(first[1], second[1], strict=True)] == alone[1]  # shares of the same samples
+    assert first[2:] == second[2:] == alone[2:] == (6, 6)
+
+
+class Float64(DoublePrecision):
+    """Leaves outputs in float64, which Fabric rounds to float32: the slow loop is in float64 too."""
+
+    def convert_output(self, data: Any) -> Any:
+        return data
+
+
+def fabric_loop(plugins: Sequence[Any] = (), **settings: Any) -> list[lr.Tensor]:
+    """Weights after an epoch with Fabric in float64, compared with the slow loop on one process."""
+    fabric = lightning.Fabric(accelerator="cpu", plugins=[Float64(), *plugins], **{"devices": 1, **settings})
+    fabric.launch()
+    model: Any = runs.network(torch.float64)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=lr.RATE)
+    data = lr.loader().dataset
+    model, optimizer, engine = setup_fabric(fabric, model, optimizer, data, batch_size=lr.BATCH, **lr.EXACT)
+    steps = lr.Steps()
+    for batch in engine.batches():
+        seen = []
+        for examples in batch.physical():
+            inputs, targets = fabric.to_device([examples[0].double(), examples[1]])
+            seen.append([inputs, targets])
+            engine.backward(runs.losses_of(model, [inputs, targets]))
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.weights.append([p.detach().clone() for p in model.parameters()])
+        steps.examples.append(seen)
+        steps.sizes.append(batch.sizes)
+    if "strategy" not in settings:
+        lr.assert_steps_are_hand_written(steps)
+    assert engine.steps_taken == 3
+    return steps.weights[-1]
+
+
+def test_a_loop_with_fabric_is_the_hand_written_one():
+    assert len(fabric_loop()) == 4
+
+
+def test_two_processes_with_fabric(tmp_path):
+    first, second = on_ranks(lambda: fabric_loop(**as_rank()), tmp_path)
+    for one, other, alone in zip(first, second, fabric_loop(), strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, alone, rtol=1e-9, atol=1e-12)
+
+
+def test_bfloat16_and_checkpoints_with_fabric(tmp_path):
+    found = []
+    for place in (None, tmp_path / "run"):
+        fabric = lightning.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+        model: Any = runs.network()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=lr.RATE)
+        options = {"noise_multiplier": 1.0, "noise": "test", "seed": 3, "batch_size": lr.BATCH}
+        model, optimizer, engine = setup_fabric(fabric, model, optimizer, lr.loader().dataset, **options)
+        for number, batch in enumerate(engine.batches()):
+            for examples in batch.physical():
+                engine.backward(runs.losses_of(model, examples))
+            optimizer.step()
+            optimizer.zero_grad()
+            if place is not None and number == 0:
+                engine.save(place)
+        if place is not None:
+            engine.restore(place)
+            for batch in engine.batches():
+                engine.step(batch, runs.losses_of)
+        found.append([p.detach().clone() for p in model.parameters()])
+    for one, resumed in zip(*found, strict=True):
+        assert torch.equal(one, resumed)
+
+
+@pytest.mark.parametrize(
+    ("how", "error"), [("backward", PrivacyError), ("clip", GradientLeakError), ("mean", LossShapeError)]
+)
+def test_fabric_s_own_backward_and_clipping_are_refused(how, error):
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+    model: Any = runs.network()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=lr.RATE)
+    model, optimizer, engine = setup_fabric(fabric, model, optimizer, runs.data(), batch_size=8, noise_multiplier=1.0)
+    batch = next(batch for batch in engine.batches() if batch.sizes)
+
+    def step() -> None:
+        for examples in batch.physical():
+            losses = runs.losses_of(model, examples)
+            if how == "backward":
+                fabric.backward(losses.mean())
+            else:
+                engine.backward(losses.mean() if how == "mean" else losses)
+        if how == "clip":
+            fabric.clip_gradients(model, optimizer, max_norm=1e-3)
+        optimizer.step()
+
+    with pytest.raises(error):
+        step()
+
+
+def test_precisions_and_strategies_of_fabric_are_refused():
+    model = runs.network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr.RATE)
+    with pytest.raises(PrivacyError, match="precision='16-true'"):
+        setup_fabric(lightning.Fabric(accelerator="cpu", devices=1, precision="16-true"), model, optimizer, runs.data())
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+    fabric.strategy.__class__ = type("DeepSpeedStrategy", (type(fabric.strategy),), {})
+    with pytest.raises(PrivacyError, match="DeepSpeedStrategy"):
+        setup_fabric(fabric, model, optimizer, runs.data())
+    with pytest.raises(TypeError, match="'sigma' is no option"):
+        setup_fabric(lightning.Fabric(accelerator="cpu", devices=1), model, optimizer, runs.data(), sigma=1.0)

@@ -1,0 +1,155 @@
+"""Checkpoints of a private fit: what was spent is never less after a resume, also after kill -9."""
+
+import os
+import random
+import signal
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lightning")
+
+import lightning
+import lightning_runs as lr
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from ghostclip import LedgerError, PrivacyError
+from ghostclip.integrations.lightning import PrivacyCallback
+from ghostclip.ledger import Ledger
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*Checkpoint directory .* exists:UserWarning"),
+]
+
+
+def saved(folder, every: int, **options):
+    """(path of the checkpoint after so many steps, the fit's callback)."""
+    keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every, save_top_k=-1)
+    _, callback = lr.fit(folder, callbacks=[keep], enable_checkpointing=True, **options)
+    return folder / f"step={every}.ckpt", callback
+
+
+@pytest.mark.parametrize("after", [2, 3, 4])  # in the middle of an epoch, at its end, and one further
+def test_a_resumed_fit_counts_the_steps_before(after, tmp_path):
+    place, first = saved(tmp_path, after)
+    steps = lr.Steps()
+    trainer, callback = lr.fit(tmp_path, ckpt_path=place, callbacks=[steps])
+    assert trainer.global_step == callback.engine.steps_taken == first.engine.steps_taken == 6
+    assert len(steps.sizes) == 6 - after
+    assert callback.engine.events == first.engine.events
+    assert callback.engine.epsilon() == pytest.approx(first.engine.epsilon(), rel=1e-3)
+
+
+def test_the_weights_are_those_that_were_saved(tmp_path):
+    place, _ = saved(tmp_path, 6)
+    module = lr.Module()
+    lr.fit(tmp_path, module, ckpt_path=place)
+    for name, value in torch.load(place, weights_only=True)["state_dict"].items():
+        assert torch.equal(module.state_dict()[name], value)
+
+
+def test_an_older_checkpoint_forgets_nothing(tmp_path):
+    place, first = saved(tmp_path, 2)
+    module = lr.Module()
+    again = lr.trainer(tmp_path, first)
+    again.fit(module, lr.loader(), ckpt_path=place)
+    assert again.global_step == 6
+    assert first.engine.steps_taken == 6 + 4
+
+
+def test_a_ledger_counts_what_came_after_the_checkpoint(tmp_path):
+    ledger = tmp_path / "run.ledger"
+    place, _ = saved(tmp_path, 2, engine={"ledger": ledger})
+    trainer, callback = lr.fit(tmp_path, ckpt_path=place, engine={"ledger": ledger})
+    assert trainer.global_step == 6
+    assert sum(event.count for event in callback.engine.events) == 6 + 4
+    with pytest.raises(LedgerError, match="belongs to a run with a ledger"):
+        lr.fit(tmp_path, ckpt_path=place)
+
+
+def test_checkpoints_of_others_are_refused(tmp_path):
+    place, _ = saved(tmp_path, 2)
+    with pytest.raises(PrivacyError, match=r"noise_multiplier is 1\.0 in it and 2\.0 here"):
+        lr.fit(tmp_path, ckpt_path=place, engine={"noise_multiplier": 2.0})
+    state = torch.load(place, weights_only=True)
+    del state["callbacks"]["PrivacyCallback"]
+    torch.save(state, tmp_path / "plain.ckpt")
+    with pytest.raises(PrivacyError, match="saved without PrivacyCallback"):
+        lr.fit(tmp_path, ckpt_path=tmp_path / "plain.ckpt")
+
+
+def test_a_failed_fit_keeps_what_it_spent(tmp_path):
+    class Fails(lightning.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 4:
+                raise RuntimeError("out of luck")
+
+    callback, module = PrivacyCallback(noise_multiplier=1.0), lr.Module()
+    with pytest.raises(RuntimeError, match="out of luck"):
+        lr.trainer(tmp_path, callback, Fails()).fit(module, lr.loader())
+    lr.trainer(tmp_path, callback).fit(module, lr.loader())
+    assert callback.engine.steps_taken == 4 + 6
+
+
+def killed(folder: Path) -> None:
+    """A fit without end, resumed where it was left, that writes a byte before each update. It is to be killed."""
+
+    class Released(torch.optim.SGD):
+        """The p.grads are private when its step begins: from then on a release may be seen."""
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            with (folder / "releases").open("ab") as written:
+                written.write(b".")
+                written.flush()
+                os.fsync(written.fileno())
+            return super().step()
+
+    class Module(lr.Module):
+        def configure_optimizers(self):
+            return Released(self.parameters(), lr=0.1)
+
+    keep = ModelCheckpoint(folder, filename="last", every_n_train_steps=3, enable_version_counter=False)
+    place = folder / "last.ckpt"
+    callback = PrivacyCallback(noise_multiplier=1.0, ledger=folder / "run.ledger", max_physical_batch_size=3)
+    made = lr.trainer(folder, callback, keep, max_epochs=-1, enable_checkpointing=True)
+    made.fit(Module(), lr.loader(), ckpt_path=place if place.exists() else None)
+
+
+def forked(folder: Path) -> int:
+    """The process id of a child in which `killed` runs."""
+    if child := os.fork():
+        return child
+    try:
+        warnings.simplefilter("ignore")
+        killed(folder)
+    except BaseException:
+        (folder / "failed").write_text(traceback.format_exc())
+    finally:
+        os._exit(1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_no_release_is_uncharged_after_fifty_kills(tmp_path):
+    delays, releases, charged = random.Random(0), tmp_path / "releases", 0
+    releases.touch()
+    for _ in range(50):
+        before, child = releases.stat().st_size, forked(tmp_path)
+        while releases.stat().st_size == before:
+            assert os.waitpid(child, os.WNOHANG) == (0, 0), (tmp_path / "failed").read_text()
+            time.sleep(0.01)
+        # The kill comes at a random moment after training went on.
+        time.sleep(delays.random() * 0.5)
+        os.kill(child, signal.SIGKILL)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        now = sum(event.count for event in Ledger(tmp_path / "run.ledger").events)
+        assert now >= releases.stat().st_size
+        assert now > charged
+        charged = now
