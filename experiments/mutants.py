@@ -56,16 +56,16 @@ def copy_to(folder: Path) -> None:
             shutil.copy(path, folder / name)
 
 
-def run(folder: Path, tests: Sequence[str]) -> tuple[int, str]:
-    """(exit status, output) of the tests in the copy; they stop at the first failure."""
+def run(folder: Path, tests: Sequence[str], seconds: float = SECONDS) -> tuple[int, str]:
+    """(exit status, output) of the tests in the copy, which stop at the first failure or after so many seconds."""
     command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", "--tb=no"]
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(
-            [*command, *tests], cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS
+            [*command, *tests], cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds
         )
     except subprocess.TimeoutExpired:
-        return 1, f"FAILED {tests[0]} (no end within {SECONDS} s)"
+        return 1, f"FAILED {tests[0]} (no end within {seconds:g} s)"
     return done.returncode, done.stdout + done.stderr
 
 
@@ -90,7 +90,7 @@ def check_baseline(folder: Path, mutants: Sequence[Any]) -> None:
     chosen = {mutant.tests for mutant in mutants}
     plain = {test for tests in chosen if "-k" not in tests for test in tests}
     for tests in [tuple(sorted(plain)), *(tests for tests in chosen if "-k" in tests)]:
-        status, output = run(folder, tests) if tests else (0, "")
+        status, output = run(folder, tests, 10 * SECONDS) if tests else (0, "")
         if status:
             raise SystemExit(f"{' '.join(tests)} fails without any bug planted:\n{output[-3000:]}")
 

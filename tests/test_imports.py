@@ -25,7 +25,7 @@ LEVELS: list[tuple[str, ...] | set[str]] = [
     {"noise", "sampling", "accounting", "ledger", "checkpoint", "optim", "traces"},
     ("engine",),
     {"datasets", "models"},
-    {"audit", "report", "bench", "integrations"},
+    {"audit", "report", "bench", "integrations", "compat"},
     ("cli",),
     ("__main__",),
 ]  # fmt: skip

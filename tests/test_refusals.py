@@ -149,6 +149,11 @@ class ScaleAndDouble(torch.autograd.Function):
         return None, (grad * ctx.saved_tensors[0]).sum((0, 1)) + 2 * of_double
 
 
+def compiled_in_place(layer: nn.Module) -> nn.Module:
+    layer.compile(backend="aot_eager")
+    return layer
+
+
 def switched(layer: nn.Module) -> nn.Module:
     """A model that was wrapped in eval mode, and trains now."""
     return wrap(one(layer).eval()).train()
@@ -247,6 +252,10 @@ ROWS: dict[str, Row] = {
     "lazy": (lambda: wrap(one(nn.LazyLinear(3))), "layer: LazyLinear", "has no sizes yet", "run one batch through"),
     "statistics": (lambda: wrap(one(Tracking())), "layer: Tracking", "private data", "set track_running_stats=False"),
     "complex": (lambda: wrap(one(Complex())), "layer: Complex", "has complex parameters", "use real ones"),
+    "compiled": (lambda: wrap(one(compiled_in_place(nn.Linear(3, 3)))), "layer: Linear", "compiled by torch.compile",
+                 "without torch.compile, and call engine.compile()"),
+    "compiled function": (lambda: clip(one(nn.Linear(3, 3)), loss=torch.compile(losses, backend="aot_eager")), "",
+                          "compiled the model, or a function in it", "leave torch.compile out"),
     "max_norm": (lambda: wrap(one(nn.Embedding(3, 2, max_norm=1.0))), "layer: Embedding", "max_norm rescales",
                  "set max_norm=None"),
     "by frequency": (lambda: wrap(one(nn.Embedding(3, 2, scale_grad_by_freq=True))), "layer: Embedding",

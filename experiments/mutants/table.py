@@ -307,23 +307,25 @@ ENGINE = [
     Mutant(
         "noise twice",
         RELEASE,
-        "self._noise.release(totals, std, batch_size)",
-        "self._noise.release(self._noise.release(totals, std, batch_size), std / batch_size)",
+        "return self._ranks.released(self._noise, every, std, batch_size, parameters)",
+        "return self._noise.release(self._ranks.released(self._noise, every, std, batch_size, parameters), std / "
+        "batch_size)",
         PITFALLS,
     ),
     Mutant(
         "noise never",
         RELEASE,
-        "self._noise.release(totals, std, batch_size)",
-        "self._noise.release(totals, 0.0, batch_size)",
+        "self._ranks.released(self._noise, every, std, batch_size, parameters)",
+        "self._ranks.released(self._noise, every, 0.0, batch_size, parameters)",
         PITFALLS,
     ),
     Mutant(
         "realised denominator",
         RELEASE,
-        "        self._end()\n        self.sums.release(held, make_private)\n",
-        "        self.batch_size = max(1, sum(self.batch.sizes))\n"
-        "        self._end()\n        self.sums.release(held, make_private)\n",
+        "        self._end()\n        self.clipper.layout.reshard()\n",
+        "        size = max(1, sum(self.current('').sizes))\n"
+        "        self.terms = __import__('dataclasses').replace(self.terms, batch_size=size)\n"
+        "        self._end()\n        self.clipper.layout.reshard()\n",
         PITFALLS,
     ),
     Mutant(
@@ -350,15 +352,15 @@ ENGINE = [
     Mutant(
         "a foreign gradient passes",
         SUMS,
-        "            if parameter.grad is not None and bool(torch.count_nonzero(parameter.grad)):\n",
+        "            if parameter.grad is not None and bool(torch.count_nonzero(local_part(parameter.grad))):\n",
         "            if False:\n",
         ("tests/test_engine_guards.py",),
     ),
     Mutant(
         "changed sums pass",
         SUMS,
-        "if (name := self._changed_since(self._known)) is not None:\n                raise",
-        "if (name := self._changed_since(self._known)) is None:\n                raise",
+        "if (name := self._changed_since(self._known, self._named)) is not None:\n                raise",
+        "if (name := self._changed_since(self._known, self._named)) is None:\n                raise",
         ("tests/test_engine_guards.py",),
     ),
     Mutant(
@@ -457,8 +459,8 @@ ENGINE = [
     Mutant(
         "a scaling of the user's own is not held to the threshold",
         "ghostclip/clipping/composed.py",
-        "        return dict(zip(norms, torch.minimum(torch.maximum(weights, -most), most).unbind(), strict=True))\n",
-        "        return dict(zip(norms, weights.unbind(), strict=True))\n",
+        "            found = torch.minimum(torch.maximum(weights, -most), most)\n",
+        "            found = weights\n",
         ("tests/test_composed.py",),
     ),
     Mutant(
@@ -506,8 +508,8 @@ ENGINE = [
     Mutant(
         "steps of a stage that are taken again are refused",
         "ghostclip/engine/budget.py",
-        "        planned = all(count <= self._planned.get(once, 0) for once, count in counts.items())\n",
-        "        planned = all(once in self._planned for once in counts)\n",
+        "        within = all(count <= self._planned.get(once, 0) for once, count in _counted(spent).items())\n",
+        "        within = all(once in self._planned for once in _counted(spent))\n",
         ("tests/test_schedule.py",),
     ),
     Mutant(
@@ -617,15 +619,15 @@ SEVERAL_RANKS = [
     Mutant(
         "noise drawn on every rank",
         RELEASE,
-        "batch_size), every)\n",
-        "batch_size), self._noise.release(every, std, batch_size))\n",
+        "released(self._noise, every, std, batch_size, parameters)",
+        "released(self._noise, self._noise.release(every, std, 1.0), std, batch_size, parameters)",
         (*RANKS, "-k", "noise"),
     ),
     Mutant(
         "no noise on several ranks",
-        RELEASE,
-        "self._noise.release(totals, std, batch_size)",
-        "self._noise.release(totals, std * (self._ranks.size == 1), batch_size)",
+        "ghostclip/engine/distributed.py",
+        "            totals[:] = noise.release(totals, std, divisor)\n",
+        "            totals[:] = noise.release(totals, 0.0, divisor)\n",
         (*RANKS, "-k", "noise"),
     ),
     Mutant(
@@ -1023,7 +1025,7 @@ SHARDED = [
     ),
     Mutant(
         "a model sharded after wrapping is clipped",
-        "ghostclip/clipper/clipper.py",
+        "ghostclip/clipper/layout.py",
         "        if is_distributed():\n            refuse_sharded(",
         "        if False:\n            refuse_sharded(",
         SHARDING,
@@ -1506,6 +1508,34 @@ OBSERVED = [
         ("tests/test_trace_files.py", "-k", "private"),
     ),
     Mutant(
+        "epsilon that grows leaves out what was spent before",
+        "ghostclip/accounting/running.py",
+        "        self._start = np.ones_like(self._one) if rest is None else self._transform(rest)\n",
+        "        self._start = np.ones_like(self._one)\n",
+        ("tests/test_running_epsilon.py",),
+    ),
+    Mutant(
+        "epsilon that grows counts one neighbour only",
+        "ghostclip/accounting/running.py",
+        "        return max(each.epsilon(count, self._delta) for each in self._directions) * (1.0 + ROUNDING)\n",
+        "        return min(each.epsilon(count, self._delta) for each in self._directions) * (1.0 + ROUNDING)\n",
+        ("tests/test_running_epsilon.py",),
+    ),
+    Mutant(
+        "a tracker sends the size of the batch",
+        "ghostclip/integrations/tracking.py",
+        '        "privacy/steps": float(engine.steps_taken),\n',
+        '        "privacy/steps": float(engine.steps_taken),\n        "batch": float(engine.batches().largest),\n',
+        ("tests/test_tracking.py",),
+    ),
+    Mutant(
+        "a compiled function in the graph is taken for any operation",
+        "ghostclip/graph/reader.py",
+        '            if kind.__name__ == "CompiledFunctionBackward":\n',
+        '            if kind.__name__ == "Compiled":\n',
+        ("tests/test_torch_compile.py",),
+    ),
+    Mutant(
         "norms in one call leave the model wrapped",
         "ghostclip/wrap.py",
         "            module.__class__ = kind\n",
@@ -1514,7 +1544,59 @@ OBSERVED = [
     ),
 ]
 
+INTEGRATED = [
+    Mutant(
+        "sums of sharded models are averaged over ranks",
+        "ghostclip/clipper/layout.py",
+        "mesh, [Partial()] * mesh.ndim",
+        'mesh, [Partial("avg")] * mesh.ndim',
+        ("tests/test_fsdp.py",),
+    ),
+    Mutant(
+        "shards of a sharded model get no noise",
+        "ghostclip/engine/sharded.py",
+        "lambda: noise.release(totals, std, divisor) if draws else totals",
+        "lambda: noise.release(totals, 0.0, divisor) if draws else totals",
+        ("tests/test_fsdp_engine.py",),
+    ),
+    Mutant(
+        "each replica of a shard draws noise of its own",
+        "ghostclip/engine/sharded.py",
+        "        shards = shards if self._replicas is None else self._from_first_replica(shards)\n",
+        "",
+        ("tests/test_fsdp_engine.py",),
+    ),
+    Mutant(
+        "Trainer logs the training loss",
+        "ghostclip/integrations/huggingface.py",
+        "            if value is not None and kept and self.privacy.log_private_loss:\n",
+        "            if value is not None and kept:\n",
+        ("tests/test_huggingface.py", "tests/test_huggingface_options.py"),
+    ),
+    Mutant(
+        "Trainer takes a checkpoint that was not written to its end",
+        "ghostclip/integrations/huggingface_loop.py",
+        "    return (checkpoint / STATE).is_dir()\n",
+        "    return True\n",
+        ("tests/test_huggingface_checkpoints.py",),
+    ),
+    Mutant(
+        "Lightning forgets what a fit after the checkpoint spent",
+        "ghostclip/integrations/lightning/callback.py",
+        "            self._spent = _joined(self._spent, self.engine._snapshots.progress())\n",
+        "            pass\n",
+        ("tests/test_lightning_resume.py",),
+    ),
+    Mutant(
+        "mean losses in Opacus's interface are taken for sums",
+        "ghostclip/compat/opacus/backward.py",
+        "        return losses * rows if self._mean else losses\n",
+        "        return losses\n",
+        ("tests/test_compat_opacus.py",),
+    ),
+]
+
 MUTANTS = [
     *CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *PROVED, *SHARDED, *MIXED, *COMPILED, *MISUSE,
-    *SAME, *OBSERVED,
+    *SAME, *OBSERVED, *INTEGRATED,
 ]  # fmt: skip
