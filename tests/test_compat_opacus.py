@@ -1,6 +1,7 @@
 """Programs written for Opacus: a plain loss.backward() clips, charges and steps as losses [B] do."""
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,10 @@ from opacus_programs import MAX_NORM, MODELS, Step, by_hand, mean_loss, private,
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from ghostclip import LossShapeError
 from ghostclip.compat.opacus import BatchMemoryManager, PrivacyEngine, layers
 from ghostclip.events import FixedSizeGaussian
+from ghostclip.sampling.schemes import Poisson
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 
@@ -194,7 +197,7 @@ def test_examples_in_the_second_dimension() -> None:
     model, optimizer, loader = PrivacyEngine().make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), noise_multiplier=0.0,
         max_grad_norm=MAX_NORM, data_loader=DataLoader(data, batch_size=10, collate_fn=positions_first),
-        batch_first=False,
+        batch_first=False, noise_generator=torch.Generator().manual_seed(1),
     )  # fmt: skip
     for inputs in loader:
         step = Step([[inputs.transpose(0, 1)]], copy.deepcopy(model))
@@ -203,6 +206,56 @@ def test_examples_in_the_second_dimension() -> None:
         model(inputs).square().mean().backward()
         optimizer.step()
         torch.testing.assert_close([p.grad for p in model.parameters()], expected, **EXACT)
+
+
+class MeanOfSequence(nn.Module):
+    """Takes [T, B, 3] and returns [B, 7]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.RNN(3, 5), nn.Linear(5, 7)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.out(self.rnn(inputs)[0]).mean(0)
+
+
+def mean_letters(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, Any, Any]:
+    """(model, optimizer, loader); its batches have these sizes."""
+    torch.manual_seed(5)
+    counts = iter(sizes)
+    monkeypatch.setattr(Poisson, "count", lambda *_: next(counts))
+    model, data = MeanOfSequence().double(), TensorDataset(torch.randn(30, 4, 3, dtype=torch.float64))
+    return PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), noise_multiplier=0.0,
+        max_grad_norm=MAX_NORM, batch_first=False,
+        data_loader=DataLoader(data, batch_size=10, collate_fn=lambda rows: torch.stack([row[0] for row in rows], 1)),
+    )  # fmt: skip
+
+
+def squares(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch[0].transpose(0, 1)).square().mean()
+
+
+def test_outputs_as_wide_as_a_batch_is_large_are_read_by_their_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, loader = mean_letters([9, 7, 7], monkeypatch)
+    for number, inputs in enumerate(loader):
+        lost = 3 if number == 2 else None  # an example with a loss that isn't finite
+        if lost is not None:
+            inputs[:, lost] = math.nan
+        left = [row for row in range(inputs.shape[1]) if row != lost]
+        step = Step([[inputs.transpose(0, 1)[left]]], copy.deepcopy(model))
+        expected = by_hand(step, squares, 10, MAX_NORM)
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        torch.testing.assert_close([p.grad for p in model.parameters()], expected, **EXACT)
+
+
+def test_outputs_that_do_not_show_their_examples_are_refused_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, loader = mean_letters([7], monkeypatch)
+    model(next(iter(loader))).square().mean().backward()
+    with pytest.raises(LossShapeError, match=r"doesn't show which dimension holds them; begin with a batch of another"):
+        optimizer.step()
 
 
 def test_noise_from_a_cipher() -> None:

@@ -43,6 +43,26 @@ def test_divergences_are_the_binomial_sums(noise: float, rate: float) -> None:
         assert found == pytest.approx(max(0.0, wanted), rel=1e-9)
 
 
+def test_another_accountant_takes_over_what_was_counted() -> None:
+    engine = PrivacyEngine()
+    model, optimizer, loader = private(engine, "words", layers, noise_multiplier=1.2)
+    engine.accountant.step(noise_multiplier=2.0, sample_rate=0.1)
+    list(train(loader, model, optimizer, mean_loss))
+    engine.accountant = RDPAccountant()
+    list(train(loader, model, optimizer, mean_loss))
+    assert sorted(engine.accountant.history) == [(1.2, 0.2, 10), (2.0, 0.1, 1)]
+    with pytest.raises(TypeError, match="must be an RDPAccountant or a PRVAccountant"):
+        engine.accountant = object()
+
+
+@pytest.mark.parametrize("orders", [[], [1.0], [0.5, 2.0], [math.nan], [math.inf]])
+def test_orders_that_bound_nothing_are_refused(orders: list[float]) -> None:
+    accountant = RDPAccountant()
+    accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+    with pytest.raises(ValueError, match="orders above 1"):
+        accountant.get_epsilon(1e-5, alphas=orders)
+
+
 def test_epsilon_is_that_of_the_steps_charged() -> None:
     for kind in ("prv", "rdp"):
         engine = PrivacyEngine(accountant=kind)

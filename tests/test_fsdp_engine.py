@@ -216,6 +216,15 @@ def resharded_within(model: Any, engine: Any) -> None:
         engine.backward(losses)
 
 
+def written_within(model: Any, engine: Any) -> None:
+    batch = next(iter(engine.batches()))
+    for rows in batch.physical():
+        engine.backward(runs.losses_of(model, rows))
+    with torch.no_grad():
+        model[0].weight.mul_(2.0)
+    engine.optimizer.step()
+
+
 def failed_on_one(model: Any, engine: Any) -> None:
     def losses_of(model: nn.Module, rows: list[Tensor]) -> Tensor:
         losses = runs.losses_of(model, rows)
@@ -230,6 +239,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], list[str]]] = {
     "zero_grad": (forgotten_zero_grad, ["PrivacyError: the gradient of '0.weight' is still the one of the last"] * 2),
     "save": (saved_within, ["PrivacyError: engine.save() was called inside of a logical batch, in which"] * 2),
     "resharded": (resharded_within, ["UnsupportedModelError: the sharded model has other parameters"] * 2),
+    "written": (written_within, ["GradientLeakError: the parameter '0.weight' was changed between engine.back"] * 2),
     "failed": (failed_on_one, ["PrivacyError: nothing was released, because rank 1 failed", "LossShapeError"]),
     "trace": (lambda _, engine: engine.trace("nowhere"), ["ValueError: trace()"] * 2),
     "compile": (lambda _, engine: engine.compile(), ["ValueError"] * 2),

@@ -46,6 +46,13 @@ def test_what_this_machine_or_version_can_t_set_is_refused_too(name, value, tmp_
         PrivateTrainer(model=gpt2(), args=args, train_dataset=data(), privacy=repeatable())
 
 
+@pytest.mark.parametrize("name", ["get_train_dataloader", "_get_train_sampler", "training_step"])
+def test_methods_that_choose_examples_or_step_are_refused(name, tmp_path):
+    own = type("OwnTrainer", (PrivateTrainer,), {name: lambda self, *args: None})
+    with pytest.raises(PrivacyError, match=f"OwnTrainer.{name} would take the place"):
+        own(model=gpt2(), args=arguments(tmp_path), train_dataset=data(), privacy=repeatable())
+
+
 def test_publishing_checkpoints_is_refused(tmp_path):
     args = arguments(tmp_path)
     args.push_to_hub, args.hub_strategy = True, "all_checkpoints"

@@ -8,7 +8,7 @@ import lightning
 import lightning_runs as lr
 import private_runs as runs
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from ghostclip import (
@@ -27,6 +27,7 @@ SETTINGS = [
     ({"gradient_clip_val": 1.0}, "clipping="),
     ({"accumulate_grad_batches": 2}, "max_physical_batch_size="),
     ({"callbacks": [GradientAccumulationScheduler({0: 1, 4: 2})]}, "max_physical_batch_size="),
+    ({"callbacks": [LearningRateFinder()]}, "tune on public data"),
     ({"overfit_batches": 1}, "limit_train_batches"),
     ({"reload_dataloaders_every_n_epochs": 1}, "leave it out"),
     ({"precision": "16-true"}, "loss_scale"),
@@ -46,6 +47,25 @@ def test_strategies(tmp_path):
     made.strategy.__class__ = type("FSDPStrategy", (type(made.strategy),), {})
     with pytest.raises(PrivacyError, match=r"FSDPStrategy .* 'ddp'"):
         made.fit(lr.Module(), lr.loader())
+
+
+def test_a_finder_of_batch_sizes(tmp_path):
+    module = lr.Module()
+    module.batch_size, module.train_dataloader = 8, lr.loader
+    with pytest.raises(PrivacyError, match="tune on public data"):
+        lr.trainer(tmp_path, PrivacyCallback(noise_multiplier=1.0), BatchSizeFinder()).fit(module)
+
+
+class Leaves(lr.Module):
+    """Leaves out the rest of each epoch from its third batch on, as hooks of Lightning may."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == 2 else None
+
+
+def test_a_batch_that_a_hook_leaves_out_is_charged(tmp_path):
+    _, callback = lr.fit(tmp_path, Leaves())
+    assert sum(event.count for event in callback.engine.events) == 6  # two epochs of two steps and one left out
 
 
 class Mean(lr.Module):
@@ -87,7 +107,7 @@ class Normalises(lr.Module):
 
 MODULES = [
     (Mean, LossShapeError, r'training_step .* \[B\] .* shape \[\].* reduction="none"'),
-    (Column, LossShapeError, r"training_step .* shape \[\d, 1\]"),
+    (Column, LossShapeError, r"training_step .* shape \[\d+, 1\]"),
     (Nothing, LossShapeError, "training_step .* NoneType.* loss of zero"),
     (Clips, PrivacyError, "on_before_optimizer_step"),
     (Mixes, VerificationError, "examples that mix"),

@@ -115,6 +115,7 @@ class ShardedModel(WholeModel):
         self._groups = parameter_groups(model)
         # What `unshard` changed of each group; None while the model is sharded as its owner has it.
         self._before: list[tuple[Any, dict[str, Any]]] | None = None
+        self._versions: list[int] = []
         self._guard = GradientGuard()
         self.settle("")
         shards = list(model.named_parameters())
@@ -151,6 +152,16 @@ class ShardedModel(WholeModel):
         except BaseException:
             self.reshard()
             raise
+        self._versions = [parameter._version for parameter in self._model.parameters()]
+
+    def written(self) -> str | None:
+        """The name of a trained whole Parameter that was written to since the model was made whole; None for none."""
+        if self._before is None:
+            return None
+        for (name, _, whole), version in zip(self._pairs, self._versions, strict=True):
+            if whole.requires_grad and whole._version != version:
+                return name
+        return None
 
     def reshard(self) -> None:
         """Frees the whole parameters; the p.grads of the whole Parameters stay."""

@@ -79,6 +79,7 @@ class ShardedUpdates(UpdateCheck):
 
     def __init__(self, clipper: GhostClipper) -> None:
         self._shards: dict[int, nn.Parameter] = {id(whole): shard for _, shard, whole in clipper.layout.pairs}
+        self._layout: Any = clipper.layout
         super().__init__(clipper.model)
 
     def _ids_now(self) -> list[int]:
@@ -93,6 +94,9 @@ class ShardedUpdates(UpdateCheck):
     @torch.no_grad()
     def _addresses_now(self) -> list[int]:
         return [local_part(parameter).data_ptr() for parameter in self._parameters]
+
+    def _written(self) -> str | None:
+        return super()._written() or self._layout.written()
 
     def _named_now(self) -> dict[str, nn.Parameter]:
         return {name: self._shards.get(id(each), each) for name, each in self._model.named_parameters()}

@@ -131,7 +131,7 @@ class PrivateTrainer(Trainer):
         self.batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         self._resume: str | None = None
         super().__init__(model, for_the_loop(args), *others, **options)
-        check_trainer(self)
+        check_trainer(self, PrivateTrainer)
         warn_of_metrics(self)
         built: Any = self.model
         self._compute_losses = losses_for(built) if compute_losses is None else compute_losses

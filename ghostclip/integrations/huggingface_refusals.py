@@ -62,6 +62,9 @@ OPTIMIZERS = ("lomo", "layerwise", "schedule_free")
 # Of learning rates that follow the metrics.
 SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 
+# Methods of Trainer that choose examples or take steps.
+REPLACED = ("get_train_dataloader", "_get_train_sampler", "get_batch_samples", "training_step", "_inner_training_loop")
+
 
 def check_arguments(args: TrainingArguments) -> None:
     """Raises PrivacyError for options that can't be private."""
@@ -86,8 +89,12 @@ def check_arguments(args: TrainingArguments) -> None:
         raise PrivacyError("num_steps of accelerator_config isn't followed; use gradient_accumulation_steps")
 
 
-def check_trainer(trainer: Trainer) -> None:
-    """Raises PrivacyError for what only a built trainer knows: its devices, and losses that wouldn't be used."""
+def check_trainer(trainer: Trainer, private: type[Trainer]) -> None:
+    """Raises PrivacyError for what only a built trainer knows: its devices, methods and losses that wouldn't be used.
+
+    Args:
+        trainer: of ``private``, which is `PrivateTrainer`, or a subclass.
+    """
     if trainer.args.n_gpu > 1:
         raise PrivacyError(
             f"Trainer would split batches over {trainer.args.n_gpu} GPUs by DataParallel, which copies the model; "
@@ -97,6 +104,11 @@ def check_trainer(trainer: Trainer) -> None:
         raise PrivacyError(
             "accelerate was configured to shard the model (DeepSpeed or FSDP), and norms need whole layers; configure "
             "DistributedDataParallel, which torchrun starts"
+        )
+    if changed := [name for name in REPLACED if getattr(type(trainer), name) is not getattr(private, name)]:
+        raise PrivacyError(
+            f"{type(trainer).__name__}.{changed[0]} would take the place of what draws logical batches and steps with "
+            "them; leave it out: give the data set, the data collator, compute_losses=... and optimizers=... instead"
         )
     if (
         getattr(trainer, "compute_loss_func", None) is not None

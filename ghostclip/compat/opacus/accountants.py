@@ -44,6 +44,11 @@ class Accountant(ABC):
         """From now on what ``events`` gives counts, too."""
         self._engines.append(events)
 
+    def take_over(self, other: Accountant) -> None:
+        """Counts what ``other`` counts, from now on too."""
+        self._noted += other._noted
+        self._engines += other._engines
+
     @property
     def events(self) -> list[Event]:
         """Everything, one event a mechanism."""
@@ -208,6 +213,8 @@ def import_history(accountant: Any, path: str | os.PathLike[str]) -> Ledger:
 def _best(events: Sequence[Event], delta: float, orders: Sequence[float]) -> tuple[float, float]:
     """(the least epsilon over the orders, its order)."""
     alphas = np.asarray(orders, dtype=float)
+    if not len(alphas) or not bool((np.isfinite(alphas) & (alphas > 1)).all()):
+        raise ValueError(f"alphas must be orders above 1, for which Rényi divergences bound epsilon; got {orders!r}")
     total = sum(
         (event.count * _divergences(_as_gaussian(event), tuple(orders)) for event in events), np.zeros(len(alphas))
     )

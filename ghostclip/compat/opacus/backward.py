@@ -76,12 +76,14 @@ class ScalarLosses:
     Args:
         engine: whose physical batches go through the model. Forwards outside of one are left alone.
         mean: whether the losses that are run backward are means over the physical batch; else they are sums.
-        batch_dims: the dimensions of outputs that may hold the examples, in this order.
+        batch_dims: the dimensions of outputs that may hold the examples.
     """
 
     def __init__(self, engine: CoreEngine, mean: bool, batch_dims: tuple[int, ...]) -> None:
         self._engine, self._mean, self._batch_dims = engine, mean, batch_dims
         self._pending: list[_Forward] = []
+        # {(place among a forward's outputs, number of dimensions): which one holds examples}, from the first batch on.
+        self._dims: dict[tuple[int, int], int] = {}
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
         """The outputs, cut off from their graph where they belong to a batch."""
@@ -138,10 +140,10 @@ class ScalarLosses:
         """
         rows = self._engine.rows
         found = [
-            self._losses_of(output, grad, rows)
+            self._losses_of(place, output, grad, rows)
             for forward in self._pending
             if forward.turn == self._turn
-            for output, grad in zip(forward.outputs, forward.grads, strict=True)
+            for place, (output, grad) in enumerate(zip(forward.outputs, forward.grads, strict=True))
             if grad is not None
         ]
         self.drop()
@@ -150,18 +152,33 @@ class ScalarLosses:
         losses = found[0] if len(found) == 1 else torch.stack(found).sum(0)
         return losses * rows if self._mean else losses
 
-    def _losses_of(self, output: Tensor, grad: Tensor, rows: int) -> Tensor:
+    def _losses_of(self, place: int, output: Tensor, grad: Tensor, rows: int) -> Tensor:
         """The rows' products with their gradients, summed, [B]."""
-        fits = [dim for dim in self._batch_dims if dim < output.dim() and output.shape[dim] == rows]
+        dim = self._batch_dim(place, output, rows)
+        wide = torch.promote_types(output.dtype, torch.float32)
+        product = output.to(wide) * grad.to(wide)
+        return product.movedim(dim, 0).reshape(rows, -1).sum(1)
+
+    def _batch_dim(self, place: int, output: Tensor, rows: int) -> int:
+        """The dimension of an output that holds examples, the same in all batches; by its size in the first one."""
+        known = self._dims.get((place, output.dim()))
+        dims = self._batch_dims if known is None else (known,)
+        fits = [dim for dim in dims if dim < output.dim() and output.shape[dim] == rows]
+        if len(fits) > 1:
+            raise LossShapeError(
+                f"an output of the model has shape {list(output.shape)} for {rows} examples, so that it doesn't show "
+                "which dimension holds them; begin with a batch of another size, or have the model take and return "
+                "examples in dimension 0 and leave batch_first=False out"
+            )
         if not fits:
             raise LossShapeError(
                 f"an output of the model, through which loss.backward() came, has shape {list(output.shape)}, but the "
                 f"physical batch has {rows} examples; the model must return a row for each example in dimension "
                 f"{self._batch_dims[0]}, and the loss be computed outside of it (token outputs as [B, T, ...])"
             )
-        wide = torch.promote_types(output.dtype, torch.float32)
-        product = output.to(wide) * grad.to(wide)
-        return product.movedim(fits[0], 0).reshape(rows, -1).sum(1)
+        if rows:  # of none, every other dimension of none would do
+            self._dims[place, output.dim()] = fits[0]
+        return fits[0]
 
 
 def _unwatched() -> Callable[..., None]:

@@ -94,18 +94,31 @@ class PrivacyEngine:
         accountant: "prv" (privacy loss distributions here) or "rdp".
         secure_mode: noise from a cipher on a lattice (``noise="hardened"`` of `ghostclip.PrivacyEngine`).
 
-    Attributes:
-        accountant: what was spent by all that this engine made private.
-
     Raises:
         ValueError: another accountant.
     """
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
-        self.accountant: Accountant = create_accountant(accountant)
+        self._accountant = create_accountant(accountant)
         self.secure_mode = secure_mode
         self._engines: list[CoreEngine] = []
         self._undo: list[Any] = []
+
+    @property
+    def accountant(self) -> Accountant:
+        """What was spent by all that this engine made private. Another one in its place takes over what it counted."""
+        return self._accountant
+
+    @accountant.setter
+    def accountant(self, other: Accountant) -> None:
+        if not isinstance(other, Accountant):
+            raise TypeError(
+                f"accountant must be an RDPAccountant or a PRVAccountant of ghostclip.compat.opacus; got {other!r}. "
+                "accountant.load_state_dict(...) adds what another one counted"
+            )
+        if other is not self._accountant:
+            other.take_over(self._accountant)
+            self._accountant = other
 
     def make_private(
         self, *, module: nn.Module, optimizer: Optimizer, data_loader: DataLoader[Any], noise_multiplier: float,

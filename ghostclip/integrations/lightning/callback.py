@@ -97,6 +97,7 @@ class PrivacyCallback(lightning.Callback):
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Logs what was spent, which is public; by the epoch, since epsilon takes some tenths of a second."""
         assert self.engine is not None
+        self._loader.charge_left_out()
         spent = {"epsilon": self.engine.epsilon(), "privacy_step": float(self.engine.steps_taken)}
         pl_module.log_dict(spent, sync_dist=trainer.world_size > 1, batch_size=1)
 
@@ -122,6 +123,7 @@ class PrivacyCallback(lightning.Callback):
     def _end(self) -> None:
         """Gives the module its methods back and takes the engine off the optimizer; what was spent stays known."""
         if self._undo and self.engine is not None:
+            self._loader.charge_left_out()
             self._spent = _joined(self._spent, self.engine._snapshots.progress())
         while self._undo:
             self._undo.pop()()

@@ -36,6 +36,7 @@ class TrainLoader:
         self._source, self._options = source, options
         self._engine: PrivacyEngine | None = None
         self._length = 0
+        self._last: LogicalBatch | None = None
         self._transfer: Callable[[Any], Any] | None = None
 
     @functools.cached_property
@@ -66,7 +67,15 @@ class TrainLoader:
         assert self._transfer is not None
         for batch in self._engine.batches():
             batch.pass_through(self._transfer)
+            self._last = batch
             yield batch
+            self.charge_left_out()
+
+    def charge_left_out(self) -> None:
+        """Charges the step of the last batch where a hook had Lightning leave it out, which may depend on the data."""
+        batch, self._last = self._last, None
+        if batch is not None and not (batch.stepped or batch.handed or batch.failed):
+            batch.discard()
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: after a restart in the middle of an epoch batches are drawn anew. Lightning asks for the method."""

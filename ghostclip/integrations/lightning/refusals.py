@@ -9,7 +9,7 @@ from typing import Any
 import lightning
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.fabric.strategies import SingleDeviceStrategy as FabricSingleDevice
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -50,6 +50,9 @@ def check_trainer(trainer: Any, module: lightning.LightningModule, options: Mapp
         STRATEGY.format(strategy.__name__): strategy not in (SingleDeviceStrategy, DDPStrategy),
         f"the module's {', '.join(hooks)} would see or change gradients without noise, or steps that the engine "
         "takes; leave it out": hooks,
+        "a tuner (lr_find, scale_batch_size, LearningRateFinder, BatchSizeFinder) takes steps on the data and forgets "
+        "them; tune on public data, and leave it out of a private fit":
+            any(isinstance(each, BatchSizeFinder | LearningRateFinder) for each in trainer.callbacks),
         "a compiled LightningModule can't be clipped; give fit the module itself":
             getattr(module, "_compiler_ctx", None) is not None,
     }  # fmt: skip
