@@ -81,7 +81,7 @@ def test_a_survivor_is_no_success(tool, tmp_path, monkeypatch, capsys):
 
 
 def test_tests_that_fail_without_a_bug_stop_it(tool, monkeypatch, tmp_path):
-    monkeypatch.setattr(tool, "run", lambda folder, tests: (1, "1 failed"))
+    monkeypatch.setattr(tool, "run", lambda folder, tests, *_: (1, "1 failed"))
     with pytest.raises(SystemExit, match="without any bug planted"):
         tool.check_baseline(tmp_path, tool.table()[:3])
 

@@ -40,14 +40,15 @@ def gradients_agree(passes: TwoPasses, losses: Tensor) -> list[str] | None:
         VerificationError: something differs; the layers are named.
     """
     run = passes.measure(losses, Keep.CHOSEN, retain_graph=True)
-    norms, bounds = run.norms_and_bounds()
+    norms = run.norms()
     if not len(losses) or not all_finite(norms, losses.detach().to(norms.dtype)):
         return None
     trained = dict(passes.index.trained())
     order = norms.argsort(descending=True).tolist()
     chosen = sorted({order[0], order[len(order) // 2]})
-    # What rounding may leave of positions, or uses of a parameter, that cancel.
-    margins = (bounds - norms)[chosen].tolist()
+    # What rounding may leave of positions, or uses of a parameter, that cancel; none is known of materialised gradients.
+    measured, bounds = passes.measure(losses, Keep.NOTHING, retain_graph=True).norms_and_bounds()
+    margins = (bounds - measured)[chosen].tolist()
     by_name, _ = run.norms_by_group({id(parameter): name for name, parameter in trained.items()})
     errors: dict[str, float] = {}
     totals: dict[str, Tensor] = {}
