@@ -271,8 +271,8 @@ class PrivateTrainer(Trainer):
     def _has_budget(self, engine: PrivacyEngine) -> bool:
         """Whether a step is left, without which training ends; BudgetExceededError where it hasn't begun."""
         try:
-            # What `PrivacyEngine.step` asks first, before a batch is drawn that Trainer would count as a step.
-            engine._spending.check(engine._steps.release.terms)
+            # Before a batch is drawn, which Trainer would count as a step.
+            engine.check_budget()
         except BudgetExceededError as error:
             if self.state.global_step == self._begun_at:
                 raise
