@@ -52,7 +52,7 @@ class LogicalSteps:
         self._batch_size, self._batches = batch_size, batches
 
     def __len__(self) -> int:
-        """LogicalSteps in an epoch, as `LogicalBatches` has them; Trainer asks before there is an engine."""
+        """Steps in an epoch, as `LogicalBatches` has them; Trainer asks before there is an engine."""
         size: int = len(self.dataset)  # type: ignore[arg-type]
         return max(1, round(size / self._batch_size))
 
