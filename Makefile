@@ -64,7 +64,7 @@ notebooks: install  ## execute the notebooks in place
 	$(BIN)/python notebooks/execute.py
 
 docs: install  ## build the documentation as a site in site/, with warnings as errors
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "open site/index.html; mkdocs serve shows pages while they are written"
 
 # Two calls: the large models, where compilation would take most of the time, then the small ones, compiled too. Inductor

@@ -17,6 +17,8 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 ROOT = Path(__file__).resolve().parents[1]
 COPIES = "repository"
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)")
+# A list right after a paragraph, which is a list on GitHub and none in Python-Markdown.
+LIST = re.compile(r"^(?![-\s|>#`]).+\n(?=- )", re.MULTILINE)
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 
@@ -39,7 +41,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links between docs/ and the copies, as they are on the site."""
+    """Links between docs/ and the copies as they are on the site, and Markdown as GitHub reads it."""
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation", "toc"]
     here = page.file.src_uri
     copied = here.startswith(f"{COPIES}/")
     folder = posixpath.dirname(here.removeprefix(f"{COPIES}/") if copied else f"docs/{here}")
@@ -49,7 +53,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         place = target.removeprefix("docs/") if target.startswith("docs/") else f"{COPIES}/{target}"
         return posixpath.relpath(place, posixpath.dirname(here) or ".")
 
-    return LINK.sub(moved, markdown)
+    return LIST.sub(r"\g<0>\n", LINK.sub(moved, markdown))
 
 
 def on_page_content(content: str, **_: Any) -> str:
