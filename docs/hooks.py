@@ -30,7 +30,8 @@ def on_files(files: Files, config: Any) -> Files:
         page = waiting.pop()
         for target in (posixpath.normpath((page.parent / link).as_posix()) for link in LINK.findall(page.read_text())):
             path = Path(target)
-            if path in known or (ROOT / "docs") in path.parents or not path.is_file():
+            outside = ROOT in path.parents and ROOT / "docs" not in path.parents
+            if path in known or not outside or not path.is_file():
                 continue
             known.add(path)
             name = f"{COPIES}/{path.relative_to(ROOT).as_posix()}"

@@ -254,7 +254,7 @@ class PrivacyEngine:
             loss_fn: (model, examples) -> losses [B], one for each example.
 
         Returns:
-            Losses, norms and weights of the examples: private data, not for release.
+            Losses, norms and weights of the examples. They are private data, not for release.
 
         Raises:
             BudgetExceededError: the step is past the planned ones or the budget; nothing was computed.
