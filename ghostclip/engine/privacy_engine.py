@@ -245,7 +245,7 @@ class PrivacyEngine:
             loss_fn: (model, examples) -> losses [B], one for each example.
 
         Returns:
-            Losses, norms and weights of the examples: private data.
+            Losses, norms and weights of the examples. They are private data, not for release.
 
         Raises:
             BudgetExceededError: the step is one too many; nothing was computed.
