@@ -280,11 +280,14 @@ class ConvGrads(PerExampleGrads):
         return replace(self, images=zero_examples(self.images, keep), grads=zero_examples(self.grads, keep))
 
     def split_rows(self, count: int, row_order: str) -> ConvGrads:
-        """The rows of an example as one image, one below the other; no gradient is where a patch would hold two."""
+        """The rows of an example as one image, one below the other, each with its padding above it.
+
+        What is above a row pads the one before it, too; no gradient is where a patch would hold parts of two.
+        """
         images, grads = (split_examples(each, count, row_order).transpose(1, 2) for each in (self.images, self.grads))
         step, above = self.geometry.stride[0], self.geometry.padding[0]
         reach = self.geometry.dilation[0] * (self.shape[2] - 1) + 1
-        places = -(-(images.shape[3] + 2 * above) // step)
+        places = max(-(-(images.shape[3] + above) // step), grads.shape[3])
         tall = images.new_zeros(*images.shape[:2], count * places * step + max(0, reach - step), *images.shape[4:])
         apart = grads.new_zeros(*grads.shape[:3], places, *grads.shape[4:])
         below = tall[:, :, : count * places * step].unflatten(2, (count, -1))
