@@ -567,14 +567,14 @@ ACCOUNTING = [
     Mutant(
         "restore takes the charges back",
         "ghostclip/engine/snapshots.py",
-        "        self.spending.add(spent)\n",
-        "        self.spending._own.clear()\n        self.spending.add(spent)\n",
+        "        self.spending.add(_spent_in(found))\n",
+        "        self.spending._own.clear()\n        self.spending.add(_spent_in(found))\n",
         PITFALLS,
     ),
     Mutant(
         "reset on load",
         "ghostclip/engine/snapshots.py",
-        "        self.spending.add(spent)\n",
+        "        self.spending.add(_spent_in(found))\n",
         "",
         CHECKPOINT,
     ),
@@ -1590,7 +1590,7 @@ INTEGRATED = [
     Mutant(
         "Lightning forgets what a fit after the checkpoint spent",
         "ghostclip/integrations/lightning/callback.py",
-        "            self._spent = _joined(self._spent, self.engine._snapshots.progress())\n",
+        "            self._states = [self.engine.state_dict()]\n",
         "            pass\n",
         ("tests/test_lightning_resume.py",),
     ),
@@ -1600,6 +1600,41 @@ INTEGRATED = [
         "        return losses * rows if self._mean else losses\n",
         "        return losses\n",
         ("tests/test_compat_opacus.py",),
+    ),
+    Mutant(
+        "a state_dict's spending isn't counted",
+        "ghostclip/engine/snapshots.py",
+        "        found, _ = self.ranks.agreed(check, dict)\n        self._count(found)\n",
+        "        found, _ = self.ranks.agreed(check, dict)\n",
+        ("tests/test_fsdp_checkpoints.py",),
+    ),
+    Mutant(
+        "another accountant in Opacus's interface starts anew",
+        "ghostclip/compat/opacus/privacy_engine.py",
+        "            other.take_over(self._accountant)\n",
+        "",
+        ("tests/test_compat_opacus_records.py", "-k", "accountant or epsilon"),
+    ),
+    Mutant(
+        "the examples of outputs are sought by size in every batch",
+        "ghostclip/compat/opacus/backward.py",
+        "        dims = self._batch_dims if known is None else (known,)\n",
+        "        dims = self._batch_dims\n",
+        ("tests/test_compat_opacus.py",),
+    ),
+    Mutant(
+        "a batch that a hook of Lightning leaves out is free",
+        "ghostclip/integrations/lightning/fitting.py",
+        "            batch.discard()\n",
+        "            pass\n",
+        ("tests/test_lightning_refusals.py",),
+    ),
+    Mutant(
+        "whole parameters of a sharded model may be written within a batch",
+        "ghostclip/engine/sharded.py",
+        "        return super()._written() or self._layout.written()\n",
+        "        return super()._written()\n",
+        ("tests/test_fsdp_engine.py",),
     ),
 ]
 
