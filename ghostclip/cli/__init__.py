@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ with ends_a_command():
     from ghostclip.bench import command as bench
     from ghostclip.cli import audit, check, spending, train
     from ghostclip.cli.arguments import OneLineParser
+    from ghostclip.cli.progress import log_on_stderr
 
 __all__ = ["main"]
 
@@ -56,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command is None:
             parser.print_help()
         else:
-            status = arguments.run(arguments)
+            arguments.command_line = shlex.join(["ghostclip", *(sys.argv[1:] if argv is None else argv)])
+            with log_on_stderr():
+                status = arguments.run(arguments)
         sys.stdout.flush()
         return status
     except SystemExit as stop:  # argparse's way to end --help and --version
