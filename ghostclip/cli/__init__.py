@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import sys
@@ -39,6 +40,9 @@ COMMANDS = {
 }
 # {package: the extra it comes with}
 EXTRAS = dict.fromkeys(("PIL", "jinja2", "matplotlib", "sklearn", "tqdm"), "cli") | {"cryptography": "hardened"}
+# What to do about an error of the system.
+REMEDIES = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a place that you may write to")
+REMEDIES[errno.ENOSPC] = "free some space on that disk, or choose another place"
 MISTAKE, READER_GONE = 2, 141
 
 
@@ -78,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _end(f'{missing} is not installed; run: pip install "ghostclip[{EXTRAS[missing]}]"', MISTAKE)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        return _end(f"{place}{error.strerror or error}", MISTAKE)
+        remedy = f"; {REMEDIES[error.errno]}" if error.errno in REMEDIES else ""
+        return _end(f"{place}{error.strerror or error}{remedy}", MISTAKE)
     except (GhostClipError, ValueError, MemoryError) as error:
         return _end(str(error) or "memory ran out", MISTAKE)
 

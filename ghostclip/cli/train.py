@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import sys
 from collections.abc import Sequence
@@ -113,8 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             report.prepare(arguments.report)
         except OSError as error:
-            why = error.strerror or error
-            raise UsageError(f"no report can be written to {arguments.report}: {why}") from error
+            raise _unwritable(arguments.report, error) from error
     keeping = _keeping_of(arguments)
     seeds = _seeds_of(arguments)
     set_threads(arguments)
@@ -131,20 +131,35 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             outcomes += _trained(plan, seeds, data, marks, keeping, epoch)
         except KeyboardInterrupt:
-            if keeping is not None:
+            if keeping is not None and keeping.path.exists():
                 print(f"the run is kept at {keeping.path}; add --resume to go on from there", file=sys.stderr)
             raise
     told = arguments.report is not None
     speeds = wants_comparison(arguments)
     record = record_of(data, outcomes, norms=told, speeds=speeds, command=arguments.command_line)
+    page, failure = None, None
     if told:
         log.info("writing the report to %s", arguments.report)
-    page = report.write(record, arguments.report) if told else None
+        try:
+            page = report.write(record, arguments.report)
+        except OSError as error:
+            failure = error
     if arguments.json:
         print_json(report.figures(record) | {"report": str(page) if page else None})
     else:
         _print(record, page, arguments.delta)
+    # What was trained is shown first, since it may have taken hours.
+    if failure is not None:
+        raise _unwritable(arguments.report, failure) from failure
     return 0
+
+
+def _unwritable(folder: Path, error: OSError) -> UsageError:
+    """What to raise where the report can't be written."""
+    if error.strerror is None:  # one of ours, with a remedy
+        return UsageError(f"no report can be written to {folder}: {error}")
+    free = "free some space there, or " if error.errno == errno.ENOSPC else ""
+    return UsageError(f"no report can be written to {folder}: {error.strerror}; {free}choose another folder")
 
 
 def _trained(

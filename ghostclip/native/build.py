@@ -133,7 +133,9 @@ def _compile_one(real: str, compiler: str, folder: Path, source: Path) -> Except
         os.close(handle)
         try:
             _run(compiler, (*_flags(real), *BETTER), source, made)
-        except subprocess.CalledProcessError:
+        except subprocess.CalledProcessError as error:
+            if error.returncode < 0:  # by a signal, such as Ctrl-C in the terminal
+                raise
             _run(compiler, _flags(real), source, made)
         os.chmod(made, 0o700)
         # Two processes may come here at once; each puts a whole file in place.

@@ -80,7 +80,7 @@ def accuracy_by_epsilon_plot(accuracies: Mapping[float, Sequence[float]], baseli
     axes.plot(epsilons, means, color=COLOURS[0], linewidth=1.8, label="private: mean of the runs")
     for epsilon in epsilons:
         shares = [100 * share for share in accuracies[epsilon]]
-        axes.plot([epsilon] * len(shares), shares, "o", color=COLOURS[0], markersize=5, alpha=0.6)
+        axes.plot([epsilon] * len(shares), shares, "o", color=COLOURS[0], markersize=5)
     if baseline:
         axes.axhline(100 * float(np.mean(baseline)), color=GREY, linewidth=1.2, linestyle="--", label="without privacy")
     axes.set_xscale("log")
