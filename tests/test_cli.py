@@ -244,14 +244,14 @@ def test_a_disk_that_fills_up_later_is_reported(capsys, monkeypatch):
     assert mistake(capsys, "train") == f"ghostclip: reports/index.html: {expected}\n"
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
-def test_a_place_that_is_not_ours_is_reported_with_a_remedy(capsys, monkeypatch, number):
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT])
+def test_a_place_that_cannot_be_used_is_reported_with_a_remedy(capsys, monkeypatch, number):
     def foreign(arguments):
         raise OSError(number, os.strerror(number), "reports")
 
     monkeypatch.setattr(train, "load_data", foreign)
-    expected = f"ghostclip: reports: {os.strerror(number)}; choose a place that you may write to\n"
-    assert mistake(capsys, "train") == expected
+    remedy = "check the path" if number == errno.ENOENT else "choose a place that you may write to"
+    assert mistake(capsys, "train") == f"ghostclip: reports: {os.strerror(number)}; {remedy}\n"
 
 
 def test_a_reader_that_went_away_is_no_traceback():

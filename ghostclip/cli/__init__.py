@@ -42,7 +42,7 @@ COMMANDS = {
 EXTRAS = dict.fromkeys(("PIL", "jinja2", "matplotlib", "sklearn", "tqdm"), "cli") | {"cryptography": "hardened"}
 # What to do about an error of the system.
 REMEDIES = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a place that you may write to")
-REMEDIES[errno.ENOSPC] = "free some space on that disk, or choose another place"
+REMEDIES |= {errno.ENOSPC: "free some space on that disk, or choose another place", errno.ENOENT: "check the path"}
 MISTAKE, READER_GONE = 2, 141
 
 
