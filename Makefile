@@ -14,11 +14,11 @@ install: $(STAMP)  ## make .venv with everything pinned by constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
-demo: install  ## train a CNN privately on handwritten digits; report in reports/demo
-	$(BIN)/python -m ghostclip train --model cnn --data digits --report reports/demo
+demo: install  ## train a CNN privately on handwritten digits, three seeds (a minute); report in reports/demo
+	$(BIN)/python -m ghostclip train --model cnn --data digits --seeds 3 --report reports/demo
 
 test: install  ## the test suite, in two processes (about 7 minutes on two cores)
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist worksteal

@@ -1,6 +1,8 @@
 """The command line: what each command prints, and the one line a mistake ends in."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -159,11 +161,14 @@ def test_without_a_command_the_help_is_printed(capsys):
         (["train", *AUTO, "--method", "nonprivate"], "--method nonprivate takes no --max-physical-batch-size"),
         (["audit", *AUTO], "the audit takes a number as --max-physical-batch-size"),
         (["train", "--learning-rate", "0", "--noise-multiplier", "1"], "learning_rate must be a finite number > 0"),
+        (["train", "--seeds", "0"], "seeds must be a whole number >= 1; got 0"),
+        (["train", "--seeds", "2", "--ledger", "led"], "--seeds 2 and --ledger don't go together; leave one out"),
+        (["train", "--seeds", "3", "--checkpoint", "c"], "--seeds 3 and --checkpoint don't go together"),
         (["train", "--seed", "-1"], "seed must be a whole number >= 0; got -1"),
         (["train", "--threads", "0"], "threads must be a whole number >= 1; got 0"),
         (
             ["train", "--report", "networks.py/report"],
-            "no report can be written to networks.py/report: Not a directory",
+            "no report can be written to networks.py/report: Not a directory; choose another folder",
         ),
     ],
 )
@@ -235,7 +240,18 @@ def test_a_disk_that_fills_up_later_is_reported(capsys, monkeypatch):
         raise OSError(28, "No space left on device", "reports/index.html")
 
     monkeypatch.setattr(train, "load_data", full)
-    assert mistake(capsys, "train") == "ghostclip: reports/index.html: No space left on device\n"
+    expected = "No space left on device; free some space on that disk, or choose another place"
+    assert mistake(capsys, "train") == f"ghostclip: reports/index.html: {expected}\n"
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT])
+def test_a_place_that_cannot_be_used_is_reported_with_a_remedy(capsys, monkeypatch, number):
+    def foreign(arguments):
+        raise OSError(number, os.strerror(number), "reports")
+
+    monkeypatch.setattr(train, "load_data", foreign)
+    remedy = "check the path" if number == errno.ENOENT else "choose a place that you may write to"
+    assert mistake(capsys, "train") == f"ghostclip: reports: {os.strerror(number)}; {remedy}\n"
 
 
 def test_a_reader_that_went_away_is_no_traceback():

@@ -1,8 +1,11 @@
 """`ghostclip train`: every method and data format end to end, and what is charged."""
 
+import errno
+import itertools
 import json
 import math
 import re
+import types
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from test_datasets import write_adult, write_cifar, write_images, write_imdb, wr
 
 import ghostclip
 from ghostclip import accounting, datasets
-from ghostclip.cli import main, summary, train
+from ghostclip.cli import main, summary, train, training
 from ghostclip.cli.methods import METHODS, Settings
 from ghostclip.cli.plan import NOISE_PER_STEP, learning_rate
 from ghostclip.cli.training import build
@@ -148,6 +151,66 @@ def test_memory_that_holds_no_example_is_told_in_one_line(capsys):
     last = shown.err.splitlines()[-1]
     assert last.startswith("ghostclip: the passes over one example don't fit")
     assert "memory_limit" in last
+
+
+def test_several_seeds_are_trained_and_calibrated_once(capsys, monkeypatch, tmp_path):
+    seeds = []
+
+    def taken(settings, *arguments):
+        seeds.append(settings.seed)
+        return train_once(settings, *arguments)
+
+    monkeypatch.setattr(train, "train", taken)
+    arguments = ["train", "--model", "mlp", "--epsilon", "2", "--batch-size", "300", "--epochs", "2", "--no-compare"]
+    arguments += ["--seed", "5", "--seeds", "3", "--report", str(tmp_path / "my report")]
+    assert main(arguments) == 0
+    shown, found = capsys.readouterr().out, json.loads((tmp_path / "my report" / "report.json").read_text())
+    assert seeds == [run["seed"] for run in found["runs"]] == [5, 6, 7]
+    assert {run["name"] for run in found["runs"]} == {"private, epsilon 2"}
+    assert list(found["not_private"]["losses"]) == [f"private, epsilon 2, seed {seed}" for seed in (5, 6, 7)]
+    assert [run["calibration_seconds"] > 0 for run in found["runs"]] == [True, False, False]
+    assert [len(run["accuracies"]) for run in found["runs"]] == [2, 2, 2]
+    assert all(run["accuracies"][-1] == run["accuracy"] for run in found["runs"])
+    accuracies = [run["accuracy"] for run in found["runs"]]
+    (line,) = (line for line in shown.splitlines() if line.startswith("private"))
+    cells = re.split(" {2,}", line)
+    assert cells[1:3] == [f"{sum(accuracies) / 3:.1%}", f"{min(accuracies):.1%} to {max(accuracies):.1%}"]
+    assert found["command"] == f"ghostclip {' '.join(arguments[:-1])} '{arguments[-1]}'"
+    assert found["versions"]["ghostclip"] == ghostclip.__version__
+
+
+def test_compilation_and_evaluation_are_not_called_training(monkeypatch):
+    """A clock that goes a second a look, and a compiler that takes a quarter of one before the first of two steps."""
+    ticks, compiled = itertools.count(), iter([0.0, 0.25])
+    monkeypatch.setattr(training, "time", types.SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    monkeypatch.setattr(training, "seconds_compiling", lambda: next(compiled, 0.25))
+    monkeypatch.setattr(training, "accuracy", lambda *_: 0.5 + 0 * sum(next(ticks) for _ in range(100)))
+    outcome = train_once(settings("auto"), forty_digits(), "private", lambda *step: None, epoch=1)
+    assert (outcome.run.seconds, outcome.run.compilation_seconds) == (1.75, 0.25)
+    assert outcome.run.accuracies == [0.5, 0.5]
+
+
+def test_epochs_that_were_not_evaluated_are_gaps():
+    data, model = forty_digits(), build("mlp", forty_digits(), seed=3)
+    found: list[float] = []
+    for steps in (5, 6):  # of which a resumed run has taken five elsewhere
+        training.Evaluation(model, data.test, 2).after(steps, found)
+    assert [math.isnan(value) for value in found] == [True, True, False]
+    right = [int(model(image.unsqueeze(0)).argmax()) == int(label) for image, label in data.test]
+    assert found[-1] == sum(right) / len(right)
+
+
+def test_results_are_shown_where_the_report_cannot_be_written(capsys, monkeypatch, tmp_path):
+    def full(record, folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(train.report, "write", full)
+    arguments = ["--model", "mlp", "--noise-multiplier", "1", "--report", str(tmp_path), *QUICK]
+    assert main(["train", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["report"] is None
+    expected = "No space left on device; free some space there, or choose another folder"
+    assert shown.err.splitlines()[-1] == f"ghostclip: no report can be written to {tmp_path}: {expected}"
 
 
 def test_training_without_noise_is_not_called_private(capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -13,6 +14,8 @@ from ghostclip.events import Event
 from ghostclip.validate import one_of, open_fraction, positive, whole
 
 __all__ = ["max_steps", "noise_for", "noise_multiplier"]
+
+log = logging.getLogger("ghostclip")
 
 LEAST_NOISE, MOST_NOISE = 1e-2, 1e12
 MOST_STEPS = 10**9
@@ -65,6 +68,7 @@ def noise_for(
     events = [event for event in events_of(1.0) if event.count]
     if not events:
         return 0.0
+    log.info("looking for the least noise within epsilon %g at delta %g; this takes seconds", target_epsilon, delta)
 
     @cache
     def excess(log_noise: float) -> float:

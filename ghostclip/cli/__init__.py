@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +16,7 @@ with ends_a_command():
     from ghostclip.bench import command as bench
     from ghostclip.cli import audit, check, spending, train
     from ghostclip.cli.arguments import OneLineParser
+    from ghostclip.cli.progress import log_on_stderr
 
 __all__ = ["main"]
 
@@ -37,6 +40,9 @@ COMMANDS = {
 }
 # {package: the extra it comes with}
 EXTRAS = dict.fromkeys(("PIL", "jinja2", "matplotlib", "sklearn", "tqdm"), "cli") | {"cryptography": "hardened"}
+# What to do about an error of the system.
+REMEDIES = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a place that you may write to")
+REMEDIES |= {errno.ENOSPC: "free some space on that disk, or choose another place", errno.ENOENT: "check the path"}
 MISTAKE, READER_GONE = 2, 141
 
 
@@ -56,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command is None:
             parser.print_help()
         else:
-            status = arguments.run(arguments)
+            arguments.command_line = shlex.join(["ghostclip", *(sys.argv[1:] if argv is None else argv)])
+            with log_on_stderr():
+                status = arguments.run(arguments)
         sys.stdout.flush()
         return status
     except SystemExit as stop:  # argparse's way to end --help and --version
@@ -74,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _end(f'{missing} is not installed; run: pip install "ghostclip[{EXTRAS[missing]}]"', MISTAKE)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        return _end(f"{place}{error.strerror or error}", MISTAKE)
+        remedy = f"; {REMEDIES[error.errno]}" if error.errno in REMEDIES else ""
+        return _end(f"{place}{error.strerror or error}{remedy}", MISTAKE)
     except (GhostClipError, ValueError, MemoryError) as error:
         return _end(str(error) or "memory ran out", MISTAKE)
 

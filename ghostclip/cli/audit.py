@@ -11,8 +11,9 @@ from ghostclip.audit import Audit, audit
 from ghostclip.cli.arguments import UsageError, add_json, print_json
 from ghostclip.cli.methods import METHODS, OPTIMIZERS, Ghost, Settings, cross_entropy
 from ghostclip.cli.plan import runs_of
+from ghostclip.cli.progress import bar
 from ghostclip.cli.train import add_configuration, load_data, set_threads
-from ghostclip.cli.training import bar, build
+from ghostclip.cli.training import build
 from ghostclip.report import plain
 from ghostclip.report.plots import AuditPanel, audit_plot
 

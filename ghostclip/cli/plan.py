@@ -8,6 +8,7 @@ similar public data.
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -31,11 +32,12 @@ OWN = ("optimizer", "batch_size", "learning_rate")
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run with the name that tables and plots give it, and its number of steps."""
+    """A run with the name that tables and plots give it, its number of steps, and how long its calibration took."""
 
     name: str
     settings: Settings
     steps: int
+    calibration_seconds: float = 0.0
 
 
 def wants_comparison(arguments: argparse.Namespace) -> bool:
@@ -106,9 +108,11 @@ def _planned(
     epochs = positive_int(epochs=arguments.epochs)
     # The engine's epochs have steps enough to see each example once, as is expected.
     steps = epochs * (max(1, round(examples / batch_size)) if private else -(-examples // batch_size))
+    started = time.perf_counter()
     if target is not None:
         where = {"sample_rate": batch_size / examples, "steps": steps, "delta": arguments.delta}
         noise = accounting.noise_multiplier(target_epsilon=target, **where)
+    calibration_seconds = time.perf_counter() - started if target is not None else 0.0
     max_norm = positive(max_norm=MAX_NORM if arguments.max_norm is None else arguments.max_norm)
     optimizer = arguments.optimizer or ("sgd" if private else "adam")
     rate = arguments.learning_rate
@@ -131,7 +135,7 @@ def _planned(
         ledger=arguments.ledger,
         memory_limit=arguments.memory_limit,
     )
-    return PlannedRun(name, settings, steps)
+    return PlannedRun(name, settings, steps, calibration_seconds)
 
 
 def learning_rate(optimizer: str, noise: float | None, batch_size: int, max_norm: float) -> float:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from datetime import datetime, timezone
+from importlib.metadata import version
 
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import ghostclip
 from ghostclip import accounting
 from ghostclip.bench.losses import class_losses
-from ghostclip.bench.machine import describe
+from ghostclip.bench.machine import commit, describe
 from ghostclip.bench.measure import take_turns, timed
 from ghostclip.bench.methods import CONTENDERS
 from ghostclip.cli.methods import Settings
 from ghostclip.cli.training import Outcome, build, norms_of
 from ghostclip.datasets import Data
-from ghostclip.report import NormSnapshot, PrivacyCurve, Record, TrainingRun
+from ghostclip.report import NormSnapshot, PrivacyCurve, Record, TrainingRun, grouped
 
 __all__ = ["record_of", "run_table", "speed_table", "with_forecast"]
 
@@ -27,9 +31,14 @@ BASELINE = "nonprivate"
 TIMED = (BASELINE, "cached", "reweight", "nxbp")
 # How far epsilon is forecast, as shares of the steps taken.
 FURTHER = (1.0, 1.25, 1.5, 1.75, 2.0)
+DEPENDENCIES = ("numpy", "scipy", "dp-accounting")
+
+log = logging.getLogger("ghostclip")
 
 
-def record_of(data: Data, outcomes: Sequence[Outcome], *, norms: bool, speeds: bool) -> Record:
+def record_of(
+    data: Data, outcomes: Sequence[Outcome], *, norms: bool, speeds: bool, command: str | None = None
+) -> Record:
     """Everything a report tells.
 
     Args:
@@ -37,9 +46,12 @@ def record_of(data: Data, outcomes: Sequence[Outcome], *, norms: bool, speeds: b
         outcomes: of all runs, the main one first.
         norms: measure every training example's gradient norm too, where the first run was private.
         speeds: time a step of the main methods too.
+        command: that is being run.
     """
     first, main, timed, snapshot = outcomes[0], outcomes[0].settings, {}, None
+    machine = describe()
     if speeds:
+        log.info("timing a step of each method; this takes about %d s", SPEED_SECONDS)
         timed = _examples_per_second(build(main.model, data, main.seed), data.train)
     if norms and main.noise_multiplier is not None:
         snapshot = NormSnapshot(norms_of(first, data.train), main.max_norm)
@@ -51,7 +63,10 @@ def record_of(data: Data, outcomes: Sequence[Outcome], *, norms: bool, speeds: b
         speed_batch_size=min(SPEED_BATCH, len(data.train)) if speeds else 0,
         privacy=with_forecast(first.curve, main, len(data.train)),
         norms=snapshot,
-        machine=describe(),
+        machine=machine,
+        versions=_versions(),
+        command=command,
+        date=f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
     )
 
 
@@ -90,27 +105,43 @@ def with_forecast(curve: PrivacyCurve | None, settings: Settings, examples: int)
     return replace(curve, forecast_steps=marks, forecasts=further)
 
 
+def _versions() -> dict[str, str]:
+    """What decides results beside torch and Python, which `describe` has."""
+    found = {"ghostclip": ghostclip.__version__} | {name: version(name) for name in DEPENDENCIES}
+    return found | ({"commit": name} if (name := commit()) is not None else {})
+
+
 def run_table(runs: Sequence[TrainingRun], delta: float) -> str:
-    """One line a run: accuracy, epsilon by each accountant, noise, time."""
-    accountants = list(dict.fromkeys(name for run in runs for name in run.epsilons))
+    """One line a training: accuracy, epsilon by each accountant, noise, time. Under it, time that isn't training's."""
+    groups = grouped(runs)
+    accountants = list(dict.fromkeys(name for group in groups for name in group.first.epsilons))
+    several = any(len(group.runs) > 1 for group in groups)
     rows = [
         {
             "training": run.name,
-            "test accuracy": f"{run.accuracy:.1%}",
+            "mean accuracy" if several else "test accuracy": f"{group.mean('accuracy'):.1%}",
+            **(
+                {f"range of {len(group.runs)} runs": f"{min(group.accuracies):.1%} to {max(group.accuracies):.1%}"}
+                if several
+                else {}
+            ),
             **{
                 f"epsilon ({name})": f"{run.epsilons[name]:.3f}" if name in run.epsilons else "-"
                 for name in accountants
             },
             "noise": "-" if run.noise_multiplier is None else f"{run.noise_multiplier:.3f} {run.noise or ''}".rstrip(),
-            "examples/s": f"{run.examples_per_second:,.0f}",
-            "seconds": f"{run.seconds:.1f}",
+            "examples/s": f"{group.mean('examples_per_second'):,.0f}",
+            "seconds": f"{group.mean('seconds'):.1f}",
         }
-        for run in runs
+        for group in groups
+        for run in [group.first]
     ]
     note = (
         f"\nepsilon is at delta {delta:g}, for data sets that differ by one example's presence" if accountants else ""
     )
-    return _aligned([list(rows[0]), *(list(row.values()) for row in rows)]) + note
+    apart = {name: sum(group.total(f"{name}_seconds") for group in groups) for name in ("calibration", "compilation")}
+    time = " and ".join(f"{seconds:.1f} s of {name}" for name, seconds in apart.items())
+    return _aligned([list(rows[0]), *(list(row.values()) for row in rows)]) + f"{note}\nseconds are without {time}"
 
 
 def speed_table(speeds: Mapping[str, float], batch_size: int) -> str:

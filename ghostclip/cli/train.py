@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import logging
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,9 +16,10 @@ from ghostclip import datasets, models, report
 from ghostclip.checkpoint import previous_of
 from ghostclip.cli.arguments import UsageError, add_json, as_bytes, count_or_auto, print_json
 from ghostclip.cli.methods import METHODS, OPTIMIZERS, Ghost
-from ghostclip.cli.plan import DEFAULT_EPOCHS, DEFAULT_EPSILON, runs_of, wants_comparison
+from ghostclip.cli.plan import DEFAULT_EPOCHS, DEFAULT_EPSILON, PlannedRun, runs_of, wants_comparison
+from ghostclip.cli.progress import bar
 from ghostclip.cli.summary import record_of, run_table, speed_table
-from ghostclip.cli.training import Keeping, Outcome, bar, build, train
+from ghostclip.cli.training import Keeping, Outcome, build, train
 from ghostclip.datasets import Data
 from ghostclip.report import Record
 from ghostclip.validate import positive_int
@@ -22,6 +27,8 @@ from ghostclip.validate import positive_int
 __all__ = ["add_arguments", "add_configuration", "load_data", "run", "set_threads"]
 
 MARKS = 6
+
+log = logging.getLogger("ghostclip")
 
 EPILOG = """\
 Default settings suit public data of the same size. Choosing settings by their results on private data spends privacy
@@ -45,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="charge every step there first; a file that exists is continued, and epsilon is of all that is in it",
     )
+    seeds = "train from so many seeds, --seed and the next ones, and tell the mean and range (default: 1)"
+    output.add_argument("--seeds", type=int, default=1, metavar="N", help=seeds)
     output.add_argument("--report", type=Path, metavar="DIR", help="folder to write a page with plots and JSON to")
     output.add_argument(
         "--compare",
@@ -105,9 +114,9 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             report.prepare(arguments.report)
         except OSError as error:
-            why = error.strerror or error
-            raise UsageError(f"no report can be written to {arguments.report}: {why}") from error
+            raise _unwritable(arguments.report, error) from error
     keeping = _keeping_of(arguments)
+    seeds = _seeds_of(arguments)
     set_threads(arguments)
     data = load_data(arguments)
     # A network that does not take such inputs is told before anything runs.
@@ -118,21 +127,53 @@ def run(arguments: argparse.Namespace) -> int:
     shares = [part / MARKS for part in range(1, MARKS + 1)]
     for plan in runs_of(arguments, len(data.train)):
         marks = () if outcomes else sorted({1, *(max(1, round(plan.steps * share)) for share in shares)})
+        epoch = plan.steps // plan.settings.epochs if arguments.report is not None else None
         try:
-            with bar(plan.name, plan.steps, "step") as watch:
-                outcomes.append(train(plan.settings, data, plan.name, watch, marks, keeping))
+            outcomes += _trained(plan, seeds, data, marks, keeping, epoch)
         except KeyboardInterrupt:
-            if keeping is not None:
+            if keeping is not None and keeping.path.exists():
                 print(f"the run is kept at {keeping.path}; add --resume to go on from there", file=sys.stderr)
             raise
     told = arguments.report is not None
-    record = record_of(data, outcomes, norms=told, speeds=wants_comparison(arguments))
-    page = report.write(record, arguments.report) if told else None
+    speeds = wants_comparison(arguments)
+    record = record_of(data, outcomes, norms=told, speeds=speeds, command=arguments.command_line)
+    page, failure = None, None
+    if told:
+        log.info("writing the report to %s", arguments.report)
+        try:
+            page = report.write(record, arguments.report)
+        except OSError as error:
+            failure = error
     if arguments.json:
         print_json(report.figures(record) | {"report": str(page) if page else None})
     else:
         _print(record, page, arguments.delta)
+    # What was trained is shown first, since it may have taken hours.
+    if failure is not None:
+        raise _unwritable(arguments.report, failure) from failure
     return 0
+
+
+def _unwritable(folder: Path, error: OSError) -> UsageError:
+    """What to raise where the report can't be written."""
+    if error.strerror is None:  # one of ours, with a remedy
+        return UsageError(f"no report can be written to {folder}: {error}")
+    free = "free some space there, or " if error.errno == errno.ENOSPC else ""
+    return UsageError(f"no report can be written to {folder}: {error.strerror}; {free}choose another folder")
+
+
+def _trained(
+    plan: PlannedRun, seeds: range, data: Data, marks: Sequence[int], keeping: Keeping | None, epoch: int | None
+) -> list[Outcome]:
+    """One run from each seed, under one bar. The first has the epsilons at the marks, and the plan's calibration."""
+    outcomes = []
+    with bar(plan.name, plan.steps * len(seeds), "step") as watch:
+        for seed in seeds:
+            settings, first = replace(plan.settings, seed=seed), seed == seeds[0]
+            outcome = train(settings, data, plan.name, watch, marks if first else (), keeping, epoch)
+            seconds = plan.calibration_seconds if first else 0.0
+            outcomes.append(replace(outcome, run=replace(outcome.run, calibration_seconds=seconds)))
+    return outcomes
 
 
 def _keeping_of(arguments: argparse.Namespace) -> Keeping | None:
@@ -160,6 +201,19 @@ def _keeping_of(arguments: argparse.Namespace) -> Keeping | None:
         arguments.ledger = f"{path}.ledger"
     every = None if arguments.every is None else positive_int(every=arguments.every)
     return Keeping(path, every, arguments.resume)
+
+
+def _seeds_of(arguments: argparse.Namespace) -> range:
+    """The seeds to train from.
+
+    Raises:
+        UsageError: more than one, where each would be kept at one place, or charged to one ledger.
+    """
+    seeds = range(arguments.seed, arguments.seed + positive_int(seeds=arguments.seeds))
+    for option in ("checkpoint", "ledger"):
+        if len(seeds) > 1 and getattr(arguments, option) is not None:
+            raise UsageError(f"--seeds {len(seeds)} and --{option} don't go together; leave one out")
+    return seeds
 
 
 def set_threads(arguments: argparse.Namespace) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,13 +17,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from ghostclip import GhostClipper, models
 from ghostclip.accounting import ACCOUNTANTS
 from ghostclip.cli.methods import METHODS, Ghost, Settings, Steps, cross_entropy
+from ghostclip.cli.progress import bar
 from ghostclip.datasets import Data
+from ghostclip.native import seconds_compiling
 from ghostclip.report import PrivacyCurve, TrainingRun
 
-__all__ = ["Keeping", "Outcome", "Watch", "accuracy", "bar", "build", "norms_of", "train"]
+__all__ = ["Keeping", "Outcome", "Watch", "accuracy", "build", "norms_of", "train"]
 
 EVALUATION_BATCH = 512
-IN_A_LOG = 10.0  # seconds between two updates of a progress bar that no one watches
 
 # Called after each step with its mean loss and the epsilon last computed (None before the first, or without privacy).
 Watch = Callable[[float, "float | None"], None]
@@ -55,12 +55,16 @@ class History:
         losses: the mean training loss of each step.
         examples: that went through training.
         seconds: of training.
+        compilation_seconds: that the steps waited for the C compiler; not among ``seconds``.
+        accuracies: on the test examples after each epoch; NaN where it was not computed.
         epsilons: {accountant: epsilon at each mark so far}.
     """
 
     losses: list[float] = field(default_factory=list)
     examples: int = 0
     seconds: float = 0.0
+    compilation_seconds: float = 0.0
+    accuracies: list[float] = field(default_factory=list)
     epsilons: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in ACCOUNTANTS})
 
     def state_dict(self) -> dict[str, Any]:
@@ -121,6 +125,7 @@ def train(
     watch: Watch,
     marks: Sequence[int] = (),
     keeping: Keeping | None = None,
+    epoch: int | None = None,
 ) -> Outcome:
     """Trains once and evaluates on the test part.
 
@@ -131,6 +136,7 @@ def train(
         watch: told of every step.
         marks: steps after which epsilon is computed, for ``watch`` and the curve.
         keeping: of checkpoints, for the methods that are engines.
+        epoch: steps of an epoch, to evaluate after each; None: at the end only.
     """
     model = build(settings.model, data, settings.seed)
     steps, seen = METHODS[settings.method](settings, model, data.train), History()
@@ -139,7 +145,8 @@ def train(
     with kept as after_step:
         for loss in seen.losses:
             watch(loss, None)
-        _take(steps, seen, watch, marks if private else (), after_step)
+        evaluation = Evaluation(model, data.test, epoch) if epoch else None
+        _take(steps, seen, watch, marks if private else (), evaluation, after_step)
     run = TrainingRun(
         name=name,
         method=settings.method,
@@ -155,24 +162,53 @@ def train(
         optimizer=settings.optimizer,
         learning_rate=settings.learning_rate,
         batch_size=settings.batch_size,
+        seed=settings.seed,
+        accuracies=seen.accuracies,
+        compilation_seconds=seen.compilation_seconds,
     )
     return Outcome(settings, model, run, _curve(settings, marks, seen.epsilons), steps.limit)
 
 
-def _take(steps: Steps, seen: History, watch: Watch, marks: Sequence[int], after_step: Callable[[], None]) -> None:
+@dataclass(frozen=True)
+class Evaluation:
+    """Evaluates a model on the test examples after each epoch, which has so many steps."""
+
+    model: nn.Module
+    examples: TensorDataset
+    epoch: int
+
+    def after(self, steps: int, accuracies: list[float]) -> None:
+        """Adds the accuracy after ``steps`` where an epoch ends, and NaN for epochs before that have none."""
+        if steps % self.epoch == 0:
+            accuracies += [math.nan] * (steps // self.epoch - 1 - len(accuracies))
+            accuracies.append(accuracy(self.model, self.examples))
+
+
+def _take(
+    steps: Steps,
+    seen: History,
+    watch: Watch,
+    marks: Sequence[int],
+    evaluation: Evaluation | None,
+    after_step: Callable[[], None],
+) -> None:
     """All steps that are left."""
-    started = time.perf_counter()
+    started, compiled = time.perf_counter(), seconds_compiling()
     for losses in steps:
         loss = float(losses.mean())
-        seen.seconds += time.perf_counter() - started
+        compilation = seconds_compiling() - compiled
+        seen.compilation_seconds += compilation
+        seen.seconds += time.perf_counter() - started - compilation
         seen.losses.append(loss)
         seen.examples += len(losses)
         if len(seen.losses) in marks:
             for accountant, values in seen.epsilons.items():
                 values.append(steps.epsilon(accountant))
         watch(loss, seen.epsilons["pld"][-1] if seen.epsilons["pld"] else None)
+        if evaluation is not None:
+            evaluation.after(len(seen.losses), seen.accuracies)
         after_step()
-        started = time.perf_counter()
+        started, compiled = time.perf_counter(), seconds_compiling()
 
 
 def _curve(settings: Settings, marks: Sequence[int], epsilons: dict[str, list[float]]) -> PrivacyCurve | None:
@@ -202,24 +238,12 @@ def accuracy(model: nn.Module, examples: TensorDataset) -> float:
 
 
 def norms_of(outcome: Outcome, examples: TensorDataset) -> list[float]:
-    """Every training example's gradient norm under the trained model; private data."""
+    """Every training example's gradient norm under the trained model, under a bar; private data."""
     clipper = GhostClipper(outcome.model, outcome.settings.max_norm)
     batches = DataLoader(examples, batch_size=min(EVALUATION_BATCH, outcome.limit or EVALUATION_BATCH))
-    return torch.cat([clipper.norms(cross_entropy(outcome.model, batch)) for batch in batches]).tolist()
-
-
-@contextmanager
-def bar(name: str, count: int, unit: str = "it") -> Iterator[Callable[..., None]]:
-    """A bar for so many units; gives what to call after each one, with the last loss and epsilon if any. Needs tqdm."""
-    from tqdm import tqdm
-
-    seconds = 0.1 if sys.stderr.isatty() else IN_A_LOG
-    with tqdm(total=count, desc=name, unit=unit, dynamic_ncols=True, mininterval=seconds) as shown:
-
-        def advance(loss: float | None = None, epsilon: float | None = None) -> None:
-            if loss is not None:
-                spent = {} if epsilon is None else {"epsilon": f"{epsilon:.2f}"}
-                shown.set_postfix({"loss": f"{loss:.3f}", **spent}, refresh=False)
-            shown.update()
-
-        yield advance
+    found: list[float] = []
+    with bar("gradient norms", len(batches), "batch") as advance:
+        for batch in batches:
+            found += clipper.norms(cross_entropy(outcome.model, batch)).tolist()
+            advance()
+    return found

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.utils._pytree import tree_unflatten
 
 from ghostclip.clipper.gradient_guard import have_hooks
@@ -20,6 +21,7 @@ from ghostclip.compiled.region import Region, trace
 from ghostclip.compiled.signature import CompileRequest, ModelState, capacity_for, function_key, pad, settings_of
 from ghostclip.compiled.trace_friendly import Clipped, Groups, eager, learn, taken_apart, trace_friendly
 from ghostclip.compiled.trial import TRIALS, Trial, difference, timed
+from ghostclip.notices import notice
 
 __all__ = [
     "TRIALS",
@@ -212,8 +214,10 @@ class CompiledClip:
             )
         return learn(self.passes, losses, self.expected is not None)
 
-    def compiled(self, region: Region, what: str) -> Region:
-        """Counts a graph that was made."""
+    def compile(self, graph: GraphModule, inputs: Sequence[Tensor], lasting: int, what: str) -> Region:
+        """Compiles a graph, counts it, and says so before and after: `Region` has the arguments."""
+        notice("compiling %s; this takes seconds, or minutes for large models", what)
+        region = Region(graph, inputs, lasting)
         self.graphs, self.seconds = self.graphs + 1, self.seconds + region.seconds
         log.info("compiled %s in %.1f s", what, region.seconds)
         return region
@@ -262,8 +266,8 @@ class CompiledClip:
             return tuple(output.detach() for output in (*seen, *sums) if output is not None)
 
         inputs, others = ([*held, *leaves, keep] for leaves in (asked.leaves, rolled(asked)))
-        region = Region(trace(step, inputs, others), inputs, len(held))
-        plan.region = self.compiled(region, f"a step for {len(keep)} rows")
+        graph = trace(step, inputs, others)
+        plan.region = self.compile(graph, inputs, len(held), f"a step for {len(keep)} rows")
         return plan
 
     def _try(self, plan: GraphPlan, loss_fn: LossFunction, batch: Any, asked: CompileRequest) -> Clipped:

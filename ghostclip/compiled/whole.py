@@ -139,4 +139,4 @@ class CompiledStep:
         write_back(graph, len(written))
         # Compiling runs the graph once, which is not to be a step.
         copies = [tensor.detach().clone() for tensor in written]
-        return self._clip.compiled(Region(graph, [*copies, *inputs], len(written) + held), what)
+        return self._clip.compile(graph, [*copies, *inputs], len(written) + held, what)

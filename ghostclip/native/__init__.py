@@ -5,6 +5,6 @@ there is none, and is tested both ways. experiments/kernels.py times a kernel ag
 a tenth of the steps of every workload is not worth its lines.
 """
 
-from ghostclip.native.build import library
+from ghostclip.native.build import library, seconds_compiling
 
-__all__ = ["library"]
+__all__ = ["library", "seconds_compiling"]

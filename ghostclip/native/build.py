@@ -19,7 +19,6 @@ import platform
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -27,7 +26,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-__all__ = ["library"]
+from ghostclip.notices import notice
+
+__all__ = ["library", "seconds_compiling"]
 
 COMPILERS = ("cc", "gcc", "clang")
 # sqrt without errno and comparisons without traps can be vectorised; NaN and inf go through as they should.
@@ -40,13 +41,14 @@ PROCESSOR_SECONDS, SECONDS = 60, 600
 DIGITS = 32
 
 log = logging.getLogger("ghostclip")
+_durations: list[float] = []
 
 
 @functools.cache
 def library(name: str, real: str = "float") -> ctypes.CDLL | None:
     """The compiled ``name``.c of this folder; None where it can't be had, which is logged once with the reason.
 
-    How long the compiler took is logged too (logger "ghostclip", level INFO).
+    That the compiler starts is logged at level INFO, how long it took at level DEBUG (logger "ghostclip").
 
     Args:
         name: of the file.
@@ -61,6 +63,11 @@ def library(name: str, real: str = "float") -> ctypes.CDLL | None:
         text = getattr(error, "stderr", None) or str(error)
         log.warning("%s: can't be compiled, slower tensor operations do its work: %s", name, text.strip()[:500])
         return None
+
+
+def seconds_compiling() -> float:
+    """How long this process has waited for the compiler so far."""
+    return sum(_durations)
 
 
 def _compiled(source: Path, real: str) -> Path:
@@ -106,14 +113,15 @@ def _is_ours(status: os.stat_result) -> bool:
 
 def _compile(sources: Sequence[Path], real: str, compiler: str, folder: Path) -> dict[Path, Exception]:
     """Compiles all of them into the folder, as many at a time as there are processors; returns what failed."""
-    print("ghostclip: compiling its kernels for this processor, once; this takes a few seconds", file=sys.stderr)
+    notice("compiling %d kernels for this processor, once; this takes a few seconds", len(sources))
     started = time.perf_counter()
     # The longest first, so that none of them is left alone at the end.
     ordered = sorted(sources, key=lambda source: source.stat().st_size, reverse=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = list(pool.map(partial(_compile_one, real, compiler, folder), ordered))
     errors = {source: error for source, error in zip(ordered, found, strict=True) if error is not None}
-    log.info("%d kernels compiled in %.2f s", len(sources) - len(errors), time.perf_counter() - started)
+    _durations.append(time.perf_counter() - started)
+    log.debug("%d kernels compiled in %.2f s", len(sources) - len(errors), _durations[-1])
     return errors
 
 
@@ -125,7 +133,9 @@ def _compile_one(real: str, compiler: str, folder: Path, source: Path) -> Except
         os.close(handle)
         try:
             _run(compiler, (*_flags(real), *BETTER), source, made)
-        except subprocess.CalledProcessError:
+        except subprocess.CalledProcessError as error:
+            if error.returncode < 0:  # by a signal, such as Ctrl-C in the terminal
+                raise
             _run(compiler, _flags(real), source, made)
         os.chmod(made, 0o700)
         # Two processes may come here at once; each puts a whole file in place.

@@ -4,25 +4,56 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import shutil
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ghostclip
-from ghostclip.report.plots import epsilon_plot, loss_plot, norm_plot
-from ghostclip.report.record import NormSnapshot, PrivacyCurve, Record, TrainingRun, plain
+from ghostclip.report import plots
+from ghostclip.report.record import NormSnapshot, PrivacyCurve, Record, RunGroup, TrainingRun, grouped, plain
 
-__all__ = ["NormSnapshot", "PrivacyCurve", "Record", "TrainingRun", "prepare", "write"]
+__all__ = ["NormSnapshot", "PrivacyCurve", "Record", "RunGroup", "TrainingRun", "grouped", "prepare", "write"]
 
 PAGE, FIGURES = "index.html", "report.json"
 ROOM = 4 << 20  # bytes; several times what a report takes
 
 
 class _Plot(NamedTuple):
+    """A plot of a report.
+
+    Attributes:
+        file: its name.
+        caption: what is drawn, for readers who see it.
+        alt: what it shows, for readers who don't.
+        private: whether it is computed from training data without noise.
+        draw: makes the PNG.
+    """
+
     file: str
     caption: str
-    png: bytes
+    alt: str
+    private: bool
+    draw: Callable[[], bytes]
+
+
+class _Image(NamedTuple):
+    """A plot as PNG files, for pages on light and on dark ground."""
+
+    plot: _Plot
+    light: bytes
+    dark: bytes
+
+
+class _Meaning(NamedTuple):
+    """What an epsilon says: the factor between probabilities, and how often a guess about one example can be right."""
+
+    epsilon: float
+    factor: float
+    right: float
 
 
 def prepare(folder: str | Path) -> Path:
@@ -54,19 +85,22 @@ def write(record: Record, folder: str | Path) -> Path:
         OSError: a file cannot be written.
         ModuleNotFoundError: matplotlib or jinja2 is not installed.
     """
-    path = prepare(folder)
-    plots = _plots(record)
-    for plot in plots:
-        (path / plot.file).write_bytes(plot.png)
+    path, images = prepare(folder), []
+    for plot in _plots(record):
+        light = plot.draw()
+        with plots.dark():
+            images.append(_Image(plot, light, plot.draw()))
+        (path / plot.file).write_bytes(light)
     (path / FIGURES).write_text(json.dumps(figures(record), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    (path / PAGE).write_text(_page(record, plots), encoding="utf-8")
+    (path / PAGE).write_text(_page(record, images), encoding="utf-8")
     return path / PAGE
 
 
 def figures(record: Record) -> dict[str, Any]:
     """The report as JSON holds it: what may be shown, and under "not_private" what may not."""
     runs = [asdict(run) for run in record.runs]
-    losses = {run["name"]: run.pop("losses") for run in runs}
+    alone = len(grouped(record.runs)) == len(runs)
+    losses = {run["name"] if alone else f"{run['name']}, seed {run['seed']}": run.pop("losses") for run in runs}
     norms = record.norms
     return plain(
         {
@@ -78,6 +112,9 @@ def figures(record: Record) -> dict[str, Any]:
             "speed_batch_size": record.speed_batch_size,
             "privacy": asdict(record.privacy) if record.privacy else None,
             "machine": record.machine,
+            "versions": record.versions,
+            "command": record.command,
+            "date": record.date,
             "not_private": {
                 "losses": losses,
                 "norms": asdict(norms) | {"clipped": norms.clipped} if norms else None,
@@ -86,29 +123,74 @@ def figures(record: Record) -> dict[str, Any]:
     )
 
 
-def _plots(record: Record) -> list[_Plot]:
-    """The plots there is data for."""
-    found = []
-    losses = {run.name: (run.epochs, run.losses) for run in record.runs if run.losses}
-    if losses:
-        caption = "Mean loss of each step's batch; faint as it was, strong smoothed. Not private."
-        found.append(_Plot("loss.png", caption, loss_plot(losses)))
+def _plots(record: Record) -> Iterator[_Plot]:
+    """The plots there is data for, those that may be shown first."""
+    yield from _accuracy_plots(grouped(record.runs))
     if (spent := record.privacy) is not None:
         forecast = (spent.forecast_steps, spent.forecasts) if spent.forecast_steps else None
         caption = "Epsilon spent by the first run after so many steps, by each accountant's upper bound."
         caption += " Dashed: the target of the tightest one." if spent.target is not None else ""
         caption += " Dotted: what further steps would spend." if forecast else ""
-        png = epsilon_plot(spent.steps, spent.epsilons, spent.delta, spent.target, forecast)
-        found.append(_Plot("epsilon.png", caption, png))
-    if record.norms is not None:
-        caption = (
-            f"Norms at the end of the first run; {record.norms.clipped:.1%} of the examples are clipped. Not private."
+        ends = " and ".join(f"{values[-1]:.3g} by {name}" for name, values in spent.epsilons.items())
+        alt = f"Line plot. Epsilon grows over {spent.steps[-1]} steps from 0 to {ends}."
+        draw = partial(plots.epsilon_plot, spent.steps, spent.epsilons, spent.delta, spent.target, forecast)
+        yield _Plot("epsilon.png", caption, alt, False, draw)
+    losses = {run.name: (run.epochs, run.losses) for group in grouped(record.runs) if (run := group.first).losses}
+    if losses:
+        caption = "Mean loss of each step's batch; faint as it was, strong smoothed."
+        caption += " Of the first seed's runs." if len(grouped(record.runs)) < len(record.runs) else ""
+        ends = "; ".join(
+            f"{name}: from {_finite(values, 0)} to {_finite(values, -1)}" for name, (_, values) in losses.items()
         )
-        found.append(_Plot("norms.png", caption, norm_plot(record.norms.norms, record.norms.max_norm)))
-    return found
+        yield _Plot("loss.png", caption, f"Line plot of training loss. {ends}.", True, partial(plots.loss_plot, losses))
+    if (found := record.norms) is not None:
+        share = f"{found.clipped:.1%} of the examples are clipped"
+        alt = f"Histogram of {len(found.norms):,} gradient norms around the clipping norm {found.max_norm:g}; {share}."
+        draw = partial(plots.norm_plot, found.norms, found.max_norm)
+        yield _Plot("norms.png", f"Gradient norms at the end of the first run; {share}.", alt, True, draw)
 
 
-def _page(record: Record, plots: list[_Plot]) -> str:
+def _accuracy_plots(groups: Sequence[RunGroup]) -> Iterator[_Plot]:
+    """Test accuracy by epoch, and by epsilon where there are two or more."""
+    known = [group for group in groups if all(run.accuracies for run in group.runs)]
+    several = any(len(group.runs) > 1 for group in groups)
+    if known:
+        over = {group.first.name: [run.accuracies for run in group.runs] for group in known}
+        caption = "Accuracy on the test examples after each epoch."
+        caption += " Line: mean of the seeds. Band: least to greatest." if several else ""
+        ends = "; ".join(f"{group.first.name}: {group.mean('accuracy'):.1%} at the end" for group in known)
+        yield _Plot("accuracy.png", caption, f"Line plot. {ends}.", False, partial(plots.accuracy_plot, over))
+    spent = {next(iter(group.first.epsilons.values()), 0.0): group.accuracies for group in groups}
+    finite = {epsilon: accuracies for epsilon, accuracies in spent.items() if 0 < epsilon < math.inf}
+    if len(finite) > 1:
+        beside = [group for group in groups if group.first.noise_multiplier is None]
+        caption = "Accuracy at the end of training, a dot for each run, over the epsilon it spent."
+        caption += " Dashed: without privacy." if beside else ""
+        ends = "; ".join(f"epsilon {key:.3g}: {sum(found) / len(found):.1%}" for key, found in sorted(finite.items()))
+        draw = partial(plots.accuracy_by_epsilon_plot, finite, beside[0].accuracies if beside else ())
+        yield _Plot("accuracy_by_epsilon.png", caption, f"Plot of mean test accuracy. {ends}.", False, draw)
+
+
+def _finite(values: Sequence[float], place: int) -> str:
+    """The first or last number among the values, which may have gaps."""
+    numbers = [value for value in values if math.isfinite(value)]
+    return f"{numbers[place]:.3g}" if numbers else "none"
+
+
+def _meanings(groups: Sequence[RunGroup], delta: float) -> list[_Meaning]:
+    """What each finite epsilon of the runs says, by the first accountant.
+
+    A guess whether one example was trained on, where both are equally likely, is right with probability at most
+    (e^epsilon + delta) / (1 + e^epsilon): half the sum of what Kairouz, Oh & Viswanath, The Composition Theorem for
+    Differential Privacy (2015), say of both kinds of error.
+    """
+    found = (next(iter(group.first.epsilons.values()), math.inf) for group in groups)
+    # Above 700 the factor is no float; such an epsilon says nothing anyway.
+    known = [epsilon for epsilon in dict.fromkeys(found) if epsilon < 700]
+    return [_Meaning(e, math.exp(e), (1 + delta * math.exp(-e)) / (1 + math.exp(-e))) for e in known]
+
+
+def _page(record: Record, images: list[_Image]) -> str:
     """The HTML page."""
     import jinja2
 
@@ -116,10 +198,17 @@ def _page(record: Record, plots: list[_Plot]) -> str:
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters |= {"figure": _figure, "base64": lambda png: base64.b64encode(png).decode()}
     accountants = list(dict.fromkeys(name for run in record.runs for name in run.epsilons))
-    modes = {run.noise for run in record.runs} - {None}
+    groups = grouped(record.runs)
     template = environment.get_template("page.html.jinja")
     return template.render(
-        record=record, plots=plots, accountants=accountants, modes=modes, version=ghostclip.__version__
+        record=record,
+        groups=groups,
+        images=images,
+        accountants=accountants,
+        modes={run.noise for run in record.runs} - {None},
+        meanings=_meanings(groups, record.privacy.delta) if record.privacy else [],
+        seeds=max(len(group.runs) for group in groups),
+        version=ghostclip.__version__,
     )
 
 

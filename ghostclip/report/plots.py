@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -17,13 +18,77 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["AuditPanel", "audit_plot", "epsilon_plot", "loss_plot", "norm_plot"]
+__all__ = [
+    "AuditPanel",
+    "accuracy_by_epsilon_plot",
+    "accuracy_plot",
+    "audit_plot",
+    "dark",
+    "epsilon_plot",
+    "loss_plot",
+    "norm_plot",
+]
 
 # Okabe & Ito's colours, told apart by colour-blind readers too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-GREY = "#444444"
+# Seen on light and on dark ground.
+GREY = "#808080"
+INK, GROUND = "#e8e8ea", "#1c1c1e"  # of dark plots; the page has the same
+INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 NOT_PRIVATE = "not private: computed from training data without noise"
 RESOLUTION = 144  # dots an inch
+
+
+@contextmanager
+def dark() -> Iterator[None]:
+    """Plots made while it lasts have light lines and letters on dark ground."""
+    import matplotlib
+
+    colours: dict[Any, str] = {"figure.facecolor": GROUND, "axes.facecolor": GROUND, **dict.fromkeys(INKED, INK)}
+    with matplotlib.rc_context(colours):
+        yield
+
+
+def accuracy_plot(accuracies: Mapping[str, Sequence[Sequence[float]]]) -> bytes:
+    """Test accuracy after each epoch: a line for the mean of a training's runs, a band from the least to the greatest.
+
+    Args:
+        accuracies: {training: one sequence for each run, all of one length}; NaN leaves a gap.
+    """
+    figure, axes = _axes("Test accuracy by epoch", "epoch", "test accuracy (%)")
+    for colour, (name, runs) in zip(cycle(COLOURS), accuracies.items(), strict=False):
+        shares = 100 * np.asarray(runs, dtype=float)
+        epochs = np.arange(1, shares.shape[1] + 1)
+        axes.fill_between(epochs, shares.min(0), shares.max(0), color=colour, alpha=0.2, linewidth=0)
+        axes.plot(epochs, shares.mean(0), color=colour, linewidth=1.8, label=name)
+    axes.set_ylim(top=100)
+    axes.locator_params(axis="x", integer=True)
+    _legend(axes)
+    return _png(figure)
+
+
+def accuracy_by_epsilon_plot(accuracies: Mapping[float, Sequence[float]], baseline: Sequence[float] = ()) -> bytes:
+    """Test accuracy at the end of training over the epsilon spent: a dot for each run, a line through the means.
+
+    Args:
+        accuracies: {epsilon: of each run}; epsilons are finite and > 0.
+        baseline: of runs without privacy, whose mean is a dashed line.
+    """
+    figure, axes = _axes("Test accuracy by privacy spent", "epsilon (log scale)", "test accuracy (%)")
+    epsilons = sorted(accuracies)
+    means = [100 * float(np.mean(accuracies[epsilon])) for epsilon in epsilons]
+    axes.plot(epsilons, means, color=COLOURS[0], linewidth=1.8, label="private: mean of the runs")
+    for epsilon in epsilons:
+        shares = [100 * share for share in accuracies[epsilon]]
+        axes.plot([epsilon] * len(shares), shares, "o", color=COLOURS[0], markersize=5)
+    if baseline:
+        axes.axhline(100 * float(np.mean(baseline)), color=GREY, linewidth=1.2, linestyle="--", label="without privacy")
+    axes.set_xscale("log")
+    axes.set_xticks(epsilons, [f"{epsilon:.3g}" for epsilon in epsilons])
+    axes.minorticks_off()
+    axes.set_ylim(top=100)
+    _legend(axes)
+    return _png(figure)
 
 
 def loss_plot(losses: Mapping[str, tuple[int, Sequence[float]]]) -> bytes:
@@ -169,7 +234,7 @@ def _label(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_title(title, fontsize=11)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.grid(color=GREY, alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

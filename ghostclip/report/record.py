@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["NormSnapshot", "PrivacyCurve", "Record", "TrainingRun", "plain"]
+__all__ = ["NormSnapshot", "PrivacyCurve", "Record", "RunGroup", "TrainingRun", "grouped", "plain"]
 
 
 @dataclass(frozen=True)
@@ -15,18 +15,22 @@ class TrainingRun:
     """One trained model.
 
     Attributes:
-        name: as tables and legends call it.
+        name: as tables and legends call it; runs that differ in their seed alone have the same one.
         method: "nonprivate", "nxbp", "multiloss", "auto", "cached" or "reweight".
         accuracy: share of the test examples it classifies correctly.
         epochs: passes over the training data (expected ones, where batches are sampled).
         steps: optimizer steps taken.
-        seconds: wall time of training, without evaluation.
+        seconds: wall time of training, without evaluation, calibration and compilation.
         examples_per_second: examples that went through training, over those seconds.
         noise_multiplier: None without noise.
         epsilons: {accountant: epsilon}; empty for non-private training.
         losses: mean training loss of each step's batch; private data.
         noise: the mode the noise was made in, "standard", "hardened" or "test"; None without noise.
         optimizer, learning_rate, batch_size: what the runs of a report may differ in; None where that isn't told.
+        seed: of the initial weights; None where that isn't told.
+        accuracies: the same share after each epoch; NaN where it is not known, empty where nothing is.
+        calibration_seconds: that finding the noise for a target took; 0 in all but one of the runs of a name.
+        compilation_seconds: that training waited for the C compiler.
     """
 
     name: str
@@ -43,6 +47,35 @@ class TrainingRun:
     optimizer: str | None = None
     learning_rate: float | None = None
     batch_size: int | None = None
+    seed: int | None = None
+    accuracies: Sequence[float] = ()
+    calibration_seconds: float = 0.0
+    compilation_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """Runs that differ in their seed alone, one or more, the first one first."""
+
+    runs: Sequence[TrainingRun]
+
+    @property
+    def first(self) -> TrainingRun:
+        """The run that stands for what all have in common."""
+        return self.runs[0]
+
+    @property
+    def accuracies(self) -> list[float]:
+        """The runs' accuracies at the end of training."""
+        return [run.accuracy for run in self.runs]
+
+    def mean(self, name: str) -> float:
+        """The mean of an attribute over the runs."""
+        return self.total(name) / len(self.runs)
+
+    def total(self, name: str) -> float:
+        """The sum of an attribute over the runs."""
+        return float(sum(getattr(run, name) for run in self.runs))
 
 
 @dataclass(frozen=True)
@@ -90,6 +123,9 @@ class Record:
         privacy: how epsilon grew in the main run; None when it was not private.
         norms: the main run's per-example norms; None when it was not private.
         machine: {fact: value} about where it ran.
+        versions: {program: version} of what it ran with.
+        command: that made the report; None where that isn't told.
+        date: when; None where that isn't told.
     """
 
     title: str
@@ -100,6 +136,15 @@ class Record:
     privacy: PrivacyCurve | None = None
     norms: NormSnapshot | None = None
     machine: Mapping[str, str | int | float] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    command: str | None = None
+    date: str | None = None
+
+
+def grouped(runs: Sequence[TrainingRun]) -> list[RunGroup]:
+    """The runs by their names, in the order in which these first come."""
+    names = dict.fromkeys(run.name for run in runs)
+    return [RunGroup([run for run in runs if run.name == name]) for name in names]
 
 
 def plain(value: Any) -> Any:
