@@ -133,7 +133,7 @@ def _write(results: dict[str, Any], out: Path) -> None:
     try:
         plot_ratios(results, out.with_suffix(".png"))
     except ModuleNotFoundError as error:
-        print(f'no picture: {error.name} is not installed; run: pip install "ghostclip[cli]"', file=sys.stderr)
+        print(f'no picture: {error.name} is not installed; run in a checkout: pip install ".[cli]"', file=sys.stderr)
 
 
 @contextlib.contextmanager

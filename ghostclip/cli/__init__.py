@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing not in EXTRAS:
             raise
-        return _end(f'{missing} is not installed; run: pip install "ghostclip[{EXTRAS[missing]}]"', MISTAKE)
+        return _end(f'{missing} is not installed; run in a checkout: pip install ".[{EXTRAS[missing]}]"', MISTAKE)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         return _end(f"{place}{error.strerror or error}", MISTAKE)
