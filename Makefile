@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint mutants fuzz bench experiments papers notebooks gpu-check clean
+.PHONY: help install demo test test-all lint mutants fuzz bench experiments papers notebooks matrix gpu-check clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -62,6 +62,9 @@ papers: install  ## compute published claims anew, each in a small setting (unde
 
 notebooks: install  ## execute the notebooks in place
 	$(BIN)/python notebooks/execute.py
+
+matrix: install  ## test the wheel with each Python and torch that can be had here, in clean environments
+	$(BIN)/python experiments/matrix.py
 
 # Two calls: the large models, where compilation would take most of the time, then the small ones, compiled too. Inductor
 # and CUDA have threads of their own, which one core would hold up.
