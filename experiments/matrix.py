@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+PYTHONS = ("3.11", "3.10", "3.12", "3.13")
 TORCHES = {"2.6": "torch==2.6.*", "2.13": "torch==2.13.*", "newest": "torch"}
 CUDA = ("nvidia-", "cuda-", "triton")
 TESTERS = ["pytest", "hypothesis"]
@@ -44,10 +44,11 @@ def ran(command: list[str], folder: str) -> subprocess.CompletedProcess[str]:
 
 
 def interpreter(version: str) -> str | None:
-    """The path of that Python, on PATH or of pyenv."""
+    """The path of that Python, of pyenv, or on PATH."""
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     of_pyenv = sorted(versions.glob(f"{version}.*/bin/python{version}"))
-    return shutil.which(f"python{version}") or (str(of_pyenv[-1]) if of_pyenv else None)
+    # A shim of pyenv on PATH runs only the versions that are switched on.
+    return str(of_pyenv[-1]) if of_pyenv else shutil.which(f"python{version}")
 
 
 def obstacle(python: str, torch: str, folder: str) -> str | None:
@@ -121,8 +122,8 @@ def main() -> int:
             for asked, torch in TORCHES.items():
                 rows.append({"python": version, "asked": asked, **pair(version, torch, wheel, tests)})
                 print(rows[-1], flush=True)
-    (RESULTS / "matrix.json").write_text(json.dumps({"tests": tests, "rows": rows}, indent=1) + "\n")
-    (RESULTS / "matrix.md").write_text(markdown(rows, tests))
+                (RESULTS / "matrix.json").write_text(json.dumps({"tests": tests, "rows": rows}, indent=1) + "\n")
+                (RESULTS / "matrix.md").write_text(markdown(rows, tests))
     return int(any(row["ran"] and not row["passed"] for row in rows))
 
 
