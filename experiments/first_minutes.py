@@ -3,7 +3,7 @@
     python experiments/first_minutes.py [--before REVISION]
 
 measures the checkout, and REVISION beside it, in turns; writes results/first_minutes.json and .md. Each time is the
-median of four processes, with compiled bytecode, as an installed package has it.
+median of ten processes, with compiled bytecode, as an installed package has it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
-PROCESSES = 4
+PROCESSES = 10
 FIRST_STEP = """\
 engine = ghostclip.PrivacyEngine(model, optimizer, data, batch_size=64, target_epsilon=3.0, target_delta=1e-5, epochs=4)
 engine.step(next(iter(engine.batches())), lambda model, batch: criterion(model(batch[0]), batch[1]))

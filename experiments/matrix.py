@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
-PYTHONS = ("3.11", "3.10", "3.12", "3.13")
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 TORCHES = {"2.6": "torch==2.6.*", "2.13": "torch==2.13.*", "newest": "torch"}
 CUDA = ("nvidia-", "cuda-", "triton")
 TESTERS = ["pytest", "hypothesis"]
