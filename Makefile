@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint mutants fuzz bench experiments papers notebooks matrix gpu-check clean
+.PHONY: help install demo test test-all lint mutants fuzz bench experiments papers notebooks matrix docs gpu-check clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -66,6 +66,10 @@ notebooks: install  ## execute the notebooks in place
 matrix: install  ## test the wheel with each Python and torch that can be had here, in clean environments
 	$(BIN)/python experiments/matrix.py
 
+docs: install  ## build the documentation as a site in site/, with warnings as errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "open site/index.html; mkdocs serve shows pages while they are written"
+
 # Two calls: the large models, where compilation would take most of the time, then the small ones, compiled too. Inductor
 # and CUDA have threads of their own, which one core would hold up.
 gpu-check: RESULTS := $(or $(OUT),experiments/results)
@@ -79,5 +83,5 @@ gpu-check:  ## CUDA exactness, then the GPU benchmark; uses the machine's own py
 		--contenders nonprivate,nonprivate-compiled,reweight,cached,per-layer,compiled,nxbp,vmap,opacus-ghost
 
 clean:  ## remove what the other commands made
-	rm -rf $(VENV) build dist reports .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
+	rm -rf $(VENV) build dist reports site .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -121,6 +121,13 @@ def test_each_shard_gets_noise_of_its_own_once(mode: str, tmp_path: Path) -> Non
     assert abs(correlation) < 5 / len(first) ** 0.5
 
 
+def test_two_replicas_of_one_shard_share_its_noise(tmp_path: Path) -> None:
+    (first, whole), (second, same) = on_ranks(partial(noise_of, True, "standard"), tmp_path)
+    assert torch.equal(first, second)
+    assert torch.equal(whole, same)
+    assert_noise(first)
+
+
 @pytest.mark.slow
 def test_replicas_share_the_noise_of_their_shards(tmp_path: Path) -> None:
     found = on_ranks(partial(noise_of, True, "standard"), tmp_path, 4)

@@ -190,3 +190,34 @@ def test_narrow_gradients_are_summed_in_single_precision():
         assert strategy(weights).dtype == torch.float32
         expected = (weights.view(-1, 1) * term.per_example().flatten(1)).sum(0).view(term.shape)
         torch.testing.assert_close(strategy(weights), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("row_order", ["example", "row"])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("name", SHIFTED)
+def test_several_rows_of_an_example_are_summed_before_their_norm(name, groups, row_order):
+    sizes, kernel, stride, padding, dilation, inputs, outputs = SHIFTED[name]
+    inputs, outputs, rows = 2 * inputs, 2 * outputs, 3
+    torch.manual_seed(0)
+    reach = [step * (width - 1) + 1 for step, width in zip(dilation, kernel, strict=True)]
+    places = [
+        (size + 2 * pad - each) // step + 1 for size, pad, each, step in zip(sizes, padding, reach, stride, strict=True)
+    ]
+    images = torch.randn(2 * rows, inputs, *sizes, dtype=torch.float64)
+    grads = torch.randn(2 * rows, outputs, *places, dtype=torch.float64)
+    shape = torch.Size((outputs, inputs // groups, *kernel))
+    term = ConvGrads(images, grads, shape, Geometry(stride, padding, dilation, groups))
+    single = term.per_example()
+    expected = (
+        single.unflatten(0, (2, rows)).sum(1) if row_order == "example" else single.unflatten(0, (rows, 2)).sum(0)
+    )
+    found = term.split_rows(rows, row_order)
+    torch.testing.assert_close(found.per_example(), expected, rtol=1e-11, atol=1e-11)
+    for strategy in found.candidates().values():
+        torch.testing.assert_close(
+            strategy.run(found).squared_norms, expected.square().flatten(1).sum(1), rtol=1e-11, atol=0
+        )
+    weights = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    weighted = torch.einsum("b,b...->...", weights, expected)
+    for summed in (found.weighted_sum, *found.sums().values()):
+        torch.testing.assert_close(summed(weights), weighted, rtol=1e-11, atol=1e-11)

@@ -82,6 +82,13 @@ CLIPPING = [
         ("tests/test_norms_convolution.py",),
     ),
     Mutant(
+        "rows of an example in one image meet in a patch",
+        "ghostclip/norms/convolution.py",
+        "        places = max(-(-(images.shape[3] + above) // step), grads.shape[3])\n",
+        "        places = max(-(-images.shape[3] // step), grads.shape[3])\n",
+        ("tests/test_norms_convolution.py",),
+    ),
+    Mutant(
         "duplicates not summed",
         "ghostclip/norms/rows.py",
         "    starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]\n",

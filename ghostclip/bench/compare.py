@@ -121,9 +121,10 @@ def compare(
         clock: what steps are timed by, as for `timed`.
 
     Returns:
-        Plain values: about, batch_size, parameters, max_norm, gate, and for each contender ``ms``, ``over_nonprivate``
-        and, where the loop was timed, ``nxbp_over`` (median, low and high quartile, rounds), then ``gradient_error``
-        and ``correct``, and ``ready_seconds``, which preparing, the gate (not where apart) and the first step took.
+        Plain values. They are about, batch_size, parameters, max_norm, gate, and for each contender ``ms``,
+        ``over_nonprivate`` and, where the loop was timed, ``nxbp_over`` (median, low and high quartile, rounds), then
+        ``gradient_error`` and ``correct``, and ``ready_seconds``, which preparing, the gate (not where apart) and the
+        first step took.
         For one that can't run here there is only ``missing``, for one that broke ``failed``: the reason.
 
     Raises:

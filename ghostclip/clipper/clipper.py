@@ -172,7 +172,7 @@ class GhostClipper:
             room for rounding that weights are computed with (``backward(losses).norms``).
 
         Raises:
-            LossShapeError, StaleInputError, UnsupportedModelError.
+            LossShapeError, StaleInputError, UnsupportedModelError: for the reasons that `backward` gives.
         """
         if per is not None:
             one_of(("layer", "parameter"), per=per)
@@ -244,7 +244,7 @@ class GhostClipper:
             batch: what ``loss_fn`` takes; to be compiled, tensors with examples in dimension 0, nested as you like.
 
         Raises:
-            What `backward` raises.
+            GhostClipError: for the reasons that `backward` gives.
         """
         if self.compiled is None:
             with self.layout.summed():

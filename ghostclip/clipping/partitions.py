@@ -27,7 +27,7 @@ class Partition(ABC):
             sizes: {parameter name: number of entries}, in the order of ``named_parameters()``.
 
         Returns:
-            {parameter name: group}, with every parameter of ``sizes``.
+            The group by the name of each parameter of ``sizes``.
 
         Raises:
             ValueError: the parameters can't be partitioned like this.

@@ -46,7 +46,7 @@ def gradients_agree(passes: TwoPasses, losses: Tensor) -> list[str] | None:
     trained = dict(passes.index.trained())
     order = norms.argsort(descending=True).tolist()
     chosen = sorted({order[0], order[len(order) // 2]})
-    # What rounding may leave of positions, or uses of a parameter, that cancel; none is known of materialised gradients.
+    # What rounding may leave of positions, or uses of a parameter, that cancel, also of gradients kept materialised.
     measured, bounds = passes.measure(losses, Keep.NOTHING, retain_graph=True).norms_and_bounds()
     margins = (bounds - measured)[chosen].tolist()
     by_name, _ = run.norms_by_group({id(parameter): name for name, parameter in trained.items()})

@@ -38,9 +38,8 @@ from ghostclip.validate import open_fraction, whole
 
 __all__ = ["PrivacyEngine"]
 
-# What must be the same where a run is taken up again.
+# What must be the same where a run is taken up again; what can't be changed, since noise and charges follow from it.
 AGREED = ("noise_multiplier", "target_epsilon", "planned_steps", "noise")
-# What noise, clipping, sampling and charges were made from: changed afterwards it would be believed and not followed.
 SAMPLED = ("batch_size", "sample_rate", "sampling", "neighboring")
 TOLD = "batch_size", "sample_rate", "noise_multiplier", "clipping", "steps_taken", "planned_steps"
 FIXED = {"model", "optimizer", "clipping", "target_delta", "max_epsilon", "ledger", "schedule", *AGREED, *SAMPLED}
@@ -50,7 +49,7 @@ class PrivacyEngine:
     """Differentially private training (DP-SGD, Abadi et al. 2016) of a torch model with any torch optimizer.
 
     Every step releases (sum of clipped gradients + noise) / ``batch_size`` over a random sample of the data, and is
-    charged before. The optimizer stays the user's: a hook adds the noise when its ``step`` is called.
+    charged before. A hook of the user's optimizer adds the noise when its ``step`` is called.
 
     Args:
         model: built of any torch layers; wrapped in place if it isn't yet.
@@ -69,41 +68,35 @@ class PrivacyEngine:
         epochs, steps: the length of training, with ``target_epsilon`` only.
         clipping: a max norm or a policy of `ghostclip.clipping`.
         second_pass: "auto", "cached" or "reweight", as for `GhostClipper`; it changes time and memory only.
-        noise: "standard": from an unpredictable generator, added in floating point; "hardened": from a cipher, every
-            released number on a lattice, so that no digit of it gives data away (needs `cryptography`); "test" with
-            ``seed``: repeatable, and reported as epsilon = inf.
+        noise: "standard": unpredictable, added in floating point; "hardened": from a cipher, every released number on a
+            lattice (needs `cryptography`); "test" with ``seed``: repeatable, and reported as epsilon = inf.
         seed: of noise and sampling, with ``noise="test"`` only.
         ledger: a file (or a `ghostclip.ledger.Ledger`) that every step is charged to before it is released. One that
             exists is continued: what it holds counts for `epsilon`, ``max_epsilon`` and the planned steps.
-        self_check: look at the first batches (see `ghostclip.engine.self_check`): are gradients autograd's own, does a
-            loss depend on other examples (`step` calls the loss function 5 to 7 times more in each of the first 6
-            steps, and in one of 400 physical batches later), do the parameters move. What is wrong is a
-            VerificationError before anything of the batch is released, or a warning.
+        self_check: whether gradients are autograd's own, a loss depends on other examples (`step` calls the loss
+            function 5 to 7 times more in each of the first 6 steps, and in one of 400 physical batches later), and
+            parameters move. What is wrong is a VerificationError before a release, or a warning.
         sampling: "poisson"; "without_replacement": ``batch_size`` different examples each time; "truncated": Poisson,
             cut down at random to ``max_batch_size`` where it is more.
-        neighboring: which data sets the guarantee makes hard to tell apart: "add_or_remove_one": they differ by one
-            example's presence; "replace_one": in what one example is.
+        neighboring: data sets that are hard to tell apart differ by one example ("add_or_remove_one"), or in what one
+            example is ("replace_one").
         max_batch_size: with "truncated" only; None: ``max_physical_batch_size``, so that a batch is one physical one.
-        unit_ids: for user-level privacy, each row's user (anything hashable): a user's rows are sampled together, and
-            the gradient of the sum of their losses is clipped. ``batch_size`` counts users then, and
-            ``max_physical_batch_size`` rows; losses are still one for each row.
+        unit_ids: for user-level privacy, each row's user (hashable): a user's rows are sampled together, the gradient
+            of the sum of their losses is clipped. ``batch_size`` counts users then, ``max_physical_batch_size`` rows.
         max_rows_per_unit: with ``unit_ids`` only: of users with more rows the first so many are used; None: all.
-        loss_scale: for float16: a power of two such as 1024.0, which the passes scale by (see `GhostClipper`); or the
-            loop's GradScaler, for ``engine.backward(scaler.scale(losses))``, ``scaler.step(optimizer)`` and
-            ``scaler.update()``; p.grad is unscaled already.
-        memory_limit: with ``max_physical_batch_size="auto"`` only: the bytes that this process may use in all, on the
-            device of the parameters; None: nine tenths of what the machine, the control group or the GPU has left.
+        loss_scale: for float16: a power of two such as 1024.0 (see `GhostClipper`), or the loop's GradScaler, for
+            ``engine.backward(scaler.scale(losses))``, ``scaler.step(optimizer)`` and ``scaler.update()``.
+        memory_limit: bytes for this process, where that is found ("auto"); None: nine tenths of what is left.
         process_group: of torch.distributed: who trains together, each with an engine over the same model, data and
             options; None: that of the model's DistributedDataParallel or FSDP2 mesh, or else all processes.
             ``batch_size`` is that of all ranks together; each gets its share of every sample.
-        schedule: of noise, thresholds and batch size over the steps, see `ghostclip.clipping.Schedule`; each step is
-            charged as what it is. ``target_epsilon`` then needs no ``epochs``.
+        schedule: of noise, thresholds and batch size over the steps, see `Schedule`; then no ``epochs`` are needed.
 
     Attributes:
         planned_steps: the most steps that may be taken; None without a ``target_epsilon``.
         sample_rate: the expected share of the data in a logical batch.
-        ledger: the `Ledger`, or None; None too on ranks that don't lead.
-        model, optimizer, clipping, batch_size, noise_multiplier, ...: as given, taken over or calibrated.
+        ledger, model, optimizer, clipping, batch_size, noise_multiplier, ...: as given, taken over or calibrated; a
+            ledger only on the rank that leads.
 
     Raises:
         UnsupportedModelError: the model can't be clipped exactly.
@@ -210,11 +203,10 @@ class PrivacyEngine:
         super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises PrivacyError: torch's optimizers lose their hooks in a copy, which would train without noise."""
+        """Raises PrivacyError: torch's optimizers lose their hooks in a copy."""
         raise PrivacyError(
-            "a PrivacyEngine can't be copied or pickled, since its optimizer's copy would train without noise or "
-            "charge; build a new engine over a copy of the model and a new optimizer, with the same ledger=... so that "
-            "both count, or use save() and restore()"
+            "a PrivacyEngine can't be copied or pickled: its optimizer's copy would train without noise; build a new "
+            "engine over copies, with the same ledger=... so that both count, or use save() and restore()"
         )
 
     def batches(self) -> LogicalBatches:
@@ -222,9 +214,8 @@ class PrivacyEngine:
 
         Each, empty ones too, needs its step or ``batch.discard()``; taking the next one, and the end of the epoch,
         raise PrivacyError otherwise, and where trained parameters moved outside of steps (see `accept_parameters`).
-        An exception discards the batch, without a charge, when it comes up in `step`, `backward`, the optimizer's step
-        or the data loader, or when it leaves both the loop over ``batch.physical()`` and that over the batches. Raises
-        PrivacyError after `detach`.
+        An exception discards the batch, without a charge, where it comes from `step`, `backward`, the optimizer's step
+        or the data loader, or leaves both the loop over ``batch.physical()`` and that over the batches.
         """
         if self._loader is None:
             raise PrivacyError("this engine was detached from its optimizer; build a new PrivacyEngine")
@@ -254,12 +245,11 @@ class PrivacyEngine:
             loss_fn: (model, examples) -> losses [B], one for each example.
 
         Returns:
-            Losses, norms and weights of the examples: private data, not for release.
+            Losses, norms and weights of the examples. They are private data, not for release.
 
         Raises:
-            BudgetExceededError: the step is past the planned ones or the budget; nothing was computed.
-            LedgerError: the step can't be written to the ledger; the batch is discarded and nothing was released.
-            PrivacyError: and all that `backward` raises; the batch is discarded and nothing was released.
+            BudgetExceededError: the step is one too many; nothing was computed.
+            LedgerError, PrivacyError, and all that `backward` raises: the batch is discarded, nothing was released.
             TypeError: ``loss_fn`` can't be called with (model, examples), as losses or a criterion can't.
         """
         try:
@@ -278,8 +268,8 @@ class PrivacyEngine:
     def compile(self) -> None:
         """From now on `step` runs as one compiled graph, where the model allows it and it is faster.
 
-        Of a logical batch in one piece that is all from the forward to the update (torch's SGD, Adam or AdamW without
-        hooks of others); else each physical batch's passes. See `GhostClipper.clip` for what a loss may depend on.
+        Of a logical batch in one piece all from forward to update (by torch's SGD, Adam or AdamW without hooks of
+        others), else each physical batch's passes. See `GhostClipper.clip` for what a loss may depend on.
         """
         check_compilable(self._spending.unit, self._ranks, self.schedule)
         self._steps.micro_batches.check_found()
@@ -288,8 +278,8 @@ class PrivacyEngine:
     def trace(self, path: str | os.PathLike[str] | None, every: int = 100) -> StepTrace | None:
         """Writes what every n-th step looked like without noise to a folder, for debugging; None ends it.
 
-        Norms of single examples, cosines, signal to noise: raw private data, not for release. Training isn't changed.
-        `ghostclip.traces.read` reads it. Raises what `StepTrace` does, ValueError for compiled steps or several ranks.
+        Norms of single examples, cosines, signal to noise: raw private data, not for release; `ghostclip.traces.read`
+        reads it. Raises what `StepTrace` does, ValueError for compiled steps or several ranks.
         """
         if path is not None and self._ranks.size > 1:
             raise ValueError("trace() isn't there for several processes that train together; leave it out")
@@ -302,31 +292,27 @@ class PrivacyEngine:
             delta: where to report it; None: at ``target_delta``.
             accountant: "pld" or "rdp".
 
-        Raises:
-            PrivacyError: trained parameters moved outside of the engine's steps, see `accept_parameters`.
-            ValueError, TypeError: an argument is out of range.
+        Raises PrivacyError where trained parameters moved outside of steps, see `accept_parameters`.
         """
         return self._spending.epsilon(self._delta(delta), accountant)
 
     def forecast(self, steps: int, delta: float | None = None, accountant: str = "pld") -> float:
-        """Epsilon after that many further ``steps``, everything spent so far included; see `epsilon`."""
+        """Epsilon after so many further ``steps``, with everything spent so far; see `epsilon`."""
         further = self._terms.further(self._snapshots.model_steps, whole(steps=steps))
         spent = accounting.epsilon_of([*self.events, *further], delta=self._delta(delta), accountant=accountant)
         return spent if self._spending.private else math.inf
 
     def guarantee(self, delta: float | None = None, accountant: str = "pld") -> str:
-        """What was spent so far in words: `epsilon`, how examples were drawn, which data sets are neighbours."""
+        """`epsilon` in words: how examples were drawn, which data sets are neighbours."""
         return accounting.guarantee(self.events, delta=self._delta(delta), accountant=accountant)
 
     def accept_parameters(self) -> None:
         """Takes the trained parameters as they are, after they were set from outside by public means.
 
-        A loaded state dict, steps on public data, averages of released weights. Never what was learned from private
-        data without the engine, of which nothing is known or counted.
+        A loaded state dict, steps on public data, averages of released weights: never what private data taught.
 
         Raises:
-            PrivacyError: private sums are gathered and their step is not taken; or parameters are other objects, or of
-                another type, than those that the engine was built with.
+            PrivacyError: inside of a logical batch; or parameters are others, or of another type, than at first.
         """
         self._steps.check_between("engine.accept_parameters()")
         self._steps.updates.check_model()
@@ -337,6 +323,10 @@ class PrivacyEngine:
         if self._loader is not None:
             self._steps.updates.check()
         return self.target_delta if delta is None else open_fraction(delta=delta)
+
+    def check_budget(self) -> None:
+        """Raises BudgetExceededError where one more step would pass the planned ones or the budget."""
+        self._spending.check(self._steps.release.terms)
 
     def noise_std(self, parameter: nn.Parameter) -> float:
         """The standard deviation of the noise in each entry of a trained parameter's private gradient, as it is now."""
@@ -361,11 +351,22 @@ class PrivacyEngine:
             extra: {name: object with ``state_dict()`` and ``load_state_dict()``}, such as learning rate schedulers.
 
         Raises:
-            PrivacyError: called inside of a logical batch, with a state that can't be stored, or after trained
-                parameters moved outside of the engine's steps, see `accept_parameters`.
+            PrivacyError: inside of a logical batch, with a state that can't be stored, or after trained parameters
+                moved outside of the engine's steps, see `accept_parameters`.
             OSError: the disk is full, or the like; what was saved before is still there.
         """
         self._snapshots.save(path, extra)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was spent and where training stands, for checkpoints of others; `save` has weights and all else, too."""
+        return self._snapshots.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Counts what a `state_dict` spent, too, and begins an epoch; put back model and optimizer before.
+
+        Raises PrivacyError and LedgerError as `restore`.
+        """
+        self._snapshots.load_state_dict(state)
 
     def restore(self, path: str | os.PathLike[str], extra: Mapping[str, Stateful] | None = None) -> Restored:
         """Goes back to what `save` wrote, or to the one before where that is damaged, which the log tells.
@@ -381,17 +382,17 @@ class PrivacyEngine:
             Steps and epochs done. The next loop over `batches` gives what is left of the epoch.
 
         Raises:
-            PrivacyError: it was saved under another configuration or by another version, is damaged with no older one
-                beside it, or this is called inside of a logical batch. Nothing was changed.
+            PrivacyError: it is of another configuration or version, damaged with no older one beside it, or this is
+                called inside of a logical batch. Nothing was changed.
             LedgerError: the ledger isn't the one that the checkpoint goes with.
-            FileNotFoundError, OSError: there is none, or it can't be read.
+            OSError: there is none, or it can't be read.
         """
         return self._snapshots.restore(path, extra)
 
     def detach(self) -> None:
         """Takes the engine off the optimizer, whose steps are unprotected from then on; ends the data's workers.
 
-        LedgerError: what was reserved there can't be given back; the engine is off the optimizer all the same.
+        LedgerError: what was reserved there can't be given back.
         """
         self._steps.detach()
         self._synchronise()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -10,11 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from ghostclip import checkpoint
+from ghostclip.checkpoint import packed, unpacked
 from ghostclip.clipper.layout import WholeModel
 from ghostclip.engine.budget import Spending
 from ghostclip.engine.contents import (
@@ -29,6 +31,7 @@ from ghostclip.engine.contents import (
 from ghostclip.engine.distributed import Ranks, refuse_differences
 from ghostclip.engine.step import LogicalStep
 from ghostclip.errors import LedgerError, PrivacyError
+from ghostclip.events import Event
 from ghostclip.ledger import Head
 from ghostclip.ledger.records import decoded, encoded
 from ghostclip.noise import Noise
@@ -36,6 +39,8 @@ from ghostclip.sampling import LogicalBatches
 
 __all__ = ["Restored", "Snapshots", "Stateful"]
 
+# Where `Snapshots.state_dict` keeps what is no tensor, as JSON.
+PROGRESS = "progress"
 # So many differences are told; the rest is counted.
 SHOWN = 4
 
@@ -169,26 +174,36 @@ class Snapshots:
             "clipping": self._policy_state(),
         }
 
-    def resume(self, found: Mapping[str, Any], place: str) -> None:
-        """Goes on from a `progress`, in a new epoch; others put model and optimizer back. Raises as `restore`.
+    def state_dict(self) -> dict[str, Any]:
+        """See `PrivacyEngine.state_dict`. One text, whichever the state: stores of others ask for the same keys."""
+        self._layout.settle("engine.state_dict()")
+        tensors: dict[str, Tensor] = {}
+        text = json.dumps(packed(self.progress(), tensors, "clipping"), allow_nan=False)
+        return {PROGRESS: text, **tensors}
 
-        Args:
-            found: the progress; it counts as spent.
-            place: where it was, for messages.
-        """
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `PrivacyEngine.load_state_dict`."""
+        place = "of the state_dict"
 
-        def check() -> None:
+        def check() -> Mapping[str, Any]:
+            self.steps.check_between("engine.load_state_dict()")
+            self._layout.settle("engine.load_state_dict()")
+            try:
+                found: dict[str, Any] = unpacked(json.loads(state[PROGRESS]), state)
+                _spent_in(found)
+            except (KeyError, ValueError, TypeError, AttributeError) as error:
+                raise PrivacyError("load_state_dict() takes what engine.state_dict() gave, and got another") from error
             self._check_configuration(place, found["configuration"], self._configuration(), "weights alone")
             self._check_state(place, found)
+            return found
 
-        self.ranks.agreed(check, dict)
+        found, _ = self.ranks.agreed(check, dict)
         self._count(found)
         self.loader.resume(found["progress"]["epoch"], 0, None)
 
     def _count(self, found: Mapping[str, Any]) -> None:
         """Takes in what was spent, and what the clipping policy learnt."""
-        spent = {run: Counter({decoded(event): n for event, n in own}) for run, own in found["spent"].items()}
-        self.spending.add(spent)
+        self.spending.add(_spent_in(found))
         self._elsewhere = self.spending.steps - found["progress"]["steps"]
         if found["clipping"] is not None:
             self.policy.load_state_dict(found["clipping"])
@@ -292,6 +307,11 @@ class Snapshots:
                 f"the ledger {ledger.path} doesn't have what it had when the checkpoint {place} was saved: it is "
                 "another one, or an older copy; put the file of that run back, or what it spent is forgotten"
             )
+
+
+def _spent_in(found: Mapping[str, Any]) -> dict[str, Counter[Event]]:
+    """Of each run how often each event was charged."""
+    return {run: Counter({decoded(event): n for event, n in own}) for run, own in found["spent"].items()}
 
 
 def _is_stateful(thing: Any) -> bool:

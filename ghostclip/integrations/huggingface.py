@@ -27,7 +27,7 @@ from ghostclip.integrations.huggingface_loop import (
     STATE,
     Collated,
     Hooks,
-    Steps,
+    LogicalSteps,
     card_section,
     for_the_loop,
     is_whole,
@@ -161,7 +161,7 @@ class PrivateTrainer(Trainer):
         """One logical batch a step, for Trainer's loop only; ``len()`` is the number of steps in an epoch."""
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset")
-        return Steps(self._physical_loader(), self.batch_size, self._batches)
+        return LogicalSteps(self._physical_loader(), self.batch_size, self._batches)
 
     def training_step(self, model: nn.Module, inputs: Any, *_: Any) -> Tensor:
         """One private step over a logical batch: both passes, charge, noise and update.
@@ -237,7 +237,7 @@ class PrivateTrainer(Trainer):
             prefetch_factor=args.dataloader_prefetch_factor,
         )
 
-    def build_engine(self, steps: Steps) -> None:
+    def build_engine(self, steps: LogicalSteps) -> None:
         """The engine of this training, over model and optimizer as Trainer prepared them; resumed where asked for.
 
         Args:
@@ -271,8 +271,8 @@ class PrivateTrainer(Trainer):
     def _has_budget(self, engine: PrivacyEngine) -> bool:
         """Whether a step is left, without which training ends; BudgetExceededError where it hasn't begun."""
         try:
-            # What `PrivacyEngine.step` asks first, before a batch is drawn that Trainer would count as a step.
-            engine._spending.check(engine._steps.release.terms)
+            # Before a batch is drawn, which Trainer would count as a step.
+            engine.check_budget()
         except BudgetExceededError as error:
             if self.state.global_step == self._begun_at:
                 raise

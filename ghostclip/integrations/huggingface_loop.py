@@ -17,7 +17,7 @@ from ghostclip.sampling import LogicalBatch
 if TYPE_CHECKING:
     from ghostclip.integrations.huggingface import PrivateTrainer
 
-__all__ = ["STATE", "Collated", "Hooks", "Steps", "card_section", "for_the_loop", "is_whole"]
+__all__ = ["STATE", "Collated", "Hooks", "LogicalSteps", "card_section", "for_the_loop", "is_whole"]
 
 # Within a checkpoint of Trainer: the folder of `PrivacyEngine.save`, and the file that Trainer writes last.
 STATE, LAST = "privacy", "trainer_state.json"
@@ -35,7 +35,7 @@ def for_the_loop(args: TrainingArguments) -> TrainingArguments:
     return args
 
 
-class Steps:
+class LogicalSteps:
     """Logical batches in the place of Trainer's data loader: each is one step of its loop.
 
     Args:

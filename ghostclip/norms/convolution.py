@@ -28,11 +28,11 @@ from ghostclip.native.shifts import shifted_products, shifts_are_there
 
 from .outer import OuterProduct, chunks, direct, reliable
 from .term import (
-    Dense,
     NormResult,
     PerExampleGrads,
     Strategy,
     product_of_sizes,
+    split_examples,
     to_float32,
     zero_examples,
 )
@@ -279,7 +279,19 @@ class ConvGrads(PerExampleGrads):
     def keep_only(self, keep: Tensor) -> ConvGrads:
         return replace(self, images=zero_examples(self.images, keep), grads=zero_examples(self.grads, keep))
 
-    def split_rows(self, count: int, row_order: str) -> PerExampleGrads:
-        if self.geometry.groups > 1:
-            return Dense(self.per_example()).split_rows(count, row_order)
-        return self.outer().split_rows(count, row_order)
+    def split_rows(self, count: int, row_order: str) -> ConvGrads:
+        """The rows of an example as one image, one below the other, each with its padding above it.
+
+        What is above a row pads the one before it, too; no gradient is where a patch would hold parts of two.
+        """
+        images, grads = (split_examples(each, count, row_order).transpose(1, 2) for each in (self.images, self.grads))
+        step, above = self.geometry.stride[0], self.geometry.padding[0]
+        reach = self.geometry.dilation[0] * (self.shape[2] - 1) + 1
+        places = max(-(-(images.shape[3] + above) // step), grads.shape[3])
+        tall = images.new_zeros(*images.shape[:2], count * places * step + max(0, reach - step), *images.shape[4:])
+        apart = grads.new_zeros(*grads.shape[:3], places, *grads.shape[4:])
+        below = tall[:, :, : count * places * step].unflatten(2, (count, -1))
+        below[:, :, :, above : above + images.shape[3]] = images
+        apart[:, :, :, : grads.shape[3]] = grads
+        geometry = replace(self.geometry, padding=(0, *self.geometry.padding[1:]))
+        return ConvGrads(tall, apart.flatten(2, 3), self.shape, geometry)

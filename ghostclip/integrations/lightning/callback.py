@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import lightning
@@ -44,7 +44,8 @@ class PrivacyCallback(lightning.Callback):
         check_options(options)
         self.engine: PrivacyEngine | None = None
         self._options = options
-        self._spent: dict[str, Any] = {}
+        # Of earlier fits and of the checkpoint to go on from, which is the last one.
+        self._states: list[dict[str, Any]] = []
         self._restored = False
         self._loader = TrainLoader(None, options)
         self._undo: list[Callable[[], None]] = []
@@ -81,8 +82,8 @@ class PrivacyCallback(lightning.Callback):
             engine = PrivacyEngine(pl_module, trainer.optimizers[0], self._loader.given, **options)
         self.engine = engine
         self._undo.append(engine.detach)
-        if self._spent:
-            engine._snapshots.resume(self._spent, str(trainer.ckpt_path or "of the fit before"))
+        for state in self._states:
+            engine.load_state_dict(state)
         self._loader.start(engine, functools.partial(transferred, trainer, pl_module))
         self._undo.append(replace_methods(pl_module, methods_for(trainer, pl_module, engine)))
 
@@ -103,11 +104,11 @@ class PrivacyCallback(lightning.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """What was spent and where training stands, for Lightning's checkpoints."""
-        return self._spent if self.engine is None else self.engine._snapshots.progress()
+        return {"states": self._states if self.engine is None else [self.engine.state_dict()]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes back what a checkpoint spent; the next fit counts it, also beside what this callback spent before."""
-        self._spent, self._restored = _joined(self._spent, state_dict), True
+        self._states, self._restored = [*self._states, *state_dict["states"]], True
 
     def on_exception(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException
@@ -124,17 +125,6 @@ class PrivacyCallback(lightning.Callback):
         """Gives the module its methods back and takes the engine off the optimizer; what was spent stays known."""
         if self._undo and self.engine is not None:
             self._loader.charge_left_out()
-            self._spent = _joined(self._spent, self.engine._snapshots.progress())
+            self._states = [self.engine.state_dict()]
         while self._undo:
             self._undo.pop()()
-
-
-def _joined(before: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
-    """The later progress, with all that either spent."""
-    spent = dict(later["spent"])
-    for run, events in (before or {"spent": {}})["spent"].items():
-        most = {str(event): (event, number) for event, number in spent.get(run, [])}
-        for event, number in events:
-            most[str(event)] = event, max(number, most.get(str(event), (event, 0))[1])
-        spent[run] = [list(each) for each in most.values()]
-    return {**later, "spent": spent}

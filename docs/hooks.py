@@ -1,0 +1,66 @@
+"""What `mkdocs build` needs beside its plugins: files outside of docs/ that pages link to, and formulas as MathML.
+
+The site has copies of these files in the folder `repository`, so that no link leaves it.
+"""
+
+from __future__ import annotations
+
+import html
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from latex2mathml.converter import convert
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIES = "repository"
+LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)")
+# A list right after a paragraph, which is a list on GitHub and none in Python-Markdown.
+LIST = re.compile(r"^(?![-\s|>#`]).+\n(?=- )", re.MULTILINE)
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds what pages link to outside of docs/, and what those files link to."""
+    waiting = [(ROOT / "docs" / file.src_uri) for file in files.documentation_pages()]
+    known = set(waiting)
+    while waiting:
+        page = waiting.pop()
+        for target in (posixpath.normpath((page.parent / link).as_posix()) for link in LINK.findall(page.read_text())):
+            path = Path(target)
+            outside = ROOT in path.parents and ROOT / "docs" not in path.parents
+            if path in known or not outside or not path.is_file():
+                continue
+            known.add(path)
+            name = f"{COPIES}/{path.relative_to(ROOT).as_posix()}"
+            files.append(File.generated(config, name, abs_src_path=str(path), inclusion=InclusionLevel.NOT_IN_NAV))
+            if path.suffix == ".md":
+                waiting.append(path)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links between docs/ and the copies as they are on the site, and Markdown as GitHub reads it."""
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation", "toc"]
+    here = page.file.src_uri
+    copied = here.startswith(f"{COPIES}/")
+    folder = posixpath.dirname(here.removeprefix(f"{COPIES}/") if copied else f"docs/{here}")
+
+    def moved(link: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(folder, link[1]))
+        place = target.removeprefix("docs/") if target.startswith("docs/") else f"{COPIES}/{target}"
+        return posixpath.relpath(place, posixpath.dirname(here) or ".")
+
+    return LIST.sub(r"\g<0>\n", LINK.sub(moved, markdown))
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Formulas as MathML, which browsers draw by themselves."""
+
+    def drawn(formula: re.Match[str]) -> str:
+        return convert(html.unescape(formula[2]).strip(), display="block" if formula[1] == "div" else "inline")
+
+    return FORMULA.sub(drawn, content)
