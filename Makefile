@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint mutants fuzz bench experiments papers notebooks docs gpu-check clean
+.PHONY: help install demo test test-all lint mutants fuzz bench experiments papers notebooks matrix docs gpu-check clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -53,7 +53,7 @@ bench: install  ## step times and memory beside non-private training; BENCH="--c
 	$(BIN)/python experiments/readme_table.py
 
 experiments: install  ## rerun every script behind a published figure
-	for script in experiments/*.py; do OMP_NUM_THREADS=1 $(BIN)/python $$script || exit 1; done
+	for script in $(filter-out experiments/matrix.py,$(wildcard experiments/*.py)); do OMP_NUM_THREADS=1 $(BIN)/python $$script || exit 1; done
 
 # The list of their results comes last.
 PAPERS := $(filter-out index,$(basename $(notdir $(shell grep -l '__name__ == "__main__"' experiments/papers/*.py))))
@@ -62,6 +62,9 @@ papers: install  ## compute published claims anew, each in a small setting (unde
 
 notebooks: install  ## execute the notebooks in place
 	$(BIN)/python notebooks/execute.py
+
+matrix: install  ## test the wheel with each Python and torch that can be had here, in clean environments
+	$(BIN)/python experiments/matrix.py
 
 docs: install  ## build the documentation as a site in site/, with warnings as errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

@@ -3,7 +3,7 @@
 The models are the libraries' own code, unmodified, made from tiny configurations with random weights. Each is clipped
 in float64 by both second passes, compared with one backward an example, and then trained for a few private steps.
 
-    pip install "ghostclip[models]"
+    pip install ".[models]"
     python experiments/supported_models.py [--only WORD ...]
 
 writes results/supported_models.json and ../docs/supported_models.md; models left out by --only, or whose library isn't
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     there = [s for s in chosen if importlib.util.find_spec(s.library) is not None]
     if len(there) < len(chosen):
         missing = sorted({s.library for s in chosen} - {s.library for s in there})
-        print(f'left as they were: the models of {", ".join(missing)}; pip install "ghostclip[models]"')
+        print(f'left as they were: the models of {", ".join(missing)}; pip install ".[models]"')
     if not there:
         return 0
     known = json.loads(options.results.read_text())["models"] if options.results.exists() else {}

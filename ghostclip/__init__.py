@@ -1,49 +1,33 @@
 """Exact per-example gradient clipping for differentially private training."""
 
-from .interruption import ends_a_command
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
 
-with ends_a_command():
-    from . import accounting, clipping, errors, nn, traces
-    from .clipper import ClippingResult, GhostClipper, per_example_norms
-    from .engine import PrivacyEngine
-    from .errors import (
-        BudgetExceededError,
-        GhostClipError,
-        GradientLeakError,
-        LedgerError,
-        LossShapeError,
-        PrivacyError,
-        StaleInputError,
-        UnsupportedModelError,
-        VerificationError,
-    )
-    from .nn.declared import same_as
-    from .wrap import Finding, check, unwrap, wrap
+from .interruption import ends_a_command, is_a_command
+
+if TYPE_CHECKING:
+    from .public import *  # noqa: F403
+    from .public import __all__ as __all__
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "BudgetExceededError",
-    "ClippingResult",
-    "Finding",
-    "GhostClipError",
-    "GhostClipper",
-    "GradientLeakError",
-    "LedgerError",
-    "LossShapeError",
-    "PrivacyEngine",
-    "PrivacyError",
-    "StaleInputError",
-    "UnsupportedModelError",
-    "VerificationError",
-    "accounting",
-    "check",
-    "clipping",
-    "errors",
-    "nn",
-    "per_example_norms",
-    "same_as",
-    "traces",
-    "unwrap",
-    "wrap",
-]
+
+def _load() -> None:
+    """Imports torch and makes the public names attributes of this package."""
+    public = importlib.import_module(f"{__name__}.public")
+    # By value: `wrap` is also a module, which its import makes an attribute of this package.
+    globals().update({name: getattr(public, name) for name in public.__all__}, __all__=public.__all__)
+
+
+if not is_a_command():
+    with ends_a_command():
+        _load()
+elif not TYPE_CHECKING:  # ``ghostclip --help`` answers without torch
+
+    def __getattr__(name: str) -> Any:
+        """The public names, loaded when the first is asked for."""
+        if name.startswith("__") or f"{__name__}.public" in sys.modules:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        _load()
+        return getattr(sys.modules[__name__], name)

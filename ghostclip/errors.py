@@ -1,7 +1,5 @@
 """Everything that can go wrong, as types, and how memory that ran out is told; messages are written where facts are."""
 
-import torch
-
 __all__ = [
     "BudgetExceededError",
     "GhostClipError",
@@ -58,6 +56,8 @@ _OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory",
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that memory ran out."""
+    import torch  # the command line names errors before it needs torch
+
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)

@@ -415,7 +415,7 @@ def test_a_missing_library_is_named_in_one_line(place: Path, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.delitem(sys.modules, "safetensors.torch", raising=False)
     for call in (lambda: save(place, 3.0), lambda: checkpoint.load(place)):
-        with pytest.raises(PrivacyError, match=r'^[^\n]*pip install "ghostclip\[checkpoint\]"$'):
+        with pytest.raises(PrivacyError, match=r'^[^\n]*pip install "\.\[checkpoint\]"$'):
             call()
 
 

@@ -217,7 +217,7 @@ def test_a_missing_extra_is_one_line(capsys, monkeypatch, tmp_path, extra):
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, extra, None)
     message = mistake(capsys, "train", "--noise-multiplier", "1", "--report", tmp_path)
-    assert message == f'ghostclip: {extra} is not installed; run: pip install "ghostclip[cli]"\n'
+    assert message == f'ghostclip: {extra} is not installed; run in a checkout: pip install ".[cli]"\n'
 
 
 def test_another_missing_module_is_not_hidden(monkeypatch):

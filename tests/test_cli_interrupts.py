@@ -40,7 +40,7 @@ def listening() -> None:
 
 
 @pytest.mark.parametrize(
-    ("started", "place"), [("module", "torch"), ("script", "numpy"), ("script", "ghostclip.cli.audit")]
+    ("started", "place"), [("module", "torch"), ("script", "numpy"), ("script", "ghostclip.cli.training")]
 )
 def test_ctrl_c_in_the_imports(started: str, place: str, tmp_path: Path) -> None:
     script = tmp_path / "ghostclip"

@@ -1,6 +1,7 @@
 """Structure: imports go one way, ``import ghostclip`` stays light, and no test file is too long to read."""
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ LEVELS: list[tuple[str, ...] | set[str]] = [
     ("engine",),
     {"datasets", "models"},
     {"audit", "report", "bench", "integrations", "compat"},
+    ("public",),
     ("cli",),
     ("__main__",),
 ]  # fmt: skip
@@ -114,9 +116,46 @@ def test_an_arrow_down_is_fine(source, module):
 def test_importing_ghostclip_loads_only_what_every_user_has():
     script = "import sys, torch; before = set(sys.modules); import ghostclip; print(*(set(sys.modules) - before))"
     output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT.parent)
-    loaded = {name.split(".")[0] for name in output.stdout.split()}
-    assert "ghostclip" in loaded
+    modules = set(output.stdout.split())
+    loaded = {name.split(".")[0] for name in modules}
+    assert "ghostclip.public" in modules
     assert not loaded & {"dp_accounting", "sklearn", "matplotlib", "jinja2", "pandas", "transformers", "opacus"}
+    # Half a second, which accounting takes when it is asked for a number.
+    assert not modules & {"scipy.stats", "scipy.optimize", "scipy.fft", "scipy.special", "scipy.linalg"}
+
+
+# Prints what a command has loaded by the time it ends.
+ENDING = """
+import atexit, sys
+
+def show():
+    print(*sys.modules, file=sys.stderr)
+
+atexit.register(show)
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], [], ["trian"]], ids=" ".join)
+def test_the_front_of_the_command_line_takes_no_torch(arguments, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(ENDING)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT.parent)])}
+    command = [sys.executable, "-m", "ghostclip", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    loaded = set(done.stderr.splitlines()[-1].split())
+    assert done.stdout or "did you mean 'train'" in done.stderr
+    assert "ghostclip.cli" in loaded
+    assert not loaded & {"torch", "numpy", "scipy", "ghostclip.public"}
+
+
+@pytest.mark.parametrize("started", [["-c", "import other"], ["-m", "other", "-m", "ghostclip"], ["other.py"]])
+def test_any_other_program_has_the_public_names(started, tmp_path):
+    (tmp_path / "other.py").write_text("import ghostclip.wrap\nprint(*sorted(vars(ghostclip)), ghostclip.wrap)")
+    environment = os.environ | {"PYTHONPATH": str(ROOT.parent)}
+    done = subprocess.run(
+        [sys.executable, *started], capture_output=True, text=True, env=environment, cwd=tmp_path, check=True
+    )
+    assert set(ghostclip.__all__) <= set(done.stdout.split())
+    assert "<function wrap at" in done.stdout
 
 
 def test_no_test_file_is_too_long():

@@ -68,7 +68,7 @@ def test_a_missing_cipher_is_named_with_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
-    with pytest.raises(ModuleNotFoundError, match=r'^noise="hardened" needs .*pip install "ghostclip\[hardened\]"$'):
+    with pytest.raises(ModuleNotFoundError, match=r'^noise="hardened" needs .*pip install "\.\[hardened\]"$'):
         noise_source("hardened")
     model = runs.network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -79,7 +79,7 @@ def test_a_missing_cipher_is_named_with_what_to_install(
     assert (
         capsys.readouterr()
         .err.splitlines()[-1]
-        .endswith('cryptography is not installed; run: pip install "ghostclip[hardened]"')
+        .endswith('cryptography is not installed; run in a checkout: pip install ".[hardened]"')
     )
 
 

@@ -1,6 +1,6 @@
 """Published networks: their mechanisms in small, and the libraries' own code where the libraries are installed.
 
-The latter is ``pip install "ghostclip[models]"``; without it those tests are skipped, and the former cover the same.
+The latter is ``pip install ".[models]"``; without it those tests are skipped, and the former cover the same.
 """
 
 import importlib.util

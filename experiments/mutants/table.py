@@ -826,7 +826,7 @@ AROUND = [
     Mutant(
         "Ctrl-C in the imports of a command is a traceback",
         "ghostclip/interruption.py",
-        "        if not _is_a_command():\n            raise\n",
+        "        if not is_a_command():\n            raise\n",
         "        raise\n",
         ("tests/test_cli_interrupts.py",),
     ),

@@ -6,7 +6,7 @@ for CIFAR-10, an LSTM of 1,081,002 and word vectors of 160,098 for IMDb.
 
     python -m experiments.papers.opacus_figure [--paper] [--seconds S] [--out FOLDER]
 
-Opacus and JAX are timed where they are installed (``pip install "ghostclip[bench]"``). The small setting has batches of
+Opacus and JAX are timed where they are installed (``pip install ".[bench]"``). The small setting has batches of
 16 and 64, and ``--paper`` of 16 to 512.
 """
 

@@ -7,7 +7,7 @@ batches than other libraries' (table 3). Networks: 5,532 parameters on Adult, 60
     python -m experiments.papers.subramani [--paper] [--seconds S] [--out FOLDER]
 
 The small setting has batches of 128, 32 and 32 for the three, ``--paper`` of 128. Opacus and JAX are timed where they
-are installed (``pip install "ghostclip[bench]"``).
+are installed (``pip install ".[bench]"``).
 """
 
 from __future__ import annotations

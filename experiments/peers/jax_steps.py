@@ -23,7 +23,7 @@ State = tuple[Parameters, Parameters, Parameters, Array, Array]
 
 def _absent() -> str | None:
     found = importlib.util.find_spec("jax")
-    return None if found else 'jax is not installed; run: pip install "ghostclip[bench]"'
+    return None if found else 'jax is not installed; run in a checkout: pip install ".[bench]"'
 
 
 def _clipped_sum_of(forward: Forward, max_norm: float) -> Callable[[Parameters, Array, Array], Parameters]:

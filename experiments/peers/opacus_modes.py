@@ -22,7 +22,7 @@ __all__ = ["OPACUS"]
 
 def _absent() -> str | None:
     found = importlib.util.find_spec("opacus")
-    return None if found else 'opacus is not installed; run: pip install "ghostclip[bench]"'
+    return None if found else 'opacus is not installed; run in a checkout: pip install ".[bench]"'
 
 
 class _PerExample:

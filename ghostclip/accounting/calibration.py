@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from scipy.optimize import brentq
+import scipy
 
 from ghostclip.accounting.spent import ACCOUNTANTS, Setting, epsilon_of
 from ghostclip.events import Event
@@ -160,5 +160,5 @@ def _bracket(
 def _last_within(excess: Callable[[float], float], outside: float, within: float, tolerance: float) -> float:
     """The point nearest the root of ``excess`` where it was found not positive, at most ``tolerance`` away."""
     seen: dict[float, float] = {}
-    brentq(lambda x: seen.setdefault(x, excess(x)), outside, within, xtol=tolerance)
+    scipy.optimize.brentq(lambda x: seen.setdefault(x, excess(x)), outside, within, xtol=tolerance)
     return min((x for x, value in seen.items() if value <= 0), key=lambda x: abs(x - outside))

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from scipy import stats
+import scipy
 
 from ghostclip.events import FixedSizeGaussian, SampledRelease, TruncatedGaussian
 
@@ -50,7 +50,7 @@ def epsilon_by_divergences(events: Sequence[SampledRelease], delta: float) -> fl
     with _without_remarks():
         total = sum(event.count * _of_one_release(replace(event, count=1, unit="example")) for event in events)
     cuts = sum(
-        event.count * float(stats.binom.sf(event.max_batch_size, event.dataset_size, event.sample_rate))
+        event.count * float(scipy.stats.binom.sf(event.max_batch_size, event.dataset_size, event.sample_rate))
         for event in events
         if isinstance(event, TruncatedGaussian)
     )

@@ -9,7 +9,7 @@ from functools import lru_cache, reduce
 from typing import Any
 
 import numpy as np
-from scipy import stats
+import scipy
 
 from ghostclip.events import FixedSizeGaussian, SampledRelease, TruncatedGaussian
 
@@ -118,7 +118,7 @@ def _second_divergence(event: SampledRelease) -> float:
     plain = _poisson_divergence(event.sample_rate, sigma) * (4 if event.relation == "replace_one" else 1)
     if not isinstance(event, TruncatedGaussian):
         return plain
-    cut = stats.binom.sf(event.max_batch_size - 1, event.dataset_size - 1, event.sample_rate)
+    cut = scipy.stats.binom.sf(event.max_batch_size - 1, event.dataset_size - 1, event.sample_rate)
     moved = _poisson_divergence(event.sample_rate, twice)
     return plain if cut == 0 else max(plain + cut * (moved - plain), math.log(cut) + moved)
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from scipy import fft
+import scipy
 
 from ghostclip.accounting.losses import PLD_INTERVAL, composed, grid_interval, of_one_release
 from ghostclip.accounting.spent import epsilon_of, sampled_releases
@@ -139,7 +139,7 @@ class _Direction:
         # Never shorter than what is put into it.
         low = min(low, one._lower_loss, 0)
         high = max(high, one._lower_loss + len(one._probs))
-        self.length = int(fft.next_fast_len(high - low + 1, real=True))
+        self.length = int(scipy.fft.next_fast_len(high - low + 1, real=True))
         self._low, self.largest = low, (low + self.length) * interval
         self._kept = 1.0 - one._infinity_mass, 1.0 - (rest._infinity_mass if rest is not None else 0.0)
         self._one = self._transform(one)
@@ -152,7 +152,7 @@ class _Direction:
         """Of a distribution whose loss l stands at l modulo the length."""
         placed = np.zeros(self.length)
         placed[(pmf._lower_loss + np.arange(len(pmf._probs))) % self.length] = pmf._probs
-        return fft.rfft(placed)
+        return scipy.fft.rfft(placed)
 
     def epsilon(self, count: int, delta: float) -> float:
         """The least epsilon >= 0 at which the hockey-stick divergence is at most ``delta``; inf for none."""
@@ -160,7 +160,7 @@ class _Direction:
             self._count, self._whole = 0, self._start
         self._whole = self._whole * _power(self._one, count - self._count)
         self._count = count
-        probs = np.roll(fft.irfft(self._whole, self.length), -(self._low % self.length))[-len(self._losses) :]
+        probs = np.roll(scipy.fft.irfft(self._whole, self.length), -(self._low % self.length))[-len(self._losses) :]
         np.maximum(probs, 0.0, out=probs)
         lost = 1.0 - self._kept[0] ** count * self._kept[1] + 4 * TAIL
         # Of losses from the k-th on: their mass, and their mass times exp(-loss).

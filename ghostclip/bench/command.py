@@ -40,9 +40,7 @@ def main(arguments: Sequence[str] | None = None, command: str = "ghostclip bench
         arguments: as on the command line; None for the process's own.
         command: what is run, for the help.
     """
-    parser = argparse.ArgumentParser(
-        prog=command, epilog=f"example: OMP_NUM_THREADS=1 {command} --workloads mlp,cnn --seconds 5"
-    )
+    parser = argparse.ArgumentParser(prog=command)
     add_arguments(parser)
     return run(parser.parse_args(arguments))
 
@@ -50,6 +48,7 @@ def main(arguments: Sequence[str] | None = None, command: str = "ghostclip bench
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describes the benchmark and adds its options; what they hold is for `run`."""
     parser.description = DESCRIPTION
+    parser.epilog = f"example: {parser.prog} --workloads mlp,cnn --seconds 5"
     add = parser.add_argument
     positive, count = _number(float, "a number > 0"), _number(int, "a whole number >= 1")
     sets = {**SETS, "all": tuple(WORKLOADS)}
@@ -134,7 +133,7 @@ def _write(results: dict[str, Any], out: Path) -> None:
     try:
         plot_ratios(results, out.with_suffix(".png"))
     except ModuleNotFoundError as error:
-        print(f'no picture: {error.name} is not installed; run: pip install "ghostclip[cli]"', file=sys.stderr)
+        print(f'no picture: {error.name} is not installed; run in a checkout: pip install ".[cli]"', file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -180,7 +180,7 @@ def _safetensors() -> Any:
         import safetensors.torch
     except ImportError:
         raise PrivacyError(
-            "checkpoints are stored by the library safetensors, which is not installed; run: "
-            'pip install "ghostclip[checkpoint]"'
+            "checkpoints are stored by the library safetensors, which is not installed; run in a checkout: "
+            'pip install ".[checkpoint]"'
         ) from None
     return safetensors.torch

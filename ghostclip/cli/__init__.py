@@ -1,42 +1,61 @@
-"""The command line: one table of commands, each a function that adds its arguments and one that runs it."""
+"""The command line: one table of commands, whose modules are imported when their command is parsed."""
 
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
 import ghostclip
+from ghostclip.cli.arguments import CommandParser, OneLineParser
+from ghostclip.cli.progress import log_on_stderr
 from ghostclip.errors import GhostClipError
-from ghostclip.interruption import INTERRUPTED, ends_a_command
-
-with ends_a_command():
-    from ghostclip.bench import command as bench
-    from ghostclip.cli import audit, check, spending, train
-    from ghostclip.cli.arguments import OneLineParser
-    from ghostclip.cli.progress import log_on_stderr
+from ghostclip.interruption import INTERRUPTED
 
 __all__ = ["main"]
 
 
-def _add_bench(parser: OneLineParser) -> None:
-    """Adds the benchmark's arguments."""
-    parser.epilog = "example: ghostclip bench --workloads mlp,cnn --seconds 5"
-    bench.add_arguments(parser)
+class Command(NamedTuple):
+    """A module, its function that adds arguments to a parser, its function that runs the command, and what it does."""
+
+    module: str
+    add_arguments: str
+    run: str
+    summary: str
 
 
-# {command: (adds its arguments to a parser, runs it and returns the exit status, what it does)}
+# Importing a module takes torch and a second, so ``--help``, ``--version`` and a mistyped command import none.
 COMMANDS = {
-    "train": (train.add_arguments, train.run, "train one of the paper's models privately, and tell what it spent"),
-    "epsilon": (spending.add_epsilon, spending.run_epsilon, "privacy spent by a setting"),
-    "calibrate": (spending.add_calibrate, spending.run_calibrate, "the least noise that keeps to a target epsilon"),
-    "check": (check.add_check, check.run_check, "what stands in a model's way to private training, all at once"),
-    "explain": (check.add_explain, check.run_explain, "the plan for a model, layer by layer: which rule, and why"),
-    "bench": (_add_bench, bench.run, "step times on this machine, beside non-private training and the naive loop"),
-    "audit": (audit.add_arguments, audit.run, "an empirical lower bound on epsilon, beside the claimed one"),
-    "ledger": (spending.add_ledger, spending.run_ledger, "what runs spent by a ledger, and whether it is whole"),
+    "train": Command(
+        "cli.train", "add_arguments", "run", "train one of the paper's models privately, and tell what it spent"
+    ),
+    "epsilon": Command("cli.spending", "add_epsilon", "run_epsilon", "privacy spent by a setting"),
+    "calibrate": Command(
+        "cli.spending", "add_calibrate", "run_calibrate", "the least noise that keeps to a target epsilon"
+    ),
+    "check": Command(
+        "cli.check", "add_check", "run_check", "what stands in a model's way to private training, all at once"
+    ),
+    "explain": Command(
+        "cli.check", "add_explain", "run_explain", "the plan for a model, layer by layer: which rule, and why"
+    ),
+    "bench": Command(
+        "bench.command",
+        "add_arguments",
+        "run",
+        "step times on this machine, beside non-private training and the naive loop",
+    ),
+    "audit": Command(
+        "cli.audit", "add_arguments", "run", "an empirical lower bound on epsilon, beside the claimed one"
+    ),
+    "ledger": Command(
+        "cli.spending", "add_ledger", "run_ledger", "what runs spent by a ledger, and whether it is whole"
+    ),
 }
 # {package: the extra it comes with}
 EXTRAS = dict.fromkeys(("PIL", "jinja2", "matplotlib", "sklearn", "tqdm"), "cli") | {"cryptography": "hardened"}
@@ -79,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing not in EXTRAS:
             raise
-        return _end(f'{missing} is not installed; run: pip install "ghostclip[{EXTRAS[missing]}]"', MISTAKE)
+        return _end(f'{missing} is not installed; run in a checkout: pip install ".[{EXTRAS[missing]}]"', MISTAKE)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         remedy = f"; {REMEDIES[error.errno]}" if error.errno in REMEDIES else ""
@@ -96,12 +115,19 @@ def _parser() -> OneLineParser:
         epilog="example: ghostclip train --model cnn --data digits --report reports/demo",
     )
     parser.add_argument("--version", action="version", version=f"ghostclip {ghostclip.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, (add_arguments, run, summary) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}")
-        add_arguments(command)
-        command.set_defaults(run=run)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=CommandParser)
+    for name, command in COMMANDS.items():
+        about = f"{command.summary[0].upper()}{command.summary[1:]}"
+        commands.add_parser(name, help=command.summary, description=about, prepare=partial(_prepare, command))
     return parser
+
+
+def _prepare(command: Command, parser: OneLineParser) -> None:
+    """Imports the command and adds its arguments."""
+    ghostclip._load()
+    module = importlib.import_module(f"ghostclip.{command.module}")
+    getattr(module, command.add_arguments)(parser)
+    parser.set_defaults(run=getattr(module, command.run))
 
 
 def _end(message: str, status: int) -> int:

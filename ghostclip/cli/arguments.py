@@ -6,11 +6,10 @@ import argparse
 import difflib
 import json
 import re
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-from ghostclip.report import plain
-
-__all__ = ["OneLineParser", "UsageError", "add_json", "as_bytes", "count_or_auto", "print_json"]
+__all__ = ["CommandParser", "OneLineParser", "UsageError", "add_json", "as_bytes", "count_or_auto", "print_json"]
 
 BYTES = {"": 1, "B": 1} | {unit: 1000**power for power, unit in enumerate(("kB", "MB", "GB", "TB"), 1)}
 BYTES |= {unit: 1024**power for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), 1)}
@@ -41,6 +40,25 @@ class OneLineParser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
+class CommandParser(OneLineParser):
+    """A command's parser, which gets its arguments when the command was given.
+
+    Args:
+        prepare: adds the arguments to the parser that it is called with, once.
+    """
+
+    def __init__(self, *, prepare: Callable[[OneLineParser], None], **options: Any) -> None:
+        super().__init__(**options)
+        self._prepare: Callable[[OneLineParser], None] | None = prepare
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's, which calls it with what follows the command's name."""
+        prepare, self._prepare = self._prepare, None
+        if prepare is not None:
+            prepare(self)
+        return super().parse_known_args(args, namespace)
+
+
 def add_json(parser: argparse._ActionsContainer) -> None:
     """Adds ``--json``."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -64,4 +82,6 @@ def as_bytes(text: str) -> int:
 
 def print_json(value: Any) -> None:
     """Prints one JSON object; infinities and NaN are text, which JSON has no numbers for."""
+    from ghostclip.report import plain  # torch comes with it
+
     print(json.dumps(plain(value), indent=2, allow_nan=False))

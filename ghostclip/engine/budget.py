@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import NoReturn
 
-from scipy.optimize import brentq
+import scipy
 
 from ghostclip import accounting
 from ghostclip.engine.distributed import Ranks
@@ -313,7 +313,7 @@ def _last_within(excess: Callable[[int], float], start: int, most: int, factor: 
         known.add(round(count))
         return excess(round(count))
 
-    brentq(watched, here, over, xtol=0.5)
+    scipy.optimize.brentq(watched, here, over, xtol=0.5)
     while True:
         here = max(count for count in known if excess(count) <= 0)
         over = min(count for count in known if excess(count) > 0)

@@ -38,8 +38,8 @@ class KeyStream:
             from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                'noise="hardened" needs the cryptography package, which is not installed; run: '
-                'pip install "ghostclip[hardened]"',
+                'noise="hardened" needs the cryptography package, which is not installed; run in a checkout: '
+                'pip install ".[hardened]"',
                 name=error.name,
             ) from error
         counter = modes.CTR(block.to_bytes(BLOCK_BYTES, "big"))

@@ -124,8 +124,7 @@ def _pyarrow() -> Any:
         import pyarrow.parquet
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            'a trace of Parquet files needs pyarrow: pip install pyarrow (or "ghostclip[trace]"); .npz needs nothing '
-            "but numpy"
+            "a trace of Parquet files needs pyarrow: pip install pyarrow; .npz needs nothing but numpy"
         ) from error
     return pyarrow
 

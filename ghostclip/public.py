@@ -1,0 +1,44 @@
+"""The names that `import ghostclip` gives. They take torch; ``ghostclip --help`` does without them."""
+
+from . import accounting, clipping, errors, nn, traces
+from .clipper import ClippingResult, GhostClipper, per_example_norms
+from .engine import PrivacyEngine
+from .errors import (
+    BudgetExceededError,
+    GhostClipError,
+    GradientLeakError,
+    LedgerError,
+    LossShapeError,
+    PrivacyError,
+    StaleInputError,
+    UnsupportedModelError,
+    VerificationError,
+)
+from .nn.declared import same_as
+from .wrap import Finding, check, unwrap, wrap
+
+__all__ = [
+    "BudgetExceededError",
+    "ClippingResult",
+    "Finding",
+    "GhostClipError",
+    "GhostClipper",
+    "GradientLeakError",
+    "LedgerError",
+    "LossShapeError",
+    "PrivacyEngine",
+    "PrivacyError",
+    "StaleInputError",
+    "UnsupportedModelError",
+    "VerificationError",
+    "accounting",
+    "check",
+    "clipping",
+    "errors",
+    "nn",
+    "per_example_norms",
+    "same_as",
+    "traces",
+    "unwrap",
+    "wrap",
+]
