@@ -9,7 +9,7 @@ nothing: a decision is made by all others, whichever examples they belong to, or
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ghostclip.graph.reader import first_pass, shape_of
 from ghostclip.nn.base import LayerCall
+from ghostclip.norms.ragged import RowIndex, RowOrder
 
-__all__ = ["Verdict", "check_mixing", "verdicts"]
+__all__ = ["Sketch", "Verdict", "check_mixing", "row_orders", "sketch_of", "verdicts"]
 
 # What share of a row's gradient may differ from what its example's factor makes of it, before the row counts as
 # another's. Factors are powers of two, which scale every rounding error along with the gradient in any floating point
@@ -37,13 +38,15 @@ NOISE = {torch.float64: 1e-10, torch.float32: 1e-3}
 ABOVE_SUBNORMAL = 2.0**14
 
 
-def check_mixing(losses: Tensor, calls: Sequence[LayerCall], pending: Sequence[LayerCall]) -> dict[LayerCall, Verdict]:
+def check_mixing(
+    losses: Tensor, calls: Sequence[LayerCall], pending: Sequence[LayerCall], indices: Sequence[RowIndex] = ()
+) -> dict[LayerCall, Verdict]:
     """How rows of the ``pending`` among ``calls`` are grouped; calls that no gradient reached are left out."""
-    found = verdicts(losses, calls, _batch_dims(pending))
+    found = verdicts(losses, calls, _batch_dims(pending), indices=indices)
     most = 2.0 ** (math.frexp(torch.finfo(losses.dtype).max)[1] - 1)
     for lift in LIFTS if any(call.dtype == torch.float16 for call in calls) else ():
         if mixing := [call for call, verdict in found.items() if verdict.best is None]:
-            again = verdicts(losses, calls, _batch_dims(mixing), min(lift, most))
+            again = verdicts(losses, calls, _batch_dims(mixing), min(lift, most), indices=indices)
             # What overflowed for the lift alone shows nothing.
             found |= {call: v for call, v in again.items() if v.best is not None and not v.spoilt}
     return {call: verdict for call, verdict in found.items() if verdict.reached}
@@ -53,8 +56,23 @@ def _batch_dims(calls: Sequence[LayerCall]) -> dict[Any, list[int]]:
     return {call: [call.batch_dim] for call in calls}
 
 
+def row_orders(rows: int, examples: int, indices: Sequence[RowIndex]) -> list[RowOrder]:
+    """In which ways so many rows may be those of the examples; with ``indices``, one for each or as these say."""
+    if not indices:
+        return ["example", "row"] if rows > examples else ["example"]
+    one_each: list[RowOrder] = ["example"] if rows == examples else []
+    return [*one_each, *(index for index in indices if len(index) == rows)]
+
+
 def verdicts(
-    losses: Tensor, calls: Sequence[LayerCall], subjects: Mapping[Any, list[int]], lift: float = 1.0
+    losses: Tensor,
+    calls: Sequence[LayerCall],
+    subjects: Mapping[Any, list[int]],
+    lift: float = 1.0,
+    *,
+    indices: Sequence[RowIndex] = (),
+    base: Mapping[Any, Sketch] | None = None,
+    telling: Iterable[Tensor] | None = None,
 ) -> dict[Any, Verdict]:
     """What is found of each of the subjects.
 
@@ -63,18 +81,27 @@ def verdicts(
         calls: of layers with rows for each example; by these it is known how large an example's gradients are.
         subjects: some of ``calls``, or edges, with the dimensions that may hold examples.
         lift: a power of two, that losses are multiplied with.
+        indices: by which rows may belong to examples.
+        base: {(subject, dimension): sketch} of the gradients of the losses themselves, where these are known.
+        telling: factors for the losses; None: a few that tell any two examples apart.
     """
-    base = _sketches(losses, {**_batch_dims(calls), **subjects}, torch.full_like(losses, lift), {})
+    if base is None:
+        base = _sketches(losses, {**_batch_dims(calls), **subjects}, torch.full_like(losses, lift), {})
     scale, finite = torch.zeros(losses.shape, dtype=torch.float64, device=losses.device), losses.detach().isfinite()
     for (subject, _), sketch in base.items():
-        if isinstance(subject, LayerCall) and len(sketch.rows) == len(losses):
+        if not isinstance(subject, LayerCall):
+            continue
+        *_, last = *row_orders(len(sketch.rows), len(losses), indices), ""
+        if len(sketch.rows) == len(losses):
             scale = torch.maximum(scale, _sizes(sketch.rows))
+        elif isinstance(last, RowIndex):
+            scale = scale.scatter_reduce(0, last.index, _sizes(sketch.rows), "amax")
     tests: dict[Any, list[RowTest]] = {subject: [] for subject in subjects}
     for (subject, dim), sketch in base.items():
-        for row_order in ("example", "row") if len(sketch.rows) > len(losses) else ("example",):
+        for row_order in row_orders(len(sketch.rows), len(losses), indices):
             if subject in tests:
                 tests[subject].append(RowTest(sketch, dim, row_order, finite, scale))
-    for factors in _telling_factors(losses):
+    for factors in _telling_factors(losses) if telling is None else telling:
         seen = _sketches(losses, subjects, lift * factors, base)
         for subject, each in tests.items():
             for test in each:
@@ -116,7 +143,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class _Sketch:
+class Sketch:
     """A gradient's rows along one dimension, in a few numbers each.
 
     Attributes:
@@ -132,7 +159,7 @@ class _Sketch:
     dtype: torch.dtype
 
 
-def _sketch(grad: Tensor, dim: int, base: _Sketch | None) -> _Sketch:
+def sketch_of(grad: Tensor, dim: int, base: Sketch | None) -> Sketch:
     """Of the entries that are finite, in the gradient ``base`` is of, too."""
     if grad.is_complex():
         grad = torch.view_as_real(grad)
@@ -144,11 +171,11 @@ def _sketch(grad: Tensor, dim: int, base: _Sketch | None) -> _Sketch:
     finite = None if base is None else base.finite
     rows = grad @ directions
     if finite is None and bool(torch.isfinite(rows).all()):
-        return _Sketch(rows.double(), torch.zeros(len(rows), dtype=torch.bool, device=rows.device), None, grad.dtype)
+        return Sketch(rows.double(), torch.zeros(len(rows), dtype=torch.bool, device=rows.device), None, grad.dtype)
     # Close to overflow sums of finite entries are not finite.
     near = grad.abs() <= torch.finfo(grad.dtype).max * 2.0**-20
     finite = near if finite is None else finite & near
-    return _Sketch((torch.where(finite, grad, 0.0) @ directions).double(), ~finite.all(1), finite, grad.dtype)
+    return Sketch((torch.where(finite, grad, 0.0) @ directions).double(), ~finite.all(1), finite, grad.dtype)
 
 
 class RowTest:
@@ -157,7 +184,7 @@ class RowTest:
     Args:
         base: the rows for losses that all have the same factor.
         dim: which dimension's they are.
-        row_order: "example" or "row".
+        row_order: "example" or "row", or an index.
         finite: [B] bool, of the losses.
         scale: [B], the size of each example's gradients elsewhere.
 
@@ -169,11 +196,14 @@ class RowTest:
         harmed: of these, how many have a finite loss.
     """
 
-    def __init__(self, base: _Sketch, dim: int, row_order: str, finite: Tensor, scale: Tensor) -> None:
+    def __init__(self, base: Sketch, dim: int, row_order: RowOrder, finite: Tensor, scale: Tensor) -> None:
         examples, numbers = len(finite), torch.arange(len(base.rows), device=base.rows.device)
         self.dim, self.count, self.row_order = dim, len(numbers) // examples, row_order
         self.contradicted, self.faint = False, False
-        self._owners = numbers // max(1, self.count) if row_order == "example" else numbers % examples
+        if isinstance(row_order, RowIndex):
+            self._owners = row_order.index
+        else:
+            self._owners = numbers // max(1, self.count) if row_order == "example" else numbers % examples
         self._sizes = _sizes(base.rows)
         self._unit = torch.where(self._sizes > 0, self._sizes, 1.0)[:, None]
         self._base = base.rows / self._unit
@@ -212,7 +242,7 @@ class RowTest:
         """The smaller, the more examples it shows, and the fewer are spoilt by it."""
         return -self.owners, self.harmed, self.spoilt, self.faint, self.count != 1
 
-    def compare(self, seen: _Sketch, factors: Tensor) -> None:
+    def compare(self, seen: Sketch, factors: Tensor) -> None:
         """Takes the same rows for losses given these factors; zeros must be exact."""
         own = factors[self._owners].double()
         rows = seen.rows / self._unit
@@ -232,13 +262,13 @@ def _sizes(rows: Tensor) -> Tensor:
 
 
 def _sketches(
-    losses: Tensor, subjects: Mapping[Any, list[int]], factors: Tensor, base: Mapping[Any, _Sketch]
-) -> dict[Any, _Sketch]:
+    losses: Tensor, subjects: Mapping[Any, list[int]], factors: Tensor, base: Mapping[Any, Sketch]
+) -> dict[Any, Sketch]:
     """{(subject, dimension): sketch of the gradient there} for weighted losses; ``base`` is for other weights."""
-    found: dict[Any, _Sketch] = {}
+    found: dict[Any, Sketch] = {}
 
     def look(call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
-        found[call, call.batch_dim] = _sketch(grad, call.batch_dim, base.get((call, call.batch_dim)))
+        found[call, call.batch_dim] = sketch_of(grad, call.batch_dim, base.get((call, call.batch_dim)))
 
     calls = [each for each in subjects if isinstance(each, LayerCall)]
     edges = [each for each in subjects if not isinstance(each, LayerCall)]
@@ -246,7 +276,7 @@ def _sketches(
     for edge, grad in zip(edges, grads, strict=True):
         grad = losses.new_zeros(()).expand(shape_of(edge)) if grad is None else grad
         for dim in subjects[edge]:
-            found[edge, dim] = _sketch(grad, dim, base.get((edge, dim)))
+            found[edge, dim] = sketch_of(grad, dim, base.get((edge, dim)))
     return found
 
 

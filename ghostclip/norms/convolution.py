@@ -32,6 +32,7 @@ from .term import (
     NormResult,
     PerExampleGrads,
     Strategy,
+    pick_rows,
     product_of_sizes,
     to_float32,
     zero_examples,
@@ -278,6 +279,10 @@ class ConvGrads(PerExampleGrads):
 
     def keep_only(self, keep: Tensor) -> ConvGrads:
         return replace(self, images=zero_examples(self.images, keep), grads=zero_examples(self.grads, keep))
+
+    def pick(self, rows: Tensor, there: Tensor | None = None) -> ConvGrads:
+        images, grads = (pick_rows(each, rows, there) for each in (self.images, self.grads))
+        return replace(self, images=images, grads=grads)
 
     def split_rows(self, count: int, row_order: str) -> PerExampleGrads:
         if self.geometry.groups > 1:
