@@ -102,7 +102,7 @@ class RaggedLayouts:
             mixing = [call for call, verdict in found.items() if verdict.best is None]
             if not mixing:
                 break
-            if not are_positions(losses, mixing):
+            if not any(are_positions(losses, mixing, rows) for rows in {len(losses), *map(len, indices)}):
                 raise _refusal(mixing[0], names)
             odd += mixing
         orders = {id(call): _orders(call, losses, indices)[0] for call in calls}
