@@ -56,6 +56,17 @@ def alone(batch: Batch, example: int) -> Batch:
     }
 
 
+def joined(examples: list[Batch]) -> Batch:
+    """The batch of some single examples; a collate_fn."""
+    sizes = torch.tensor([len(each["rows"]) for each in examples], dtype=torch.int64)
+    starts = sizes.cumsum(0) - sizes
+    return {
+        **{name: torch.cat([each[name] for each in examples]) for name in ("x", "words", "y")},
+        "edges": torch.cat([each["edges"] + start for each, start in zip(examples, starts, strict=True)], 1),
+        "rows": torch.repeat_interleave(torch.arange(len(examples)), sizes),
+    }
+
+
 def gathered(h: Tensor, to: Tensor, size: int) -> Tensor:
     """Rows [rows, ...] summed where they belong to, [size, ...]."""
     return h.new_zeros(size, *h.shape[1:]).index_add(0, to, h)
