@@ -9,7 +9,7 @@ nothing: a decision is made by all others, whichever examples they belong to, or
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from ghostclip.graph.reader import first_pass, shape_of
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex, RowOrder
 
-__all__ = ["Sketch", "Verdict", "check_mixing", "row_orders", "sketch_of", "verdicts"]
+__all__ = ["NOISE", "TOLERANCE", "Verdict", "check_mixing", "projected", "row_orders", "verdicts"]
 
 # What share of a row's gradient may differ from what its example's factor makes of it, before the row counts as
 # another's. Factors are powers of two, which scale every rounding error along with the gradient in any floating point
@@ -46,7 +46,7 @@ def check_mixing(
     most = 2.0 ** (math.frexp(torch.finfo(losses.dtype).max)[1] - 1)
     for lift in LIFTS if any(call.dtype == torch.float16 for call in calls) else ():
         if mixing := [call for call, verdict in found.items() if verdict.best is None]:
-            again = verdicts(losses, calls, _batch_dims(mixing), min(lift, most), indices=indices)
+            again = verdicts(losses, calls, _batch_dims(mixing), min(lift, most), indices)
             # What overflowed for the lift alone shows nothing.
             found |= {call: v for call, v in again.items() if v.best is not None and not v.spoilt}
     return {call: verdict for call, verdict in found.items() if verdict.reached}
@@ -69,10 +69,7 @@ def verdicts(
     calls: Sequence[LayerCall],
     subjects: Mapping[Any, list[int]],
     lift: float = 1.0,
-    *,
     indices: Sequence[RowIndex] = (),
-    base: Mapping[Any, Sketch] | None = None,
-    telling: Iterable[Tensor] | None = None,
 ) -> dict[Any, Verdict]:
     """What is found of each of the subjects.
 
@@ -82,11 +79,8 @@ def verdicts(
         subjects: some of ``calls``, or edges, with the dimensions that may hold examples.
         lift: a power of two, that losses are multiplied with.
         indices: by which rows may belong to examples.
-        base: {(subject, dimension): sketch} of the gradients of the losses themselves, where these are known.
-        telling: factors for the losses; None: a few that tell any two examples apart.
     """
-    if base is None:
-        base = _sketches(losses, {**_batch_dims(calls), **subjects}, torch.full_like(losses, lift), {})
+    base = _sketches(losses, {**_batch_dims(calls), **subjects}, torch.full_like(losses, lift), {})
     scale, finite = torch.zeros(losses.shape, dtype=torch.float64, device=losses.device), losses.detach().isfinite()
     for (subject, _), sketch in base.items():
         if not isinstance(subject, LayerCall):
@@ -101,7 +95,7 @@ def verdicts(
         for row_order in row_orders(len(sketch.rows), len(losses), indices):
             if subject in tests:
                 tests[subject].append(RowTest(sketch, dim, row_order, finite, scale))
-    for factors in _telling_factors(losses) if telling is None else telling:
+    for factors in _telling_factors(losses):
         seen = _sketches(losses, subjects, lift * factors, base)
         for subject, each in tests.items():
             for test in each:
@@ -143,7 +137,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Sketch:
+class _Sketch:
     """A gradient's rows along one dimension, in a few numbers each.
 
     Attributes:
@@ -159,23 +153,39 @@ class Sketch:
     dtype: torch.dtype
 
 
-def sketch_of(grad: Tensor, dim: int, base: Sketch | None) -> Sketch:
-    """Of the entries that are finite, in the gradient ``base`` is of, too."""
+def projected(grad: Tensor, dim: int) -> Tensor:
+    """[rows, 4], fixed random projections of a gradient's rows along one dimension, in float32 or float64."""
+    grad = _as_rows(grad, dim)
+    return grad @ _directions(grad)
+
+
+def _as_rows(grad: Tensor, dim: int) -> Tensor:
+    """[rows, numbers], real ones in float32 or float64."""
     if grad.is_complex():
         grad = torch.view_as_real(grad)
     grad = grad.movedim(dim, 0).flatten(1) if grad.dim() > 1 else grad.unsqueeze(1)
-    grad = grad if grad.dtype == torch.float64 else grad.float()
-    generator = torch.Generator("cpu").manual_seed(grad.shape[1])
-    directions = torch.randn(grad.shape[1], 4, generator=generator, dtype=grad.dtype, device="cpu")
-    directions = directions.to(grad.device)
+    return grad if grad.dtype == torch.float64 else grad.float()
+
+
+def _directions(rows: Tensor) -> Tensor:
+    """What rows are projected on, [numbers, 4]."""
+    generator = torch.Generator("cpu").manual_seed(rows.shape[1])
+    directions = torch.randn(rows.shape[1], 4, generator=generator, dtype=rows.dtype, device="cpu")
+    return directions.to(rows.device)
+
+
+def _sketch(grad: Tensor, dim: int, base: _Sketch | None) -> _Sketch:
+    """Of the entries that are finite, in the gradient ``base`` is of, too."""
+    grad = _as_rows(grad, dim)
+    directions = _directions(grad)
     finite = None if base is None else base.finite
     rows = grad @ directions
     if finite is None and bool(torch.isfinite(rows).all()):
-        return Sketch(rows.double(), torch.zeros(len(rows), dtype=torch.bool, device=rows.device), None, grad.dtype)
+        return _Sketch(rows.double(), torch.zeros(len(rows), dtype=torch.bool, device=rows.device), None, grad.dtype)
     # Close to overflow sums of finite entries are not finite.
     near = grad.abs() <= torch.finfo(grad.dtype).max * 2.0**-20
     finite = near if finite is None else finite & near
-    return Sketch((torch.where(finite, grad, 0.0) @ directions).double(), ~finite.all(1), finite, grad.dtype)
+    return _Sketch((torch.where(finite, grad, 0.0) @ directions).double(), ~finite.all(1), finite, grad.dtype)
 
 
 class RowTest:
@@ -196,7 +206,7 @@ class RowTest:
         harmed: of these, how many have a finite loss.
     """
 
-    def __init__(self, base: Sketch, dim: int, row_order: RowOrder, finite: Tensor, scale: Tensor) -> None:
+    def __init__(self, base: _Sketch, dim: int, row_order: RowOrder, finite: Tensor, scale: Tensor) -> None:
         examples, numbers = len(finite), torch.arange(len(base.rows), device=base.rows.device)
         self.dim, self.count, self.row_order = dim, len(numbers) // examples, row_order
         self.contradicted, self.faint = False, False
@@ -242,7 +252,7 @@ class RowTest:
         """The smaller, the more examples it shows, and the fewer are spoilt by it."""
         return -self.owners, self.harmed, self.spoilt, self.faint, self.count != 1
 
-    def compare(self, seen: Sketch, factors: Tensor) -> None:
+    def compare(self, seen: _Sketch, factors: Tensor) -> None:
         """Takes the same rows for losses given these factors; zeros must be exact."""
         own = factors[self._owners].double()
         rows = seen.rows / self._unit
@@ -262,13 +272,13 @@ def _sizes(rows: Tensor) -> Tensor:
 
 
 def _sketches(
-    losses: Tensor, subjects: Mapping[Any, list[int]], factors: Tensor, base: Mapping[Any, Sketch]
-) -> dict[Any, Sketch]:
+    losses: Tensor, subjects: Mapping[Any, list[int]], factors: Tensor, base: Mapping[Any, _Sketch]
+) -> dict[Any, _Sketch]:
     """{(subject, dimension): sketch of the gradient there} for weighted losses; ``base`` is for other weights."""
-    found: dict[Any, Sketch] = {}
+    found: dict[Any, _Sketch] = {}
 
     def look(call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
-        found[call, call.batch_dim] = sketch_of(grad, call.batch_dim, base.get((call, call.batch_dim)))
+        found[call, call.batch_dim] = _sketch(grad, call.batch_dim, base.get((call, call.batch_dim)))
 
     calls = [each for each in subjects if isinstance(each, LayerCall)]
     edges = [each for each in subjects if not isinstance(each, LayerCall)]
@@ -276,7 +286,7 @@ def _sketches(
     for edge, grad in zip(edges, grads, strict=True):
         grad = losses.new_zeros(()).expand(shape_of(edge)) if grad is None else grad
         for dim in subjects[edge]:
-            found[edge, dim] = sketch_of(grad, dim, base.get((edge, dim)))
+            found[edge, dim] = _sketch(grad, dim, base.get((edge, dim)))
     return found
 
 

@@ -9,17 +9,18 @@ examples any two have the same one with probability 1 / LEVELS. What seems wrong
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ghostclip.errors import LossShapeError, UnsupportedModelError
-from ghostclip.graph.mixing_test import Sketch, check_mixing, row_orders, sketch_of, verdicts
+from ghostclip.graph.mixing_test import NOISE, TOLERANCE, check_mixing, projected, row_orders
 from ghostclip.graph.parameter_names import ParameterNames, serial_number
-from ghostclip.graph.reader import Edge, Uses, shape_of
+from ghostclip.graph.reader import Edge, Uses, first_pass, shape_of
 from ghostclip.graph.row_layout import RowLayout, without_boundaries
 from ghostclip.graph.shared.positions import are_positions
 from ghostclip.graph.shared.search import Decision, DecisionCache, Search
@@ -155,9 +156,9 @@ class IndexCheck:
         factors: Tensor,
     ) -> None:  # fmt: skip
         self._losses, self._calls, self._indices, self._factors = losses, calls, indices, factors
-        self._region = region
-        self._dims = {} if region is None else {boundary.edge: [boundary.dim] for boundary in region.boundaries}
-        self._base: dict[Any, Sketch] = {}
+        self._region, self._dtype = region, losses.dtype
+        self._dims = {} if region is None else {boundary.edge: boundary.dim for boundary in region.boundaries}
+        self._base: dict[Any, Tensor] = {}
         if region is not None:
             region.watch = self._see
 
@@ -166,24 +167,61 @@ class IndexCheck:
 
         def look(call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
             if not isinstance(call, FallbackCall):
-                self._base[call, call.batch_dim] = sketch_of(grad, call.batch_dim, None)
+                self._base[call] = projected(grad, call.batch_dim)
             sink(call, inputs, grad)
 
         return look
 
     def _see(self, edge: Edge, grad: Tensor) -> None:
-        (dim,) = self._dims[edge]
-        self._base[edge, dim] = sketch_of(grad, dim, None)
+        self._base[edge] = projected(grad, self._dims[edge])
 
     def fails(self) -> bool:
-        """Whether a row follows another factor than its example's; the graph must be there still."""
+        """Whether a row follows another factor than its example's; the graph must be there still.
+
+        Also where numbers aren't finite, which is for a test in full to judge.
+        """
         if self._region is not None:
             self._region.watch = None
-        subjects = {subject: [dim] for subject, dim in self._base}
-        found = verdicts(
-            self._losses, self._calls, subjects, indices=self._indices, base=self._base, telling=[self._factors]
+        seen: dict[Any, Tensor] = {}
+        calls, edges = (
+            [each for each in self._base if isinstance(each, LayerCall) is wanted] for wanted in (True, False)
         )
-        return any(verdict.best is None for verdict in found.values())
+
+        def look(call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
+            seen[call] = projected(grad, call.batch_dim)
+
+        grads = first_pass(self._losses, calls, look, self._factors, retain_graph=True, edges=edges)
+        for edge, grad in zip(edges, grads, strict=True):
+            seen[edge] = projected(grad, self._dims[edge])
+        own = [rows for rows in [None, *self._indices] if self._of(rows)]
+        return bool(torch.stack([self._wrong(rows, seen) for rows in own]).any()) if own else False
+
+    def _of(self, rows: RowIndex | None) -> list[Any]:
+        """What has rows by that index; None: one for each example."""
+        count = len(self._losses) if rows is None else len(rows)
+        return [subject for subject, base in self._base.items() if len(base) == count]
+
+    @functools.cached_property
+    def _scale(self) -> Tensor:
+        """[B], the size of each example's largest row."""
+        scale = torch.zeros(self._losses.shape, dtype=torch.float64, device=self._losses.device)
+        for rows in [None, *self._indices]:
+            for sizes in [self._base[subject].abs().amax(1).double() for subject in self._of(rows)]:
+                same = sizes if rows is None else torch.zeros_like(scale).scatter_reduce(0, rows.index, sizes, "amax")
+                scale = torch.maximum(scale, same)
+        return scale
+
+    def _wrong(self, rows: RowIndex | None, seen: Mapping[Any, Tensor]) -> Tensor:
+        """Whether any row of these follows another factor, and is more than noise."""
+        subjects = self._of(rows)
+        before, after = (torch.stack([found[subject].double() for subject in subjects]) for found in (self._base, seen))
+        factors, scale = (
+            each.double() if rows is None else each[rows.index].double() for each in (self._factors, self._scale)
+        )
+        expected = before * factors.unsqueeze(1)
+        fits = (after - expected).abs().amax(2) <= TOLERANCE * expected.abs().amax(2)
+        noise = NOISE.get(self._dtype, NOISE[torch.float32]) * scale
+        return ~(fits | (torch.maximum(before.abs().amax(2), after.abs().amax(2)) <= noise)).all()
 
 
 class _RaggedSearch(Search):

@@ -280,7 +280,7 @@ class ConvGrads(PerExampleGrads):
     def keep_only(self, keep: Tensor) -> ConvGrads:
         return replace(self, images=zero_examples(self.images, keep), grads=zero_examples(self.grads, keep))
 
-    def pick(self, rows: Tensor, there: Tensor | None = None) -> ConvGrads:
+    def pick(self, rows: Tensor | slice, there: Tensor | None = None) -> ConvGrads:
         images, grads = (pick_rows(each, rows, there) for each in (self.images, self.grads))
         return replace(self, images=images, grads=grads)
 

@@ -202,8 +202,10 @@ class OuterProduct(PerExampleGrads):
         rows = keep.repeat_interleave(self.groups)
         return OuterProduct(zero_examples(self.left, rows), zero_examples(self.right, rows), self.shape, self.groups)
 
-    def pick(self, rows: Tensor, there: Tensor | None = None) -> OuterProduct:
-        if self.groups > 1:
+    def pick(self, rows: Tensor | slice, there: Tensor | None = None) -> OuterProduct:
+        if isinstance(rows, slice):
+            rows = slice(rows.start * self.groups, rows.stop * self.groups)
+        elif self.groups > 1:
             groups = torch.arange(self.groups, device=rows.device)
             rows = (rows.unsqueeze(1) * self.groups + groups).flatten()
             there = None if there is None else there.repeat_interleave(self.groups)

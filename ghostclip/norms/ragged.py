@@ -72,12 +72,13 @@ class RowIndex:
         table = torch.tensor(sizes, device=self.index.device)
         return table[torch.searchsorted(table, self._counts)]
 
-    def positions(self, examples: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """[b * length], the rows of some examples [b], and which of them there are; the others stand for nothing."""
-        places = torch.arange(length, device=self.index.device)
-        there = (places < self._counts[examples].unsqueeze(1)).flatten()
-        rows = (self._starts[examples].unsqueeze(1) + places).flatten()
-        return self._order[torch.where(there, rows, 0)], there
+    def positions(self, examples: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of some examples [b], of each as many as its length, and which of them are there."""
+        lengths = self.lengths[examples]
+        owners = torch.arange(len(examples), device=lengths.device).repeat_interleave(lengths)
+        places = torch.arange(len(owners), device=lengths.device) - (lengths.cumsum(0) - lengths)[owners]
+        there = places < self._counts[examples][owners]
+        return self._order[torch.where(there, self._starts[examples][owners] + places, 0)], there
 
 
 # How the rows of a tensor are those of examples: B * k of them in "example" order (b k) or "row" order (k b), or any
@@ -129,17 +130,19 @@ class Ragged(PerExampleGrads):
     def buckets(self) -> Iterator[tuple[Tensor, PerExampleGrads]]:
         """Examples [b] with about as many rows in each use, and their term; those without any rows are left out."""
         indices = list({id(rows): rows for _, rows in self.uses if rows is not None}.values())
-        kinds, kind = torch.stack([rows.lengths for rows in indices]).unique(dim=1, return_inverse=True)
-        for number, sizes in enumerate(kinds.T.tolist()):
-            examples = (kind == number).nonzero().flatten()
-            places = {
-                id(rows): (size, *rows.positions(examples, size)) for rows, size in zip(indices, sizes, strict=True)
-            }
+        order, kinds, counts = _buckets(indices)
+        places = {id(rows): rows.positions(order) for rows in indices}
+        picked = [term.pick(*(places[id(rows)] if rows is not None else (order, None))) for term, rows in self.uses]
+        starts = [0] * len(picked)
+        for examples, sizes in zip(order.split(counts), kinds, strict=True):
+            of_kind = dict(zip(map(id, indices), sizes, strict=True))
             parts = []
-            for term, rows in self.uses:
-                length, picked, there = (1, examples, None) if rows is None else places[id(rows)]
+            for number, (_, rows) in enumerate(self.uses):
+                length = 1 if rows is None else of_kind[id(rows)]
+                stop = starts[number] + length * len(examples)
                 if length:
-                    parts.append(regrouped(term.pick(picked, there), length, "example"))
+                    parts.append(regrouped(picked[number].pick(slice(starts[number], stop)), length, "example"))
+                starts[number] = stop
             if parts:
                 yield examples, combine(parts)
 
@@ -180,6 +183,14 @@ class Ragged(PerExampleGrads):
 
     def split_rows(self, count: int, row_order: str) -> PerExampleGrads:
         return Dense(self.per_example()).split_rows(count, row_order)
+
+
+def _buckets(indices: Sequence[RowIndex]) -> tuple[Tensor, list[list[int]], list[int]]:
+    """All examples, bucket by bucket; the lengths of each bucket by each index; how many examples it has."""
+    kinds, kind, counts = torch.stack([rows.lengths for rows in indices]).unique(
+        dim=1, return_inverse=True, return_counts=True
+    )
+    return kind.argsort(stable=True), kinds.T.tolist(), counts.tolist()
 
 
 def _answer(term: PerExampleGrads, exact: bool = False) -> Tensor:

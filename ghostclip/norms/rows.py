@@ -122,7 +122,7 @@ class LookupGrads(PerExampleGrads):
     def keep_only(self, keep: Tensor) -> LookupGrads:
         return LookupGrads(self.indices, zero_examples(self.gradients, keep), self.shape)
 
-    def pick(self, rows: Tensor, there: Tensor | None = None) -> LookupGrads:
+    def pick(self, rows: Tensor | slice, there: Tensor | None = None) -> LookupGrads:
         return LookupGrads(self.indices[rows], pick_rows(self.gradients, rows, there), self.shape)
 
     def split_rows(self, count: int, row_order: str) -> LookupGrads:
@@ -185,7 +185,7 @@ class BagGrads(PerExampleGrads):
         factors = None if self.factors is None else zero_examples(self.factors, keep)
         return BagGrads(zero_examples(self.gradients, keep), self.indices, factors, self.shape)
 
-    def pick(self, rows: Tensor, there: Tensor | None = None) -> LookupGrads:
+    def pick(self, rows: Tensor | slice, there: Tensor | None = None) -> LookupGrads:
         return self.rows().pick(rows, there)
 
     def split_rows(self, count: int, row_order: str) -> LookupGrads:

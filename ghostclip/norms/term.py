@@ -145,8 +145,11 @@ class PerExampleGrads(ABC):
     def keep_only(self, keep: Tensor) -> PerExampleGrads:
         """The same term with what belongs to examples where ``keep`` [B] is False replaced by zeros."""
 
-    def pick(self, rows: Tensor, there: Tensor | None = None) -> PerExampleGrads:
-        """The term of the examples ``rows`` [n] in this order; zeros in the place of one that isn't ``there`` [n]."""
+    def pick(self, rows: Tensor | slice, there: Tensor | None = None) -> PerExampleGrads:
+        """The term of the examples ``rows`` [n] in this order; zeros in the place of one that isn't ``there`` [n].
+
+        With a slice, all are there.
+        """
         return Dense(pick_rows(self.per_example(), rows, there))
 
     @abstractmethod
@@ -171,8 +174,10 @@ def zero_examples(tensor: Tensor, keep: Tensor) -> Tensor:
     return torch.where(keep.view(-1, *[1] * (tensor.dim() - 1)), tensor, tensor.new_zeros(()))
 
 
-def pick_rows(tensor: Tensor, rows: Tensor, there: Tensor | None) -> Tensor:
+def pick_rows(tensor: Tensor, rows: Tensor | slice, there: Tensor | None) -> Tensor:
     """``tensor[rows]`` [n, ...], with zeros where ``there`` [n] is False."""
+    if isinstance(rows, slice):
+        return tensor[rows]
     found = tensor.index_select(0, rows)
     return found if there is None else found.masked_fill_(~there.view(-1, *[1] * (tensor.dim() - 1)), 0)
 
