@@ -14,6 +14,7 @@ from typing import Any
 
 import private_runs as runs
 import pytest
+import ragged_refusals
 import torch
 from case_fallback import with_parameters
 from case_models import Wired
@@ -359,6 +360,7 @@ ROWS: dict[str, Row] = {
                      'reduction="none"'),
     "check: one example": (lambda: mixed(one(nn.Linear(3, 3)), lambda m, x: losses(m(x)), X[:1]), "", "got 1",
                            "at least two examples"),
+    **ragged_refusals.ROWS,
 }  # fmt: skip
 
 
@@ -370,7 +372,7 @@ def said(name: str) -> str:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             found = ROWS[name][0]()
-    except (GhostClipError, ValueError, AttributeError) as error:
+    except (GhostClipError, ValueError, TypeError, AttributeError) as error:
         return str(error)
     return found if isinstance(found, str) else "".join(str(each.message) for each in warned)
 

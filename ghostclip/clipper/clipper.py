@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from ghostclip.wrap import wrap
 
 __all__ = ["ClippingResult", "GhostClipper", "register_compiler"]
 
+BatchIndex = Tensor | Sequence[Tensor] | None
 # (model, passes, expected, largest) -> compiled passes.
 Compiler = Callable[[nn.Module, TwoPasses, int | None, int | None], Any]
 # What `GhostClipper.compile` uses; the package `ghostclip.compiled`, on which nothing here depends, registers it.
@@ -157,12 +159,21 @@ class GhostClipper:
         """Raises UnsupportedModelError where the model was sharded among processes since it was wrapped."""
         self.layout.check(self.passes.index.names)
 
+    def indexed(self, batch_index: BatchIndex, losses: Tensor) -> AbstractContextManager[None]:
+        """Inside, passes over the graph of ``losses`` [B] take rows by an index, as `backward` says."""
+        if batch_index is not None and self.layout.sharded:
+            raise ValueError("batch_index and fully_shard don't go together; leave one of them out")
+        return self.passes.indexed(batch_index, losses)
+
     @keeping_grad_mode
-    def norms(self, losses: Tensor, *, per: str | None = None, retain_graph: bool = False) -> Any:
+    def norms(
+        self, losses: Tensor, *, batch_index: BatchIndex = None, per: str | None = None, retain_graph: bool = False
+    ) -> Any:
         """Per-example gradient norms by the first pass alone.
 
         Args:
             losses: shape exactly [B], from a forward of the model.
+            batch_index: as `backward` has it.
             per: None for the whole gradient, "layer" or "parameter".
             retain_graph: keep the graph for another call.
 
@@ -176,7 +187,7 @@ class GhostClipper:
         """
         if per is not None:
             one_of(("layer", "parameter"), per=per)
-        with self.layout.whole():
+        with self.layout.whole(), self.indexed(batch_index, losses):
             self.check_whole()
             run = self.passes.measure(losses, retain_graph=retain_graph)
         if per is None:
@@ -187,17 +198,19 @@ class GhostClipper:
         return run.norms_by_group(names)[0]
 
     @keeping_grad_mode
-    def per_example_grads(self, losses: Tensor, *, retain_graph: bool = False) -> dict[str, Tensor]:
+    def per_example_grads(
+        self, losses: Tensor, *, batch_index: BatchIndex = None, retain_graph: bool = False
+    ) -> dict[str, Tensor]:
         """Materialised gradients {parameter name: [B, *shape]}, for research: B times the model in memory.
 
         Raises as `norms` does.
         """
-        with self.layout.whole():
+        with self.layout.whole(), self.indexed(batch_index, losses):
             self.check_whole()
             return self.passes.first_pass(losses, Keep.MATERIALISED, retain_graph=retain_graph).per_example_grads()
 
     @keeping_grad_mode
-    def backward(self, losses: Tensor, *, retain_graph: bool = False) -> ClippingResult:
+    def backward(self, losses: Tensor, *, batch_index: BatchIndex = None, retain_graph: bool = False) -> ClippingResult:
         """Both passes: adds ``sum_i v_i g_i`` to each ``p.grad`` (a sum: not averaged, without noise).
 
         An example whose loss or gradient is not finite contributes exactly zero. Several calls add up. Hooks on tensors
@@ -206,16 +219,20 @@ class GhostClipper:
 
         Args:
             losses: shape exactly [B], from a forward of the model.
+            batch_index: for ragged examples, the example of each row [rows], int64 (a graph's of each node, a text's
+                of each packed token); a list of such tensors for rows of several kinds. A layer's rows are those of
+                the index with as many numbers; with B rows, one of each example. None: every example has as many rows.
             retain_graph: keep the graph for another call.
 
         Raises:
             LossShapeError: losses of any other shape.
+            TypeError, ValueError: ``batch_index`` isn't of that form.
             GradientLeakError: a ``p.grad`` holds something that no clipper put there.
             StaleInputError: a remembered input was modified in place, or the graph is gone.
             UnsupportedModelError: examples mix, a parameter is used outside of its layer, or the model was sharded
                 since it was wrapped.
         """
-        with self.layout.summed():
+        with self.layout.summed(), self.indexed(batch_index, losses):
             self.check_whole()
             self.passes.index.watch()
             trained = self.passes.index.trained()

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from ghostclip.graph.row_layout import RowLayout, overlapping_parts, row_count
 from ghostclip.nn.base import LayerCall, Repeat
 from ghostclip.norms.affine import LinearPair, squared_norms_of, weighted_sums_of
-from ghostclip.norms.combine import combine
+from ghostclip.norms.ragged import RowIndex, RowOrder, combined, regrouped
 from ghostclip.norms.reduce import norms, rounding_margin
 from ghostclip.norms.term import Dense, NormResult, PerExampleGrads, to_float32
 from ghostclip.planner import SOLE, Planner, StrategyChoice, kept_bytes
 
-__all__ = ["Keep", "NormCollector", "PairQueue", "Part", "norm_dtype", "sums_of_pairs", "term_of"]
+__all__ = ["Keep", "NormCollector", "PairQueue", "Part", "has_one_row", "norm_dtype", "sums_of_pairs", "term_of"]
 
 # A trained parameter by its id, or the (start, stop) of its first axis: what one term is about.
 Part = tuple[int, tuple[int, int] | None]
@@ -91,12 +91,21 @@ def sums_of_pairs(waiting: Pairs, weights: Mapping[int, Tensor], finite: Tensor 
 
 
 def term_of(
-    call: LayerCall, name: str, inputs: tuple[Tensor, ...], grad: Tensor, examples: int, row_orders: Mapping[int, str]
+    call: LayerCall,
+    name: str,
+    inputs: tuple[Tensor, ...],
+    grad: Tensor,
+    examples: int,
+    row_orders: Mapping[int, RowOrder],
 ) -> PerExampleGrads:
     """The gradients of one of the call's parameters, of each of ``examples`` examples."""
-    term = call.term(name, inputs, grad)
-    count = row_count(call, examples, name)
-    return term if count == 1 else term.split_rows(count, row_orders[id(call)])
+    term, order = call.term(name, inputs, grad), row_orders.get(id(call), "example")
+    return regrouped(term, 1 if isinstance(order, RowIndex) else row_count(call, examples, name), order)
+
+
+def has_one_row(call: LayerCall, examples: int, row_orders: Mapping[int, RowOrder]) -> bool:
+    """Whether the call has one row for each example, in their order."""
+    return call.shape[call.batch_dim] == examples and not isinstance(row_orders.get(id(call)), RowIndex)
 
 
 def norm_dtype(trained: Sequence[tuple[str, nn.Parameter]]) -> torch.dtype:
@@ -190,7 +199,7 @@ class NormCollector:
                 self._waiting.setdefault(part, []).append(term)
                 if self._left[part]:
                     continue
-                term = combine(self._waiting.pop(part))
+                term = combined(self._waiting.pop(part))
             self._add(part, term, call.nbytes, held)
 
     def reached(self) -> bool:
@@ -203,7 +212,7 @@ class NormCollector:
 
     def _is_only_use(self, call: LayerCall, used: Mapping[str, Part]) -> bool:
         """Whether the layer may answer for all its parameters at once: each is ours, and has this one use."""
-        if self._keep is Keep.MATERIALISED or call.shape[call.batch_dim] != self.examples:
+        if self._keep is Keep.MATERIALISED or not has_one_row(call, self.examples, self.row_orders):
             return False
         for part in used.values():
             if self._left[part] != 1 or part in self._waiting or part[0] in self._not_kept:

@@ -16,11 +16,13 @@ from ghostclip.clipper.collector import Keep, NormCollector
 from ghostclip.clipping import Groupwise, Policy
 from ghostclip.errors import LossShapeError, StaleInputError, UnsupportedModelError
 from ghostclip.graph.parameter_names import ParameterNames
+from ghostclip.graph.ragged_layout import RaggedLayouts, read_indices
 from ghostclip.graph.reader import first_pass, free_graph, read_graph
 from ghostclip.graph.row_layout import RowLayouts
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import LayerCall, Repeat
 from ghostclip.nn.fallback import FallbackCall
+from ghostclip.norms.ragged import RowIndex
 from ghostclip.norms.reduce import all_finite
 from ghostclip.norms.term import may_sync
 from ghostclip.planner import Planner, StrategyChoice
@@ -65,6 +67,7 @@ class FirstPasses:
         self.is_open = False
         self._parameters: dict[int, nn.Parameter] = {}
         self._grouping = RowLayouts()
+        self._ragged, self._indices = RaggedLayouts(), list[RowIndex]()
         self._partition: dict[str, str] = {}
         self.group_of()
 
@@ -105,8 +108,12 @@ class FirstPasses:
             uses = read_graph(losses, self.index)
             trained = self.index.trained()
             self._parameters = {id(parameter): parameter for _, parameter in trained}
-            layout = self._grouping.lay_out(losses, uses, self.index, reached=reached)
-            calls, watched = layout.calls, layout.watched
+            layout = (
+                self._ragged.lay_out(losses, uses, self.index, self._indices, again=reached)
+                if self._indices
+                else self._grouping.lay_out(losses, uses, self.index, reached=reached)
+            )
+            calls, watched, check = layout.calls, layout.watched, layout.check
             self.is_open = not layout.proved
             if watched and is_traced():
                 raise UnsupportedModelError(f"no gradient has reached {self.index.layer(watched[0])} yet")
@@ -118,12 +125,14 @@ class FirstPasses:
             )  # fmt: skip
             hooked = any(call.has_saved_tensor_hooks for call in calls)
             collector.holds_graph = retain_graph or (chosen and (small or hooked))
-            collector.repeat = Repeat() if chosen and small and not retain_graph else None
+            once = chosen and small and not retain_graph and not self._indices
+            collector.repeat = Repeat() if once else None
             _expect_again(losses, calls, collector.repeat)
-            first_pass(losses, calls, collector.receive, retain_graph=collector.holds_graph or bool(watched))
+            sink = collector.receive if check is None else check.watched(collector.receive)
+            first_pass(losses, calls, sink, retain_graph=collector.holds_graph or bool(watched) or check is not None)
             collector.finish()
-            if watched:
-                if collector.reached():
+            if watched or check is not None:
+                if collector.reached() or (check is not None and check.fails()):
                     return None
                 if not collector.holds_graph:
                     free_graph(losses, calls)
@@ -174,6 +183,20 @@ class FirstPasses:
             yield
         finally:
             self._grouping = known
+
+    @contextmanager
+    def indexed(self, batch_index: Any, losses: Tensor) -> Iterator[None]:
+        """Inside, rows of layers belong to the examples of ``losses`` [B] by indices; None: by their order.
+
+        Raises what `check_losses` and `read_indices` raise.
+        """
+        if batch_index is not None:
+            check_losses(losses, self.scale)
+            self._indices = read_indices(batch_index, losses)
+        try:
+            yield
+        finally:
+            self._indices = []
 
     def group_of(self) -> dict[int, str]:
         """{id of a trained parameter: its group} under a group-wise policy; {} under another."""

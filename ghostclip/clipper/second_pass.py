@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ghostclip.clipper.collector import Keep, NormCollector, PairQueue, Pairs, Part, sums_of_pairs, term_of
+from ghostclip.clipper.collector import Keep, NormCollector, PairQueue, Pairs, Part, has_one_row, sums_of_pairs, term_of
 from ghostclip.clipper.first_pass import FirstPasses, in_our_words, without_autocast
 from ghostclip.clipper.gradient_guard import have_hooks, is_distributed
 from ghostclip.clipping import Groupwise
@@ -244,7 +244,8 @@ class Reweighting:
         """Takes the gradient at one pre-activation; called by the layer's node in the graph."""
         parts = {name: part for name in call.own if (part := _part(call, name))[0] not in self._done}
         inputs = tuple([tensor.detach() if tensor.requires_grad else tensor for tensor in inputs])
-        if len(parts) == len(call.parameters) and call.shape[call.batch_dim] == self._run.examples and not call.rows:
+        alone = has_one_row(call, self._run.examples, self._run.row_orders)
+        if len(parts) == len(call.parameters) and alone and not call.rows:
             pair = call.layer.linear_pair(call, inputs, grad)
             if pair is not None:
                 self._queue.add([parts[name][0] for name in pair.names], pair)

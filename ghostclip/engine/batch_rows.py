@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = ["BatchRows", "ExampleDims"]
+__all__ = ["BatchRows", "ExampleDims", "RaggedBatchRows"]
 
 
 class ExampleDims:
@@ -77,12 +77,63 @@ class BatchRows:
         for place, dims in self._dims.items():
             leaf = leaves[place].detach()
             leaves[place] = leaf.index_select(dims[min(choice, len(dims) - 1)], index.to(leaf.device))
+        return self._rebuilt(leaves)
+
+    def _rebuilt(self, leaves: list[Any]) -> Any:
+        """A batch of the same kind with other leaves."""
         taken: Any = tree_unflatten(leaves, self._structure)
         if not self._own_kind:
             return taken
         batch = copy.copy(self._batch)
         batch.update(taken)
         return batch
+
+
+class RaggedBatchRows(BatchRows):
+    """The rows of ragged examples: of tensors of real numbers, by the index that has as many.
+
+    Whole numbers stay, since they may be edges, lengths or places; and so does how many rows each example has. An
+    object with an ``apply(function)``, as torch_geometric's Batch has one, stands for the tensors in it.
+
+    Args:
+        batch: a physical batch.
+        rows: how many examples it has.
+        batch_index: the example of each row, or a sequence of such tensors.
+    """
+
+    def __init__(self, batch: Any, rows: int, batch_index: Any) -> None:
+        super().__init__(batch, rows, ExampleDims())
+        given = batch_index if isinstance(batch_index, list | tuple) else [batch_index]
+        self._indices = {len(index): index for index in [torch.arange(rows), *given]}
+        self.choices, self.divisible, self.swappable = 1, False, False
+        self.taken(torch.arange(rows))  # which notes whether there is something to swap
+
+    def taken(self, index: Tensor, choice: int = 0) -> Any:
+        """The batch with rows of the examples ``index`` in the places of the examples' own, again and again."""
+
+        def swapped(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return copy.copy(leaf).apply(swapped) if hasattr(leaf, "apply") else leaf
+            if not (_is_dense(leaf) and leaf.is_floating_point() and len(leaf) in self._indices):
+                return leaf
+            self.swappable = True
+            owners = self._indices[len(leaf)].to(leaf.device)
+            return leaf.detach()[_rows_of_others(owners, index.to(leaf.device))]
+
+        return self._rebuilt([swapped(leaf) for leaf in self._leaves])
+
+
+def _rows_of_others(owners: Tensor, index: Tensor) -> Tensor:
+    """[R], the row in the place of each, for examples ``index`` in the places of examples; of one without rows, its
+    own."""
+    counts = torch.bincount(owners, minlength=len(index))
+    order, starts = owners.argsort(stable=True), counts.cumsum(0) - counts
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device) - starts[owners[order]]
+    others = index[owners]
+    own = (others == owners) | (counts[others] == 0)
+    picked = order[(starts[others] + place % counts[others].clamp(min=1)).clamp(max=max(len(order) - 1, 0))]
+    return torch.where(own, torch.arange(len(order), device=order.device), picked)
 
 
 def _is_dense(leaf: Any) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ghostclip.engine.batch_rows import BatchRows, ExampleDims
+from ghostclip.engine.batch_rows import BatchRows, ExampleDims, RaggedBatchRows
 from ghostclip.engine.trial_losses import LossFunction, TrialLosses
 from ghostclip.errors import VerificationError
 from ghostclip.graph.data_swap import mixed_examples
@@ -55,7 +55,9 @@ class LossComparison:
         self._left, self._seen = STEPS, object()
         self._said: set[str] = set()
 
-    def compare(self, loss_fn: LossFunction, batch: Any, rows: int, units: int, logical: object) -> None:
+    def compare(
+        self, loss_fn: LossFunction, batch: Any, rows: int, units: int, logical: object, batch_index: Any = None
+    ) -> None:
         """Compares the losses of a physical batch if its turn has come.
 
         Args:
@@ -64,6 +66,7 @@ class LossComparison:
             rows: how many losses there are.
             units: of privacy (examples, or users with as many rows each, side by side).
             logical: the batch it is part of, of which one part is compared in the first steps.
+            batch_index: of ragged examples, the example of each row.
 
         Raises:
             VerificationError: a loss depends on other examples, or buffers keep something of them.
@@ -71,7 +74,9 @@ class LossComparison:
         parts = self._parts_to_compare(logical) if units > 1 else 0
         if not parts:
             return
-        found = BatchRows(batch, rows, self._dims)
+        found: BatchRows = BatchRows(batch, rows, self._dims)
+        if batch_index is not None:
+            found = RaggedBatchRows(batch, rows, batch_index)
         if not found.swappable:
             if self._left == 0:  # another batch may have shown where examples are
                 self._say("the batch holds no tensor with a row for each example")

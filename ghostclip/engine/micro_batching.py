@@ -47,6 +47,7 @@ class MicroBatches:
 
     Attributes:
         most: the most examples (or users) that are tried at once; None: all.
+        is_open: whether that is still to be found.
     """
 
     def __init__(
@@ -54,11 +55,11 @@ class MicroBatches:
     ) -> None:
         self.most: int | None = None
         self._memory, self._largest, self._found = memory, largest, found
-        self._open = memory is not None
+        self.is_open = memory is not None
 
     def check_found(self) -> None:
         """Raises PrivacyError where ``most`` is still to be found, which `PrivacyEngine.backward` can't do."""
-        if self._open:
+        if self.is_open:
             raise PrivacyError(
                 'max_physical_batch_size="auto" is found by engine.step(batch, loss_fn), which can try batches of '
                 "other sizes, and engine.backward() came before it; take the first step by it, or give a number"
@@ -67,12 +68,12 @@ class MicroBatches:
     def agree(self, said: Sequence[int | None]) -> None:
         """Takes the smallest ``most`` of all ranks, where it was to be found."""
         known = [most for most in (self.most, *said) if most is not None]
-        if self._found is not None and known and (self._open or self.most != min(known)):
+        if self._found is not None and known and (self.is_open or self.most != min(known)):
             self._take(min(known))
 
     def _take(self, most: int) -> None:
         assert self._found is not None
-        self.most, self._open = most, False
+        self.most, self.is_open = most, False
         self._found(most)
 
     def find(
@@ -84,7 +85,7 @@ class MicroBatches:
             TypeError: the batch can't be divided.
             MemoryError: not even one example fits.
         """
-        if self._memory is None or not self._open or not rows:
+        if self._memory is None or not self.is_open or not rows:
             return
         try:
             rows_of(examples, rows, 0, 1)

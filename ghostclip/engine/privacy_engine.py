@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from ghostclip.engine.optimizers import check_optimizer, unwrapped
 from ghostclip.engine.plan import plan_for
 from ghostclip.engine.release import Release, refuse_second_engine
 from ghostclip.engine.snapshots import Restored, Snapshots, Stateful
-from ghostclip.engine.step import LogicalStep, StepRecord
+from ghostclip.engine.step import BatchIndexOf, LogicalStep, LossFunction, StepRecord
 from ghostclip.engine.terms import StepTerms
 from ghostclip.engine.trace import StepTrace
 from ghostclip.engine.update_check import warn_of_earlier
@@ -222,27 +222,27 @@ class PrivacyEngine:
         return self._loader
 
     @keeping_grad_mode
-    def backward(self, losses: Tensor, *, retain_graph: bool = False) -> ClippingResult:
+    def backward(self, losses: Tensor, *, batch_index: Any = None, retain_graph: bool = False) -> ClippingResult:
         """Clips the gradients of a physical batch and gathers their sum; to be called once for each physical batch.
 
         Args:
             losses: [B], one for each example of the physical batch that was handed out last.
-            retain_graph: keep the graph for another call.
+            batch_index, retain_graph: see `GhostClipper.backward`.
 
         Raises:
             PrivacyError: no physical batch was handed out for this call, or an earlier one was left out.
-            GradientLeakError: a ``p.grad`` holds something else.
-            LossShapeError, StaleInputError, UnsupportedModelError: as `GhostClipper.backward`.
+            GhostClipError: for the reasons that `GhostClipper.backward` gives.
         """
-        return self._steps.backward(losses, retain_graph)
+        return self._steps.backward(losses, batch_index, retain_graph)
 
     @keeping_grad_mode
-    def step(self, batch: LogicalBatch, loss_fn: Callable[[nn.Module, Any], Tensor]) -> StepRecord:
+    def step(self, batch: LogicalBatch, loss_fn: LossFunction, batch_index: BatchIndexOf = None) -> StepRecord:
         """One step of training: all physical batches forward and backward, charge, noise, update, ``zero_grad()``.
 
         Args:
             batch: the logical batch that `batches` gave last.
             loss_fn: (model, examples) -> losses [B], one for each example.
+            batch_index: for ragged examples, examples -> what `GhostClipper.backward` takes as ``batch_index``.
 
         Returns:
             Losses, norms and weights of the examples. They are private data, not for release.
@@ -253,7 +253,7 @@ class PrivacyEngine:
             TypeError: ``loss_fn`` can't be called with (model, examples), as losses or a criterion can't.
         """
         try:
-            self._steps.start(batch, loss_fn)
+            self._steps.start(batch, loss_fn, batch_index)
             self._spending.check(self._steps.release.terms)
         except BaseException:
             self._steps.release.failed()

@@ -60,10 +60,12 @@ class SelfCheck:
         """Whether nothing is left to be looked at."""
         return not (self._to_compare or self._movement is not None)
 
-    def compare(self, loss_fn: LossFunction, examples: Any, rows: int, units: int, logical: object) -> None:
+    def compare(
+        self, loss_fn: LossFunction, examples: Any, rows: int, units: int, logical: object, batch_index: Any = None
+    ) -> None:
         """`LossComparison.compare` of a physical batch before its forward."""
         if self._comparison is not None:
-            self._comparison.compare(loss_fn, examples, rows, units, logical)
+            self._comparison.compare(loss_fn, examples, rows, units, logical, batch_index)
 
     def before(self, loss_fn: LossFunction, examples: Any) -> None:
         """To be called before a physical batch's forward: a large one is compared by its first examples.

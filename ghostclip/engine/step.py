@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,10 @@ from ghostclip.engine.weighing import refuse_joint_weights
 from ghostclip.errors import LossShapeError, PrivacyError, UnsupportedModelError
 from ghostclip.sampling import LogicalBatch, UserRows
 
-__all__ = ["LogicalStep", "StepRecord"]
+__all__ = ["BatchIndexOf", "LogicalStep", "LossFunction", "StepRecord"]
+
+# Physical batch -> what `GhostClipper.backward` takes as ``batch_index``.
+BatchIndexOf = Callable[[Any], Any] | None
 
 TRACED_AND_COMPILED = (
     "trace() and compile() don't go together: a compiled step has its sums inside of its graph; leave one of them out"
@@ -47,6 +50,9 @@ class LogicalStep:
         # As a `BatchOwner`.
         self.ready, self.begin = release.ready, release.begin
         self._compiled: CompiledSteps | None = None
+        # Of ragged examples; and what it gave for the physical batch in the making.
+        self._index_of: BatchIndexOf = None
+        self._batch_index: Any = None
         # Of the physical batch in the making: (first unit, the one after the last, units in all).
         self._piece: tuple[int, int, int] | None = None
 
@@ -111,13 +117,23 @@ class LogicalStep:
                 "physical batches gathered, which may not be stored; call it after optimizer.step() or batch.discard()"
             )
 
-    def start(self, batch: LogicalBatch, loss_fn: LossFunction) -> None:
+    def start(self, batch: LogicalBatch, loss_fn: LossFunction, batch_index: BatchIndexOf = None) -> None:
         """Checks the arguments of `PrivacyEngine.step`; all ranks begin it."""
         if batch is not self.release.current("engine.step()"):
             raise PrivacyError(
                 "engine.step() got another logical batch than engine.batches() gave last; use each in its turn"
             )
         _check_loss_function(loss_fn)
+        if batch_index is not None:
+            _check_batch_index(
+                batch_index,
+                {
+                    "compile()": self._compiled is not None,
+                    "unit_ids": any(users is not None for users in batch.users),
+                    'max_physical_batch_size="auto"': self.micro_batches.is_open,
+                },
+            )
+        self._index_of, self._batch_index = batch_index, None
         self.release.start(discarded=False)
 
     def step(self, batch: LogicalBatch, loss_fn: LossFunction) -> list[ClippingResult]:
@@ -136,6 +152,10 @@ class LogicalStep:
         """Before the passes of a physical batch: how many examples fit, and whether their losses depend on others."""
         self._clipper.check_whole()  # ranks draw their comparisons themselves, and those of a sharded model would wait
         rows, units = self._rows_and_units()
+        if self._index_of is not None:
+            self._batch_index = self._index_of(examples)
+            self._self_check.compare(loss_fn, examples, rows, units, self.release.batch, self._batch_index)
+            return
         self.micro_batches.find(self._clipper, self._optimizer, loss_fn, examples, rows)
         first, units, rows = self.micro_batches.first(examples, units, rows)
         self._self_check.compare(loss_fn, first, rows, units, self.release.batch)
@@ -145,6 +165,8 @@ class LogicalStep:
     ) -> list[ClippingResult]:
         """``clip`` of the physical batch that was handed out last, in pieces that fit into memory."""
         rows, units = self._rows_and_units()
+        if self._batch_index is not None:  # whose rows no piece of it would have
+            return [clip(loss_fn, examples)]
 
         def work(piece: Any, start: int, stop: int) -> ClippingResult:
             self._piece = start, stop, units
@@ -158,14 +180,17 @@ class LogicalStep:
     def clip(self, loss_fn: LossFunction, examples: Any) -> ClippingResult:
         """Forward and `backward` of the physical batch (or piece of one) that was handed out last."""
         self.check_turn()
+        if self._batch_index is not None:
+            return self._gather_losses(loss_fn(self._model, examples))
         self._self_check.before(loss_fn, examples)
         return met_again(self._clipper.passes, self._model, loss_fn, examples, self._gather_losses)
 
-    def backward(self, losses: Tensor, retain_graph: bool) -> ClippingResult:
+    def backward(self, losses: Tensor, batch_index: Any, retain_graph: bool) -> ClippingResult:
         """Gathers the clipped sum of the physical batch that was handed out last; see `PrivacyEngine.backward`."""
         try:
             self.check_turn()
             self.micro_batches.check_found()
+            self._batch_index = batch_index
             return self._gather_losses(self._scaling.unscaled(losses), retain_graph)
         except BaseException:
             self.release.failed()
@@ -177,9 +202,10 @@ class LogicalStep:
             check_losses(losses, self._clipper.passes.scale)
         self.check_count(losses)
         units = losses if users is None else users.add_up(losses)
-        self._self_check.backward(losses)
         try:
-            return self.gather(lambda: self._both_passes(units, retain_graph))
+            with self._clipper.indexed(self._batch_index, losses):
+                self._self_check.backward(losses)
+                return self.gather(lambda: self._both_passes(units, retain_graph))
         except UnsupportedModelError as error:
             raise error if users is None else UnsupportedModelError(f"{error}; {OF_USERS}") from error
 
@@ -262,6 +288,18 @@ def _check_loss_function(loss_fn: Any) -> None:
             "criterion(model(batch[0]), batch[1]); for losses that are computed already: "
             "engine.backward(losses)"
         )
+
+
+def _check_batch_index(batch_index: Any, others: Mapping[str, bool]) -> None:
+    """Raises TypeError for what can't be called with a physical batch, ValueError for what it doesn't go with."""
+    if not callable(batch_index):
+        raise TypeError(
+            "batch_index must be a function of a physical batch that returns the example of each row; got "
+            f"{type(batch_index).__name__}. For graphs of torch_geometric: lambda batch: batch.batch"
+        )
+    for other, is_used in others.items():
+        if is_used:
+            raise ValueError(f"batch_index and {other} don't go together; leave one of them out")
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ghostclip.graph.reader import first_pass, shape_of
 from ghostclip.nn.base import LayerCall
+from ghostclip.norms.ragged import RowIndex, RowOrder
 
-__all__ = ["Verdict", "check_mixing", "verdicts"]
+__all__ = ["NOISE", "TOLERANCE", "Verdict", "check_mixing", "projected", "row_orders", "verdicts"]
 
 # What share of a row's gradient may differ from what its example's factor makes of it, before the row counts as
 # another's. Factors are powers of two, which scale every rounding error along with the gradient in any floating point
@@ -37,13 +38,15 @@ NOISE = {torch.float64: 1e-10, torch.float32: 1e-3}
 ABOVE_SUBNORMAL = 2.0**14
 
 
-def check_mixing(losses: Tensor, calls: Sequence[LayerCall], pending: Sequence[LayerCall]) -> dict[LayerCall, Verdict]:
+def check_mixing(
+    losses: Tensor, calls: Sequence[LayerCall], pending: Sequence[LayerCall], indices: Sequence[RowIndex] = ()
+) -> dict[LayerCall, Verdict]:
     """How rows of the ``pending`` among ``calls`` are grouped; calls that no gradient reached are left out."""
-    found = verdicts(losses, calls, _batch_dims(pending))
+    found = verdicts(losses, calls, _batch_dims(pending), indices=indices)
     most = 2.0 ** (math.frexp(torch.finfo(losses.dtype).max)[1] - 1)
     for lift in LIFTS if any(call.dtype == torch.float16 for call in calls) else ():
         if mixing := [call for call, verdict in found.items() if verdict.best is None]:
-            again = verdicts(losses, calls, _batch_dims(mixing), min(lift, most))
+            again = verdicts(losses, calls, _batch_dims(mixing), min(lift, most), indices)
             # What overflowed for the lift alone shows nothing.
             found |= {call: v for call, v in again.items() if v.best is not None and not v.spoilt}
     return {call: verdict for call, verdict in found.items() if verdict.reached}
@@ -53,8 +56,20 @@ def _batch_dims(calls: Sequence[LayerCall]) -> dict[Any, list[int]]:
     return {call: [call.batch_dim] for call in calls}
 
 
+def row_orders(rows: int, examples: int, indices: Sequence[RowIndex]) -> list[RowOrder]:
+    """In which ways so many rows may be those of the examples; with ``indices``, one for each or as these say."""
+    if not indices:
+        return ["example", "row"] if rows > examples else ["example"]
+    one_each: list[RowOrder] = ["example"] if rows == examples else []
+    return [*one_each, *(index for index in indices if len(index) == rows)]
+
+
 def verdicts(
-    losses: Tensor, calls: Sequence[LayerCall], subjects: Mapping[Any, list[int]], lift: float = 1.0
+    losses: Tensor,
+    calls: Sequence[LayerCall],
+    subjects: Mapping[Any, list[int]],
+    lift: float = 1.0,
+    indices: Sequence[RowIndex] = (),
 ) -> dict[Any, Verdict]:
     """What is found of each of the subjects.
 
@@ -63,15 +78,21 @@ def verdicts(
         calls: of layers with rows for each example; by these it is known how large an example's gradients are.
         subjects: some of ``calls``, or edges, with the dimensions that may hold examples.
         lift: a power of two, that losses are multiplied with.
+        indices: by which rows may belong to examples.
     """
     base = _sketches(losses, {**_batch_dims(calls), **subjects}, torch.full_like(losses, lift), {})
     scale, finite = torch.zeros(losses.shape, dtype=torch.float64, device=losses.device), losses.detach().isfinite()
     for (subject, _), sketch in base.items():
-        if isinstance(subject, LayerCall) and len(sketch.rows) == len(losses):
+        if not isinstance(subject, LayerCall):
+            continue
+        *_, last = *row_orders(len(sketch.rows), len(losses), indices), ""
+        if len(sketch.rows) == len(losses):
             scale = torch.maximum(scale, _sizes(sketch.rows))
+        elif isinstance(last, RowIndex):
+            scale = scale.scatter_reduce(0, last.index, _sizes(sketch.rows), "amax")
     tests: dict[Any, list[RowTest]] = {subject: [] for subject in subjects}
     for (subject, dim), sketch in base.items():
-        for row_order in ("example", "row") if len(sketch.rows) > len(losses) else ("example",):
+        for row_order in row_orders(len(sketch.rows), len(losses), indices):
             if subject in tests:
                 tests[subject].append(RowTest(sketch, dim, row_order, finite, scale))
     for factors in _telling_factors(losses):
@@ -132,15 +153,31 @@ class _Sketch:
     dtype: torch.dtype
 
 
-def _sketch(grad: Tensor, dim: int, base: _Sketch | None) -> _Sketch:
-    """Of the entries that are finite, in the gradient ``base`` is of, too."""
+def projected(grad: Tensor, dim: int) -> Tensor:
+    """[rows, 4], fixed random projections of a gradient's rows along one dimension, in float32 or float64."""
+    grad = _as_rows(grad, dim)
+    return grad @ _directions(grad)
+
+
+def _as_rows(grad: Tensor, dim: int) -> Tensor:
+    """[rows, numbers], real ones in float32 or float64."""
     if grad.is_complex():
         grad = torch.view_as_real(grad)
     grad = grad.movedim(dim, 0).flatten(1) if grad.dim() > 1 else grad.unsqueeze(1)
-    grad = grad if grad.dtype == torch.float64 else grad.float()
-    generator = torch.Generator("cpu").manual_seed(grad.shape[1])
-    directions = torch.randn(grad.shape[1], 4, generator=generator, dtype=grad.dtype, device="cpu")
-    directions = directions.to(grad.device)
+    return grad if grad.dtype == torch.float64 else grad.float()
+
+
+def _directions(rows: Tensor) -> Tensor:
+    """What rows are projected on, [numbers, 4]."""
+    generator = torch.Generator("cpu").manual_seed(rows.shape[1])
+    directions = torch.randn(rows.shape[1], 4, generator=generator, dtype=rows.dtype, device="cpu")
+    return directions.to(rows.device)
+
+
+def _sketch(grad: Tensor, dim: int, base: _Sketch | None) -> _Sketch:
+    """Of the entries that are finite, in the gradient ``base`` is of, too."""
+    grad = _as_rows(grad, dim)
+    directions = _directions(grad)
     finite = None if base is None else base.finite
     rows = grad @ directions
     if finite is None and bool(torch.isfinite(rows).all()):
@@ -157,7 +194,7 @@ class RowTest:
     Args:
         base: the rows for losses that all have the same factor.
         dim: which dimension's they are.
-        row_order: "example" or "row".
+        row_order: "example" or "row", or an index.
         finite: [B] bool, of the losses.
         scale: [B], the size of each example's gradients elsewhere.
 
@@ -169,11 +206,14 @@ class RowTest:
         harmed: of these, how many have a finite loss.
     """
 
-    def __init__(self, base: _Sketch, dim: int, row_order: str, finite: Tensor, scale: Tensor) -> None:
+    def __init__(self, base: _Sketch, dim: int, row_order: RowOrder, finite: Tensor, scale: Tensor) -> None:
         examples, numbers = len(finite), torch.arange(len(base.rows), device=base.rows.device)
         self.dim, self.count, self.row_order = dim, len(numbers) // examples, row_order
         self.contradicted, self.faint = False, False
-        self._owners = numbers // max(1, self.count) if row_order == "example" else numbers % examples
+        if isinstance(row_order, RowIndex):
+            self._owners = row_order.index
+        else:
+            self._owners = numbers // max(1, self.count) if row_order == "example" else numbers % examples
         self._sizes = _sizes(base.rows)
         self._unit = torch.where(self._sizes > 0, self._sizes, 1.0)[:, None]
         self._base = base.rows / self._unit

@@ -9,9 +9,10 @@ examples, and parameters used outside of layers, are followed to where they meet
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +25,9 @@ from ghostclip.graph.shared.positions import are_positions
 from ghostclip.graph.shared.search import TOO_SMALL, DecisionCache, Search, not_a_batch
 from ghostclip.graph.shared.subgraph import SharedSubgraph, parameters_of
 from ghostclip.nn.base import LayerCall
+from ghostclip.norms.ragged import RowOrder
 
-__all__ = ["RowLayout", "RowLayouts", "overlapping_parts", "row_count"]
+__all__ = ["RowLayout", "RowLayouts", "overlapping_parts", "row_count", "without_boundaries"]
 
 
 def row_count(call: LayerCall, examples: int, name: str) -> int:
@@ -44,16 +46,18 @@ class RowLayout:
 
     Attributes:
         calls: every use of a parameter.
-        row_orders: how each call's rows are grouped ("example" or "row"), by id(call).
+        row_orders: how each call's rows are grouped ("example", "row", or by an index), by id(call).
         watched: calls that no gradient had reached so far: once one does, they are to be proved, and nothing clipped
             before.
         proved: whether all calls are proved.
+        check: what is left to be compared, with the gradients of the pass itself (`ghostclip.graph.ragged_layout`).
     """
 
     calls: list[LayerCall]
-    row_orders: dict[int, str]
+    row_orders: Mapping[int, RowOrder]
     watched: list[LayerCall]
     proved: bool
+    check: Any = None
 
 
 class RowLayouts:
@@ -172,7 +176,7 @@ class RowLayouts:
     ) -> SharedSubgraph:
         """What all examples share, and where they meet it; ``unsure``: one of the odd calls may have seen examples."""
         if len(losses) <= 1:
-            return _without_boundaries(losses, uses, odd)
+            return without_boundaries(losses, uses, odd)
         places = DecisionCache() if uses.reorders else self._places.setdefault(uses.size, DecisionCache())
         search = Search(losses, odd, uses, index, places)
         try:
@@ -180,10 +184,10 @@ class RowLayouts:
         except (LossShapeError, UnsupportedModelError):
             if search.dark or unsure:
                 # Nobody knows what one backward an example would not tell, and nothing is refused for what it is.
-                return _without_boundaries(losses, uses, list(search.calls.values()))
+                return without_boundaries(losses, uses, list(search.calls.values()))
             raise
 
-    def _row_order(self, call: LayerCall, key: tuple, verdict: Verdict | None, index: ParameterNames) -> str:
+    def _row_order(self, call: LayerCall, key: tuple, verdict: Verdict | None, index: ParameterNames) -> RowOrder:
         """How the call's rows are grouped, as was proved or this batch shows."""
         # No verdict: all of its gradient is zero, or will be looked at when it isn't.
         if key[-1] == 1 or (key not in self._proved and verdict is None):
@@ -224,7 +228,7 @@ def _key(call: LayerCall, count: int) -> tuple:
     return (serial_number(call.layer), call.parameters, call.batch_dim, len(call.shape), count)
 
 
-def _without_boundaries(losses: Tensor, uses: Uses, shared: list[LayerCall]) -> SharedSubgraph:
+def without_boundaries(losses: Tensor, uses: Uses, shared: list[LayerCall]) -> SharedSubgraph:
     """All of the graph below which parameters are that are used by ``shared`` or outside of layers.
 
     Of one example, or none, all is its own; of several, it takes one backward for each.

@@ -9,6 +9,7 @@ like any layer's, which the rest of a pass need not tell from those.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ghostclip.norms.outer import OuterProduct
-from ghostclip.norms.term import Dense, PerExampleGrads, split_examples
+from ghostclip.norms.ragged import RowIndex, RowOrder, regrouped
+from ghostclip.norms.term import Dense, PerExampleGrads
 
 from .base import LayerCall
 
@@ -70,14 +72,14 @@ def bare(parameter: Tensor, examples: int) -> FallbackCall:
     return FallbackCall({"": parameter}, ("",), shape, parameter, lambda name, inputs, grad: Dense(grad))
 
 
-def product(parameter: Tensor, examples: int, count: int, row_order: str, transposed: bool) -> FallbackCall:
+def product(parameter: Tensor, examples: int, count: int, row_order: RowOrder, transposed: bool) -> FallbackCall:
     """The use of a parameter as the right side of a product ``x @ P`` (or ``x @ P.T``).
 
     Args:
         parameter: [d, p], or [p, d] if ``transposed``.
         examples: B.
         count: rows of x for each example.
-        row_order: whether rows of one example lie together.
+        row_order: whether rows of one example lie together, or whose they are.
         transposed: what was multiplied with is the parameter's transpose.
 
     Returns:
@@ -85,10 +87,13 @@ def product(parameter: Tensor, examples: int, count: int, row_order: str, transp
     """
 
     def answer(name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
-        left, right = split_examples(inputs[0], count, row_order), split_examples(grad, count, row_order)
-        return OuterProduct(right, left, parameter.shape) if transposed else OuterProduct(left, right, parameter.shape)
+        left, right = inputs[0].unsqueeze(1), grad.unsqueeze(1)
+        left, right = (right, left) if transposed else (left, right)
+        return regrouped(OuterProduct(left, right, parameter.shape), count, row_order)
 
     width = parameter.shape[0 if transposed else 1]
+    # As a shape, what it takes in memory is all that is read of it.
+    count = math.ceil(len(row_order) / examples) if isinstance(row_order, RowIndex) else count
     return FallbackCall({"": parameter}, ("",), (examples, count, width), parameter, answer)
 
 

@@ -31,6 +31,7 @@ from .term import (
     NormResult,
     PerExampleGrads,
     Strategy,
+    pick_rows,
     product_of_sizes,
     split_examples,
     to_float32,
@@ -278,6 +279,10 @@ class ConvGrads(PerExampleGrads):
 
     def keep_only(self, keep: Tensor) -> ConvGrads:
         return replace(self, images=zero_examples(self.images, keep), grads=zero_examples(self.grads, keep))
+
+    def pick(self, rows: Tensor | slice, there: Tensor | None = None) -> ConvGrads:
+        images, grads = (pick_rows(each, rows, there) for each in (self.images, self.grads))
+        return replace(self, images=images, grads=grads)
 
     def split_rows(self, count: int, row_order: str) -> ConvGrads:
         """The rows of an example as one image, one below the other, each with its padding above it.

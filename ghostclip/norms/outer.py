@@ -26,6 +26,7 @@ from .term import (
     PerExampleGrads,
     Strategy,
     may_sync,
+    pick_rows,
     product_of_sizes,
     split_examples,
     squared_norms,
@@ -200,6 +201,16 @@ class OuterProduct(PerExampleGrads):
     def keep_only(self, keep: Tensor) -> OuterProduct:
         rows = keep.repeat_interleave(self.groups)
         return OuterProduct(zero_examples(self.left, rows), zero_examples(self.right, rows), self.shape, self.groups)
+
+    def pick(self, rows: Tensor | slice, there: Tensor | None = None) -> OuterProduct:
+        if isinstance(rows, slice):
+            rows = slice(rows.start * self.groups, rows.stop * self.groups)
+        elif self.groups > 1:
+            groups = torch.arange(self.groups, device=rows.device)
+            rows = (rows.unsqueeze(1) * self.groups + groups).flatten()
+            there = None if there is None else there.repeat_interleave(self.groups)
+        left, right = (pick_rows(side, rows, there) for side in (self.left, self.right))
+        return OuterProduct(left, right, self.shape, self.groups)
 
     def split_rows(self, count: int, row_order: str) -> PerExampleGrads:
         if self.groups > 1:

@@ -21,6 +21,7 @@ from .outer import chunks
 from .term import (
     NormResult,
     PerExampleGrads,
+    pick_rows,
     product_of_sizes,
     split_examples,
     squared_norms,
@@ -121,6 +122,9 @@ class LookupGrads(PerExampleGrads):
     def keep_only(self, keep: Tensor) -> LookupGrads:
         return LookupGrads(self.indices, zero_examples(self.gradients, keep), self.shape)
 
+    def pick(self, rows: Tensor | slice, there: Tensor | None = None) -> LookupGrads:
+        return LookupGrads(self.indices[rows], pick_rows(self.gradients, rows, there), self.shape)
+
     def split_rows(self, count: int, row_order: str) -> LookupGrads:
         indices, gradients = (split_examples(t, count, row_order).flatten(1, 2) for t in (self.indices, self.gradients))
         return LookupGrads(indices, gradients, self.shape)
@@ -180,6 +184,9 @@ class BagGrads(PerExampleGrads):
     def keep_only(self, keep: Tensor) -> BagGrads:
         factors = None if self.factors is None else zero_examples(self.factors, keep)
         return BagGrads(zero_examples(self.gradients, keep), self.indices, factors, self.shape)
+
+    def pick(self, rows: Tensor | slice, there: Tensor | None = None) -> LookupGrads:
+        return self.rows().pick(rows, there)
 
     def split_rows(self, count: int, row_order: str) -> LookupGrads:
         return self.rows().split_rows(count, row_order)

@@ -23,6 +23,7 @@ __all__ = [
     "PerExampleGrads",
     "Strategy",
     "may_sync",
+    "pick_rows",
     "product_of_sizes",
     "size_class",
     "squared_norms",
@@ -144,6 +145,13 @@ class PerExampleGrads(ABC):
     def keep_only(self, keep: Tensor) -> PerExampleGrads:
         """The same term with what belongs to examples where ``keep`` [B] is False replaced by zeros."""
 
+    def pick(self, rows: Tensor | slice, there: Tensor | None = None) -> PerExampleGrads:
+        """The term of the examples ``rows`` [n] in this order; zeros in the place of one that isn't ``there`` [n].
+
+        With a slice, all are there.
+        """
+        return Dense(pick_rows(self.per_example(), rows, there))
+
     @abstractmethod
     def split_rows(self, count: int, row_order: str) -> PerExampleGrads:
         """The term of B/count examples when each had ``count`` rows: in "example" order (b k) or "row" order (k b)."""
@@ -164,6 +172,14 @@ def to_float32(tensor: Tensor) -> Tensor:
 def zero_examples(tensor: Tensor, keep: Tensor) -> Tensor:
     """``tensor`` [B, ...] with rows of zeros where ``keep`` [B] is False (0 * inf would be NaN)."""
     return torch.where(keep.view(-1, *[1] * (tensor.dim() - 1)), tensor, tensor.new_zeros(()))
+
+
+def pick_rows(tensor: Tensor, rows: Tensor | slice, there: Tensor | None) -> Tensor:
+    """``tensor[rows]`` [n, ...], with zeros where ``there`` [n] is False."""
+    if isinstance(rows, slice):
+        return tensor[rows]
+    found = tensor.index_select(0, rows)
+    return found if there is None else found.masked_fill_(~there.view(-1, *[1] * (tensor.dim() - 1)), 0)
 
 
 def split_examples(tensor: Tensor, count: int, row_order: str) -> Tensor:

@@ -19,8 +19,10 @@ from torch import Tensor
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.reader import Edge, shape_of
 from ghostclip.native.custom_ops import is_traced
+from ghostclip.norms.outer import OuterProduct
+from ghostclip.norms.ragged import RowIndex, RowOrder, regrouped
 from ghostclip.norms.rows import LookupGrads
-from ghostclip.norms.term import split_examples, to_float32
+from ghostclip.norms.term import Dense, PerExampleGrads, split_examples, to_float32
 
 __all__ = ["ELEMENTWISE", "EXPAND", "REPEAT", "BroadcastBoundary", "broadcasts"]
 
@@ -49,7 +51,7 @@ class BroadcastBoundary:
         number: of the output among the node's.
         dim: the output's dimension that holds examples.
         count: entries of that dimension for each example.
-        row_order: "example" or "row", as in `ghostclip.graph.row_layout`.
+        row_order: "example" or "row", as in `ghostclip.graph.row_layout`, or whose the entries are.
         shared: (place among the node's inputs, tensor) of what it was given for all examples.
     """
 
@@ -57,7 +59,7 @@ class BroadcastBoundary:
     number: int
     dim: int
     count: int
-    row_order: str
+    row_order: RowOrder
     shared: list[tuple[int, Edge]]
 
     @property
@@ -92,9 +94,8 @@ class BroadcastBoundary:
                 if (each := unsummed[place]) is not None:
                     yield edge, self._summed(each.expand(grad.shape), shape_of(edge))
             elif self.is_product(place):
-                rows = [to_float32(self.factor()), to_float32(grad)]
-                x, dz = (split_examples(each, self.count, self.row_order) for each in rows)
-                yield edge, torch.bmm(x.mT, dz)
+                x, dz = (to_float32(each).unsqueeze(1) for each in (self.factor(), grad))
+                yield edge, self._per_example(OuterProduct(x, dz, shape_of(edge)))
             elif (indices := self._rows_read()) is not None:
                 yield edge, self._of_table(grad, indices, shape_of(edge))
             elif name == "ConvolutionBackward0" and place > 0 and self.dim == 0:
@@ -121,14 +122,24 @@ class BroadcastBoundary:
         needed = iter([each for each, needs in zip(answers, self.node.needs_input_grad, strict=True) if needs])
         return tuple(None if below is None else next(needed) for below, _ in self.node.next_functions)
 
-    def _examples_first(self, tensor: Tensor) -> Tensor:
-        """[B, count, *the other dimensions] of a tensor of the output's shape."""
-        return split_examples(tensor.movedim(self.dim, 0), self.count, self.row_order)
+    def _per_example(self, term: PerExampleGrads) -> Tensor:
+        """Each example's gradients, [B, *shape], of a term of the entries along ``dim``."""
+        return regrouped(term, self.count, self.row_order).per_example()
+
+    def _sums(self, tensor: Tensor) -> Tensor:
+        """[B, *the other dimensions] of a tensor of the output's shape."""
+        return self._per_example(Dense(tensor.movedim(self.dim, 0)))
+
+    def _entries(self, tensor: Tensor) -> Sequence[Tensor]:
+        """For each example, which entries along ``dim`` of a tensor of the output's shape are its own."""
+        if isinstance(self.row_order, RowIndex):
+            return self.row_order.entries()
+        return split_examples(torch.arange(tensor.shape[self.dim], device=tensor.device), self.count, self.row_order)  # type: ignore[return-value]
 
     def _summed(self, grad: Tensor, shape: torch.Size) -> Tensor:
         """A gradient of the output's shape summed to [B, *shape], for an input broadcast to the output."""
         whole = grad.dim()
-        grad = self._examples_first(to_float32(grad)).sum(1).unsqueeze(self.dim + 1)
+        grad = self._sums(to_float32(grad)).unsqueeze(self.dim + 1)
         padded = (1,) * (whole - len(shape)) + tuple(shape)
         repeated = [1 + dim for dim, size in enumerate(padded) if size == 1 and grad.shape[1 + dim] != 1]
         return (grad.sum(repeated, keepdim=True) if repeated else grad).reshape(grad.shape[0], *shape)
@@ -148,36 +159,36 @@ class BroadcastBoundary:
 
     def _of_table(self, grad: Tensor, indices: Tensor, shape: torch.Size) -> Tensor:
         """Gradients [B, *shape] of a table whose rows were looked up."""
-        rows = self._examples_first(indices).flatten(1)
-        values = self._examples_first(to_float32(grad)).reshape(*rows.shape, -1)
+        rows = indices.movedim(self.dim, 0).unsqueeze(1).flatten(1)
+        values = to_float32(grad).movedim(self.dim, 0).reshape(*rows.shape, shape[1:].numel())
         if 0 <= (padding := getattr(self.node, "_saved_padding_idx", -1)) < shape[0]:
             values = values.masked_fill((rows == padding).unsqueeze(2), 0)
         table = torch.Size((shape[0], values.shape[2]))
-        return LookupGrads(rows % shape[0], values, table).per_example().reshape(-1, *shape)
+        return self._per_example(LookupGrads(rows % shape[0], values, table)).unflatten(2, shape[1:])
 
     def _of_convolution(self, grad: Tensor, place: int) -> Tensor:
         """Gradients of a filter (place 1) or a bias (2), by torch's own kernel on one example after another."""
         node = self.node
         if place == 2:
-            return self._examples_first(to_float32(grad)).sum(1).flatten(2).sum(2)
-        input, found = self._examples_first(node._saved_input), []
+            return self._sums(to_float32(grad)).flatten(2).sum(2)
+        found = []
         geometry = [node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed]
         geometry += [node._saved_output_padding, node._saved_groups]
-        for x, dz in zip(input, self._examples_first(grad), strict=True):
+        for entries in self._entries(grad):
             parts = torch.ops.aten.convolution_backward(
-                dz, x, node._saved_weight, None, *geometry, [False, True, False]
+                grad[entries], node._saved_input[entries], node._saved_weight, None, *geometry, [False, True, False]
             )
             found.append(parts[1])
         return torch.stack(found)
 
     def _one_by_one(self, grad: Tensor, places: list[tuple[int, Edge]]) -> Iterator[tuple[Edge, Tensor]]:
-        rows = self._examples_first(grad)
+        rows = grad.movedim(self.dim, 0)
         found: list[list[Tensor]] = [[] for _ in places]
         with _finite_inside(self.node):
             self._refuse_spoilt(grad, [place for place, _ in places])
-            for example in range(rows.shape[0]):
+            for entries in self._entries(grad):
                 alone = torch.zeros_like(grad, memory_format=torch.contiguous_format)
-                self._examples_first(alone)[example] = rows[example]
+                alone.movedim(self.dim, 0)[entries] = rows[entries]
                 parts = self._inputs_gradients(alone)
                 for gathered, (place, edge) in zip(found, places, strict=True):
                     part, shape = parts[place], shape_of(edge)

@@ -33,11 +33,13 @@ REPEATING = {EXPAND, REPEAT}
 SELECT = "SelectBackward0"
 
 
-def are_positions(losses: Tensor, calls: Sequence[LayerCall]) -> bool:
+def are_positions(losses: Tensor, calls: Sequence[LayerCall], rows: int | None = None) -> bool:
     """Whether each of ``calls``, whose rows are no examples' own, is used as a table of positions is.
 
-    What it gives, or an entry of each of its rows, is then added to something of a batch and its own size.
+    What it gives, or an entry of each of its rows, is then added to something of a batch and its own size. With
+    ``rows``, a batch has so many.
     """
+    rows = len(losses) if rows is None else rows
     if any(call.sources for call in calls):
         return False
     wanted = {id(call) for call in calls}
@@ -56,8 +58,8 @@ def are_positions(losses: Tensor, calls: Sequence[LayerCall]) -> bool:
 
     def meets_a_batch(start: Any) -> bool:
         entries = [node for node in consumers.get(start, ()) if _leaves_rows(node, start.call)]
-        met = [edge for each in (start, *entries) for edge in _met(each, consumers, tainted, len(losses))]
-        return any(_has_both(edge, len(losses)) for edge in met)
+        met = [edge for each in (start, *entries) for edge in _met(each, consumers, tainted, rows)]
+        return any(_has_both(edge, rows) for edge in met)
 
     return all(map(meets_a_batch, starts))
 

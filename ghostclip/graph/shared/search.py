@@ -21,8 +21,9 @@ from ghostclip.graph.reader import Edge, Uses, from_below, inputs_of, saved_dime
 from ghostclip.graph.shared.boundary import ELEMENTWISE, EXPAND, REPEAT, BroadcastBoundary, broadcasts
 from ghostclip.graph.shared.subgraph import SharedSubgraph
 from ghostclip.nn.base import LayerCall
+from ghostclip.norms.ragged import RowIndex, RowOrder
 
-__all__ = ["TOO_SMALL", "DecisionCache", "Search", "not_a_batch"]
+__all__ = ["TOO_SMALL", "Decision", "DecisionCache", "Search", "not_a_batch"]
 
 # Operations on shared tensors alone whose result may have examples nevertheless: by its size, or by indices.
 CREATORS = {
@@ -52,7 +53,7 @@ class Decision:
 
     dim: int | None
     count: int = 0
-    row_order: str = "example"
+    row_order: RowOrder = "example"
     batch: tuple[tuple[int, ...], int] = ((), 0)
 
 
@@ -83,6 +84,9 @@ class Search:
         dark: whether numbers that aren't finite, or one large example, left something open.
     """
 
+    # By which the rows of a tensor may belong to examples, where not by their order.
+    _indices: Sequence[RowIndex] = ()
+
     def __init__(
         self, losses: Tensor, odd: Sequence[LayerCall], uses: Uses, index: ParameterNames, places: DecisionCache
     ) -> None:
@@ -107,7 +111,7 @@ class Search:
         """
         while unknown := self._walk():
             dark = self.dark
-            for edge, verdict in verdicts(self._losses, self._batched, unknown).items():
+            for edge, verdict in verdicts(self._losses, self._batched, unknown, indices=self._indices).items():
                 self._decided[edge], sure = self._decide(edge, unknown[edge], verdict)
                 dark = dark or (not sure and (verdict.spoilt or verdict.lone))
                 if sure:

@@ -37,6 +37,7 @@ class SharedSubgraph:
         leaves: the parameters it starts from outside of layers: {accumulating node: parameter}.
         calls: {capturing node: call} of layers that saw no examples.
         uses: what stands for both in a pass, with their gradients by example.
+        watch: told (tensor, gradient) of each boundary in a pass that measures.
     """
 
     examples: int
@@ -44,6 +45,7 @@ class SharedSubgraph:
     leaves: dict[Any, Tensor]
     calls: dict[Any, LayerCall]
     uses: list[FallbackCall] = field(default_factory=list)
+    watch: Callable[[Edge, Tensor], None] | None = None
 
     def __post_init__(self) -> None:
         # Uses as a factor of a product, with the number of the boundary; the other inputs of each boundary.
@@ -89,6 +91,9 @@ class SharedSubgraph:
             losses, seed: [B], and their gradient.
             sink: as in a first pass.
         """
+        for boundary, grad in zip(self.boundaries, grads, strict=True):
+            if self.watch is not None and grad is not None:
+                self.watch(boundary.edge, grad)
         for number, use in self._products:
             grad, boundary = grads[number], self.boundaries[number]
             factor = boundary.factor()

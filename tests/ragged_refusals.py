@@ -1,0 +1,113 @@
+"""Mistakes in ragged batches: rows given to the wrong example, and what connects two examples.
+
+Each changes a good batch, so that it can be planted in any of a training; `ROWS` are as test_refusals.py has them.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from ragged_models import CASES, EdgeNet, PackedText, graphs, losses
+from torch import nn
+
+from ghostclip import GhostClipper
+
+SIZES = (3, 5, 1, 0, 7, 4)
+
+
+def connected(batch: dict[str, Any]) -> Any:
+    """An edge from the first graph to the last."""
+    batch["edges"] = torch.cat([batch["edges"], torch.tensor([[0], [len(batch["rows"]) - 1]])], 1)
+    return batch["rows"]
+
+
+def shifted(batch: dict[str, Any]) -> Any:
+    """Each graph begins one node late."""
+    return torch.cat([batch["rows"][:1], batch["rows"][:-1]])
+
+
+def exchanged(batch: dict[str, Any]) -> Any:
+    """The index counts examples from the last."""
+    return len(batch["y"]) - 1 - batch["rows"]
+
+
+def one_row(batch: dict[str, Any]) -> Any:
+    """A single row is another example's."""
+    index = batch["rows"].clone()
+    index[0] = 1
+    return index
+
+
+# Mistakes that only the gradients show.
+CONNECTED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "an edge between graphs": connected,
+    "an index off by one": shifted,
+    "an index in another order": exchanged,
+    "one row of another example": one_row,
+}
+
+
+def shared_token(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    """Losses in which a token counts for two texts."""
+    own = losses(model, batch)
+    return own + 0.1 * model.out(model.words(batch["words"]))[0].sum() * (torch.arange(len(own)) == 1)
+
+
+def clip(
+    build: Callable[[], nn.Module] = CASES["gcn"].build,
+    index: Callable[[dict[str, Any]], Any] = lambda batch: batch["rows"],
+    loss: Callable[[nn.Module, Any], torch.Tensor] = losses,
+) -> None:
+    batch, model = graphs(SIZES, torch.float32), build()
+    rows = index(batch)
+    GhostClipper(model).backward(loss(model, batch), batch_index=rows)
+
+
+FOLLOW = "let each row meet rows of its own example only"
+
+
+def plain() -> nn.Module:
+    """Linear layers with a rule alone."""
+
+    class Plain(EdgeNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = self.node, nn.Linear(6, 6)
+            del self.edge, self.node
+
+        def forward(self, batch: Any) -> torch.Tensor:
+            h, (source, target) = self.first(batch["x"]).tanh(), batch["edges"]
+            h = self.second(h + torch.zeros_like(h).index_add(0, target, h[source])).tanh()
+            return self.head(h.new_zeros(len(batch["y"]), 6).index_add(0, batch["rows"], h))
+
+    return Plain()
+
+
+ROWS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
+    **{f"ragged: {name}": (partial(clip, plain, change), "", "the loss of another example depends on them", FOLLOW)
+       for name, change in CONNECTED.items()},
+    "ragged: a token in two texts": (lambda: clip(PackedText, loss=shared_token), "out",
+                                     "the loss of another example depends on them", FOLLOW),
+    "ragged: a bare parameter": (lambda: clip(index=one_row), "bias", "what belongs to others", "correct it"),
+    "ragged: a length that no layer has": (lambda: clip(plain, lambda batch: batch["rows"][:-1]), "first",
+                                           "By batch_index the rows of a layer are 19, or one for each of the 6",
+                                           "add an index for rows of another kind"),
+    "ragged: edges without an index": (lambda: clip(CASES["edges"].build), "edge",
+                                       "By batch_index the rows of a layer are 20, or one", "add an index for rows"),
+    "ragged: no tensor": (lambda: clip(index=lambda batch: batch["rows"].tolist()), "batch_index", "got int",
+                          "a tensor [rows] of int64"),
+    "ragged: a function": (lambda: clip(index=lambda batch: len), "batch_index", "got builtin_function", "list of"),
+    "ragged: int32": (lambda: clip(index=lambda batch: batch["rows"].int()), "batch_index", "got torch.int32",
+                      "batch_index.long()"),
+    "ragged: real numbers": (lambda: clip(index=lambda batch: batch["rows"].double()), "batch_index",
+                             "got torch.float64", "batch_index.long()"),
+    "ragged: one in two dimensions": (lambda: clip(index=lambda batch: batch["rows"][:, None]), "batch_index",
+                                      "got [20, 1]", "torch.repeat_interleave(torch.arange(B), lengths)"),
+    "ragged: on another device": (lambda: clip(index=lambda batch: batch["rows"].to("meta")), "batch_index",
+                                  "is on meta, and the losses are on cpu", "batch_index.to(losses.device)"),
+    "ragged: past the last example": (lambda: clip(index=lambda batch: batch["rows"] + 1), "batch_index",
+                                      "from 0 to 5, for 6 losses; got numbers from 1 to 6", "give each example a loss"),
+    "ragged: a negative number": (lambda: clip(index=lambda batch: batch["rows"] - 1), "batch_index",
+                                  "got numbers from -1 to 4", "give each example a loss"),
+}  # fmt: skip

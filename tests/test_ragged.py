@@ -1,0 +1,151 @@
+"""Ragged examples: norms, per-example gradients and clipped sums against the loop over single examples."""
+
+import oracle
+import pytest
+import torch
+from ragged_models import CASES, SIZES, gathered, gradients, graphs, losses, shuffled
+from torch import nn
+
+from ghostclip import GhostClipper
+from ghostclip.graph import mixing_test, ragged_layout
+
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+MAX_NORM = 0.5
+EXACT = {"rtol": 1e-10, "atol": 1e-11}
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+def assert_exact(model, case, batch, **options):
+    """Three times: the first batch of a layout is tested in full, later ones by one more backward."""
+    expected = gradients(model, batch)
+    clipper = GhostClipper(model, clipping=MAX_NORM, **options)
+    for _ in range(3):
+        model.zero_grad()
+        result = clipper.backward(losses(model, batch), batch_index=case.index(batch))
+        torch.testing.assert_close(result.norms, oracle.norms(expected), **EXACT)
+        for name, total in oracle.clipped_sum(expected, MAX_NORM).items():
+            found = model.get_parameter(name).grad
+            torch.testing.assert_close(torch.zeros_like(total) if found is None else found, total, **EXACT)
+    return clipper, expected
+
+
+@every_case
+@pytest.mark.parametrize("second_pass", ["cached", "reweight"])
+def test_norms_and_clipped_sums_are_the_loops(case, second_pass):
+    assert_exact(case.build().double(), case, shuffled(graphs()), second_pass=second_pass)
+
+
+@every_case
+def test_per_example_gradients_and_norms_by_parameter_are_the_loops(case):
+    model, batch = case.build().double(), graphs()
+    clipper, expected = assert_exact(model, case, batch)
+    index = case.index(batch)
+    found = clipper.per_example_grads(losses(model, batch), batch_index=index)
+    torch.testing.assert_close(found, expected, **EXACT)
+    norms = clipper.norms(losses(model, batch), batch_index=index, per="parameter")
+    torch.testing.assert_close(norms, oracle.norms_per_parameter(expected), **EXACT)
+
+
+@every_case
+@pytest.mark.parametrize("sizes", [(), (0,), (0, 0), (4,), (1, 1, 1), (3, 3, 3, 3), (0, 2, 0), (40, 1)])
+def test_every_shape_of_a_batch_is_exact(case, sizes):
+    model, batch = case.build().double(), graphs(sizes)
+    expected = gradients(model, batch)
+    result = GhostClipper(model, clipping=MAX_NORM).backward(losses(model, batch), batch_index=case.index(batch))
+    torch.testing.assert_close(result.norms, oracle.norms(expected) if sizes else torch.zeros(0).double(), **EXACT)
+
+
+@every_case
+def test_neighbouring_batches_are_within_the_bound_in_float32(case):
+    model, batch = case.build(), graphs(SIZES, torch.float32)
+    clipper, index = GhostClipper(model, clipping=0.01), case.index(batch)
+
+    def clipped(without=None):
+        model.zero_grad()
+        own = losses(model, batch)
+        if without is not None:
+            own = own * torch.arange(len(own)).ne(without)
+        clipper.backward(own, batch_index=index)
+        return torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
+
+    whole = clipped()
+    for example in range(len(SIZES)):
+        assert (whole - clipped(example)).norm() <= 0.01 * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("case", [CASES["gat"], CASES["packed text"]], ids=["gat", "packed text"])
+def test_examples_without_finite_losses_are_left_out_alone(case):
+    model, batch = case.build().double(), graphs()
+    expected = gradients(model, batch)
+    keep = torch.arange(len(SIZES)) != 4
+    own = torch.where(keep, losses(model, batch), torch.nan)
+    result = GhostClipper(model, clipping=MAX_NORM).backward(own, batch_index=batch["rows"])
+    kept = {name: grads * keep.view(-1, *[1] * (grads.dim() - 1)) for name, grads in expected.items()}
+    for name, total in oracle.clipped_sum(kept, MAX_NORM).items():
+        torch.testing.assert_close(model.get_parameter(name).grad, total, **EXACT)
+    assert result.weights[4] == 0
+
+
+def test_rows_of_examples_whose_loss_is_a_constant_add_nothing():
+    model, batch = CASES["gcn"].build().double(), graphs()
+    own = losses(model, batch) * torch.tensor([1.0, 0, 1, 1, 0, 1, 1])
+    norms = GhostClipper(model).norms(own, batch_index=batch["rows"])
+    assert norms[1] == norms[4] == 0
+    assert norms[0] > 0
+
+
+def test_as_many_rows_as_examples_follow_the_index():
+    """Six nodes of six graphs, in another order than theirs and not one of each."""
+    case, batch = CASES["gcn"], shuffled(graphs((2, 0, 1, 3, 0, 0)))
+    assert_exact(case.build().double(), case, batch)
+
+
+def test_two_kinds_with_as_many_rows_are_told_apart():
+    case, batch = CASES["edges"], graphs((2, 3))
+    batch["edges"] = torch.tensor([[0, 2, 2, 3, 4], [1, 3, 4, 4, 2]])  # one and four, of two and three nodes
+    assert [len(index) for index in case.index(batch)] == [5, 5]
+    assert_exact(case.build().double(), case, batch)
+
+
+def test_a_position_table_as_long_as_the_rows_by_chance_is_followed():
+    class Placed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.places, self.head = nn.Linear(1, 4), nn.Embedding(5, 4), nn.Linear(4, 3)
+
+        def forward(self, batch):
+            h = torch.tanh(self.layer(batch["x"].unsqueeze(2)) + self.places(torch.arange(5)))  # [rows, 5, 4]
+            return self.head(gathered(h.sum(1), batch["rows"], len(batch["y"])))
+
+    for sizes in ((2, 4), (2, 3), (1, 2, 0, 2), (1, 1, 1, 1, 1)):
+        case, batch = CASES["gcn"], graphs(sizes)
+        assert_exact(Placed().double(), case, batch)
+
+
+def test_group_wise_clipping_and_a_loss_scale_go_with_it():
+    from ghostclip.clipping import PerLayer
+
+    model, batch = CASES["gin"].build().double(), graphs()
+    expected = gradients(model, batch)
+    clipper = GhostClipper(model, clipping=PerLayer(1.0), loss_scale=1024.0)
+    result = clipper.backward(losses(model, batch), batch_index=batch["rows"])
+    for name, norms in oracle.norms_per_layer(expected).items():
+        torch.testing.assert_close(result.norms[name], norms, **EXACT)
+
+
+def test_later_batches_are_tested_by_one_more_backward(monkeypatch):
+    """After the first, whose layers are tested in full."""
+    model, counts = CASES["gcn"].build().double(), []
+    clipper = GhostClipper(model)
+    for place in (ragged_layout, mixing_test):
+        run = place.first_pass
+        monkeypatch.setattr(place, "first_pass", lambda *a, run=run, **named: counts.append(1) or run(*a, **named))
+    for sizes, backwards in ((SIZES, None), (SIZES, 1), ((4, 9), 1), ((1,), 0)):
+        counts.clear()
+        batch = graphs(sizes)
+        clipper.norms(losses(model, batch), batch_index=batch["rows"])
+        assert len(counts) == backwards if backwards is not None else len(counts) > 1

@@ -1,0 +1,150 @@
+"""Private steps over ragged examples: against a loop written by hand, with empty batches, and what is refused."""
+
+import oracle
+import private_runs as runs
+import pytest
+import torch
+from ragged_models import CASES, FEATURES, alone, gathered, gradients, graphs, joined, losses
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ghostclip import PrivacyEngine, UnsupportedModelError, VerificationError
+
+EXAMPLES = 24
+pytestmark = pytest.mark.filterwarnings("ignore:the DataLoader's SequentialSampler is replaced")
+every_model = pytest.mark.parametrize("case", [CASES[n] for n in ("gcn", "gat", "gin", "packed text", "edges")])
+
+
+def dataset(dtype=torch.float64):
+    """Graphs of 0 to 8 nodes."""
+    whole = graphs(torch.randint(0, 9, (EXAMPLES,)).tolist(), dtype)
+    return [alone(whole, example) for example in range(EXAMPLES)]
+
+
+def engine_for(model, examples=None, collate_fn=joined, **options):
+    loader = DataLoader(dataset() if examples is None else examples, batch_size=6, collate_fn=collate_fn)
+    options = {"noise_multiplier": 0.0, "clipping": 0.5, "noise": "test", "seed": 7, "batch_size": 6, **options}
+    return PrivacyEngine(model, torch.optim.SGD(model.parameters(), lr=0.5), loader, **options)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@every_model
+def test_steps_are_those_of_a_loop_written_by_hand(case):
+    """Noise is the difference of two runs, of which one has losses of zero; all else is the loop's."""
+    examples, model, silent = dataset(), case.build().double(), case.build().double()
+    silent.load_state_dict(model.state_dict())
+    options = {"noise_multiplier": 0.3, "max_physical_batch_size": 4}
+    engine, other = engine_for(model, examples, **options), engine_for(silent, examples, **options)
+    sizes = []
+    for batch, same in zip(engine.batches(), other.batches(), strict=True):
+        before = {name: parameter.clone() for name, parameter in model.state_dict().items()}
+        silent.load_state_dict(model.state_dict())
+        other.accept_parameters()
+        expected = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+        seen: list = []
+        batch.pass_through(lambda physical, seen=seen: seen.append(physical) or physical)
+        record = engine.step(batch, losses, case.index)
+        other.step(same, lambda model, batch: 0.0 * losses(model, batch), case.index)
+        plain = case.build().double()
+        plain.load_state_dict(before)
+        for physical in seen:
+            for name, total in oracle.clipped_sum(gradients(plain, physical), 0.5).items():
+                expected[name] += total
+        for name, parameter in model.named_parameters():
+            noise = silent.get_parameter(name) - before[name]
+            moved = parameter - before[name] - noise
+            torch.testing.assert_close(moved, -0.5 * expected[name] / 6, rtol=1e-8, atol=1e-10)
+        sizes.append(len(record.losses))
+    assert max(sizes) > 4
+
+
+@every_model
+def test_engine_backward_takes_an_index_too(case):
+    model, twin, examples = case.build(), case.build(), dataset(torch.float32)
+    twin.load_state_dict(model.state_dict())
+    engine, other = engine_for(model, examples), engine_for(twin, examples)
+    for batch, same in zip(engine.batches(), other.batches(), strict=True):
+        engine.step(batch, losses, case.index)
+        for physical in same.physical():
+            other.backward(losses(twin, physical), batch_index=case.index(physical))
+        other.optimizer.step()
+        other.optimizer.zero_grad()
+    torch.testing.assert_close(runs.weights(model), runs.weights(twin))
+
+
+def test_empty_batches_and_empty_examples_are_steps():
+    engine, sizes = engine_for(CASES["gcn"].build().double(), batch_size=1), []
+    for _ in range(2):
+        for batch in engine.batches():
+            sizes.append(sum(batch.sizes))
+            engine.step(batch, losses, CASES["gcn"].index)
+    assert 0 in sizes
+    assert engine.steps_taken == len(sizes)
+
+
+class RawSum(nn.Module):
+    """Sums features of neighbours before any layer, where no gradient shows whose they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(FEATURES, 6), nn.Linear(6, 3)
+
+    def forward(self, batch):
+        x, (source, target) = batch["x"], batch["edges"]
+        h = self.first(x + gathered(x[source], target, len(x))).tanh()
+        return self.head(gathered(h, batch["rows"], len(batch["y"])))
+
+
+def connected(examples):
+    """A collate_fn that joins each graph to the next by an edge."""
+    batch = joined(examples)
+    borders = (batch["rows"].diff() != 0).nonzero().flatten()
+    return {**batch, "edges": torch.cat([batch["edges"], torch.stack([borders, borders + 1])], 1)}
+
+
+def test_features_that_pass_from_graph_to_graph_before_any_layer_are_found_by_the_self_check():
+    examples = dataset()
+
+    def train(collate_fn):
+        engine = engine_for(RawSum().double(), examples, collate_fn)
+        for batch in engine.batches():
+            engine.step(batch, losses, CASES["gcn"].index)
+
+    train(joined)
+    with pytest.raises(VerificationError, match="an example's loss depends on the data of another"):
+        train(connected)
+
+
+def test_a_mistake_in_a_step_leaves_nothing_behind():
+    engine = engine_for(CASES["gcn"].build().double(), collate_fn=connected, self_check=False)
+    before, batches = runs.weights(engine.model), iter(engine.batches())
+    batch = next(each for each in batches if sum(each.sizes) > 2)
+    with pytest.raises(UnsupportedModelError, match="batch_index"):
+        engine.step(batch, losses, CASES["gcn"].index)
+    torch.testing.assert_close(runs.weights(engine.model), before, rtol=0, atol=0)
+    assert all(p.grad is None for p in engine.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "index", "message"),
+    [
+        ({}, torch.zeros(3, dtype=torch.int64), "must be a function of a physical batch"),
+        ({"max_physical_batch_size": "auto"}, CASES["gcn"].index, 'batch_index and max_physical_batch_size="auto"'),
+        ({"unit_ids": [n // 2 for n in range(EXAMPLES)]}, CASES["gcn"].index, "batch_index and unit_ids don't go"),
+        ("compile", CASES["gcn"].index, r"batch_index and compile\(\) don't go together; leave one of them out"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_anything_is_computed(options, index, message):
+    engine = engine_for(CASES["gcn"].build().double(), **({} if options == "compile" else options))
+    if options == "compile":
+        engine.compile()
+    for batch in engine.batches():
+        if batch.sizes:
+            with pytest.raises((TypeError, ValueError), match=message):
+                engine.step(batch, losses, index)
+            assert engine.steps_taken == 0
+            return

@@ -1,0 +1,124 @@
+"""Graph layers of torch_geometric, and its batches, through the clipper and the engine."""
+
+import copy
+
+import oracle
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ghostclip import GhostClipper, PrivacyEngine, UnsupportedModelError, VerificationError
+
+pyg = pytest.importorskip("torch_geometric")
+from torch_geometric import nn as gnn  # noqa: E402
+from torch_geometric.data import Batch, Data  # noqa: E402
+from torch_geometric.loader import DataLoader  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:the DataLoader's", "ignore::DeprecationWarning:torch_geometric", "ignore::FutureWarning"
+)
+FEATURES, WIDTH = 5, 6
+LAYERS = {
+    "GCN": lambda d: gnn.GCNConv(d, WIDTH),
+    "GAT": lambda d: gnn.GATConv(d, 3, heads=2),
+    "GATv2": lambda d: gnn.GATv2Conv(d, 3, heads=2, add_self_loops=False),
+    "GIN": lambda d: gnn.GINConv(nn.Sequential(nn.Linear(d, 7), nn.ReLU(), nn.Linear(7, WIDTH)), train_eps=True),
+    "SAGE": lambda d: gnn.SAGEConv(d, WIDTH),
+    "GraphConv": lambda d: gnn.GraphConv(d, WIDTH),
+    "Transformer": lambda d: gnn.TransformerConv(d, WIDTH),
+}  # fmt: skip
+every_layer = pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+
+
+class Network(nn.Module):
+    """Two graph layers, a mean over each graph, a linear head."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.first, self.second, self.norm = layer(FEATURES), layer(WIDTH), gnn.LayerNorm(WIDTH, mode="node")
+        self.head = gnn.Linear(WIDTH, 3)
+
+    def forward(self, batch):
+        h = self.first(batch.x, batch.edge_index).tanh()
+        h = self.norm(self.second(h, batch.edge_index))
+        return self.head(gnn.global_mean_pool(h, batch.batch, batch.num_graphs))
+
+
+def losses(model, batch):
+    return F.cross_entropy(model(batch), batch.y, reduction="none")
+
+
+def index_of(batch):
+    """Of nodes and of edges: attention of the second kind multiplies with a parameter at each edge."""
+    return [batch.batch, batch.batch[batch.edge_index[0]]]
+
+
+def graph(nodes, dtype=torch.float64):
+    edges = torch.randint(0, nodes, (2, 2 * nodes))
+    return Data(x=torch.randn(nodes, FEATURES, dtype=dtype), edge_index=edges, y=torch.randint(0, 3, (1,)))
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@every_layer
+def test_clipped_sums_are_those_of_a_loop_over_graphs(layer):
+    graphs = [graph(nodes) for nodes in (3, 6, 1, 12, 4)]
+    model = Network(layer).double()
+    plain, named = copy.deepcopy(model), list(dict(model.named_parameters()))
+    each = [
+        torch.autograd.grad(losses(plain, Batch.from_data_list([g])).sum(), list(plain.parameters())) for g in graphs
+    ]
+    expected = {name: torch.stack(grads) for name, grads in zip(named, zip(*each, strict=True), strict=True)}
+    clipper, batch = GhostClipper(model, clipping=0.3), Batch.from_data_list(graphs)
+    for _ in range(3):
+        model.zero_grad()
+        result = clipper.backward(losses(model, batch), batch_index=index_of(batch))
+        torch.testing.assert_close(result.norms, oracle.norms(expected), rtol=1e-10, atol=1e-12)
+        for name, total in oracle.clipped_sum(expected, 0.3).items():
+            torch.testing.assert_close(model.get_parameter(name).grad, total, rtol=1e-10, atol=1e-12)
+
+
+def connected(batch):
+    """An edge from the first graph to the last."""
+    between = torch.tensor([[0], [batch.num_nodes - 1]])
+    batch.edge_index = torch.cat([batch.edge_index, between], 1)
+    return batch
+
+
+@every_layer
+def test_an_edge_between_graphs_is_refused(layer):
+    model, batch = Network(layer).double(), connected(Batch.from_data_list([graph(4), graph(2), graph(5)]))
+    with pytest.raises(UnsupportedModelError):
+        GhostClipper(model).norms(losses(model, batch), batch_index=index_of(batch))
+
+
+class OneLayer(nn.Module):
+    """Sums features before its only layer: no gradient shows whose they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = gnn.GINConv(nn.Linear(FEATURES, 3))
+
+    def forward(self, batch):
+        return gnn.global_add_pool(self.layer(batch.x, batch.edge_index), batch.batch, batch.num_graphs)
+
+
+def test_the_engine_trains_on_its_batches_and_swaps_their_features():
+    data = [graph(1 + n % 5, torch.float32) for n in range(24)]
+
+    def train(change):
+        model = OneLayer()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = PrivacyEngine(model, optimizer, DataLoader(data, batch_size=6), batch_size=6, noise_multiplier=1.0)
+        for batch in engine.batches():
+            batch.pass_through(change)
+            engine.step(batch, losses, batch_index=lambda batch: batch.batch)
+        return engine
+
+    assert train(lambda batch: batch).steps_taken == 4
+    with pytest.raises(VerificationError, match="an example's loss depends on the data of another"):
+        train(connected)
