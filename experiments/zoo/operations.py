@@ -128,7 +128,9 @@ def with_weights(base: Model, change: Callable[[nn.Module], Any], kinds: tuple[t
         model = base()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            for layer in [each for each in model.modules() if isinstance(each, kinds)][: None if len(kinds) > 1 else -1]:
+            for layer in [each for each in model.modules() if isinstance(each, kinds)][
+                : None if len(kinds) > 1 else -1
+            ]:
                 change(layer)
         return model
 
@@ -272,7 +274,9 @@ def sequence_losses(model: nn.Module, batch: Batch) -> Tensor:
 
 def balanced_losses(model: nn.Module, batch: Batch) -> Tensor:
     """Token losses, and the router's loss over the batch, which depends on all of its examples."""
-    found: Any = model(input_ids=batch["input_ids"], use_cache=False, output_router_logits=True, labels=batch["input_ids"])
+    found: Any = model(
+        input_ids=batch["input_ids"], use_cache=False, output_router_logits=True, labels=batch["input_ids"]
+    )
     return token_losses(model, batch) + found.aux_loss
 
 
@@ -281,7 +285,9 @@ def _subjects() -> Iterator[Row]:
         batch = partial(_vectors, shape=shape)
         yield Row(name, "parametrization", with_weights(base, change, kinds), batch, _pixels, examples, base)
     lora = with_weights(encoder, low_rank)
-    yield Row("LoRA, transformer", "parametrization", lora, partial(_vectors, shape=(64, 8)), _pixels, 32, frozen(encoder))
+    yield Row(
+        "LoRA, transformer", "parametrization", lora, partial(_vectors, shape=(64, 8)), _pixels, 32, frozen(encoder)
+    )
     special: dict[Any, Any] = {"seq2seq": sequence_losses, "balanced": balanced_losses}
     for name, (kind, model, config, options, losses) in TEXTS.items():
         batch = masked_texts if losses is class_losses else texts

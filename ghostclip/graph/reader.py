@@ -153,7 +153,7 @@ def _is_table(node: Any, examples: int) -> bool:
     for each in from_below(node):
         call = getattr(each, "call", None)
         if isinstance(call, LayerCall):
-            if call.sources or (examples and call.shape[call.batch_dim] % examples == 0):
+            if examples and call.shape[call.batch_dim] % examples == 0:
                 return False
         elif type(each) is not ACCUMULATE and any(below is None for below, _ in each.next_functions):
             return False

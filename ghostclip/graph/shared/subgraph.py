@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.reader import Edge, from_below, shape_of, without_hooks
 from ghostclip.graph.shared.boundary import BroadcastBoundary
+from ghostclip.graph.shared.pullback import pulled_back
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import CAPTURE, LayerCall
 from ghostclip.nn.fallback import FallbackCall, bare, product, spread
@@ -117,15 +118,11 @@ class SharedSubgraph:
             return found
         outputs, dtypes = [GradientEdge(*edge) for edge in shares], [e[0]._input_metadata[e[1]].dtype for e in shares]
         inputs: list[Any] = [*self._bare.values(), *(GradientEdge(node, 0) for node in self._tables.values())]
-        each = []
+        seeds = [share.to(dtype) for share, dtype in zip(shares.values(), dtypes, strict=True)]
         with without_hooks(list(self._bare.values())):
-            for rows in zip(*shares.values(), strict=True):
-                seeds = [row.to(dtype) for row, dtype in zip(rows, dtypes, strict=True)]
-                each.append(torch.autograd.grad(outputs, inputs, seeds, retain_graph=True, allow_unused=True))
-        for use, parts in zip((*self._bare, *self._tables), zip(*each, strict=True), strict=True):
-            like = next((part for part in parts if part is not None), None)
-            if like is not None:
-                below = torch.stack([torch.zeros_like(like) if part is None else part for part in parts])
+            each = pulled_back(outputs, inputs, seeds)
+        for use, below in zip((*self._bare, *self._tables), each, strict=True):
+            if below is not None:
                 found[use] = found[use] + below if use in found else below
         return found
 
