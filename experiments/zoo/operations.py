@@ -1,4 +1,4 @@
-"""Rows of experiments/operations.py: models as large as small studies train, whose layers compute in ways of their own."""
+"""Rows of experiments/operations.py: models as large as small studies train, with layers that compute their own way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.parametrize import register_parametrization
 
 from .language import BERT, LLAMA, from_config
-from .subject import CLASSES, TOKENS, Batch, class_losses, images, masked_texts, texts, token_losses
+from .subject import CLASSES, Batch, class_losses, images, masked_texts, texts, token_losses
 from .vision import STAGES, STILL, of_timm, pixel_losses
 
 __all__ = ["ROWS", "Row"]

@@ -245,7 +245,7 @@ class Reweighting:
         parts = {name: part for name in call.own if (part := _part(call, name))[0] not in self._done}
         inputs = tuple([tensor.detach() if tensor.requires_grad else tensor for tensor in inputs])
         if len(parts) == len(call.parameters) and call.shape[call.batch_dim] == self._run.examples and not call.rows:
-            pair = call.layer.linear_pair(call, inputs, grad)
+            pair = call.linear_pair(inputs, grad)
             if pair is not None:
                 self._queue.add([parts[name][0] for name in pair.names], pair)
                 return
@@ -281,4 +281,4 @@ def _finite(norms: Any, losses: Tensor) -> Tensor | None:
 
 
 def _part(call: LayerCall, name: str) -> Part:
-    return id(call.layer._parameters[name]), call.rows.get(name)
+    return id(call.owners[name]), call.rows.get(name)

@@ -34,6 +34,7 @@ class MultiheadAttention(GhostLayer, torch.nn.MultiheadAttention, wraps=torch.nn
     """`torch.nn.MultiheadAttention` that can be clipped: masks, kdim, vdim, added biases, weights returned or not."""
 
     has_parts = True
+    takes_computed_weights = False
     __init__ = built_of_wrappers(torch.nn.MultiheadAttention)
 
     def forward(

@@ -18,10 +18,10 @@ from torch.autograd.graph import GradientEdge
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.reader import Edge, from_below, shape_of, without_hooks
 from ghostclip.graph.shared.boundary import BroadcastBoundary
-from ghostclip.graph.shared.pullback import pulled_back
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import CAPTURE, LayerCall
 from ghostclip.nn.fallback import FallbackCall, bare, product, spread
+from ghostclip.norms.pullback import pulled_back
 
 __all__ = ["SharedSubgraph", "parameters_of"]
 
@@ -134,7 +134,7 @@ def _is_table(node: Any, call: LayerCall, others: dict[int, Any]) -> bool:
 
 def parameters_of(call: LayerCall) -> dict[int, Any]:
     """The model's own parameters that a layer used, by id."""
-    return {id(call.layer._parameters[name]): call.layer._parameters[name] for name in call.own}
+    return {id(call.owners[name]): call.owners[name] for name in call.own}
 
 
 def _refuse_spread(losses: Tensor, found: list[Tensor]) -> None:

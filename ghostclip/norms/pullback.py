@@ -17,7 +17,7 @@ from ghostclip.norms.outer import chunks
 __all__ = ["pulled_back"]
 
 # The gradients of so many bytes go down together.
-BYTES = 1 << 25
+BYTES = 1 << 22
 
 
 def pulled_back(outputs: Sequence[GradientEdge], inputs: Sequence[Any], seeds: Sequence[Tensor]) -> list[Tensor | None]:
