@@ -909,7 +909,7 @@ PROVED = [
     Mutant(
         "what all share is an example's where nothing is finite",
         "ghostclip/graph/shared/search.py",
-        "        if not verdict.shown and may_be_shared and (verdict.unclear or best is None):",
+        "        if not verdict.shown and may_be_shared and (verdict.reached or best is None):",
         "        if may_be_shared and best is None:",
         (*SHARED_NONFINITE, "first_batch and (index or gain)"),
     ),
@@ -958,7 +958,7 @@ PROVED = [
     Mutant(
         "what is spoilt in part only is the examples' own",
         "ghostclip/graph/shared/search.py",
-        "        if not verdict.shown and may_be_shared and (verdict.unclear or best is None):",
+        "        if not verdict.shown and may_be_shared and (verdict.reached or best is None):",
         "        if not verdict.shown and may_be_shared and (best is None or best.spoilt == len(self._losses)):",
         (*COINCIDING, "all_sizes and stack"),
     ),

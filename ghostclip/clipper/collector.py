@@ -175,7 +175,7 @@ class NormCollector:
 
     def _used(self, call: LayerCall) -> dict[str, Part]:
         """Parts by name, the largest first, the last to be worth keeping: what it holds is there for the others."""
-        own: Mapping[str, Any] = call.layer._parameters
+        own: Mapping[str, Any] = call.owners
         names = sorted(call.own, key=lambda name: -own[name].numel())
         owners = {name: id(own[name]) for name in names}
         return {name: (owner, None if owner in self._padded else call.rows.get(name)) for name, owner in owners.items()}
@@ -187,7 +187,7 @@ class NormCollector:
         # Saved inputs still know their history; what is held must not keep that part of the graph alive.
         inputs = tuple([tensor.detach() if tensor.requires_grad else tensor for tensor in inputs])
         used = self._own[id(call)]
-        if self._is_only_use(call, used) and (pair := call.layer.linear_pair(call, inputs, grad)) is not None:
+        if self._is_only_use(call, used) and (pair := call.linear_pair(inputs, grad)) is not None:
             self._left.subtract(used.values())
             self._queue.add([used[name][0] for name in pair.names], pair)
             return
@@ -229,7 +229,7 @@ class NormCollector:
 
     def _term(self, call: LayerCall, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         term = term_of(call, name, inputs, grad, self.examples, self.row_orders)
-        parameter: Any = call.layer._parameters[name]
+        parameter: Any = call.owners[name]
         if id(parameter) in self._padded:
             gradients = term.per_example()
             start, stop = call.rows.get(name, (0, parameter.shape[0]))
@@ -377,4 +377,4 @@ class NormCollector:
 
 def owners_of(call: LayerCall) -> list[int]:
     """Ids of the parameters a call used."""
-    return [id(call.layer._parameters[name]) for name in call.parameters]
+    return [id(call.owners[name]) for name in call.parameters]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ghostclip.nn.base import GhostLayer
+from ghostclip.nn.computed import Computed
 from ghostclip.planner import StrategyChoice
 
 __all__ = ["Row", "StrategyTable", "plan_of"]
@@ -85,7 +86,10 @@ def plan_of(model: nn.Module, choices: Mapping[int, StrategyChoice] | None) -> S
         layer, _, own = name.rpartition(".")
         module = model.get_submodule(layer)
         ruled = isinstance(module, GhostLayer) and own in module.parameter_names(module)
+        user = model.get_submodule(layer.partition("parametrizations.")[0].rstrip("."))
         rule = str(module.rule) if ruled else f"fallback ({type(module).__name__})"
+        if not ruled and isinstance(user, Computed):
+            rule = f"{user.rule} (computed weight)"
         choice = (choices or {}).get(id(parameter), none)
         of_choice = choice.name, choice.keep, choice.reason, choice.milliseconds, choice.sums, choice.raised
         rows.append(Row(layer, own, rule, tuple(parameter.shape), *of_choice))

@@ -248,7 +248,7 @@ def bytes_to_keep(calls: Sequence[LayerCall]) -> int:
     """Estimate of what `Keep.ALL` takes beside inputs: of each call the smaller of both kinds of gradients."""
     found = 0
     for call in calls:
-        own: Mapping[str, Any] = call.layer._parameters
+        own: Mapping[str, Any] = call.owners
         materialised = call.shape[call.batch_dim] * sum([own[name].nbytes for name in call.parameters])
         found += min(call.nbytes, materialised)
     return found

@@ -246,7 +246,7 @@ class Reweighting:
         inputs = tuple([tensor.detach() if tensor.requires_grad else tensor for tensor in inputs])
         alone = has_one_row(call, self._run.examples, self._run.row_orders)
         if len(parts) == len(call.parameters) and alone and not call.rows:
-            pair = call.layer.linear_pair(call, inputs, grad)
+            pair = call.linear_pair(inputs, grad)
             if pair is not None:
                 self._queue.add([parts[name][0] for name in pair.names], pair)
                 return
@@ -282,4 +282,4 @@ def _finite(norms: Any, losses: Tensor) -> Tensor | None:
 
 
 def _part(call: LayerCall, name: str) -> Part:
-    return id(call.layer._parameters[name]), call.rows.get(name)
+    return id(call.owners[name]), call.rows.get(name)

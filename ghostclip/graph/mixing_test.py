@@ -123,14 +123,17 @@ class Verdict:
 
     def __init__(self, tests: list[RowTest]) -> None:
         left = [test for test in tests if not test.contradicted]
+        # What all rows follow needs no other way to be contradicted: elsewhere they may be too small for that.
+        complete = [test for test in left if test.complete]
         # Of what several say the same, the one that shows more examples, and leaves more of them what they are.
-        self.best = min(left, key=RowTest.cost, default=None)
+        self.best = min(complete if len(complete) == 1 else left, key=RowTest.cost, default=None)
         shown = [test for test in left if test.shown]
         self.reached = any(test.reached for test in tests)
         self.shown = bool(shown)
         self.spoilt = any(test.spoilt for test in tests)
         self.unclear = self.spoilt or any(test.faint for test in shown or left)
-        self.sure = len(shown) == len(left) == 1 and not self.unclear
+        alone = len(shown) == len(left) == 1 and not self.unclear
+        self.sure = alone or (len(complete) == 1 and not self.spoilt)
         self.dark = self.best is not None and not shown and (self.spoilt or self.best.faint)
         self.spreads = all(test.spreads for test in left)
         self.lone = self.best is not None and self.best.lone
@@ -234,6 +237,11 @@ class RowTest:
     def shown(self) -> bool:
         """Whether a row followed its own example's factors."""
         return not self.contradicted and bool(self._follow.any())
+
+    @property
+    def complete(self) -> bool:
+        """Whether every row that isn't zero followed its own example's factors, and several examples have some."""
+        return self.shown and self.owners > 1 and bool((self._follow == (self._sizes > 0)).all())
 
     @property
     def lone(self) -> bool:

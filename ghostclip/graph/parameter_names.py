@@ -85,7 +85,7 @@ class ParameterNames:
 
         Reads the model again for a layer or parameter it doesn't know.
         """
-        own = call.layer._parameters
+        own = call.owners
         if id(call.layer) not in self.layers or any(id(own[name]) not in self.names for name in call.parameters):
             self.refresh()
         return [name for name in call.parameters if id(own[name]) in self.names]

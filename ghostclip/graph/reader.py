@@ -107,7 +107,7 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
                 calls.append(call)
             stack += call.sources
         else:
-            reorders = reorders or (kind.__name__ in REORDERING and _moves_first_dimension(node))
+            reorders = reorders or (kind.__name__ in REORDERING and _moves_first_dimension(node, len(losses)))
             if kind.__name__ == "CheckpointFunctionBackward":
                 raise UnsupportedModelError(
                     "reentrant activation checkpointing hides the layers inside it; "
@@ -133,10 +133,10 @@ def _is_plain(kind: type) -> bool:
     )
 
 
-def _moves_first_dimension(node: Any) -> bool:
+def _moves_first_dimension(node: Any, examples: int) -> bool:
     """Whether a node of a REORDERING kind may move entries along dimension 0; where it doesn't say, it may."""
-    if type(node.next_functions[0][0]) is ACCUMULATE:
-        return False  # a lookup in a table
+    if _is_table(node.next_functions[0][0], examples):
+        return False  # a lookup
     if dimensions := saved_dimensions(node, len(shape_of((node, 0)))):
         return 0 in dimensions
     indices = getattr(node, "_saved_indices", False)
@@ -146,6 +146,18 @@ def _moves_first_dimension(node: Any) -> bool:
     # h[torch.arange(B), lengths] is how a model picks one position of each example; the examples stay in place.
     in_place = isinstance(first, Tensor) and first.dim() == 1 and first.dtype == torch.int64
     return not (in_place and torch.equal(first, torch.arange(len(first), device=first.device)))
+
+
+def _is_table(node: Any, examples: int) -> bool:
+    """Whether all that went into a tensor are parameters, and layers whose rows are no multiple of the batch."""
+    for each in from_below(node):
+        call = getattr(each, "call", None)
+        if isinstance(call, LayerCall):
+            if examples and call.shape[call.batch_dim] % examples == 0:
+                return False
+        elif type(each) is not ACCUMULATE and any(below is None for below, _ in each.next_functions):
+            return False
+    return node is not None
 
 
 def _refuse_statistics(node: Any) -> None:

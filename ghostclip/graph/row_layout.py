@@ -255,7 +255,7 @@ def overlapping_parts(calls: Iterable[LayerCall]) -> set[int]:
     used: dict[int, set[tuple[int, int] | None]] = {}
     for call in calls:
         for name in call.parameters:
-            used.setdefault(id(call.layer._parameters[name]), set()).add(call.rows.get(name))
+            used.setdefault(id(call.owners[name]), set()).add(call.rows.get(name))
     return {owner for owner, parts in used.items() if len(parts) > 1 and _overlap(parts)}
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "Repeat",
     "Sink",
     "built_of_wrappers",
+    "has_saved_tensor_hooks",
     "is_capturing",
     "place_of",
     "without_examples",
@@ -79,6 +80,7 @@ class LayerCall:
         rows: for parameters of which only a part was used, the (start, stop) along their first axis.
         batch_dim: the dimension of the pre-activation that holds examples.
         shape, dtype, device: of the pre-activation.
+        owners: the parameters themselves, by these names.
         own: those of ``parameters`` that are of the model whose graph is read; none for a layer of another model.
         sources: where the graph goes on below the layer: gradient nodes of the inputs, or leaf inputs themselves.
         registered: how many hooks of any kind ever were when the layer was used.
@@ -89,8 +91,8 @@ class LayerCall:
     """
 
     __slots__ = (
-        "batch_dim", "device", "dtype", "ends", "extra", "has_saved_tensor_hooks", "layer", "own", "parameters",
-        "registered", "repeat", "rows", "shape", "sink", "sources",
+        "batch_dim", "device", "dtype", "ends", "extra", "has_saved_tensor_hooks", "layer", "own", "owners",
+        "parameters", "registered", "repeat", "rows", "shape", "sink", "sources",
     )  # fmt: skip
 
     def __init__(
@@ -107,17 +109,22 @@ class LayerCall:
         self.batch_dim, self.shape = batch_dim, preactivation.shape
         self.dtype, self.device = preactivation.dtype, preactivation.device
         self.sources = [t.grad_fn or t for t in inputs if t.requires_grad]
-        self.has_saved_tensor_hooks = _top_hooks(False) is not None
+        self.has_saved_tensor_hooks = has_saved_tensor_hooks()
         self.registered = RemovableHandle.next_id
         self.sink: Sink | None = None
         self.repeat: Repeat | None = None
         self.ends = False
         self.own: Sequence[str] = parameters
+        self.owners: Mapping[str, Any] = layer._parameters
 
     @property
     def nbytes(self) -> int:
         """Of the pre-activation."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def linear_pair(self, inputs: tuple[Tensor, ...], grad: Tensor) -> LinearPair | None:
+        """`GhostLayer.linear_pair` of this use."""
+        return self.layer.linear_pair(self, inputs, grad)
 
     def term(self, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         """The per-example gradients of ``name`` by the layer's rule; a plain tensor [B, *shape] is taken as is."""
@@ -130,7 +137,7 @@ class LayerCall:
 
     def _check_shape(self, name: str, found: Tensor) -> None:
         """Raises UnsupportedModelError unless there is a gradient of the parameter for each example."""
-        shape: Any = self.layer._parameters[name].shape  # type: ignore[union-attr]
+        shape: Any = self.owners[name].shape
         if name in self.rows:
             start, stop = self.rows[name]
             shape = (stop - start, *shape[1:])
@@ -166,6 +173,11 @@ class _Capture(torch.autograd.Function):
 _apply_capture = super(torch.autograd.Function, _Capture).apply
 
 
+def has_saved_tensor_hooks() -> bool:
+    """Whether hooks pack what operations save now, as under activation checkpointing."""
+    return _top_hooks(False) is not None
+
+
 def is_capturing() -> bool:
     """Whether a forward now should leave anything behind: gradients are being recorded, and by autograd itself."""
     return torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
@@ -187,6 +199,8 @@ class GhostLayer(torch.nn.Module):
     row_by_row: ClassVar[bool] = False
     # Whether some of its parameters belong to layers inside of it.
     has_parts: ClassVar[bool] = False
+    # Whether its rule may be asked for the gradient of a weight that is computed from parameters.
+    takes_computed_weights: ClassVar[bool] = True
     wrapped: ClassVar[type[torch.nn.Module]]
     # The dimension of inputs and outputs that holds examples; `wrap(model, batch_dim=...)` sets it on the instance.
     ghost_batch_dim: int = 0
@@ -282,6 +296,11 @@ class GhostLayer(torch.nn.Module):
             return None
         if not trained:
             return None
+        dim = self._examples_in(preactivation, batch_dim)
+        return LayerCall(self, trained, rows or {}, dim, preactivation, inputs, extra)
+
+    def _examples_in(self, preactivation: Tensor, batch_dim: int | None) -> int:
+        """The dimension that holds examples; raises UnsupportedModelError where there is none."""
         dim = self.ghost_batch_dim if batch_dim is None else batch_dim
         if preactivation.dim() < 2:
             raise UnsupportedModelError(
@@ -293,7 +312,7 @@ class GhostLayer(torch.nn.Module):
                 f"{place_of(self)}: examples are said to be in dimension {dim}, but the output has shape "
                 f"{list(preactivation.shape)}; set wrap(model, batch_dim=...) to where they are"
             )
-        return LayerCall(self, trained, rows or {}, dim, preactivation, inputs, extra)
+        return dim
 
 
 def built_of_wrappers(wrapped: type[torch.nn.Module]) -> Callable[..., None]:

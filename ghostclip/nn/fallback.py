@@ -56,7 +56,7 @@ class FallbackCall(LayerCall):
         answer: NormResult,
     ) -> None:
         self.layer: Any = _Owner(parameters)
-        self.own = trained
+        self.own, self.owners = trained, parameters
         self.parameters, self.rows, self.batch_dim, self.shape = trained, {}, 0, torch.Size(shape)
         self.dtype, self.device, self.sources, self.extra = like.dtype, like.device, [], None
         self.sink, self.answer, self.has_saved_tensor_hooks = None, answer, False
@@ -102,7 +102,7 @@ def spread(call: LayerCall, examples: int) -> FallbackCall:
 
     Its inputs are the call's own, its gradient is [B, *shape of the pre-activation].
     """
-    own = call.layer._parameters
+    own = call.owners
     parameters = {name: own[name] for name in call.parameters}
     like = torch.empty(0, dtype=call.dtype, device=call.device)
 
@@ -136,6 +136,6 @@ def _one_by_one(call: LayerCall, name: str, inputs: tuple[Tensor, ...], grad: Te
     """The layer's rule once for every example; it knows best which dimension of its inputs is which."""
     rows, terms = call.shape[call.batch_dim], [call.term(name, inputs, each) for each in grad]
     found = [(term if rows == 1 else term.split_rows(rows, "example")).per_example() for term in terms]
-    parameter: Any = call.layer._parameters[name]
+    parameter: Any = call.owners[name]
     part = parameter[slice(*call.rows.get(name, (None, None)))]
     return Dense(torch.cat(found) if found else grad.new_zeros(0, *part.shape))

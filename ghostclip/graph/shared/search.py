@@ -247,11 +247,12 @@ class Search:
         constants = inputs.count(NOTHING)
         may_be_shared = OTHER not in inputs and (not constants or _constants_only(edge, constants, self._index))
         shared = Decision(None, batch=(self._multiples(edge), len(self._losses)))
-        if not verdict.shown and may_be_shared and (verdict.unclear or best is None):
+        if not verdict.shown and may_be_shared and (verdict.reached or best is None):
             # Finite rows of examples' own would follow their factors. What isn't sure counts as shared, which is safe:
             # were it examples' own, each would be given its own rows' gradients all the same, or nothing that follows
             # takes it.
-            return shared, best is None and not verdict.unclear
+            told = best is None or (constants == 0 and _picks_by_own_indices(edge, self._index))
+            return shared, told and not verdict.unclear
         if may_be_shared and verdict.lone:
             return shared, False
         if best is not None:
@@ -307,6 +308,12 @@ def _constants_only(edge: Edge, constants: int, index: ParameterNames) -> bool:
     if sum([index.is_own(tensor) for tensor in kept if not tensor.requires_grad]) >= constants:
         return True  # whatever else it keeps it made itself
     return bool(kept) and all(index.holds(tensor) for tensor in kept)
+
+
+def _picks_by_own_indices(edge: Edge, index: ParameterNames) -> bool:
+    """Whether an operation picks by buffers of the model: what it picks of shared tensors is shared."""
+    indices = getattr(edge[0], "_saved_indices", None) or (getattr(edge[0], "_saved_index", None),)
+    return all(isinstance(each, Tensor) and index.is_own(each) for each in indices)
 
 
 def _size_of_constant(edge: Edge) -> torch.Size | None:

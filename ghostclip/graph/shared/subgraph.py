@@ -21,6 +21,7 @@ from ghostclip.graph.shared.boundary import BroadcastBoundary
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import CAPTURE, LayerCall
 from ghostclip.nn.fallback import FallbackCall, bare, product, spread
+from ghostclip.norms.pullback import pulled_back
 
 __all__ = ["SharedSubgraph", "parameters_of"]
 
@@ -122,15 +123,11 @@ class SharedSubgraph:
             return found
         outputs, dtypes = [GradientEdge(*edge) for edge in shares], [e[0]._input_metadata[e[1]].dtype for e in shares]
         inputs: list[Any] = [*self._bare.values(), *(GradientEdge(node, 0) for node in self._tables.values())]
-        each = []
+        seeds = [share.to(dtype) for share, dtype in zip(shares.values(), dtypes, strict=True)]
         with without_hooks(list(self._bare.values())):
-            for rows in zip(*shares.values(), strict=True):
-                seeds = [row.to(dtype) for row, dtype in zip(rows, dtypes, strict=True)]
-                each.append(torch.autograd.grad(outputs, inputs, seeds, retain_graph=True, allow_unused=True))
-        for use, parts in zip((*self._bare, *self._tables), zip(*each, strict=True), strict=True):
-            like = next((part for part in parts if part is not None), None)
-            if like is not None:
-                below = torch.stack([torch.zeros_like(like) if part is None else part for part in parts])
+            each = pulled_back(outputs, inputs, seeds)
+        for use, below in zip((*self._bare, *self._tables), each, strict=True):
+            if below is not None:
                 found[use] = found[use] + below if use in found else below
         return found
 
@@ -142,7 +139,7 @@ def _is_table(node: Any, call: LayerCall, others: dict[int, Any]) -> bool:
 
 def parameters_of(call: LayerCall) -> dict[int, Any]:
     """The model's own parameters that a layer used, by id."""
-    return {id(call.layer._parameters[name]): call.layer._parameters[name] for name in call.own}
+    return {id(call.owners[name]): call.owners[name] for name in call.own}
 
 
 def _refuse_spread(losses: Tensor, found: list[Tensor]) -> None:

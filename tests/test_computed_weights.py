@@ -1,0 +1,235 @@
+"""Weights computed from other parameters (parametrizations, pruning, hooks): by the layer's rule and the chain."""
+
+import warnings
+
+import oracle
+import pytest
+import torch
+from case_types import project
+from comparing import assert_close, assert_dicts_close, gradients
+from test_fallback import assert_exact, batch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+from torch.nn.utils.parametrize import register_parametrization
+
+import ghostclip
+
+every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
+positions = pytest.mark.parametrize("shape", [(4, 6, 5), (4, 5)], ids=["positions", "one position"])
+
+
+class Curved(nn.Module):
+    """Entry by entry, with the parameter used twice."""
+
+    def forward(self, weight):
+        return 0.3 * torch.exp(weight) - torch.tanh(weight)
+
+
+class Rounded(nn.Module):
+    """A straight-through estimator by detach."""
+
+    def forward(self, weight):
+        return weight + (weight.round() - weight).detach()
+
+
+class RoundedByFunction(nn.Module):
+    """One by a Function of its own."""
+
+    class Round(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weight):
+            return weight.round()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    def forward(self, weight):
+        return self.Round.apply(weight)
+
+
+class LowRank(nn.Module):
+    """LoRA."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Parameter(torch.randn(2, 5)), nn.Parameter(torch.randn(8, 2))
+
+    def forward(self, weight):
+        return weight + self.up @ self.down
+
+
+class Twice(nn.Module):
+    """One layer, called twice."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+def parametrized(layer, parametrization, name="weight"):
+    register_parametrization(layer, name, parametrization)
+    return layer
+
+
+def pruned(layer, *names):
+    for name in names or ("weight",):
+        prune.random_unstructured(layer, name, 0.5)
+    return layer
+
+
+def low_rank():
+    layer = nn.Linear(5, 8)
+    layer.weight.requires_grad_(False)
+    return parametrized(layer, LowRank())
+
+
+def convolution(change, **options):
+    return nn.Sequential(change(nn.Conv1d(6, 4, 2, **options)), nn.Flatten(), nn.Linear(16, 8))
+
+
+LINEAR = {
+    "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(5, 8)),
+    "weight_norm by hooks": lambda: nn.utils.weight_norm(nn.Linear(5, 8)),
+    "weight_norm of columns": lambda: parametrizations.weight_norm(nn.Linear(5, 8), dim=1),
+    "weight_norm of the whole": lambda: parametrizations.weight_norm(nn.Linear(5, 8), dim=None),
+    "weight_norm of a bias": lambda: parametrizations.weight_norm(nn.Linear(5, 8), "bias"),
+    "weight_norm of both": lambda: parametrizations.weight_norm(parametrizations.weight_norm(nn.Linear(5, 8)), "bias"),
+    "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(5, 8)),
+    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(5, 8)),
+    "orthogonal by cayley": lambda: parametrizations.orthogonal(nn.Linear(5, 8), orthogonal_map="cayley"),
+    "pruned": lambda: pruned(nn.Linear(5, 8)),
+    "pruned, both": lambda: pruned(nn.Linear(5, 8), "weight", "bias"),
+    "straight-through": lambda: parametrized(nn.Linear(5, 8), Rounded()),
+    "straight-through by a Function": lambda: parametrized(nn.Linear(5, 8), RoundedByFunction()),
+    "entry by entry": lambda: parametrized(nn.Linear(5, 8), Curved()),
+    "low rank": low_rank,
+    "two, one after the other": lambda: parametrized(parametrizations.weight_norm(nn.Linear(5, 8)), Curved()),
+    "called twice": lambda: nn.Sequential(Twice(parametrizations.weight_norm(nn.Linear(5, 5))), nn.Linear(5, 8)),
+    "pruned, called twice": lambda: nn.Sequential(Twice(pruned(nn.Linear(5, 5))), nn.Linear(5, 8)),
+    "a normalization": lambda: nn.Sequential(parametrized(nn.LayerNorm(5), Curved()), nn.Linear(5, 8)),
+}
+POSITIONS = {
+    "weight_norm of a convolution": lambda: convolution(parametrizations.weight_norm),
+    "weight_norm in groups": lambda: convolution(parametrizations.weight_norm, groups=2),
+    "pruned convolution": lambda: convolution(pruned),
+    "pruned in groups": lambda: convolution(pruned, groups=2),
+    "straight-through convolution": lambda: convolution(lambda layer: parametrized(layer, Rounded())),
+}
+
+
+def built(layer, dtype=torch.float64):
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model = nn.Sequential(layer(), nn.Tanh(), nn.Linear(8, 2)).to(dtype).eval()
+    for part in model.modules():  # what hooks left there can't be copied, and is of the old type
+        for name in ("weight", "bias"):
+            if isinstance(value := vars(part).get(name), torch.Tensor):
+                part.__dict__[name] = value.detach().to(dtype)
+    return model
+
+
+@every_pass
+@positions
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_layers(name, shape, second_pass):
+    clipper = assert_exact(built(LINEAR[name]), batch(*shape), second_pass=second_pass)
+    assert any(row.rule.endswith("(computed weight)") for row in clipper.explain())
+
+
+@every_pass
+@pytest.mark.parametrize("name", POSITIONS)
+def test_convolutions(name, second_pass):
+    clipper = assert_exact(built(POSITIONS[name]), batch(4, 6, 5), second_pass=second_pass)
+    assert any(row.rule.endswith("(computed weight)") for row in clipper.explain())
+
+
+@positions
+@pytest.mark.parametrize("name", ["weight_norm", "pruned", "low rank"])
+def test_groups_and_batches_of_every_size(name, shape):
+    model = built(LINEAR[name])
+    expected = {}
+    for size in (4, 1, 0, 3):
+        expected[size] = oracle.per_example_grads(model, project, (batch(4, *shape[1:])[:size],)) if size else None
+    clipper = ghostclip.GhostClipper(model, clipping=ghostclip.clipping.PerLayer(1.0))
+    for size, truth in expected.items():
+        model.zero_grad()
+        found = clipper.norms(project(model(batch(4, *shape[1:])[:size])), per="parameter")
+        assert all(each.shape == (size,) for each in found.values())
+        if truth is not None:
+            assert_dicts_close(found, {name: each.flatten(1).norm(dim=1) for name, each in truth.items()}, 1e-10)
+
+
+@every_pass
+@pytest.mark.parametrize("name", ["weight_norm", "pruned", "straight-through", "low rank", "spectral_norm"])
+def test_an_example_more_moves_the_sum_by_no_more_than_the_bound(name, second_pass):
+    model = built(LINEAR[name], torch.float32)
+    clipper = ghostclip.GhostClipper(model, clipping=0.1, second_pass=second_pass)
+    x = batch(4, 5).float()
+    x[3] = 1e4 * model[0](x[3:]).new_ones(5)
+    sums = []
+    for size in (3, 4):
+        model.zero_grad()
+        clipper.backward(project(model(x[:size])))
+        sums.append(torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None]))
+    assert (sums[1] - sums[0]).norm() <= 0.1 * (1 + 1e-5)
+
+
+@every_pass
+def test_an_input_along_the_direction_of_a_normalised_weight(second_pass):
+    """What is left of dL/dv is what rounding leaves: its norm is measured from the gradient itself."""
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(5, 1)), nn.Linear(1, 1)).double()
+    x = model[0].parametrizations.weight.original1.detach() * torch.tensor([[1.0], [1.0 + 1e-7]], dtype=torch.float64)
+    x[1, 0] += 1e-7
+    expected = oracle.per_example_grads(model, project, (x,))
+    clipper = ghostclip.GhostClipper(model, clipping=1.0, second_pass=second_pass)
+    norms = clipper.norms(project(model(x)), per="parameter")["0.parametrizations.weight.original1"]
+    assert_close(norms[1:], expected["0.parametrizations.weight.original1"].flatten(1).norm(dim=1)[1:], 1e-6)
+    clipper.backward(project(model(x)))
+    assert_dicts_close(gradients(model), oracle.clipped_sum(expected, 1.0), 1e-10)
+
+
+def test_a_weight_computed_by_a_layer_is_followed_through_the_graph():
+    class Made(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(5, 5)
+
+        def forward(self, weight):
+            return self.layer(weight)
+
+    assert_exact(built(lambda: parametrized(nn.Linear(5, 8), Made())), batch(4, 5))
+
+
+def test_spectral_norm_steps_its_vectors_once_a_forward():
+    torch.manual_seed(0)
+    plain = parametrizations.spectral_norm(nn.Linear(5, 8))
+    torch.manual_seed(0)
+    model = ghostclip.wrap(parametrizations.spectral_norm(nn.Linear(5, 8)))
+    x = batch(4, 5).float()
+    for _ in range(3):
+        assert torch.equal(model(x), plain(x))
+
+
+def test_checkpointed_layers_are_exact():
+    from torch.utils.checkpoint import checkpoint
+
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = parametrizations.weight_norm(nn.Linear(5, 8))
+
+        def forward(self, x):
+            return checkpoint(self.layer, x, use_reentrant=False)
+
+    assert_exact(built(Again), batch(4, 5))
+
+
+def test_unwrap_gives_the_class_back():
+    model = parametrizations.weight_norm(nn.Linear(5, 8))
+    kind = type(model)
+    assert type(ghostclip.unwrap(ghostclip.wrap(model))) is kind
