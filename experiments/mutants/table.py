@@ -1602,6 +1602,27 @@ INTEGRATED = [
         ("tests/test_compat_opacus.py",),
     ),
     Mutant(
+        "rows of ragged examples are weighted as the first example's",
+        "ghostclip/norms/ragged.py",
+        "weights if rows is None else weights[rows.index]",
+        "weights if rows is None else weights[rows.index * 0]",
+        ("tests/test_ragged.py",),
+    ),
+    Mutant(
+        "later ragged batches aren't compared with their index",
+        "ghostclip/graph/ragged_layout.py",
+        "        elif len(losses) > 1:\n            check = IndexCheck(",
+        "        elif len(losses) < 1:\n            check = IndexCheck(",
+        ("tests/test_ragged_mistakes.py",),
+    ),
+    Mutant(
+        "a weight normalization's direction keeps what lies along it",
+        "ghostclip/norms/computed.py",
+        "        across = torch.addcmul(gradients, self.of_g(gradients), self.unit, value=-1.0)\n",
+        "        across = gradients.clone()\n",
+        ("tests/test_computed_weights.py",),
+    ),
+    Mutant(
         "a state_dict's spending isn't counted",
         "ghostclip/engine/snapshots.py",
         "        found, _ = self.ranks.agreed(check, dict)\n        self._count(found)\n",
