@@ -7,11 +7,13 @@ import pytest
 import torch
 from case_fallback import with_parameters
 from case_models import Wired
+from case_types import project
 from comparing import assert_dicts_close, gradients
 from torch import nn
 
 import ghostclip
 from ghostclip import UnsupportedModelError
+from ghostclip.graph.mixing_test import RowTest, Verdict, _Sketch
 
 EXAMPLES = 8
 
@@ -153,3 +155,42 @@ def test_rows_that_are_not_finite_go_to_the_example_whose_loss_is_not(wiring, ba
     size = sum(p.grad.double().square().sum() for p in plain.parameters() if p.grad is not None).sqrt()
     assert float(result.norms[other]) == pytest.approx(float(size), rel=1e-2)
     assert float(result.weights[spoilt]) == 0.0
+
+
+class SmallBias(nn.Module):
+    """A learned bias by the distance of positions, with gradients far below those of the rest."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Parameter(torch.zeros(7, 1)), nn.Linear(4, 4)
+        places = torch.arange(4)
+        self.register_buffer("distances", (places[:, None] - places + 3).flatten())
+
+    def forward(self, x):
+        return self.head(x) + 1e-5 * (self.table[self.distances].view(4, 4) @ x)
+
+
+def test_a_table_of_faint_gradients_is_shared():
+    """Its rows follow no factor, and are too small beside the head's to say so: they are no example's own."""
+    torch.manual_seed(0)
+    model, x = SmallBias(), torch.randn(4, 4, 4)
+    expected = oracle.per_example_grads(model, project, (x,))["table"].flatten(1).norm(dim=1)
+    clipper = ghostclip.GhostClipper(model, clipping=1.0)
+    torch.testing.assert_close(clipper.norms(project(model(x)), per="parameter")["table"], expected)
+
+
+def test_rows_that_follow_prove_nothing_of_one_that_does_not():
+    """Of two examples with two rows each: three rows follow one order, the fourth is faint and follows neither."""
+    rows = torch.tensor([1.0, 1e-6, 1e-6, 1e-6], dtype=torch.float64)[:, None].expand(4, 4)
+
+    def sketch(*factors):
+        return _Sketch(rows * torch.tensor(factors)[:, None], torch.zeros(4, dtype=torch.bool), None, torch.float32)
+
+    tests = []
+    for row_order in ("example", "row"):
+        test = RowTest(sketch(1, 1, 1, 1), 0, row_order, torch.ones(2, dtype=torch.bool), torch.ones(2).double())
+        test.compare(sketch(1, 1, 0.5, 0.7), torch.tensor([1, 0.5]))
+        tests.append(test)
+    assert [test.owners for test in tests] == [2, 1]
+    assert Verdict(tests).shown
+    assert not Verdict(tests).sure

@@ -89,6 +89,8 @@ ENCODERS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "DeBERTa-v2": ("disentangled attention", "DebertaV2ForSequenceClassification", "DebertaV2Config",
                    BERT | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 8,
                            "position_buckets": 4, "share_att_key": False}),
+    "DeBERTa": ("disentangled attention, scaled in place", "DebertaForSequenceClassification", "DebertaConfig",
+                BERT | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 8}),
     "MPNet": ("relative position bias", "MPNetForSequenceClassification", "MPNetConfig",
               BERT | {"max_position_embeddings": 18}),
 }  # fmt: skip

@@ -188,7 +188,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 PARAMETRIZED: dict[str, tuple[Model, Callable[[nn.Module], Any], tuple[type, ...], tuple[int, ...], int]] = {
     "weight_norm, linear": (perceptron, parametrizations.weight_norm, (nn.Linear,), (784,), 64),
     "weight_norm by hooks, linear": (perceptron, nn.utils.weight_norm, (nn.Linear,), (784,), 64),
-    "orthogonal, linear": (perceptron, parametrizations.orthogonal, (nn.Linear,), (784,), 64),
+    "orthogonal, linear": (perceptron, parametrizations.orthogonal, (nn.Linear,), (784,), 8),
     "spectral_norm, linear": (perceptron, parametrizations.spectral_norm, (nn.Linear,), (784,), 64),
     "pruned, linear": (perceptron, partial(prune.l1_unstructured, name="weight", amount=0.5), (nn.Linear,), (784,), 64),
     "straight-through, linear": (perceptron, rounded, (nn.Linear,), (784,), 64),
@@ -210,7 +210,8 @@ MIXTRAL = EXPERTS | {"num_local_experts": 8, "num_experts_per_tok": 2}
 QWEN = EXPERTS | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
                   "shared_expert_intermediate_size": 128}  # fmt: skip
 SWITCH = {"vocab_size": 256, "d_model": 128, "d_kv": 32, "d_ff": 256, "num_heads": 4, "num_layers": 2,
-          "num_decoder_layers": 2, "num_experts": 4, "pad_token_id": 0, "decoder_start_token_id": 0,
+          "num_decoder_layers": 2, "num_experts": 4, "num_sparse_encoder_layers": 1,
+          "num_sparse_decoder_layers": 1, "pad_token_id": 0, "decoder_start_token_id": 0,
           "dropout_rate": 0.0, "router_jitter_noise": 0.0}  # fmt: skip
 ENCODER = BERT | SMALL | {"vocab_size": 256, "max_position_embeddings": 64, "num_labels": CLASSES}
 DEBERTA = ENCODER | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 64}
@@ -232,8 +233,6 @@ TEXTS: dict[str, tuple[str, str, str, dict[str, Any], Callable[[nn.Module, Batch
     "Mamba": ("layer", "MambaForCausalLM", "MambaConfig", MAMBA, token_losses),
     "Mixtral, eager": ("experts", "MixtralForCausalLM", "MixtralConfig",
                        MIXTRAL | {"experts_implementation": "eager"}, token_losses),
-    "Mixtral, batched_mm": ("experts", "MixtralForCausalLM", "MixtralConfig",
-                            MIXTRAL | {"experts_implementation": "batched_mm"}, token_losses),
     "Mixtral, grouped_mm": ("experts", "MixtralForCausalLM", "MixtralConfig",
                             MIXTRAL | {"experts_implementation": "grouped_mm"}, token_losses),
     "Mixtral with its router's loss": ("experts", "MixtralForCausalLM", "MixtralConfig", MIXTRAL, "balanced"),

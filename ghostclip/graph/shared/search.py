@@ -31,6 +31,10 @@ CREATORS = {
     for name in ("Cat", "Embedding", "Expand", "Index", "IndexSelect", "Repeat", "Stack", "Take")
 }  # fmt: skip
 BROADCASTING = ELEMENTWISE | {EXPAND}
+# A product of rows sorted by expert with the weights of each.
+GROUPED_PRODUCT = "GroupedMm"
+# An operation in place on a part of a tensor; its first input is the whole tensor before.
+COPY_INTO_SLICES = "torch::autograd::CopySlices"
 PICKED = (
     "no dimension of the result holds the examples (rows picked by index, as a mixture of experts picks them, aren't "
     "followed: compute all rows, and weigh them by a mask)"
@@ -198,6 +202,8 @@ class Search:
             dims = [dim for dim, count in enumerate(self._multiples(edge)) if count]
             if node.name() in BROADCASTING:
                 dims = [d for d in dims if all(broadcasts(shape_of(each), shape_of(edge), d) for _, each in shared)]
+            if node.name() == COPY_INTO_SLICES and inputs[0] >= 0:
+                dims = []  # what is written into keeps its shape
             if not dims and OTHER in inputs:
                 # What examples went into has more to hand down than shared tensors have.
                 raise self._refusal(edge, PICKED)
@@ -247,7 +253,7 @@ class Search:
         constants = inputs.count(NOTHING)
         may_be_shared = OTHER not in inputs and (not constants or _constants_only(edge, constants, self._index))
         shared = Decision(None, batch=(self._multiples(edge), len(self._losses)))
-        if not verdict.shown and may_be_shared and (verdict.reached or best is None):
+        if not verdict.shown and may_be_shared and (verdict.reached or verdict.unclear or best is None):
             # Finite rows of examples' own would follow their factors. What isn't sure counts as shared, which is safe:
             # were it examples' own, each would be given its own rows' gradients all the same, or nothing that follows
             # takes it.
@@ -257,7 +263,7 @@ class Search:
             return shared, False
         if best is not None:
             return Decision(best.dim, best.count, best.row_order), verdict.sure
-        if OTHER in inputs and shape_of(edge)[0] != 1 and 0 not in dims:
+        if edge[0].name().startswith(GROUPED_PRODUCT) or (OTHER in inputs and shape_of(edge)[0] != 1 and 0 not in dims):
             raise self._refusal(edge, PICKED)
         too_small = TOO_SMALL if any(p.dtype == torch.float16 for _, p in self._index.trained()) else ""
         raise self._refusal(
