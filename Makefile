@@ -31,7 +31,7 @@ lint: install  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-mutants: install  ## plant bugs in a copy of the package, one at a time: which test finds each (15 minutes)
+mutants: install  ## plant bugs in a copy of the package, one at a time: which test finds each (half an hour)
 	$(BIN)/python experiments/mutants.py
 
 fuzz: install  ## random models and neighbouring pairs for an hour on two processes; FUZZ="--seconds 60" for less

@@ -196,3 +196,10 @@ def test_make_targets_exist():
     for page in PAGES:
         for name in re.findall(r"(?:^    |`)make ([a-z-]+)", text_of(page), re.MULTILINE):
             assert re.search(rf"^{name}:", targets, re.MULTILINE), (page, name)
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    assert [
+        page for page in DOCS if not re.search(rf"\b{re.escape(page.removeprefix('docs/'))}$", navigation, re.M)
+    ] == []
