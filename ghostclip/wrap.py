@@ -22,8 +22,8 @@ from ghostclip.nn.declared import DECLARED
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.nn.normalization import instead_of_batchnorm
 from ghostclip.nn.scaling import scaling_of
+from ghostclip.nn.sharding import INSTEAD_OF_SHARDING, sharding_of
 from ghostclip.nn.subclass import leaves_parameters_to_parent
-from ghostclip.sharding import INSTEAD_OF_SHARDING, sharding_of
 
 __all__ = ["Finding", "check", "unwrap", "wrap", "wrapped"]
 

@@ -16,10 +16,10 @@ MOST_LINES = 500
 
 # From the ground up. Modules on one level in a set do not import each other; those in a tuple may, from left to right.
 LEVELS: list[tuple[str, ...] | set[str]] = [
-    ("errors", "validate", "interruption", "notices", "native"),
+    ("errors", "validate", "interruption", "native"),
     ("norms",),
     ("nn",),
-    ("graph", "planner", "sharding", "wrap"),
+    ("graph", "planner", "wrap"),
     ("clipping",),
     ("clipper", "compiled"),
     ("events",),

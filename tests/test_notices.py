@@ -7,7 +7,7 @@ import torch
 
 from ghostclip import GhostClipper, accounting
 from ghostclip.compiled import clip
-from ghostclip.notices import notice
+from ghostclip.native.notices import notice
 
 log = logging.getLogger("ghostclip")
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ghostclip
 from ghostclip import GhostClipper, UnsupportedModelError
-from ghostclip.sharding import refuse_sharded, sharding_of
+from ghostclip.nn.sharding import refuse_sharded, sharding_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore::FutureWarning")
 

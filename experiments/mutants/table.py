@@ -1074,7 +1074,7 @@ SHARDED = [
     ),
     Mutant(
         "a layer of a model sharded later is clipped",
-        "ghostclip/sharding.py",
+        "ghostclip/nn/sharding.py",
         "(id(p) not in known or _divided(p))",
         "_divided(p)",
         SHARDING,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ghostclip.clipper.gradient_guard import GradientGuard, have_hooks, is_distributed
 from ghostclip.errors import GradientLeakError, PrivacyError, UnsupportedModelError
-from ghostclip.sharding import (
+from ghostclip.nn.sharding import (
     INSTEAD_OF_SHARDING,
     is_fully_sharded,
     parameter_groups,

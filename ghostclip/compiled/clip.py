@@ -21,7 +21,7 @@ from ghostclip.compiled.region import Region, trace
 from ghostclip.compiled.signature import CompileRequest, ModelState, capacity_for, function_key, pad, settings_of
 from ghostclip.compiled.trace_friendly import Clipped, Groups, eager, learn, taken_apart, trace_friendly
 from ghostclip.compiled.trial import TRIALS, Trial, difference, timed
-from ghostclip.notices import notice
+from ghostclip.native.notices import notice
 
 __all__ = [
     "TRIALS",

@@ -23,10 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ghostclip import errors
 from ghostclip.clipper.gradient_guard import is_distributed
 from ghostclip.errors import PrivacyError, UnsupportedModelError
+from ghostclip.nn.sharding import INSTEAD_OF_SHARDING, is_fully_sharded, sharding_of
 from ghostclip.noise import Noise
 from ghostclip.noise.cipher import KEY_BYTES
 from ghostclip.noise.release import flat, on_flat
-from ghostclip.sharding import INSTEAD_OF_SHARDING, is_fully_sharded, sharding_of
 
 __all__ = ["Ranks", "keep_unsynchronised", "ranks_of", "refuse_differences"]
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from ghostclip.errors import PrivacyError
-from ghostclip.sharding import reshard
+from ghostclip.nn.sharding import reshard
 
 __all__ = ["check_optimizer", "held_parameters", "unwrapped", "with_closure"]
 

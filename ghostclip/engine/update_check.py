@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import nn
 
 from ghostclip.errors import GradientLeakError, PrivacyError, UnsupportedModelError
-from ghostclip.sharding import INSTEAD_OF_SHARDING, is_fully_sharded, sharding_of
+from ghostclip.nn.sharding import INSTEAD_OF_SHARDING, is_fully_sharded, sharding_of
 
 if TYPE_CHECKING:
     from ghostclip.engine.privacy_engine import PrivacyEngine

@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from ghostclip.notices import notice
+from ghostclip.native.notices import notice
 
 __all__ = ["library", "seconds_compiling"]
 
