@@ -3,12 +3,25 @@
 ``positive(max_norm=max_norm)`` reads aloud as what it does. The messages say the name, what was expected and what came.
 """
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["fraction", "nonnegative", "one_of", "open_fraction", "positive", "positive_int", "power_of_two", "whole"]
+__all__ = [
+    "fraction",
+    "nonnegative",
+    "one_of",
+    "open_fraction",
+    "positive",
+    "positive_int",
+    "power_of_two",
+    "refuse_names",
+    "whole",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _number(argument: dict[str, Any], expected: str, holds: Callable[[Any], bool]) -> Any:
@@ -64,3 +77,25 @@ def one_of(choices: Sequence[str], **argument: Any) -> str:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
     return value
+
+
+def refuse_names(names: Mapping[str, str], without: str = "") -> Callable[[F], F]:
+    """Decorates a method: a keyword argument among ``names`` raises TypeError with what to use in its place.
+
+    Args:
+        names: {argument of another library: what to use here}.
+        without: what to do instead of a call without any argument; "": such a call is passed on.
+    """
+
+    def decorate(method: F) -> F:
+        @functools.wraps(method)
+        def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+            for name in kwargs.keys() & names.keys():
+                raise TypeError(f"{type(self).__name__} has no argument {name}; use {names[name]}")
+            if without and not args and not kwargs:
+                raise TypeError(f"{type(self).__name__} takes a model, its optimizer and the data: {without}")
+            return method(self, *args, **kwargs)
+
+        return checked  # type: ignore[return-value]
+
+    return decorate

@@ -20,7 +20,7 @@ from ghostclip.clipping import Adaptive, Composed, Groupwise, Policy, as_policy
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.planner import Planner
-from ghostclip.validate import one_of, positive, power_of_two
+from ghostclip.validate import one_of, positive, power_of_two, refuse_names
 from ghostclip.wrap import wrap
 
 __all__ = ["ClippingResult", "GhostClipper", "register_compiler"]
@@ -82,6 +82,7 @@ class GhostClipper:
         ValueError, TypeError: an argument is out of range.
     """
 
+    @refuse_names({"max_grad_norm": "clipping", "max_norm": "clipping", "module": "model"})
     def __init__(
         self,
         model: nn.Module,

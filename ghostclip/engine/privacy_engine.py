@@ -20,6 +20,7 @@ from ghostclip.engine.compiled_steps import check_compilable
 from ghostclip.engine.distributed import keep_unsynchronised, ranks_of
 from ghostclip.engine.loss_scaling import LossScaling
 from ghostclip.engine.micro_batching import MicroBatches, is_auto, micro_batches_of
+from ghostclip.engine.old_names import BUILD, OPACUS_ARGUMENTS, OpacusNames
 from ghostclip.engine.optimizers import check_optimizer, unwrapped
 from ghostclip.engine.plan import plan_for
 from ghostclip.engine.release import Release, refuse_second_engine
@@ -34,7 +35,7 @@ from ghostclip.ledger import Ledger
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.noise import Noise, noise_source
 from ghostclip.sampling import LogicalBatch, LogicalBatches
-from ghostclip.validate import open_fraction, whole
+from ghostclip.validate import open_fraction, refuse_names, whole
 
 __all__ = ["PrivacyEngine"]
 
@@ -45,7 +46,7 @@ TOLD = "batch_size", "sample_rate", "noise_multiplier", "clipping", "steps_taken
 FIXED = {"model", "optimizer", "clipping", "target_delta", "max_epsilon", "ledger", "schedule", *AGREED, *SAMPLED}
 
 
-class PrivacyEngine:
+class PrivacyEngine(OpacusNames):
     """Differentially private training (DP-SGD, Abadi et al. 2016) of a torch model with any torch optimizer.
 
     Every step releases (sum of clipped gradients + noise) / ``batch_size`` over a random sample of the data, and is
@@ -108,6 +109,7 @@ class PrivacyEngine:
 
     _sampled_by: ClassVar[type[LogicalBatches]] = LogicalBatches  # `ghostclip.compat.opacus` has rates of its own
 
+    @refuse_names(OPACUS_ARGUMENTS, without=BUILD)
     def __init__(
         self,
         model: nn.Module,
@@ -362,10 +364,7 @@ class PrivacyEngine:
         return self._snapshots.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Counts what a `state_dict` spent, too, and begins an epoch; put back model and optimizer before.
-
-        Raises PrivacyError and LedgerError as `restore`.
-        """
+        """Adds what a `state_dict` spent and begins an epoch; restore model and optimizer first. Raises as `restore`."""
         self._snapshots.load_state_dict(state)
 
     def restore(self, path: str | os.PathLike[str], extra: Mapping[str, Stateful] | None = None) -> Restored:

@@ -1,0 +1,46 @@
+"""Names of Opacus's PrivacyEngine: using one raises an error that says what to write here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["BUILD", "OPACUS_ARGUMENTS", "OpacusNames"]
+
+BUILD = (
+    "build engine = PrivacyEngine(model, optimizer, data, batch_size=..., and noise_multiplier=... or "
+    "target_epsilon=... with epochs=...), which wraps the model in place; Opacus's own interface is ghostclip.compat.opacus.PrivacyEngine"
+)
+OPACUS_ARGUMENTS = {
+    "accountant": 'engine.epsilon(accountant="pld") or "rdp"',
+    "data_loader": "data",
+    "expected_batch_size": "batch_size",
+    "max_grad_norm": "clipping",
+    "module": "model",
+    "noise_generator": 'noise="test" with seed=..., which reports epsilon = inf',
+    "poisson_sampling": 'sampling="poisson" or "without_replacement"',
+    "secure_mode": 'noise="hardened"',
+}
+
+
+class OpacusName:
+    """An attribute that isn't there: reading it, of the class or an engine, raises AttributeError with ``instead``."""
+
+    def __init__(self, instead: str) -> None:
+        self._instead = instead
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, engine: Any, owner: type | None = None) -> Any:
+        raise AttributeError(f"PrivacyEngine has no {self._name}; {self._instead}")
+
+
+class OpacusNames:
+    """Names of Opacus's engine that `ghostclip.PrivacyEngine` has under other ones."""
+
+    accountant = OpacusName("use engine.epsilon() and engine.events")
+    get_epsilon = OpacusName("use engine.epsilon(delta=...)")
+    make_private = OpacusName(BUILD)
+    make_private_with_epsilon = OpacusName(BUILD)
+    load_checkpoint = OpacusName("use engine.restore(path)")
+    save_checkpoint = OpacusName("use engine.save(path)")
