@@ -1,6 +1,7 @@
 """What a plain loss.backward() can't make private is refused, with a sentence that says what to do."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -22,6 +23,16 @@ def step(model: nn.Module, optimizer: Any, batch: Any) -> None:
 
 def words(**options: Any) -> Any:
     return private(PrivacyEngine(), "words", layers, **options)
+
+
+def test_the_engine_goes_by_the_name_it_is_imported_under() -> None:
+    engine = PrivacyEngine()
+    assert repr(engine).startswith("<ghostclip.compat.opacus.PrivacyEngine object")
+    assert type(pickle.loads(pickle.dumps(engine))) is PrivacyEngine
+    with pytest.raises(TypeError, match=r"PrivacyEngine\.__init__\(\) got an unexpected keyword argument 'secure'"):
+        PrivacyEngine(secure=True)
+    with pytest.raises(TypeError, match=r"PrivacyEngine\.make_private\(\) missing 5 required keyword-only arguments"):
+        engine.make_private()
 
 
 def test_a_step_without_backward() -> None:

@@ -27,7 +27,7 @@ from ghostclip.sampling.loading import size_of
 from ghostclip.validate import one_of, positive_int
 from ghostclip.wrap import wrap
 
-__all__ = ["Options", "PrivacyEngine"]
+__all__ = ["OpacusEngine", "Options"]
 
 # Ways to per-example gradients in Opacus; all give the same clipped sums, and "ghost" has the criterion returned, too.
 MODES = ("hooks", "functorch", "ew", "ghost")
@@ -35,7 +35,7 @@ MODES = ("hooks", "functorch", "ew", "ghost")
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `PrivacyEngine.make_private`, as Opacus names them.
+    """The options of `OpacusEngine.make_private`, as Opacus names them.
 
     Args:
         batch_first: whether examples are in dimension 0 of what layers take that don't say it themselves; else in 1.
@@ -84,7 +84,7 @@ class Options:
         return "poisson" if self.poisson_sampling else "without_replacement"
 
 
-class PrivacyEngine:
+class OpacusEngine:
     """Makes model, optimizer and data loader private, for a loop with a plain ``loss.backward()``.
 
     The loss must be the mean (or sum) of one loss for each example: a single number doesn't show where it isn't, as
