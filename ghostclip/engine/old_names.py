@@ -8,7 +8,8 @@ __all__ = ["BUILD", "OPACUS_ARGUMENTS", "OpacusNames"]
 
 BUILD = (
     "build engine = PrivacyEngine(model, optimizer, data, batch_size=..., and noise_multiplier=... or "
-    "target_epsilon=... with epochs=...), which wraps the model in place; Opacus's own interface is ghostclip.compat.opacus.PrivacyEngine"
+    "target_epsilon=... with epochs=...), which wraps the model in place; Opacus's own interface is "
+    "ghostclip.compat.opacus.PrivacyEngine"
 )
 OPACUS_ARGUMENTS = {
     "accountant": 'engine.epsilon(accountant="pld") or "rdp"',

@@ -364,7 +364,7 @@ class PrivacyEngine(OpacusNames):
         return self._snapshots.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Adds what a `state_dict` spent and begins an epoch; restore model and optimizer first. Raises as `restore`."""
+        """Adds what a `state_dict` spent, begins an epoch; restore model and optimizer first. Raises as `restore`."""
         self._snapshots.load_state_dict(state)
 
     def restore(self, path: str | os.PathLike[str], extra: Mapping[str, Stateful] | None = None) -> Restored:
