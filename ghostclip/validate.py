@@ -3,13 +3,15 @@
 ``positive(max_norm=max_norm)`` reads aloud as what it does. The messages say the name, what was expected and what came.
 """
 
-import functools
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 __all__ = [
+    "RefusesNames",
     "fraction",
     "nonnegative",
     "one_of",
@@ -17,11 +19,11 @@ __all__ = [
     "positive",
     "positive_int",
     "power_of_two",
-    "refuse_names",
     "whole",
 ]
 
-F = TypeVar("F", bound=Callable[..., Any])
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def _number(argument: dict[str, Any], expected: str, holds: Callable[[Any], bool]) -> Any:
@@ -79,23 +81,22 @@ def one_of(choices: Sequence[str], **argument: Any) -> str:
     return value
 
 
-def refuse_names(names: Mapping[str, str], without: str = "") -> Callable[[F], F]:
-    """Decorates a method: a keyword argument among ``names`` raises TypeError with what to use in its place.
+class RefusesNames:
+    """A class whose constructor refuses the argument names of other libraries with what to use in their place.
 
-    Args:
-        names: {argument of another library: what to use here}.
-        without: what to do instead of a call without any argument; "": such a call is passed on.
+    Attributes:
+        refused_names: {argument of another library: what to use here}.
+        without_arguments: what to do instead of a call without any argument; "": Python's own error says enough.
     """
 
-    def decorate(method: F) -> F:
-        @functools.wraps(method)
-        def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-            for name in kwargs.keys() & names.keys():
-                raise TypeError(f"{type(self).__name__} has no argument {name}; use {names[name]}")
-            if without and not args and not kwargs:
-                raise TypeError(f"{type(self).__name__} takes a model, its optimizer and the data: {without}")
-            return method(self, *args, **kwargs)
+    refused_names: ClassVar[Mapping[str, str]] = {}
+    without_arguments: ClassVar[str] = ""
 
-        return checked  # type: ignore[return-value]
-
-    return decorate
+    # Not around __init__: one frame more there would part warnings from the user's line.
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Raises TypeError for a refused name, or where arguments are missing."""
+        for name in kwargs.keys() & cls.refused_names.keys():
+            raise TypeError(f"{cls.__name__} has no argument {name}; use {cls.refused_names[name]}")
+        if cls.without_arguments and not args and not kwargs:
+            raise TypeError(f"{cls.__name__} takes a model, its optimizer and the data: {cls.without_arguments}")
+        return super().__new__(cls)

@@ -25,7 +25,7 @@ from ghostclip.nn.scaling import scaling_of
 from ghostclip.nn.sharding import INSTEAD_OF_SHARDING, sharding_of
 from ghostclip.nn.subclass import leaves_parameters_to_parent
 
-__all__ = ["Finding", "check", "unwrap", "wrap", "wrapped"]
+__all__ = ["Finding", "check", "check_module", "unwrap", "wrap", "wrapped"]
 
 # Libraries with layers of their own: the module that has rules for them, imported on meeting one.
 ELSEWHERE = {"transformers": "ghostclip.integrations.huggingface_layers"}
@@ -73,8 +73,9 @@ def wrap(
 
     Raises:
         UnsupportedModelError: with every finding of `check`; the model is left as it was.
-        ValueError: a batch_dim or replacement that names nothing or can't be made.
+        ValueError, TypeError: a batch_dim or replacement that names nothing or can't be made; no module.
     """
+    check_module(model)
     dims = _batch_dims(model, batch_dim)
     swaps = _replacements(model, replace or {})
     findings = [f for f in check(model) if f.path not in swaps]
@@ -97,6 +98,7 @@ def wrap(
 
 def unwrap(model: torch_nn.Module) -> torch_nn.Module:
     """Undoes `wrap` in place: every wrapper becomes its plain torch class again; returns the same model."""
+    check_module(model)
     for module in model.modules():
         if isinstance(module, GhostLayer):
             module.__class__ = module.wrapped  # type: ignore[assignment]
@@ -138,7 +140,9 @@ def check(
 
     Raises:
         ValueError: only one of ``loss_fn`` and ``batch`` is given, or the batch has fewer than two examples.
+        TypeError: ``model`` is no torch module.
     """
+    check_module(model)
     sharding = sharding_of(model)
     findings = [] if sharding is None else [Finding(*sharding, INSTEAD_OF_SHARDING)]
     for path, module in model.named_modules():
@@ -214,10 +218,18 @@ def _obstacles(module: torch_nn.Module) -> Iterator[tuple[str, str]]:
         yield f"{kind} has complex parameters", "use real ones: norms and noise are defined for those"
 
 
+def check_module(model: Any) -> None:
+    """Raises TypeError for a model that is no torch module."""
+    if not isinstance(model, torch_nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+
+
 def _batch_dims(model: torch_nn.Module, batch_dim: int | Mapping[str, int]) -> dict[str, int]:
     """Which module paths get which batch dimension."""
     names = [path for path, _ in model.named_modules()]
     patterns = {"*": batch_dim} if isinstance(batch_dim, int) else batch_dim
+    if not isinstance(patterns, Mapping):
+        raise TypeError(f"batch_dim must be an int or {{name pattern: int}}; got {batch_dim!r}")
     found: dict[str, int] = {}
     for pattern, dim in patterns.items():
         if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
@@ -234,6 +246,8 @@ def _batch_dims(model: torch_nn.Module, batch_dim: int | Mapping[str, int]) -> d
 
 def _replacements(model: torch_nn.Module, replace: Mapping[str, str]) -> dict[str, torch_nn.Module]:
     """New modules by path, made but not yet put in place."""
+    if not isinstance(replace, Mapping):
+        raise TypeError(f'replace must be a dict such as {{"BatchNorm2d": "GroupNorm"}}; got {replace!r}')
     for old, new in replace.items():
         if old not in BATCHNORM or new not in ("GroupNorm", "LayerNorm", "Identity"):
             raise ValueError(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import ghostclip
 from ghostclip import GradientLeakError, LossShapeError, PrivacyError, VerificationError
 from ghostclip.engine import PrivacyEngine
 
@@ -90,3 +91,24 @@ def test_no_zero_grad(engine: PrivacyEngine) -> None:
     by_hand(engine, engine.backward)
     with pytest.raises(PrivacyError, match=r"call optimizer\.zero_grad\(\) after each optimizer\.step\(\)"):
         by_hand(engine, engine.backward)
+
+
+@pytest.mark.parametrize("call", [ghostclip.wrap, ghostclip.unwrap, ghostclip.check, ghostclip.GhostClipper])
+def test_no_module(call: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module; got function"):
+        call(lambda x: x)
+
+
+def test_arguments_of_wrap() -> None:
+    with pytest.raises(TypeError, match="batch_dim must be an int or {name pattern: int}; got 'first'"):
+        ghostclip.wrap(nn.Linear(2, 2), batch_dim="first")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"replace must be a dict such as .*; got 'GroupNorm'"):
+        ghostclip.wrap(nn.Linear(2, 2), replace="GroupNorm")  # type: ignore[arg-type]
+
+
+def test_a_warning_names_the_line_that_builds_the_engine() -> None:
+    loader = torch.utils.data.DataLoader(runs.data(), batch_size=4, shuffle=True)
+    model = runs.network()
+    with pytest.warns(UserWarning, match="RandomSampler is replaced") as seen:
+        PrivacyEngine(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, noise_multiplier=1.0)
+    assert seen[0].filename == __file__

@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 import ghostclip
-from ghostclip.engine.old_names import OPACUS_ARGUMENTS
 
+OPACUS_ARGUMENTS = ghostclip.PrivacyEngine.refused_names
 DATA = TensorDataset(torch.zeros(20, 3), torch.zeros(20, dtype=torch.long))
 ATTRIBUTES = {
     "get_epsilon": r"engine\.epsilon\(delta",

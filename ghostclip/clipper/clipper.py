@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -20,8 +20,8 @@ from ghostclip.clipping import Adaptive, Composed, Groupwise, Policy, as_policy
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.planner import Planner
-from ghostclip.validate import one_of, positive, power_of_two, refuse_names
-from ghostclip.wrap import wrap
+from ghostclip.validate import RefusesNames, one_of, positive, power_of_two
+from ghostclip.wrap import check_module, wrap
 
 __all__ = ["ClippingResult", "GhostClipper", "register_compiler"]
 
@@ -55,7 +55,7 @@ class ClippingResult:
     losses: Tensor | None = None
 
 
-class GhostClipper:
+class GhostClipper(RefusesNames):
     """Per-example gradient norms and exactly clipped sums, without materialised gradients.
 
     Args:
@@ -82,7 +82,8 @@ class GhostClipper:
         ValueError, TypeError: an argument is out of range.
     """
 
-    @refuse_names({"max_grad_norm": "clipping", "max_norm": "clipping", "module": "model"})
+    refused_names: ClassVar = {"max_grad_norm": "clipping", "max_norm": "clipping", "module": "model"}
+
     def __init__(
         self,
         model: nn.Module,
@@ -94,6 +95,7 @@ class GhostClipper:
         compile: bool = False,
         loss_scale: float = 1.0,
     ) -> None:
+        check_module(model)
         policy = as_policy(clipping)
         self.second_pass = one_of(("auto", "cached", "reweight"), second_pass=second_pass)
         self.memory_budget = None if memory_budget is None else int(positive(memory_budget=memory_budget))

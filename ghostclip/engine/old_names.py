@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-__all__ = ["BUILD", "OPACUS_ARGUMENTS", "OpacusNames"]
+from ghostclip.validate import RefusesNames
+
+__all__ = ["OpacusNames"]
 
 BUILD = (
     "build engine = PrivacyEngine(model, optimizer, data, batch_size=..., and noise_multiplier=... or "
     "target_epsilon=... with epochs=...), which wraps the model in place; Opacus's own interface is "
     "ghostclip.compat.opacus.PrivacyEngine"
 )
-OPACUS_ARGUMENTS = {
-    "accountant": 'engine.epsilon(accountant="pld") or "rdp"',
-    "data_loader": "data",
-    "expected_batch_size": "batch_size",
-    "max_grad_norm": "clipping",
-    "module": "model",
-    "noise_generator": 'noise="test" with seed=..., which reports epsilon = inf',
-    "poisson_sampling": 'sampling="poisson" or "without_replacement"',
-    "secure_mode": 'noise="hardened"',
-}
 
 
 class OpacusName:
@@ -36,8 +28,20 @@ class OpacusName:
         raise AttributeError(f"PrivacyEngine has no {self._name}; {self._instead}")
 
 
-class OpacusNames:
+class OpacusNames(RefusesNames):
     """Names of Opacus's engine that `ghostclip.PrivacyEngine` has under other ones."""
+
+    refused_names: ClassVar = {
+        "accountant": 'engine.epsilon(accountant="pld") or "rdp"',
+        "data_loader": "data",
+        "expected_batch_size": "batch_size",
+        "max_grad_norm": "clipping",
+        "module": "model",
+        "noise_generator": 'noise="test" with seed=..., which reports epsilon = inf',
+        "poisson_sampling": 'sampling="poisson" or "without_replacement"',
+        "secure_mode": 'noise="hardened"',
+    }
+    without_arguments: ClassVar = BUILD
 
     accountant = OpacusName("use engine.epsilon() and engine.events")
     get_epsilon = OpacusName("use engine.epsilon(delta=...)")

@@ -10,6 +10,7 @@ from torch.optim import LBFGS, Optimizer
 
 from ghostclip.errors import PrivacyError
 from ghostclip.nn.sharding import reshard
+from ghostclip.wrap import check_module
 
 __all__ = ["check_optimizer", "held_parameters", "unwrapped", "with_closure"]
 
@@ -31,8 +32,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     """Raises PrivacyError, TypeError or ValueError when the optimizer can't be stepped privately over the model."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    check_module(model)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
     if isinstance(optimizer, LBFGS):

@@ -20,7 +20,7 @@ from ghostclip.engine.compiled_steps import check_compilable
 from ghostclip.engine.distributed import keep_unsynchronised, ranks_of
 from ghostclip.engine.loss_scaling import LossScaling
 from ghostclip.engine.micro_batching import MicroBatches, is_auto, micro_batches_of
-from ghostclip.engine.old_names import BUILD, OPACUS_ARGUMENTS, OpacusNames
+from ghostclip.engine.old_names import OpacusNames
 from ghostclip.engine.optimizers import check_optimizer, unwrapped
 from ghostclip.engine.plan import plan_for
 from ghostclip.engine.release import Release, refuse_second_engine
@@ -35,7 +35,7 @@ from ghostclip.ledger import Ledger
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.noise import Noise, noise_source
 from ghostclip.sampling import LogicalBatch, LogicalBatches
-from ghostclip.validate import open_fraction, refuse_names, whole
+from ghostclip.validate import open_fraction, whole
 
 __all__ = ["PrivacyEngine"]
 
@@ -109,7 +109,6 @@ class PrivacyEngine(OpacusNames):
 
     _sampled_by: ClassVar[type[LogicalBatches]] = LogicalBatches  # `ghostclip.compat.opacus` has rates of its own
 
-    @refuse_names(OPACUS_ARGUMENTS, without=BUILD)
     def __init__(
         self,
         model: nn.Module,
