@@ -100,7 +100,7 @@ def test_no_module(call: Callable[[Any], Any]) -> None:
 
 
 def test_arguments_of_wrap() -> None:
-    with pytest.raises(TypeError, match="batch_dim must be an int or {name pattern: int}; got 'first'"):
+    with pytest.raises(TypeError, match=r"batch_dim must be an int or \{name pattern: int\}; got 'first'"):
         ghostclip.wrap(nn.Linear(2, 2), batch_dim="first")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"replace must be a dict such as .*; got 'GroupNorm'"):
         ghostclip.wrap(nn.Linear(2, 2), replace="GroupNorm")  # type: ignore[arg-type]
