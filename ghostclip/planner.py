@@ -199,7 +199,7 @@ class Planner:
         Of those candidates, given in the order of their flops, that are worth a measurement; where all of these raise,
         of the others. What raises is put into ``raised``.
         """
-        sample = term.head(SAMPLE)
+        sample = term.pick(slice(0, SAMPLE))
         candidates, share = sample.candidates(), sample.examples / term.examples
         weights = torch.ones(term.examples, device=term.device)
 
@@ -243,7 +243,7 @@ def _others(candidates: dict[str, Strategy], names: list[str]) -> list[str]:
 
 def _first_to_run(term: PerExampleGrads, names: list[str], raised: dict[str, Exception]) -> str:
     """The first of the candidates that does not raise."""
-    sample = term.head(SAMPLE)
+    sample = term.pick(slice(0, SAMPLE))
     candidates = sample.candidates()
     for name in names:
         with _inapplicable(name, term, raised):

@@ -5,6 +5,7 @@ import warnings
 import oracle
 import pytest
 import torch
+from case_models import Wired
 from case_types import project
 from comparing import assert_close, assert_dicts_close, gradients
 from test_fallback import assert_exact, batch
@@ -146,6 +147,14 @@ def test_linear_layers(name, shape, second_pass):
 def test_convolutions(name, second_pass):
     clipper = assert_exact(built(POSITIONS[name]), batch(4, 6, 5), second_pass=second_pass)
     assert any(row.rule.endswith("(computed weight)") for row in clipper.explain())
+
+
+@every_pass
+@pytest.mark.parametrize("name", ["weight_norm", "pruned", "low rank"])
+def test_rows_that_the_model_folded_into_the_batch(name, second_pass):
+    layers = built(LINEAR[name])
+    model = Wired(lambda m, x: m.layers(x.flatten(0, 1)).unflatten(0, (len(x), -1)), layers=layers)
+    assert_exact(model, batch(4, 6, 5), second_pass=second_pass)
 
 
 @positions

@@ -147,9 +147,9 @@ CLIPPING = [
     ),
     Mutant(
         "bad example touches the sum",
-        "ghostclip/norms/outer.py",
-        "zero_examples(self.left, rows)",
-        "self.left",
+        "ghostclip/norms/term.py",
+        "return self.replaced(lambda tensor: zero_examples(tensor, keep))",
+        "return self",
         ("tests/test_nonfinite.py",),
     ),
     Mutant(

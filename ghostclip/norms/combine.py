@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -126,20 +126,15 @@ class Tied(PerExampleGrads):
         return NormResult(reliable(squared, scale, partial(self._measured_again, squared, scale)))
 
     def exact_squared_norms(self) -> Tensor:
-        rows = [squared_norms(self._example(example).per_example()) for example in range(self.examples)]
+        rows = [squared_norms(self.pick(slice(at, at + 1)).per_example()) for at in range(self.examples)]
         return torch.cat(rows) if rows else to_float32(self.outer.left).new_zeros(0)
 
     def _measured_again(self, squared: Tensor, scale: Tensor) -> Tensor:
         """``squared`` [B] with what `_joined` can't rely on replaced; one gradient is materialised at a time."""
         squared = squared.clone()
-        for example in (~gram_is_reliable(squared, scale)).nonzero().flatten().tolist():
-            squared[example] = squared_norms(self._example(example).per_example())[0]
+        for at in (~gram_is_reliable(squared, scale)).nonzero().flatten().tolist():
+            squared[at] = squared_norms(self.pick(slice(at, at + 1)).per_example())[0]
         return squared
-
-    def _example(self, example: int) -> Tied:
-        part = slice(example, example + 1)
-        outer = OuterProduct(self.outer.left[part], self.outer.right[part], self.outer.shape)
-        return Tied(outer, LookupGrads(self.rows.indices[part], self.rows.gradients[part], self.rows.shape))
 
     def closed_form(self, keep: bool) -> NormResult | None:
         outer = self.outer.closed_form(False)
@@ -153,9 +148,6 @@ class Tied(PerExampleGrads):
     def _by(run: StrategyRun, term: Tied, /, keep: bool = False) -> NormResult:
         return term._joined(run(term.outer))
 
-    def head(self, count: int) -> Tied:
-        return Tied(self.outer.head(count), self.rows.head(count))
-
     def absolute(self) -> Tensor:
         outer = product_of_sizes(self.outer.left, self.outer.right)
         return 2 * (outer + squared_norms(self.rows.gradients) * self.rows.indices.shape[1])
@@ -166,8 +158,8 @@ class Tied(PerExampleGrads):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         return self.outer.weighted_sum(weights) + self.rows.weighted_sum(weights)
 
-    def keep_only(self, keep: Tensor) -> Tied:
-        return Tied(self.outer.keep_only(keep), self.rows.keep_only(keep))
+    def replaced(self, function: Callable[[Tensor], Tensor]) -> Tied:
+        return Tied(self.outer.replaced(function), self.rows.replaced(function))
 
     def split_rows(self, count: int, row_order: str) -> Tied:
         outer = self.outer.split_rows(count, row_order)

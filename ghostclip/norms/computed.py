@@ -11,6 +11,7 @@ Where G_i is one outer product, as of a linear layer on one position, both have 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -67,15 +68,12 @@ class _OfOuter(PerExampleGrads):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         return self.apply(self.inner.weighted_sum(weights).unsqueeze(0)).squeeze(0)
 
-    def keep_only(self, keep: Tensor) -> PerExampleGrads:
-        return replace(self, inner=self.inner.keep_only(keep))
+    def replaced(self, function: Callable[[Tensor], Tensor]) -> Any:
+        return replace(self, inner=self.inner.replaced(function))
 
     def split_rows(self, count: int, row_order: str) -> PerExampleGrads:
         inner = self.inner.split_rows(count, row_order)
         return replace(self, inner=inner) if isinstance(inner, OuterProduct) else Dense(self.apply(inner.per_example()))
-
-    def head(self, count: int) -> PerExampleGrads:
-        return replace(self, inner=self.inner.head(count))
 
     def candidates(self) -> dict[str, Strategy]:
         batch, positions, outputs = self.inner.left.shape
@@ -84,12 +82,9 @@ class _OfOuter(PerExampleGrads):
 
     def by_direct(self, keep: bool = False) -> NormResult:
         """From the weight's gradients, formed a chunk of examples at a time; ``keep`` keeps the parameter's."""
-        groups, found = self.inner.groups, []
-        squared = to_float32(self.inner.left[:0]).new_empty(self.examples)
+        found, squared = [], to_float32(self.inner.left[:0]).new_empty(self.examples)
         for part in chunks(self.examples, 4 * self.shape.numel()):
-            rows = slice(part.start * groups, part.stop * groups)
-            inner = replace(self.inner, left=self.inner.left[rows], right=self.inner.right[rows])
-            gradients = self.apply(inner.per_example())
+            gradients = self.pick(part).per_example()
             squared[part] = squared_norms(gradients)
             found += [gradients] if keep else []
         return NormResult(squared, torch.cat(found) if found else None)
@@ -143,13 +138,15 @@ class WeightNorm:
 
 
 class DirectionGrads(_OfOuter):
-    """dL_i/dv of a weight normalization, its ``factor`` a `WeightNorm`; for one position."""
+    """dL_i/dv of a weight normalization, its ``factor`` a `WeightNorm`."""
 
     def apply(self, gradients: Tensor) -> Tensor:
         return self.factor.of_v(gradients)
 
-    def closed_form(self, keep: bool) -> NormResult:
-        """``sum_p left[p]^2 (g[p] / |v[p]|)^2 (|right|^2 - <right, v[p] / |v[p]|>^2)``, and |G_i|^2 for the margin."""
+    def closed_form(self, keep: bool) -> NormResult | None:
+        """One position: ``sum_p left[p]^2 (g[p] / |v[p]|)^2 (|right|^2 - <right, v[p] / |v[p]|>^2)``."""
+        if self.inner.left.shape[1] != 1:
+            return None
         left, right = (to_float32(side).squeeze(1) for side in self.inner.tensors)
         scaled = left.square() * (self.factor.g / self.factor.norms).flatten().square()
         whole = squared_norms(right).unsqueeze(1)
@@ -158,6 +155,5 @@ class DirectionGrads(_OfOuter):
         lost = ~gram_is_reliable(squared, scale)
         if bool(lost.any()):
             rows = lost.nonzero().flatten()
-            inner = replace(self.inner, left=self.inner.left[rows], right=self.inner.right[rows])
-            squared[rows] = replace(self, inner=inner).by_direct().squared_norms
+            squared[rows] = self.pick(rows).by_direct().squared_norms
         return NormResult(squared, absolute=4 * scale)

@@ -31,11 +31,9 @@ from .term import (
     NormResult,
     PerExampleGrads,
     Strategy,
-    pick_rows,
     product_of_sizes,
     split_examples,
     to_float32,
-    zero_examples,
 )
 
 __all__ = ["ConvGrads", "Geometry", "weight_gradient", "windowed_gram"]
@@ -152,6 +150,7 @@ class ConvGrads(PerExampleGrads):
         geometry: stride, padding, dilation, groups.
     """
 
+    TENSORS = ("grads", "images")
     images: Tensor
     grads: Tensor
     shape: torch.Size
@@ -161,13 +160,9 @@ class ConvGrads(PerExampleGrads):
     def key(self) -> tuple:
         return (*super().key, self.geometry)
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.grads, self.images)
-
-    def outer(self, part: slice = slice(None)) -> OuterProduct:
-        """The examples of ``part`` as outer products over positions; groups folded into the batch."""
-        images, grads = to_float32(self.images[part]), to_float32(self.grads[part])
+    def outer(self) -> OuterProduct:
+        """The same as outer products over positions; groups folded into the batch."""
+        images, grads = to_float32(self.images), to_float32(self.grads)
         columns = patches(images, self.shape[2:], self.grads.shape[2:], self.geometry)
         left, right = self._folded(grads.flatten(2)), self._folded(columns)
         return OuterProduct(left.mT, right.mT, self.shape, self.geometry.groups)
@@ -204,16 +199,13 @@ class ConvGrads(PerExampleGrads):
             found["windows"] = Strategy("gram", ConvGrads._by_windows, squares * outputs + sums)
         return found
 
-    def head(self, count: int) -> ConvGrads:
-        return replace(self, images=self.images[:count], grads=self.grads[:count])
-
     def _by_patches(self, keep: bool = False) -> NormResult:
         groups, like = self.geometry.groups, to_float32(self.grads[:0])
         rows = self.examples * groups
         squared = like.new_empty(rows)
         kept = like.new_empty(rows, self.shape[0] // groups, math.prod(self.shape[1:])) if keep else None
         for part in chunks(self.examples, self._column_bytes()):
-            term, of_groups = self.outer(part), slice(part.start * groups, part.stop * groups)
+            term, of_groups = self.pick(part).outer(), slice(part.start * groups, part.stop * groups)
             squared[of_groups] = direct(term.left, term.right, None if kept is None else kept[of_groups])
         squared = squared.view(-1, groups).sum(1)
         return NormResult(squared, None if kept is None else kept.view(-1, *self.shape))
@@ -228,7 +220,7 @@ class ConvGrads(PerExampleGrads):
     def _by_gram(self, keep: bool = False) -> NormResult:
         squared, absolute = to_float32(self.grads[:0]).new_empty(2, self.examples)
         for part in chunks(self.examples, self._column_bytes()):
-            answer = self.outer(part).by_gram()
+            answer = self.pick(part).outer().by_gram()
             assert answer.absolute is not None
             squared[part], absolute[part] = answer.squared_norms, answer.absolute
         return NormResult(squared, absolute=absolute)
@@ -276,13 +268,6 @@ class ConvGrads(PerExampleGrads):
             left = grads[part].flatten(2).transpose(0, 1).reshape(outputs, -1)
             total.addmm_(left, rows_of_patches(images[part], self.shape[2:], grads.shape[2:], self.geometry))
         return grads.new_empty(self.shape).copy_(total.view(outputs, *kernel, inputs).movedim(-1, 1))
-
-    def keep_only(self, keep: Tensor) -> ConvGrads:
-        return replace(self, images=zero_examples(self.images, keep), grads=zero_examples(self.grads, keep))
-
-    def pick(self, rows: Tensor | slice, there: Tensor | None = None) -> ConvGrads:
-        images, grads = (pick_rows(each, rows, there) for each in (self.images, self.grads))
-        return replace(self, images=images, grads=grads)
 
     def split_rows(self, count: int, row_order: str) -> ConvGrads:
         """The rows of an example as one image, one below the other, each with its padding above it.

@@ -26,12 +26,10 @@ from .term import (
     PerExampleGrads,
     Strategy,
     may_sync,
-    pick_rows,
     product_of_sizes,
     split_examples,
     squared_norms,
     to_float32,
-    zero_examples,
 )
 
 __all__ = ["OuterProduct", "chunks", "direct", "gram", "gram_is_reliable", "reliable"]
@@ -121,14 +119,11 @@ class OuterProduct(PerExampleGrads):
         groups: 1 for all but grouped convolutions.
     """
 
+    TENSORS = ("left", "right")
     left: Tensor
     right: Tensor
     shape: torch.Size
     groups: int = 1
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.left, self.right)
 
     @property
     def examples(self) -> int:
@@ -151,10 +146,6 @@ class OuterProduct(PerExampleGrads):
         if half_gram_is_there(self.left):
             found["half gram"] = Strategy("gram", OuterProduct.by_half_gram, batch * positions * pairs)
         return found
-
-    def head(self, count: int) -> OuterProduct:
-        rows = count * self.groups
-        return OuterProduct(self.left[:rows], self.right[:rows], self.shape, self.groups)
 
     def _by_example(self, squared: Tensor) -> Tensor:
         return squared if self.groups == 1 else squared.view(-1, self.groups).sum(1)
@@ -198,22 +189,12 @@ class OuterProduct(PerExampleGrads):
             left, right = left.transpose(0, 1), right.transpose(0, 1)
         return (left.flatten(0, 1).mT @ right.flatten(0, 1)).view(self.shape)
 
-    def keep_only(self, keep: Tensor) -> OuterProduct:
-        rows = keep.repeat_interleave(self.groups)
-        return OuterProduct(zero_examples(self.left, rows), zero_examples(self.right, rows), self.shape, self.groups)
-
-    def pick(self, rows: Tensor | slice, there: Tensor | None = None) -> OuterProduct:
-        if isinstance(rows, slice):
-            rows = slice(rows.start * self.groups, rows.stop * self.groups)
-        elif self.groups > 1:
-            groups = torch.arange(self.groups, device=rows.device)
-            rows = (rows.unsqueeze(1) * self.groups + groups).flatten()
-            there = None if there is None else there.repeat_interleave(self.groups)
-        left, right = (pick_rows(side, rows, there) for side in (self.left, self.right))
-        return OuterProduct(left, right, self.shape, self.groups)
+    def replaced(self, function: Callable[[Tensor], Tensor]) -> OuterProduct:
+        if self.groups == 1:
+            return super().replaced(function)
+        return super().replaced(lambda side: function(side.unflatten(0, (-1, self.groups))).flatten(0, 1))
 
     def split_rows(self, count: int, row_order: str) -> PerExampleGrads:
         if self.groups > 1:
             return Dense(self.per_example()).split_rows(count, row_order)
-        left, right = (split_examples(side, count, row_order).flatten(1, 2) for side in (self.left, self.right))
-        return OuterProduct(left, right, self.shape)
+        return self.replaced(lambda side: split_examples(side, count, row_order).flatten(1, 2))

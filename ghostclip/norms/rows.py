@@ -21,13 +21,11 @@ from .outer import chunks
 from .term import (
     NormResult,
     PerExampleGrads,
-    pick_rows,
     product_of_sizes,
     split_examples,
     squared_norms,
     squared_sizes,
     to_float32,
-    zero_examples,
 )
 
 __all__ = ["BagGrads", "LookupGrads", "lookup_squared_norms", "runs_squared_norms"]
@@ -71,6 +69,7 @@ class LookupGrads(PerExampleGrads):
         shape: of the table, [rows, d]; with a smaller d, indices count the parts that rows then consist of.
     """
 
+    TENSORS = ("gradients", "indices")
     indices: Tensor
     gradients: Tensor
     shape: torch.Size
@@ -80,18 +79,11 @@ class LookupGrads(PerExampleGrads):
         """d."""
         return self.gradients.shape[2]
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.gradients, self.indices)
-
     def closed_form(self, keep: bool) -> NormResult:
         if self.indices.shape[1] == 1:
             return NormResult(squared_norms(self.gradients))
         squared, sizes = lookup_squared_norms(self.indices, to_float32(self.gradients))
         return NormResult(squared, absolute=None if sizes is None else sizes * self.indices.shape[1])
-
-    def head(self, count: int) -> LookupGrads:
-        return LookupGrads(self.indices[:count], self.gradients[:count], self.shape)
 
     def absolute(self) -> Tensor | None:
         positions = self.indices.shape[1]
@@ -119,15 +111,8 @@ class LookupGrads(PerExampleGrads):
         gradients = gradients * weights.view(-1, 1, 1)
         table.view(-1, self.width).index_add_(0, self.indices.flatten(), gradients.flatten(0, 1))
 
-    def keep_only(self, keep: Tensor) -> LookupGrads:
-        return LookupGrads(self.indices, zero_examples(self.gradients, keep), self.shape)
-
-    def pick(self, rows: Tensor | slice, there: Tensor | None = None) -> LookupGrads:
-        return LookupGrads(self.indices[rows], pick_rows(self.gradients, rows, there), self.shape)
-
     def split_rows(self, count: int, row_order: str) -> LookupGrads:
-        indices, gradients = (split_examples(t, count, row_order).flatten(1, 2) for t in (self.indices, self.gradients))
-        return LookupGrads(indices, gradients, self.shape)
+        return self.replaced(lambda tensor: split_examples(tensor, count, row_order).flatten(1, 2))
 
 
 @dataclass(eq=False)
@@ -144,21 +129,18 @@ class BagGrads(PerExampleGrads):
         shape: of the table, [rows, d].
     """
 
+    TENSORS = ("gradients", "indices", "factors")
     gradients: Tensor
     indices: Tensor
     factors: Tensor | None
     shape: torch.Size
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.gradients, self.indices, *([] if self.factors is None else [self.factors]))
-
-    def rows(self, part: slice = slice(None)) -> LookupGrads:
-        """Those of some examples with a gradient for every position."""
-        indices, gradients = self.indices[part], to_float32(self.gradients[part]).unsqueeze(1)
+    def rows(self) -> LookupGrads:
+        """The same with a gradient for every position."""
+        gradients = to_float32(self.gradients).unsqueeze(1)
         if self.factors is None:
-            return LookupGrads(indices, gradients.expand(-1, indices.shape[1], -1), self.shape)
-        return LookupGrads(indices, self.factors[part].unsqueeze(2) * gradients, self.shape)
+            return LookupGrads(self.indices, gradients.expand(-1, self.indices.shape[1], -1), self.shape)
+        return LookupGrads(self.indices, self.factors.unsqueeze(2) * gradients, self.shape)
 
     def closed_form(self, keep: bool) -> NormResult:
         gradients, factors = to_float32(self.gradients), self.factors
@@ -178,15 +160,8 @@ class BagGrads(PerExampleGrads):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         total = to_float32(self.gradients).new_zeros(self.shape)
         for part in chunks(self.examples, total[:1].nbytes * self.indices.shape[1]):
-            self.rows(part).add_weighted(total, weights[part])
+            self.pick(part).rows().add_weighted(total, weights[part])
         return total
-
-    def keep_only(self, keep: Tensor) -> BagGrads:
-        factors = None if self.factors is None else zero_examples(self.factors, keep)
-        return BagGrads(zero_examples(self.gradients, keep), self.indices, factors, self.shape)
-
-    def pick(self, rows: Tensor | slice, there: Tensor | None = None) -> LookupGrads:
-        return self.rows().pick(rows, there)
 
     def split_rows(self, count: int, row_order: str) -> LookupGrads:
         return self.rows().split_rows(count, row_order)

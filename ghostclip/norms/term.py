@@ -6,10 +6,11 @@ and clipped sums is then written once per shape, as tensor functions.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +36,9 @@ __all__ = [
 SAMPLE = 32
 # A norm in float32 loses 1e-6 of itself for about so many numbers, and more in proportion (2.5 million: 4e-4).
 LONG = 8192
+
+
+Kind = TypeVar("Kind", bound="PerExampleGrads")
 
 
 @dataclass(slots=True)
@@ -76,9 +80,15 @@ class Strategy:
 
 
 class PerExampleGrads(ABC):
-    """Per-example gradients of one parameter: B of them, each of ``shape``."""
+    """Per-example gradients of one parameter: B of them, each of ``shape``.
+
+    A kind is a dataclass of tensors with the examples in dimension 0. It says how its gradients are formed
+    (`per_example`), summed (`weighted_sum`) and measured (`closed_form` or `candidates`).
+    """
 
     shape: torch.Size
+    # The names of its tensors; the first is never None.
+    TENSORS: ClassVar[tuple[str, ...]] = ()
 
     @property
     def key(self) -> tuple:
@@ -87,9 +97,9 @@ class PerExampleGrads(ABC):
         return (type(self).__name__, size_class(self.examples), *sizes, self.shape, self.device)
 
     @property
-    @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors this term holds on to; the first has the examples (times groups) in dimension 0."""
+        """The tensors this term holds on to; they have the examples (times groups) in dimension 0."""
+        return tuple([each for name in self.TENSORS if (each := getattr(self, name)) is not None])
 
     @property
     def nbytes(self) -> int:
@@ -118,10 +128,6 @@ class PerExampleGrads(ABC):
         """Squared norms [B] where candidates of the "direct" family may lose digits to cancellation, too; else None."""
         return None
 
-    def head(self, count: int) -> PerExampleGrads:
-        """The term of the first ``count`` examples, to measure on; needed where there are `candidates`."""
-        return self
-
     def absolute(self) -> Tensor | None:
         """At least ``(sum_t |part_t|)^2`` [B] of the parts that a gradient is added up from; None where it is not.
 
@@ -141,16 +147,24 @@ class PerExampleGrads(ABC):
         """The ways to `weighted_sum`, by name, where there are several; the first is `weighted_sum` itself."""
         return {}
 
-    @abstractmethod
-    def keep_only(self, keep: Tensor) -> PerExampleGrads:
-        """The same term with what belongs to examples where ``keep`` [B] is False replaced by zeros."""
+    def replaced(self: Kind, function: Callable[[Tensor], Tensor]) -> Kind:
+        """The term of other examples, whose tensors [n, ...] ``function`` makes of those of this one, [B, ...]."""
+        found = copy.copy(self)
+        for name in self.TENSORS:
+            tensor = getattr(self, name)
+            setattr(found, name, None if tensor is None else function(tensor))
+        return found
 
-    def pick(self, rows: Tensor | slice, there: Tensor | None = None) -> PerExampleGrads:
+    def keep_only(self: Kind, keep: Tensor) -> Kind:
+        """The same term with what belongs to examples where ``keep`` [B] is False replaced by zeros."""
+        return self.replaced(lambda tensor: zero_examples(tensor, keep))
+
+    def pick(self: Kind, rows: Tensor | slice, there: Tensor | None = None) -> Kind:
         """The term of the examples ``rows`` [n] in this order; zeros in the place of one that isn't ``there`` [n].
 
         With a slice, all are there.
         """
-        return Dense(pick_rows(self.per_example(), rows, there))
+        return self.replaced(lambda tensor: pick_rows(tensor, rows, there))
 
     @abstractmethod
     def split_rows(self, count: int, row_order: str) -> PerExampleGrads:
@@ -242,16 +256,13 @@ class Dense(PerExampleGrads):
         added_up: where their sum will be made of parts again, what `absolute` says of these, [B].
     """
 
+    TENSORS = ("gradients", "added_up")
     gradients: Tensor
     added_up: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         return self.gradients.shape[1:]
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.gradients,)
 
     def closed_form(self, keep: bool) -> NormResult:
         return NormResult(squared_norms(self.gradients))
@@ -269,9 +280,6 @@ class Dense(PerExampleGrads):
         if gradients.dim() == 3 and not gradients.is_contiguous() and gradients.mT.is_contiguous():
             return Dense(gradients.mT).weighted_sum(weights).mT.contiguous()
         return (weights.to(gradients.dtype) @ gradients.unsqueeze(-1).flatten(1)).view(self.shape)
-
-    def keep_only(self, keep: Tensor) -> Dense:
-        return Dense(zero_examples(self.gradients, keep))
 
     def split_rows(self, count: int, row_order: str) -> Dense:
         return Dense(split_examples(to_float32(self.gradients), count, row_order).sum(1))
