@@ -12,6 +12,7 @@ import torch
 from case_fallback import with_parameters
 from case_models import Wired
 from comparing import assert_dicts_close, gradients
+from graphs import interpret
 from private_runs import engine_for
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 import ghostclip
 from ghostclip import GhostClipper
+from ghostclip import clipping as c
 
 MAX_NORM, BAD = 0.3, 1
 every_pass = pytest.mark.parametrize("second_pass", ["reweight", "cached"])
@@ -248,3 +250,77 @@ def test_a_parameter_that_is_a_single_number_beside_an_example_that_is_not_finit
     model = Scaled()
     norms = GhostClipper(model).norms(model(x))
     assert norms.isfinite().tolist() == [True, True, False, True, True]
+
+
+def saturated_below(left: bool) -> Losses:
+    """A matrix between a layer and a saturated function: an input of inf there leaves a finite loss and 0 * inf."""
+
+    def wiring(m: Any, x: Tensor) -> Tensor:
+        h = m.p @ x if left else torch.einsum("st,btd->bsd", m.p, x)
+        return m.head(torch.tanh(m.layer(torch.tanh(h))))
+
+    torch.manual_seed(3)
+    return Losses(with_parameters(wiring, {"p": (4, 4)}, layer=nn.Linear(5, 5), head=nn.Linear(5, 2)).double())
+
+
+def groups_of_two() -> dict[str, list[str]]:
+    return {"below": ["*.p", "*head.bias"], "above": ["*layer*", "*head.weight"]}
+
+
+POLICIES: dict[str, Callable[[], Any]] = {
+    "flat": lambda: c.Flat(MAX_NORM),
+    "adaptive": lambda: c.Adaptive(MAX_NORM),
+    "by layer": lambda: c.PerLayer(MAX_NORM),
+    "groups": lambda: c.Grouped(groups_of_two(), {"below": 0.2, "above": 0.4}),
+    "a function of groups": lambda: c.Custom(
+        lambda norms: {group: 3.0 / (0.1 + norm) for group, norm in norms.items()}, MAX_NORM, groups=groups_of_two()),
+    "composed": lambda: c.Composed(c.ByParameter(), c.ByDimension(MAX_NORM), c.AutoS(), c.EqualNoise()),
+    "composed, a scaling of a user's own": lambda: c.Composed(scaling=lambda n, bound: torch.full_like(n, 0.5)),
+    "quantiles of groups": lambda: c.Composed(c.ByLayer(), c.Quantiles(MAX_NORM)),
+    "a joint bound": lambda: c.Composed(
+        c.ByLayer(), c.JointBound(lambda norms: {group: 1.0 / (0.1 + n) for group, n in norms.items()}, MAX_NORM)),
+}  # fmt: skip
+
+
+def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+    return model(*batch)
+
+
+def by_loop(model: nn.Module, policy: Any, inputs: list[Tensor]) -> dict[str, Tensor]:
+    """The loop's clipped sums by a policy that a clipper has."""
+    each = oracle.per_example_grads(model, lambda losses: losses, inputs)
+    if not isinstance(policy, c.Groupwise):
+        weights = dict.fromkeys(each, policy.weights(oracle.norms(each)))
+    else:
+        group_of = policy.partition({name: grads[0].numel() for name, grads in each.items()})
+        inside = {group: {n: g for n, g in each.items() if group_of[n] == group} for group in group_of.values()}
+        found = policy.weights({group: oracle.norms(grads) for group, grads in inside.items()})
+        weights = {name: found[group] for name, group in group_of.items()}
+    return {name: torch.einsum("b,b...->...", weights[name], grads) for name, grads in each.items()}
+
+
+CALLS = [(policy, call) for policy in POLICIES for call in ("backward", "clip")]
+CALLS += [(policy, "compiled") for policy in POLICIES if policy not in ("adaptive", "quantiles of groups")]
+
+
+@every_pass
+@pytest.mark.parametrize(("policy", "call"), CALLS)
+def test_an_example_with_a_finite_loss_and_one_gradient_that_is_not(policy, second_pass, call, monkeypatch) -> None:
+    """What comes back to the matrix is zero, and zero times inf is no gradient of zero."""
+    if call == "compiled":
+        interpret(monkeypatch)
+    for left in (True, False):
+        model, inputs = saturated_below(left), batch("[T, T] from the left", 4)
+        clipper = GhostClipper(model, POLICIES[policy](), second_pass=second_pass, compile=call == "compiled")
+        for spoil in (False, True) if call != "compiled" else (False,) * 6 + (True,):
+            model.zero_grad()
+            if spoil:
+                inputs[0][BAD, 2] = torch.inf
+            losses = model(*inputs)
+            assert bool(losses.isfinite().all())
+            result = clipper.backward(losses) if call == "backward" else clipper.clip(loss_fn, tuple(inputs))
+            others = [i for i in range(4) if not spoil or i != BAD]
+            assert_dicts_close(gradients(model), by_loop(model, clipper.clipping, [x[others] for x in inputs]), 1e-9)
+        weights = result.weights.values() if isinstance(result.weights, dict) else [result.weights]
+        assert all(float(weight[BAD]) == 0.0 for weight in weights)
+        assert clipper.compiled is None or clipper.compiled.refusals == []

@@ -155,9 +155,16 @@ CLIPPING = [
     Mutant(
         "a kept NaN spoils the others",
         "ghostclip/graph/shared/boundary.py",
-        "        tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)\n",
+        "        tensor.masked_fill_(~tensor.isfinite(), value)\n",
         "        pass\n",
         PITFALLS,
+    ),
+    Mutant(
+        "0 * inf counts as 0 where a parameter meets the examples",
+        "ghostclip/graph/shared/boundary.py",
+        " and not self._reads(wrong, entries, grad, places)",
+        "",
+        ("tests/test_nonfinite_shared.py",),
     ),
     Mutant("no margin below the bound", WHOLE, "1.0 - 8.0 * torch", "1.0 + 3e5 * torch", CLIPPER),
     Mutant(

@@ -182,19 +182,49 @@ class BroadcastBoundary:
         return torch.stack(found)
 
     def _one_by_one(self, grad: Tensor, places: list[tuple[int, Edge]]) -> Iterator[tuple[Edge, Tensor]]:
-        rows = grad.movedim(self.dim, 0)
-        found: list[list[Tensor]] = [[] for _ in places]
-        with _finite_inside(self.node):
+        """By the operation's own backward, once for every example.
+
+        For one example it multiplies what the operation kept of the others with zeros. Numbers of theirs that are not
+        finite would spoil its gradients, and are replaced. Its own are not, so that its gradient isn't finite, either.
+        """
+        wrong, found = _not_finite(self.node), list[list[Tensor]]()
+        with _replaced(wrong, 0.0):
             self._refuse_spoilt(grad, [place for place, _ in places])
-            for entries in self._entries(grad):
-                alone = torch.zeros_like(grad, memory_format=torch.contiguous_format)
-                alone.movedim(self.dim, 0)[entries] = rows[entries]
-                parts = self._inputs_gradients(alone)
-                for gathered, (place, edge) in zip(found, places, strict=True):
-                    part, shape = parts[place], shape_of(edge)
-                    gathered.append(grad.new_zeros(shape) if part is None else part.sum_to_size(shape))
-        for (_, edge), gathered in zip(places, found, strict=True):
-            yield edge, torch.stack(gathered)
+        for entries in self._entries(grad):
+            alone = self._at(entries, grad)
+            parts = self._parts(alone, places)
+            if wrong and not _all_finite(parts) and not self._reads(wrong, entries, grad, places):
+                with _replaced(wrong, 0.0):
+                    parts = self._parts(alone, places)
+            found.append(parts)
+        for (_, edge), each in zip(places, zip(*found, strict=True), strict=True):
+            yield edge, torch.stack(each)
+
+    def _at(self, entries: Tensor, grad: Tensor) -> Tensor:
+        """A gradient of the output that is zero but for the given entries along ``dim``."""
+        alone = torch.zeros_like(grad, memory_format=torch.contiguous_format)
+        alone.movedim(self.dim, 0)[entries] = grad.movedim(self.dim, 0)[entries]
+        return alone
+
+    def _parts(self, grad: Tensor, places: list[tuple[int, Edge]]) -> list[Tensor]:
+        """The gradients of the shared tensors for one of the output."""
+        below, found = self._inputs_gradients(grad), list[Tensor]()
+        for place, edge in places:
+            part, shape = below[place], shape_of(edge)
+            found.append(grad.new_zeros(shape) if part is None else part.sum_to_size(shape))
+        return found
+
+    def _reads(self, wrong: list[Tensor], entries: Tensor, grad: Tensor, places: list[tuple[int, Edge]]) -> bool:
+        """Whether numbers that the operation kept, and which are not finite, are of the example with these entries.
+
+        Then the example's gradients are others if these numbers are. (Its gradient at the output may be zero.)
+        """
+        seed = self._at(entries, torch.ones_like(grad))
+        with _replaced(wrong, 0.25):
+            once = self._parts(seed, places)
+        with _replaced(wrong, 0.75):
+            again = self._parts(seed, places)
+        return not all(map(torch.equal, once, again))
 
     def _refuse_spoilt(self, grad: Tensor, places: list[int]) -> None:
         """Raises UnsupportedModelError where a gradient of zero doesn't give zeros.
@@ -205,7 +235,7 @@ class BroadcastBoundary:
         if is_traced():
             return
         found = self._inputs_gradients(torch.zeros_like(grad))
-        if all(found[place] is None or bool(torch.isfinite(found[place]).all()) for place in places):  # type: ignore[arg-type]
+        if _all_finite([part for place in places if (part := found[place]) is not None]):
             return
         raise UnsupportedModelError(
             f"a parameter is used in an operation in place ({self.node.name()}) that kept numbers that are not finite, "
@@ -214,27 +244,30 @@ class BroadcastBoundary:
         )
 
 
-@contextmanager
-def _finite_inside(node: Any) -> Iterator[None]:
-    """Zeros for what isn't finite among the tensors a node kept: 0 * inf would spoil the other examples.
+def _all_finite(tensors: Sequence[Tensor]) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
-    The example it belongs to is left out anyway, by its loss or by its gradient at the node. A compiled graph has no
-    values yet; where one isn't finite, the eager passes clip its batch.
+
+def _not_finite(node: Any) -> list[Tensor]:
+    """The tensors a node kept that are not finite throughout.
+
+    A compiled graph has no values yet; where one isn't finite, the eager passes clip its batch.
     """
     if is_traced():
-        yield
-        return
+        return []
     kept = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
     kept += getattr(node, "saved_tensors", ())
-    wrong = [
-        (tensor.data, tensor.data.clone())
-        for tensor in kept
-        if isinstance(tensor, Tensor) and not bool(torch.isfinite(tensor).all())
-    ]
-    for tensor, _ in wrong:
-        tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    return [tensor.data for tensor in kept if isinstance(tensor, Tensor) and not _all_finite([tensor])]
+
+
+@contextmanager
+def _replaced(wrong: Sequence[Tensor], value: float) -> Iterator[None]:
+    """Inside, the numbers of these tensors that are not finite are another one."""
+    before = [tensor.clone() for tensor in wrong]
+    for tensor in wrong:
+        tensor.masked_fill_(~tensor.isfinite(), value)
     try:
         yield
     finally:
-        for tensor, before in wrong:
-            tensor.copy_(before)
+        for tensor, own in zip(wrong, before, strict=True):
+            tensor.copy_(own)
