@@ -14,8 +14,8 @@ import torch
 from ledgers import charged, in_child, records, spent
 
 from ghostclip import accounting
+from ghostclip.accounting import affordable, calibration
 from ghostclip.engine import PrivacyEngine, budget
-from ghostclip.engine.budget import affordable
 from ghostclip.errors import BudgetExceededError, LedgerError, PrivacyError
 from ghostclip.events import FixedSizeGaussian, SampledGaussian
 from ghostclip.ledger import Account, Ledger
@@ -41,7 +41,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         def epsilon(self, events: Any, delta: float) -> float:
             return epsilon_of(events, delta=delta)
 
-    monkeypatch.setattr(accounting, "epsilon_of", epsilon_of)
+    for place in (accounting, calibration):
+        monkeypatch.setattr(place, "epsilon_of", epsilon_of)
     monkeypatch.setattr(accounting, "RunningEpsilon", Running)
     monkeypatch.setattr(accounting, "noise_for", lambda *arguments, **more: 1.0)
 
@@ -248,7 +249,7 @@ def test_the_accountant_is_asked_once_and_when_somebody_else_has_spent(
         asked.append(1)
         return affordable(*arguments, **more)
 
-    monkeypatch.setattr("ghostclip.engine.budget.affordable", watched)
+    monkeypatch.setattr("ghostclip.accounting.affordable", watched)
     ledger: Any = Ledger(path, block=1)
     engine, other = engine_for(ledger, max_epsilon=20.0), engine_for(ledger)
     stepped(engine, 5)
@@ -310,12 +311,7 @@ def test_affordable_steps_are_those_a_slow_count_finds(
     def epsilon_of(events: Any, *, delta: float, accountant: str = "pld") -> float:
         return exact(events, delta=delta) * (off if accountant == "rdp" else 1.0)
 
-    class Running:
-        def epsilon(self, events: Any, delta: float) -> float:
-            return epsilon_of(events, delta=delta)
-
-    monkeypatch.setattr(accounting, "epsilon_of", epsilon_of)
-    monkeypatch.setattr(accounting, "RunningEpsilon", Running)
+    monkeypatch.setattr(calibration, "epsilon_of", epsilon_of)
     found = affordable(past, EVENT, max_epsilon=limit, delta=1e-3)
     assert found == most_within(limit, past)
     for most in (0, 1, found, found + 1, 2 * found):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ghostclip import clipping as c
 from ghostclip import traces
-from ghostclip.engine.trace import noise_scale
+from ghostclip.traces.steps import noise_scale
 
 POLICIES: dict[str, Any] = {
     "flat": 0.3,

@@ -1511,7 +1511,7 @@ SAME = [
     ),
 ]
 
-TRACE, TRACED = "ghostclip/engine/trace.py", ("tests/test_trace.py",)
+TRACE, TRACED = "ghostclip/traces/steps.py", ("tests/test_trace.py",)
 
 OBSERVED = [
     Mutant(

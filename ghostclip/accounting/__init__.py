@@ -5,7 +5,7 @@ Rényi divergences (Mironov 2017; Mironov et al. 2019). Both give upper bounds; 
 is no bound, so there is none.
 """
 
-from ghostclip.accounting.calibration import max_steps, noise_for, noise_multiplier
+from ghostclip.accounting.calibration import affordable, max_steps, noise_for, noise_multiplier
 from ghostclip.accounting.running import RunningEpsilon
 from ghostclip.accounting.spent import (
     ACCOUNTANTS,
@@ -25,6 +25,7 @@ __all__ = [
     "RunningEpsilon",
     "Setting",
     "accountants_for",
+    "affordable",
     "epsilon",
     "epsilon_of",
     "epsilon_over_time",

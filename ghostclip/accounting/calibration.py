@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from functools import cache
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import cache, partial
 
 import scipy
 
-from ghostclip.accounting.spent import ACCOUNTANTS, Setting, epsilon_of
+from ghostclip.accounting.spent import ACCOUNTANTS, Setting, accountants_for, epsilon_of
 from ghostclip.events import Event
 from ghostclip.validate import one_of, open_fraction, positive, whole
 
-__all__ = ["max_steps", "noise_for", "noise_multiplier"]
+__all__ = ["affordable", "max_steps", "noise_for", "noise_multiplier"]
 
 log = logging.getLogger("ghostclip")
 
@@ -112,22 +114,45 @@ def max_steps(
     noise_multiplier = positive(noise_multiplier=noise_multiplier)
     setting = Setting(sample_rate, sampling, neighboring, dataset_size, max_batch_size)
     delta, accountant = open_fraction(delta=delta), one_of(ACCOUNTANTS, accountant=accountant)
-
-    @cache
-    def excess_of(steps: int) -> float:
-        return _excess([setting.event(noise_multiplier, steps)], target_epsilon, delta, accountant)
-
-    mu = _gaussian_mu(target_epsilon, delta)
-    start = 2 * math.log(mu / sample_rate) - math.log(math.expm1(min(max(noise_multiplier, 0.04), 1e6) ** -2))
-    many, fits = _bracket(lambda x: excess_of(round(math.exp(-x))), -start, -math.log(MOST_STEPS), 0.0)
-    if fits is None:
-        return 0
-    if many is None:
+    event = setting.event(noise_multiplier)
+    found = affordable([], event, max_epsilon=target_epsilon, delta=delta, accountant=accountant)
+    if found == MOST_STEPS:
         raise ValueError(
             f"more than {MOST_STEPS} steps stay within target_epsilon={target_epsilon!r} at "
             f"noise_multiplier={noise_multiplier!r}, sample_rate={sample_rate!r} and delta={delta!r}; lower one of them"
         )
-    return round(_last_within(lambda x: excess_of(round(x)), math.exp(-many), math.exp(-fits), 0.5))
+    return found
+
+
+def affordable(
+    spent: Iterable[Event],
+    event: Event,
+    *,
+    max_epsilon: float,
+    delta: float,
+    most: int = MOST_STEPS,
+    accountant: str = "pld",
+) -> int:
+    """How many of ``event``, up to ``most``, stay within ``max_epsilon`` at ``delta``, together with ``spent``.
+
+    It takes half a dozen evaluations of epsilon, one when ``most`` is affordable.
+    """
+    spent = list(spent)
+
+    @cache
+    def excess(count: int, accountant: str = accountant) -> float:
+        return _excess([*spent, replace(event, count=count)], max_epsilon, delta, accountant)
+
+    start = 1
+    if all("rdp" in accountants_for(each) for each in (event, *spent)):
+        # Rényi divergences take a millisecond, and are not far off.
+        start = max(1, bisect_right(range(1, most + 1), 0.0, key=partial(excess, accountant="rdp")))
+    if not most:
+        return 0
+    many, fits = _bracket(lambda x: excess(round(math.exp(-x))), -math.log(start), -math.log(most), 0.0)
+    if many is None or fits is None:
+        return 0 if fits is None else most
+    return round(_last_within(lambda x: excess(round(x)), math.exp(-many), math.exp(-fits), 0.5))
 
 
 def _excess(events: Sequence[Event], target: float, delta: float, accountant: str) -> float:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 import os
 import secrets
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import NoReturn
-
-import scipy
 
 from ghostclip import accounting
 from ghostclip.engine.distributed import Ranks
@@ -23,7 +20,7 @@ from ghostclip.events import Event, merged
 from ghostclip.ledger import Ledger
 from ghostclip.validate import one_of, positive
 
-__all__ = ["Spending", "affordable"]
+__all__ = ["Spending"]
 
 # {random name of a run: how often each event (of count 1) was charged by it}
 Runs = Mapping[str, Mapping[Event, int]]
@@ -231,7 +228,7 @@ class Spending:
             return room
         # Most of what there was room for will still have some: one question instead of a dozen.
         most = min(room, before // 2) if before > 1 else room
-        return affordable(spent, event, max_epsilon=epsilon, delta=self._plan.target_delta, most=most)
+        return accounting.affordable(spent, event, max_epsilon=epsilon, delta=self._plan.target_delta, most=most)
 
     def _epsilon_limit(self, event: Event, spent: list[Event]) -> float | None:
         """What epsilon may not pass with ``event``. The planned steps alone keep to the target by themselves."""
@@ -273,50 +270,3 @@ def _listed(runs: Runs) -> list[Event]:
 def _counted(spent: Iterable[Event]) -> Counter[Event]:
     """{event of count 1: how often it happened}."""
     return Counter({replace(event, count=1): event.count for event in merged(spent)})
-
-
-def affordable(spent: Iterable[Event], event: Event, *, max_epsilon: float, delta: float, most: int = MOST) -> int:
-    """How many of ``event``, up to ``most``, stay within ``max_epsilon`` at ``delta`` by PLD, together with ``spent``.
-
-    It takes half a dozen evaluations of epsilon, one when ``most`` is affordable.
-    """
-    spent, most = list(spent), min(most, MOST)
-
-    @cache
-    def excess(count: int, accountant: str = "pld") -> float:
-        events = [*spent, replace(event, count=count)]
-        # Finite, so that a root finder can use it.
-        return min(accounting.epsilon_of(events, delta=delta, accountant=accountant) - max_epsilon, 1e6)
-
-    if not all("rdp" in accounting.accountants_for(each) for each in (event, *spent)):
-        return _last_within(excess, 1, most, 8)
-    # Rényi divergences take a millisecond, and are not far off.
-    start = bisect_right(range(1, most + 1), 0.0, key=partial(excess, accountant="rdp"))
-    return _last_within(excess, max(start, 1), most, 2)
-
-
-def _last_within(excess: Callable[[int], float], start: int, most: int, factor: int) -> int:
-    """The largest count up to ``most`` whose ``excess``, which rises, is not positive; 0 for none."""
-    here = min(start, most)
-    while excess(here) > 0:
-        if not here:
-            return 0
-        here //= factor
-    over = min(max(start, factor * here, 1), most)
-    while excess(over) <= 0:
-        if over == most:
-            return most
-        here, over = over, min(factor * over, most)
-    known = {here, over}
-
-    def watched(count: float) -> float:
-        known.add(round(count))
-        return excess(round(count))
-
-    scipy.optimize.brentq(watched, here, over, xtol=0.5)
-    while True:
-        here = max(count for count in known if excess(count) <= 0)
-        over = min(count for count in known if excess(count) > 0)
-        if over <= here + 1:
-            return here
-        known.add((here + over) // 2)

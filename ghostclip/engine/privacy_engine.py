@@ -27,7 +27,6 @@ from ghostclip.engine.release import Release, refuse_second_engine
 from ghostclip.engine.snapshots import Restored, Snapshots, Stateful
 from ghostclip.engine.step import BatchIndexOf, LogicalStep, LossFunction, StepRecord
 from ghostclip.engine.terms import StepTerms
-from ghostclip.engine.trace import StepTrace
 from ghostclip.engine.update_check import warn_of_earlier
 from ghostclip.errors import PrivacyError
 from ghostclip.events import Event
@@ -35,6 +34,7 @@ from ghostclip.ledger import Ledger
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.noise import Noise, noise_source
 from ghostclip.sampling import LogicalBatch, LogicalBatches
+from ghostclip.traces import StepTrace
 from ghostclip.validate import open_fraction, whole
 
 __all__ = ["PrivacyEngine"]

@@ -16,10 +16,10 @@ from ghostclip.clipper.first_pass import check_losses
 from ghostclip.engine.compiled_steps import CompiledSteps, LossFunction
 from ghostclip.engine.micro_batching import met_again
 from ghostclip.engine.release import Release
-from ghostclip.engine.trace import StepTrace
 from ghostclip.engine.weighing import refuse_joint_weights
 from ghostclip.errors import LossShapeError, PrivacyError, UnsupportedModelError
 from ghostclip.sampling import LogicalBatch, UserRows
+from ghostclip.traces import StepTrace
 
 __all__ = ["BatchIndexOf", "LogicalStep", "LossFunction", "StepRecord"]
 

@@ -1,5 +1,6 @@
-"""What a trace of an engine's steps holds, and how it is read back; `PrivacyEngine.trace` writes it."""
+"""What steps of an engine looked like without noise, for debugging: observed, written to a folder, and read back."""
 
 from ghostclip.traces.folder import BY_GROUP, BY_STEP, PRIVATE, TracedStep, TraceFolder, read
+from ghostclip.traces.steps import StepTrace
 
-__all__ = ["BY_GROUP", "BY_STEP", "PRIVATE", "TraceFolder", "TracedStep", "read"]
+__all__ = ["BY_GROUP", "BY_STEP", "PRIVATE", "StepTrace", "TraceFolder", "TracedStep", "read"]

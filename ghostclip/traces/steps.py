@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip.clipping import Composed, Groupwise, Thresholds
-from ghostclip.traces import PRIVATE, TracedStep, TraceFolder
+from ghostclip.traces.folder import PRIVATE, TracedStep, TraceFolder
 from ghostclip.validate import positive_int
 
 if TYPE_CHECKING:
