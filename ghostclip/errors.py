@@ -19,7 +19,20 @@ class GhostClipError(Exception):
 
 
 class UnsupportedModelError(GhostClipError):
-    """The model, or the way a layer was used, can't be clipped exactly; the message names module and remedy."""
+    """The model, or the way a layer was used, can't be clipped exactly; the message names module and remedy.
+
+    Args:
+        message: what is wrong, and what to do.
+        name: of the module or parameter it is about, where one stands for it.
+        place: in the graph, a gradient node or a layer's use; `ghostclip.check` finds the line of code by it.
+    """
+
+    def __init__(self, message: str = "", *, name: str = "", place: object = None) -> None:
+        super().__init__(message)
+        self.name, self.place = name, place
+
+    def __reduce__(self) -> tuple[type, tuple[str, ...]]:
+        return type(self), self.args  # a graph can't go to another process
 
 
 class LossShapeError(GhostClipError, ValueError):

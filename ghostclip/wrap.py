@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch import nn as torch_nn
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.graph.data_swap import mixed_examples
 from ghostclip.nn.base import LAYERS, GhostLayer
 from ghostclip.nn.computed import with_computed_weights
 from ghostclip.nn.declared import DECLARED
@@ -25,7 +23,7 @@ from ghostclip.nn.scaling import scaling_of
 from ghostclip.nn.sharding import INSTEAD_OF_SHARDING, sharding_of
 from ghostclip.nn.subclass import leaves_parameters_to_parent
 
-__all__ = ["Finding", "check", "check_module", "unwrap", "wrap", "wrapped"]
+__all__ = ["Finding", "check_module", "obstacles", "unwrap", "wrap", "wrapped"]
 
 # Libraries with layers of their own: the module that has rules for them, imported on meeting one.
 ELSEWHERE = {"transformers": "ghostclip.integrations.huggingface_layers"}
@@ -42,14 +40,17 @@ class Finding:
         path: the module's name in the model ("" for the model itself).
         problem: what is wrong.
         remedy: what to write instead.
+        line: of the code where it happens, "file:line: source"; "" where that isn't known.
     """
 
     path: str
     problem: str
     remedy: str
+    line: str = ""
 
     def __str__(self) -> str:
-        return f"{self.path or 'the model itself'}: {self.problem}; {self.remedy}"
+        where = f" [{self.line}]" if self.line else ""
+        return f"{self.path or 'the model itself'}: {self.problem}{where}; {self.remedy}"
 
 
 @keeping_grad_mode
@@ -72,13 +73,13 @@ def wrap(
         The same model.
 
     Raises:
-        UnsupportedModelError: with every finding of `check`; the model is left as it was.
+        UnsupportedModelError: with every finding of `ghostclip.check`; the model is left as it was.
         ValueError, TypeError: a batch_dim or replacement that names nothing or can't be made; no module.
     """
     check_module(model)
     dims = _batch_dims(model, batch_dim)
     swaps = _replacements(model, replace or {})
-    findings = [f for f in check(model) if f.path not in swaps]
+    findings = [f for f in obstacles(model) if f.path not in swaps]
     if findings:
         listed = "\n".join(f"  {number}. {finding}" for number, finding in enumerate(findings, 1))
         raise UnsupportedModelError(f"the model can't be clipped exactly as it is:\n{listed}")
@@ -125,21 +126,10 @@ def wrapped(model: torch_nn.Module) -> Iterator[torch_nn.Module]:
                     vars(module)[name] = value
 
 
-def check(
-    model: torch_nn.Module,
-    loss_fn: Callable[[torch_nn.Module, Any], Tensor] | None = None,
-    batch: Any = None,
-) -> list[Finding]:
-    """What keeps ``model`` from being trained privately, all of it at once; [] when nothing does. Changes nothing.
-
-    Args:
-        model: any torch module.
-        loss_fn: (model, batch) -> losses [B]; with it, ``batch`` is tried, too: an example's data is exchanged, and
-            another example's loss that moves is a finding that names the first module in which they meet.
-        batch: at least two examples, in dimension 0 of its tensors.
+def obstacles(model: torch_nn.Module) -> list[Finding]:
+    """What its modules by themselves tell that keeps ``model`` from being trained privately. Changes nothing.
 
     Raises:
-        ValueError: only one of ``loss_fn`` and ``batch`` is given, or the batch has fewer than two examples.
         TypeError: ``model`` is no torch module.
     """
     check_module(model)
@@ -147,11 +137,6 @@ def check(
     findings = [] if sharding is None else [Finding(*sharding, INSTEAD_OF_SHARDING)]
     for path, module in model.named_modules():
         findings += [Finding(path, problem, remedy) for problem, remedy in _obstacles(module)]
-    if (loss_fn is None) != (batch is None):
-        raise ValueError("check takes loss_fn and batch together, to try whether examples mix, or neither of them")
-    if loss_fn is not None:
-        known = {finding.path for finding in findings}
-        findings += [Finding(*found) for found in mixed_examples(model, loss_fn, batch) if found[0] not in known]
     return findings
 
 

@@ -34,6 +34,13 @@ class Broken(nn.Module):
 def broken():
     return Broken()
 
+class Centred(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+def centred():
+    return nn.Sequential(nn.Linear(3, 4), Centred())
+
 number = 3
 """
 
@@ -184,6 +191,15 @@ def test_check_tells_findings_by_its_status(capsys, networks):
     found = json.loads(ran(capsys, "check", "networks:bad", "--json", status=1))
     assert [finding["path"] for finding in found["findings"]] == ["1", "2"]
     assert found["trainable"] is False
+
+
+def test_check_tries_random_inputs_and_names_the_line(capsys, networks):
+    assert "nothing stands in the way" in ran(capsys, "check", "networks:centred")
+    shown = ran(capsys, "check", "networks:centred", "--input-shape", "3", status=1)
+    number = NETWORKS.splitlines().index("        return x - x.mean(0)") + 1
+    assert "1: Centred: what it gives for example 1 depends" in shown
+    assert f"[networks.py:{number}: return x - x.mean(0)]" in shown
+    assert "nothing stands in the way" in ran(capsys, "check", "networks:good", "--input-shape", "2", "3")
 
 
 def test_explain_shows_the_plan(capsys, networks):

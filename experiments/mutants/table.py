@@ -24,6 +24,7 @@ class Mutant:
 
 
 PITFALLS = ("tests/test_pitfalls.py",)
+LINES = ("tests/test_check_lines.py",)
 CLIPPER = ("tests/test_clipper.py",)
 ROUNDING = ("tests/test_rounding.py",)
 PASSES, FIRST = "ghostclip/clipper/second_pass.py", "ghostclip/clipper/first_pass.py"
@@ -1701,7 +1702,39 @@ INTEGRATED = [
     ),
 ]
 
+# A finding without a line, or with another one, sends its reader to the wrong place.
+CHECKED = [
+    Mutant(
+        "check takes no norms of its batch",
+        "ghostclip/clipper/checking.py",
+        "        findings += _refusal(model, loss_fn, batch)\n",
+        "        pass\n",
+        LINES,
+    ),
+    Mutant(
+        "a finding has the outermost line",
+        "ghostclip/graph/source_lines.py",
+        "for each in reversed(kept) if",
+        "for each in kept if",
+        LINES,
+    ),
+    Mutant(
+        "a moved row is looked for along one of two dimensions",
+        "ghostclip/graph/operation_log.py",
+        "        if moved and None not in moved:\n",
+        "        if any(row is not None for row in moved):\n",
+        LINES,
+    ),
+    Mutant(
+        "memory that nothing was written to counts as moved",
+        "ghostclip/graph/operation_log.py",
+        'in () if "empty" in func.__name__ else tree_leaves(found):',
+        "in tree_leaves(found):",
+        LINES,
+    ),
+]
+
 MUTANTS = [
     *CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *PROVED, *SHARDED, *MIXED, *COMPILED, *MISUSE,
-    *SAME, *OBSERVED, *INTEGRATED,
+    *SAME, *OBSERVED, *INTEGRATED, *CHECKED,
 ]  # fmt: skip

@@ -22,18 +22,26 @@ from ghostclip.validate import positive_int
 __all__ = ["add_check", "add_explain", "run_check", "run_explain"]
 
 IMAGE, TEXT, VOCABULARY = (1, 28, 28), (256,), 10_000
+TRIED = 5  # examples of a batch that is tried: few things but batches are as long
 
 
 def add_check(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``ghostclip check``."""
-    parser.epilog = "example: ghostclip check mypackage.networks:make\nexit status: 0 nothing found, 1 something found"
+    parser.epilog = (
+        "With --input-shape, a batch of random inputs is tried, and findings name the line of code where they can.\n"
+        "example: ghostclip check mypackage.networks:make --input-shape 3 32 32\n"
+        "exit status: 0 nothing found, 1 something found"
+    )
     _add_model(parser)
+    parser.set_defaults(batch_size=TRIED)
     add_json(parser)
 
 
 def run_check(arguments: argparse.Namespace) -> int:
-    """Prints every finding and its remedy; 1 when there are any."""
-    findings = ghostclip.check(_model_of(arguments))
+    """Prints every finding and its remedy, of a batch too where the inputs' shape is known; 1 when there are any."""
+    model = _model_of(arguments)
+    inputs = _random_inputs(arguments)
+    findings = ghostclip.check(model, None if inputs is None else _losses, inputs)
     if arguments.json:
         print_json({"model": arguments.model, "trainable": not findings, "findings": [asdict(f) for f in findings]})
     elif not findings:

@@ -205,8 +205,10 @@ def _place(trial: TrialLosses) -> str:
         found = trial.replayed(lambda: mixed_examples(trial.model, trial.loss_fn, whole))
     except Exception:  # the finding stands without a place
         found = []
-    path, problem, remedy = found[0] if found else ("", "an example's loss depends on the data of another", "")
-    return f"{path + ': ' if path else ''}{problem}{'; ' + remedy if remedy else ''}"
+    if not found:
+        return "an example's loss depends on the data of another"
+    path, problem, remedy, line = found[0]
+    return f"{path + ': ' if path else ''}{problem}{f' [{line}]' if line else ''}; {remedy}"
 
 
 def _message(finding: str) -> str:

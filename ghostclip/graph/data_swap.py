@@ -3,28 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-__all__ = ["mixed_examples"]
+from ghostclip.graph.operation_log import OperationLog, first_moved
 
-# Of the largest value beside it: other rows of a product are not touched at all, so this is far above what rounds.
-TOLERANCE = 1e-5
+__all__ = ["Mixed", "mixed_examples"]
+
 LOSS_REMEDY = 'compute each loss from its own example only (reduction="none"), one number for each'
+MODULE_REMEDY = (
+    "use a layer that treats each example by itself (GroupNorm for BatchNorm), and compare no examples of one batch"
+)
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
-Outputs = list[tuple[str, Tensor]]
 
 
-def mixed_examples(model: nn.Module, loss_fn: LossFunction, batch: Any) -> list[tuple[str, str, str]]:
-    """(path, problem, remedy) of the first module in which examples of ``batch`` meet; [] where they stay apart.
+class Mixed(NamedTuple):
+    """Where examples of a batch meet.
+
+    Attributes:
+        path: of the module; "" for the model itself, or the loss function.
+        problem: what was seen there.
+        remedy: what to write instead.
+        line: of the code, "file:line: source"; "" where it isn't known.
+    """
+
+    path: str
+    problem: str
+    remedy: str
+    line: str = ""
+
+
+def mixed_examples(model: nn.Module, loss_fn: LossFunction, batch: Any) -> list[Mixed]:
+    """The first operation in which examples of ``batch`` meet; [] where they stay apart.
 
     Runs the model in the mode it is in, without gradients, with the same random numbers each time; buffers and random
-    state are left as they were. The first, the middle and the last example are exchanged for their neighbours.
+    state are left as they were. The first, the middle and the last example are exchanged for their neighbours. Where a
+    loss moves, two more forwards find the operation.
 
     Args:
         model: wrapped or not.
@@ -34,38 +53,31 @@ def mixed_examples(model: nn.Module, loss_fn: LossFunction, batch: Any) -> list[
     Raises:
         ValueError: the batch has fewer than two examples.
     """
-    losses, outputs = _observed(model, loss_fn, batch)
+    losses = _losses(model, loss_fn, batch)
     if losses.dim() != 1:
-        return [("", f"the losses have shape {list(losses.shape)}, not [B]", LOSS_REMEDY)]
+        return [Mixed("", f"the losses have shape {list(losses.shape)}, not [B]", LOSS_REMEDY)]
     examples = len(losses)
     if examples < 2:
         raise ValueError(f"batch must have at least two examples, to see whether they mix; got {examples}")
     for changed in sorted({0, examples // 2, examples - 1}):
         other = tree_map(lambda leaf, i=changed: _exchanged(leaf, i, examples), batch)
-        again, there = _observed(model, loss_fn, other)
-        moved = _moved(losses, again, changed)
+        moved = first_moved(losses, _losses(model, loss_fn, other), changed)
         if moved is not None:
-            return [_first_place(model, outputs, there, changed, examples, moved)]
+            before = OperationLog(model, examples)
+            _losses(model, loss_fn, batch, before.watching())
+            after = OperationLog(model, examples, before, changed)
+            _losses(model, loss_fn, other, after.watching())
+            return [_first_place(model, after, changed, moved)]
     return []
 
 
-def _first_place(
-    model: nn.Module, before: Outputs, after: Outputs, changed: int, examples: int, moved: int
-) -> tuple[str, str, str]:
-    """Where it begins: the first module whose output for another example is another one now."""
-    for (path, old), (again, new) in zip(before, after, strict=False):
-        if path != again or old.shape != new.shape or old.dim() < 2 or len(old) != examples:
-            continue
-        found = _moved(old, new, changed)
-        if found is not None:
-            kind = type(model.get_submodule(path)).__name__
-            problem = f"{kind}: what it gives for example {found} depends on the data of example {changed}"
-            remedy = (
-                "use a layer that treats each example by itself (GroupNorm for BatchNorm), and compare no examples of "
-                "one batch; if this module's examples are in another dimension, what mixes them comes later"
-            )
-            return path, problem, remedy
-    return "", f"the loss of example {moved} depends on the data of example {changed}", LOSS_REMEDY
+def _first_place(model: nn.Module, log: OperationLog, changed: int, moved: int) -> Mixed:
+    """What is said of the first operation whose result for another example is another one now."""
+    if log.path is None:
+        return Mixed("", f"the loss of example {moved} depends on the data of example {changed}", LOSS_REMEDY, log.line)
+    kind = type(model.get_submodule(log.path)).__name__
+    problem = f"{kind}: what it gives for example {log.example} depends on the data of example {changed}"
+    return Mixed(log.path, problem, MODULE_REMEDY, log.line)
 
 
 def _exchanged(leaf: Any, example: int, examples: int) -> Any:
@@ -77,33 +89,16 @@ def _exchanged(leaf: Any, example: int, examples: int) -> Any:
     return leaf
 
 
-def _moved(before: Tensor, after: Tensor, changed: int) -> int | None:
-    """The first row, other than the changed one, that is not what it was; None where all are."""
-    if not before.is_floating_point():
-        return None
-    before, after = before.flatten(1) if before.dim() > 1 else before.unsqueeze(1), after.reshape(len(after), -1)
-    scale = TOLERANCE * float(before.nan_to_num(posinf=0, neginf=0).abs().max()) if before.numel() else 0.0
-    same = torch.isclose(before, after, rtol=0, atol=scale, equal_nan=True).all(1)
-    same[changed] = True
-    return None if bool(same.all()) else int((~same).nonzero()[0])
-
-
-def _observed(model: nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[Tensor, Outputs]:
-    """The losses, and what each module gave, in the order in which they were done."""
-    outputs: Outputs = []
-
-    def note(path: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if isinstance(output, Tensor):
-            outputs.append((path, output.clone()))
-
-    handles = [module.register_forward_hook(partial(note, path)) for path, module in model.named_modules() if path]
+def _losses(
+    model: nn.Module, loss_fn: LossFunction, batch: Any, watching: AbstractContextManager[Any] | None = None
+) -> Tensor:
+    """The losses of a forward without a trace, which ``watching`` may watch."""
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
         try:
-            return loss_fn(model, batch), outputs
+            with watching or nullcontext():
+                return loss_fn(model, batch)
         finally:
-            for handle in handles:
-                handle.remove()
             for buffer, value in before:
                 buffer.copy_(value)

@@ -111,13 +111,15 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
             if kind.__name__ == "CheckpointFunctionBackward":
                 raise UnsupportedModelError(
                     "reentrant activation checkpointing hides the layers inside it; "
-                    "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                    "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+                    place=node,
                 )
             if kind.__name__ == "CompiledFunctionBackward":
                 raise UnsupportedModelError(
                     "torch.compile compiled the model, or a function in it, which hides what happens to each example; "
                     "leave torch.compile out, and call engine.compile() (or GhostClipper(..., compile=True)) for "
-                    "compiled steps"
+                    "compiled steps",
+                    place=node,
                 )
             if kind.__name__ in BATCH_STATISTICS:
                 _refuse_statistics(node)
@@ -165,7 +167,9 @@ def _refuse_statistics(node: Any) -> None:
     if node._saved_training and node._saved_input.shape[0] > 1:
         raise UnsupportedModelError(
             f"a batch of shape {list(node._saved_input.shape)} is normalized by its own mean and variance "
-            "(F.batch_norm with training=True), which mixes examples; use F.group_norm, F.layer_norm or F.instance_norm"
+            "(F.batch_norm with training=True), which mixes examples; use F.group_norm, F.layer_norm or "
+            "F.instance_norm",
+            place=node,
         )
 
 

@@ -166,8 +166,10 @@ class RowLayouts:
             raise UnsupportedModelError(
                 f"{index.layer(call)}: one example's loss depends on rows of this output that belong to others "
                 f"({list(call.shape)}, examples in dimension {call.batch_dim}), so examples mix"
-                f"{too_small}; compute each loss from its own example, or correct wrap(model, batch_dim={{...}}){table}"
-            )
+                f"{too_small}; compute each loss from its own example, or correct wrap(model, batch_dim={{...}})"
+                f"{table}",
+                name=index.layer(call), place=call,
+            )  # fmt: skip
         self._positions |= {_key(call, _rows(call) // len(losses)) for call in mixing}
         return [*mixing, *dark]
 
@@ -198,8 +200,9 @@ class RowLayouts:
         if verdict.best is None or not (verdict.shown or verdict.dark):
             raise UnsupportedModelError(
                 f"{index.layer(call)}: {key[-1]} rows an example are folded into its batch dimension, and this batch "
-                f"doesn't show how; give it inputs [B, positions, features] instead"
-            )
+                f"doesn't show how; give it inputs [B, positions, features] instead",
+                name=index.layer(call), place=call,
+            )  # fmt: skip
         return verdict.best.row_order
 
 

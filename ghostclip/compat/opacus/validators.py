@@ -12,7 +12,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.nn import GroupNorm
-from ghostclip.wrap import check
+from ghostclip.wrap import obstacles
 
 __all__ = ["ModuleValidator"]
 
@@ -27,7 +27,7 @@ class ModuleValidator:
         Raises:
             UnsupportedModelError: there is one, and ``strict`` is set; all are listed.
         """
-        errors = [UnsupportedModelError(str(finding)) for finding in check(module)]
+        errors = [UnsupportedModelError(str(finding)) for finding in obstacles(module)]
         if not module.training:
             errors.append(UnsupportedModelError("the model is in eval mode; call model.train()"))
         if strict and errors:

@@ -240,7 +240,8 @@ class BroadcastBoundary:
         raise UnsupportedModelError(
             f"a parameter is used in an operation in place ({self.node.name()}) that kept numbers that are not finite, "
             "which can't be left out for their example alone; write it out of place (torch.cat or torch.where instead "
-            "of h[:, 0] *= p)"
+            "of h[:, 0] *= p)",
+            place=self.node,
         )
 
 

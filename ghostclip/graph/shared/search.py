@@ -194,8 +194,9 @@ class Search:
         if getattr(node, "_saved_scale_grad_by_freq", False):
             raise UnsupportedModelError(
                 f"{self._names[node]} is looked up with scale_grad_by_freq=True, which divides an example's gradient "
-                "by how often others of the batch have the index, and so mixes examples; leave scale_grad_by_freq out"
-            )
+                "by how often others of the batch have the index, and so mixes examples; leave scale_grad_by_freq out",
+                name=self._names[node], place=node,
+            )  # fmt: skip
         known: dict[Edge, Decision] = {}
         unknown: dict[Edge, list[int]] = {}
         for edge in [(node, number) for number in sorted(self._outputs[node])]:
@@ -273,13 +274,14 @@ class Search:
 
     def _refusal(self, edge: Edge, why: str) -> UnsupportedModelError:
         """The error for an output that is neither a boundary nor shared."""
-        operation = edge[0].name().removesuffix("Backward0")
+        operation, name = edge[0].name().removesuffix("Backward0"), self._names[edge[0]]
         return UnsupportedModelError(
-            f"{self._names[edge[0]]} is used outside of a layer with a gradient rule, in an operation ({operation}, "
+            f"{name} is used outside of a layer with a gradient rule, in an operation ({operation}, "
             f"result of shape {list(shape_of(edge))}) where {why}. Give each example its own copy first "
             "(parameter.expand(B, ...)), register what is constant there as a buffer, write a rule "
-            "(class MyLayer(GhostLayer, wraps=...)), or freeze the parameter"
-        )
+            "(class MyLayer(GhostLayer, wraps=...)), or freeze the parameter",
+            name=name, place=edge[0],
+        )  # fmt: skip
 
 
 def not_a_batch(call: LayerCall, examples: int, name: str) -> Exception:
@@ -293,8 +295,9 @@ def not_a_batch(call: LayerCall, examples: int, name: str) -> Exception:
     return UnsupportedModelError(
         f"{name}: its output has shape {list(call.shape)} with {rows} rows in dimension {call.batch_dim}, for "
         f"{examples} losses; say where the examples are by wrap(model, batch_dim={{...}}), "
-        "or give an input that all of them share (position ids of shape [1, T]) a row for each"
-    )
+        "or give an input that all of them share (position ids of shape [1, T]) a row for each",
+        name=name, place=call,
+    )  # fmt: skip
 
 
 def _is_broadcast(boundary: BroadcastBoundary) -> bool:

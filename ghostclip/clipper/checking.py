@@ -1,0 +1,80 @@
+"""What keeps a model from being trained privately: by its modules, and by a trial on a batch."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip.clipper.one_call import per_example_norms
+from ghostclip.errors import GhostClipError
+from ghostclip.graph.data_swap import mixed_examples
+from ghostclip.graph.source_lines import line_of
+from ghostclip.wrap import Finding, obstacles
+
+__all__ = ["check"]
+
+# Messages say what is wrong, and after that what to do.
+REMEDY = re.compile(r"; |\. (?=[A-Z])")
+
+
+def check(
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
+    batch: Any = None,
+) -> list[Finding]:
+    """What keeps ``model`` from being trained privately, all of it at once; [] when nothing does. Changes nothing.
+
+    Args:
+        model: any torch module.
+        loss_fn: (model, batch) -> losses [B]; with it, ``batch`` is tried, too. An example's data is exchanged, and
+            another example's loss that moves is a finding. Where none does, and the modules are all fit, the norms of
+            the batch are taken, and what is refused there is a finding. Each names the module and, where it can be
+            told, the line of code: the innermost one outside of torch and ghostclip.
+        batch: at least two examples, in dimension 0 of its tensors; few are enough.
+
+    Raises:
+        ValueError: only one of ``loss_fn`` and ``batch`` is given, or the batch has fewer than two examples.
+        TypeError: ``model`` is no torch module.
+    """
+    findings = obstacles(model)
+    if (loss_fn is None) != (batch is None):
+        raise ValueError("check takes loss_fn and batch together, to try whether examples mix, or neither of them")
+    if loss_fn is not None:
+        known = {finding.path for finding in findings}
+        findings += [Finding(*mixed) for mixed in mixed_examples(model, loss_fn, batch) if mixed.path not in known]
+    if loss_fn is not None and not findings:
+        findings += _refusal(model, loss_fn, batch)
+    return findings
+
+
+def _refusal(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> list[Finding]:
+    """What the norms of a batch are refused for; [] where they aren't."""
+    graphs: list[Tensor] = []
+
+    def noted(model: nn.Module, batch: Any) -> Tensor:
+        graphs.append(loss_fn(model, batch))
+        return graphs[-1]
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Anomaly Detection")
+            # In anomaly mode torch keeps the line that each node of the graph comes from.
+            with torch.autograd.detect_anomaly(check_nan=False):
+                per_example_norms(model, noted, batch)
+    except GhostClipError as error:
+        problem, _, remedy = REMEDY.sub("\0", str(error), count=1).partition("\0")
+        line = line_of(getattr(error, "place", None), graphs)
+        return [Finding(_module_of(model, getattr(error, "name", "")), problem, remedy, line)]
+    return []
+
+
+def _module_of(model: nn.Module, name: str) -> str:
+    """The path of a module of that name, or of the one that has a parameter, or the first of several, of that name."""
+    first = name.partition(", ")[0]
+    known = dict(model.named_modules())
+    return next((path for path in (first, first.rpartition(".")[0]) if path in known), "")

@@ -1,0 +1,54 @@
+"""Which line of code an operation comes from: the innermost one outside of torch and this package."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ghostclip.graph.reader import from_below
+from ghostclip.nn.base import LayerCall
+
+__all__ = ["current_line", "line_of"]
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+PACKAGES = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, os.path.dirname(HERE) + os.sep)
+# How torch keeps a frame in anomaly mode, as `traceback.format_stack` writes it.
+FRAME = re.compile(r'File "(.+)", line (\d+)')
+
+
+def current_line() -> str:
+    """That of the call that is going on, "file:line: source"; "" where all of it is torch's and ours."""
+    frames, frame = [], sys._getframe(1)
+    while frame is not None:
+        frames.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back  # type: ignore[assignment]
+    return _innermost(frames)
+
+
+def line_of(place: Any, graphs: Iterable[Tensor]) -> str:
+    """That of a gradient node or a layer's use in the graphs of some losses; "" where nothing is known of it.
+
+    torch keeps it for nodes that were made in anomaly mode.
+    """
+    if isinstance(place, LayerCall):
+        nodes = (node for losses in graphs for node in from_below(losses.grad_fn))
+        place = next((node for node in nodes if getattr(node, "call", None) is place), None)
+    kept = [] if place is None else place.metadata.get("traceback_", [])
+    return _innermost([(match[1], int(match[2])) for each in reversed(kept) if (match := FRAME.search(each))])
+
+
+def _innermost(frames: list[tuple[str, int]]) -> str:
+    """The first frame that isn't of the packages, from the inside out."""
+    for file, number in frames:
+        if file.startswith("<") or os.path.abspath(file).startswith(PACKAGES):
+            continue
+        below = os.path.relpath(file) if os.path.abspath(file).startswith(os.getcwd() + os.sep) else file
+        return f"{below}:{number}: {linecache.getline(file, number).strip()}".removesuffix(": ")
+    return ""
