@@ -63,8 +63,8 @@ papers: install  ## compute published claims anew, each in a small setting (unde
 notebooks: install  ## execute the notebooks in place
 	$(BIN)/python notebooks/execute.py
 
-matrix: install  ## test the wheel with each Python and torch that can be had here, in clean environments
-	$(BIN)/python experiments/matrix.py
+matrix: install  ## test the wheel with each Python and torch here; MATRIX=--download also those with CUDA's packages
+	$(BIN)/python experiments/matrix.py $(MATRIX)
 
 docs: install  ## build the documentation as a site in site/, with warnings as errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

@@ -1,10 +1,12 @@
-"""Tests the wheel in clean environments, one for each Python and torch that can be had without CUDA's libraries.
+"""Tests the wheel in clean environments, one for each Python and torch that can be had.
 
-    python experiments/matrix.py [--tests FILE ...]
+    python experiments/matrix.py [--pairs PYTHON:TORCH ...] [--download] [--tests FILE ...]
 
-builds the wheel, asks pip what each pair would install, and runs the tests where that has no package of CUDA; every
-other pair is stated as not run, with the reason. Writes results/matrix.json and .md. A package index that has torch for
-processors (pip's --extra-index-url, or PIP_EXTRA_INDEX_URL) makes all pairs run.
+builds a source archive and a wheel of it by ``python -m build``, asks pip what each pair would install, and runs the
+tests against the installed wheel. A pair for which pip would download packages of CUDA, gigabytes of them, runs with
+--download only. Every other pair is stated as not run, with the reason. Writes results/matrix.json and .md, where pairs
+that are not asked for keep what was found before. A package index that has torch for processors (pip's
+--extra-index-url, or PIP_EXTRA_INDEX_URL) makes all pairs run.
 """
 
 from __future__ import annotations
@@ -51,36 +53,29 @@ def interpreter(version: str) -> str | None:
     return str(of_pyenv[-1]) if of_pyenv else shutil.which(f"python{version}")
 
 
-def obstacle(python: str, torch: str, folder: str) -> str | None:
+def obstacle(python: str, torch: str, folder: str, download: bool) -> str | None:
     """Why the pair isn't run; None when it can be."""
     report = Path(folder) / "report.json"
-    command = [
-        python,
-        "-m",
-        "pip",
-        "install",
-        "--dry-run",
-        "--ignore-installed",
-        "--quiet",
-        "--report",
-        str(report),
-        torch,
-    ]
-    done = ran(command, folder)
+    asked = ["install", "--dry-run", "--ignore-installed", "--quiet", "--report", str(report), torch]
+    done = ran([python, "-m", "pip", *asked], folder)
     if done.returncode:
         return "pip finds no such torch: " + done.stderr.strip().splitlines()[-1]
-    names = [each["metadata"]["name"] for each in json.loads(report.read_text())["install"]]
-    needless = [name for name in names if name.startswith(CUDA)]
-    return f"the torch that pip finds brings {len(needless)} packages of CUDA" if needless else None
+    found = {
+        each["metadata"]["name"]: each["download_info"]["url"] for each in json.loads(report.read_text())["install"]
+    }
+    needless = [name for name, url in found.items() if name.startswith(CUDA) and not url.startswith("file:")]
+    if needless and not download:
+        return f"pip would download {len(needless)} packages of CUDA; --download allows it"
+    return None
 
 
-def pair(version: str, torch: str, wheel: Path, tests: list[str]) -> dict[str, Any]:
+def pair(version: str, torch: str, wheel: Path, options: argparse.Namespace) -> dict[str, Any]:
     """What became of one Python and torch."""
     python = interpreter(version)
     if python is None:
         return {"ran": False, "why": f"no python{version} here"}
     with tempfile.TemporaryDirectory() as folder:
-        if (why := obstacle(python, torch, folder)) is not None:
+        if (why := obstacle(python, torch, folder, options.download)) is not None:
             return {"ran": False, "why": why}
         ran([python, "-m", "venv", "venv"], folder)
         own = f"{folder}/venv/bin/python"
@@ -93,38 +88,70 @@ def pair(version: str, torch: str, wheel: Path, tests: list[str]) -> dict[str, A
         about = ran([own, "-c", "import torch, ghostclip; print(torch.__version__, ghostclip.__file__)"], folder)
         found, _, place = about.stdout.strip().partition(" ")
         inside = place.startswith(f"{folder}/venv")
-        done = ran([own, "-m", "pytest", "-m", "not slow", *(f"tests/{name}" for name in tests)], folder)
+        done = ran([own, "-m", "pytest", "-m", "not slow", *(f"tests/{name}" for name in options.tests)], folder)
         lines = done.stdout.strip().splitlines()
+        failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+        print("\n".join(failures), flush=True)
         return {"ran": inside, "torch": found, "passed": inside and done.returncode == 0, "pytest": (lines or [""])[-1]}
 
 
-def markdown(rows: list[dict[str, Any]], tests: list[str]) -> str:
+def build(folder: str) -> Path:
+    """The wheel, made of the source archive as ``python -m build`` makes it, in an environment of its own."""
+    ran([sys.executable, "-m", "venv", "builder"], folder)
+    own = f"{folder}/builder/bin/python"
+    for command in (["pip", "install", "--quiet", "build"], ["build", "--outdir", f"{folder}/dist", str(ROOT)]):
+        done = ran([own, "-m", *command], folder)
+        if done.returncode:
+            raise RuntimeError(done.stdout + done.stderr)
+    return next(Path(folder, "dist").glob("*.whl"))
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
     """The rows as a table."""
-    lines = ["# Versions of Python and torch", "", "| Python | torch | result |", "| --- | --- | --- |"]
+    lines = ["# Versions of Python and torch", "", "| Python | torch | commit | result |", "| --- | --- | --- | --- |"]
     for row in rows:
         result = (
             f"{'passed' if row['passed'] else 'FAILED'}: {row['pytest']}" if row["ran"] else f"not run: {row['why']}"
         )
-        lines.append(f"| {row['python']} | {row.get('torch', row['asked'])} | {result} |")
-    return "\n".join([*lines, "", f"Tests, against the installed wheel: {', '.join(tests)}.", ""])
+        lines.append(f"| {row['python']} | {row.get('torch', row['asked'])} | {row.get('commit', '')} | {result} |")
+    return "\n".join([*lines, "", f"Tests, against the installed wheel: {', '.join(TESTS)}.", ""])
+
+
+def commit() -> str:
+    """The checkout's commit, with a plus where files differ from it."""
+    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def parsed() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    every = [f"{version}:{asked}" for version in PYTHONS for asked in TORCHES]
+    parser.add_argument("--pairs", nargs="+", default=every, choices=every, metavar="PAIR", help="such as 3.10:2.6")
+    parser.add_argument("--download", action="store_true", help="also pairs that bring packages of CUDA")
+    parser.add_argument(
+        "--tests", nargs="+", default=TESTS, metavar="FILE", help="files of tests/; others aren't recorded"
+    )
+    return parser.parse_args()
 
 
 def main() -> int:
-    """Runs every pair; 1 when the tests of one fail."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tests", nargs="+", default=TESTS, metavar="FILE", help="files of tests/ to run")
-    tests, rows = parser.parse_args().tests, []
+    """Runs the pairs; 1 when the tests of one fail."""
+    options, recorded = parsed(), RESULTS / "matrix.json"
+    known = json.loads(recorded.read_text())["rows"] if recorded.exists() else []
+    rows = {f"{row['python']}:{row['asked']}": row for row in known}
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, str(ROOT)]
-        subprocess.run(command, check=True)
-        wheel = next(Path(folder).glob("*.whl"))
-        for version in PYTHONS:
-            for asked, torch in TORCHES.items():
-                rows.append({"python": version, "asked": asked, **pair(version, torch, wheel, tests)})
-                print(rows[-1], flush=True)
-                (RESULTS / "matrix.json").write_text(json.dumps({"tests": tests, "rows": rows}, indent=1) + "\n")
-                (RESULTS / "matrix.md").write_text(markdown(rows, tests))
-    return int(any(row["ran"] and not row["passed"] for row in rows))
+        wheel, built = build(folder), commit()
+        for name in options.pairs:
+            version, asked = name.split(":")
+            outcome = pair(version, TORCHES[asked], wheel, options)
+            print(version, asked, outcome, flush=True)
+            if outcome["ran"] or not rows.get(name, {}).get("ran"):
+                rows[name] = {"python": version, "asked": asked, "commit": built, **outcome}
+            if options.tests == TESTS:
+                recorded.write_text(json.dumps({"tests": TESTS, "rows": list(rows.values())}, indent=1) + "\n")
+                recorded.with_suffix(".md").write_text(markdown(list(rows.values())))
+    return int(any(rows[name]["ran"] and not rows[name]["passed"] for name in options.pairs))
 
 
 if __name__ == "__main__":

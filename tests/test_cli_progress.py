@@ -64,7 +64,7 @@ def test_commands_show_what_is_logged(capsys, monkeypatch):
 
 
 def test_calibration_is_announced_and_output_is_only_the_result():
-    where = ["--epsilon", "1", "--sample-rate", "0.1", "--steps", "20", "--accountant", "rdp", "--json"]
+    where = ["--epsilon", "1", "--sample-rate", "0.1", "--steps", "20", "--json"]
     command = [sys.executable, "-m", "ghostclip", "calibrate", *where]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["noise_multiplier"] > 0

@@ -1565,6 +1565,13 @@ OBSERVED = [
         ("tests/test_running_epsilon.py",),
     ),
     Mutant(
+        "calibration trusts the coarse grid",
+        "ghostclip/accounting/calibration.py",
+        "    few, enough = _bracket(excess, start, step, *NOISE_LIMITS)\n",
+        "    few, enough = start - 1e-9, start\n",
+        ("tests/test_calibration.py",),
+    ),
+    Mutant(
         "epsilon that grows counts one neighbour only",
         "ghostclip/accounting/running.py",
         "        return max(each.epsilon(count, self._delta) for each in self._directions) * (1.0 + ROUNDING)\n",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 
@@ -13,14 +13,17 @@ import scipy
 
 from ghostclip.accounting.spent import ACCOUNTANTS, Setting, accountants_for, epsilon_of
 from ghostclip.events import Event
+from ghostclip.native.notices import slow_work
 from ghostclip.validate import one_of, open_fraction, positive, whole
 
 __all__ = ["affordable", "max_steps", "noise_for", "noise_multiplier"]
 
-log = logging.getLogger("ghostclip")
-
-LEAST_NOISE, MOST_NOISE = 1e-2, 1e12
+NOISE_LIMITS = math.log(1e-2), math.log(1e12)
 MOST_STEPS = 10**9
+# Of the logarithm of a noise multiplier, as is the first step of a search.
+TOLERANCE, FIRST_STEP = 1e-5, 0.1
+# A grid on which epsilon takes a tenth of the time. Its root is corrected until it moves by less than that.
+COARSER, MOST_CORRECTIONS, NEARBY = 10, 4, 1e-4
 # Where the closed form still has numbers; the start need not be good.
 MOST_TO_START_FROM = 1e4
 
@@ -70,16 +73,37 @@ def noise_for(
     events = [event for event in events_of(1.0) if event.count]
     if not events:
         return 0.0
-    log.info("looking for the least noise within epsilon %g at delta %g; this takes seconds", target_epsilon, delta)
+    with _announced(target_epsilon, delta, accountant):
+        return _least_noise(events_of, events, target_epsilon, delta, accountant)
+
+
+def _announced(target_epsilon: float, delta: float, accountant: str) -> AbstractContextManager[object]:
+    """RDP takes milliseconds."""
+    if accountant == "rdp":
+        return nullcontext()
+    message = "looking for the least noise within epsilon %g at delta %g; this takes seconds"
+    return slow_work("calibrating the noise", message, target_epsilon, delta)
+
+
+def _least_noise(
+    events_of: Callable[[float], Sequence[Event]],
+    events: Sequence[Event],
+    target_epsilon: float,
+    delta: float,
+    accountant: str,
+) -> float:
+    """`noise_for`, with the events at noise multiplier 1."""
 
     @cache
-    def excess(log_noise: float) -> float:
-        return _excess(events_of(math.exp(log_noise)), target_epsilon, delta, accountant)
+    def excess(log_noise: float, coarser: int = 1) -> float:
+        return _excess(events_of(math.exp(log_noise)), target_epsilon, delta, accountant, coarser)
 
     mu, steps = _gaussian_mu(target_epsilon, delta), sum(event.count for event in events)
     rate = math.sqrt(sum(event.count * event.sample_rate**2 for event in events) / steps)
-    start = -0.5 * math.log(math.log1p((mu / rate) ** 2 / steps))
-    few, enough = _bracket(excess, start, math.log(LEAST_NOISE), math.log(MOST_NOISE))
+    start, step = -0.5 * math.log(math.log1p((mu / rate) ** 2 / steps)), FIRST_STEP
+    if accountant == "pld":
+        start, step = _start_by_coarse_grid(excess, start)
+    few, enough = _bracket(excess, start, step, *NOISE_LIMITS)
     if enough is None:
         raise ValueError(
             f"target_epsilon={target_epsilon!r} can't be reached: {accountant!r} gives more for steps={steps} at "
@@ -88,7 +112,7 @@ def noise_for(
         )
     if few is None:
         return math.exp(enough)
-    return math.exp(_last_within(excess, few, enough, 1e-5))
+    return math.exp(_last_within(excess, few, enough, TOLERANCE))
 
 
 def max_steps(
@@ -149,15 +173,40 @@ def affordable(
         start = max(1, bisect_right(range(1, most + 1), 0.0, key=partial(excess, accountant="rdp")))
     if not most:
         return 0
-    many, fits = _bracket(lambda x: excess(round(math.exp(-x))), -math.log(start), -math.log(most), 0.0)
+    many, fits = _bracket(lambda x: excess(round(math.exp(-x))), -math.log(start), FIRST_STEP, -math.log(most), 0.0)
     if many is None or fits is None:
         return 0 if fits is None else most
     return round(_last_within(lambda x: excess(round(x)), math.exp(-many), math.exp(-fits), 0.5))
 
 
-def _excess(events: Sequence[Event], target: float, delta: float, accountant: str) -> float:
+def _excess(events: Sequence[Event], target: float, delta: float, accountant: str, coarser: int = 1) -> float:
     """Epsilon above the target, finite so that a root finder can use it."""
-    return min(epsilon_of(events, delta=delta, accountant=accountant) - target, 1e6)
+    return min(epsilon_of(events, delta=delta, accountant=accountant, coarser=coarser) - target, 1e6)
+
+
+def _start_by_coarse_grid(excess: Callable[..., float], start: float) -> tuple[float, float]:
+    """Where to look for the root of ``excess``, and the first step from there.
+
+    Epsilon by a coarse grid of losses is too large by about the same amount at all nearby noise multipliers. So the
+    coarse grid's root, corrected by the difference at the last root, is within the tolerance. Where it isn't, the
+    search that follows takes longer, and its result is the same.
+    """
+    shift, step = 0.0, FIRST_STEP
+
+    def estimate(log_noise: float) -> float:
+        return excess(log_noise, COARSER) + shift
+
+    for _ in range(MOST_CORRECTIONS):
+        few, enough = _bracket(estimate, start, step, *NOISE_LIMITS)
+        if few is None or enough is None:
+            break
+        root = _last_within(estimate, few, enough, TOLERANCE / 10)
+        if shift and abs(root - start) < NEARBY:
+            # One evaluation on either side of the root, less than the tolerance apart.
+            return root + 0.45 * TOLERANCE, 0.9 * TOLERANCE
+        start, step = root, 10 * NEARBY
+        shift = excess(root) - excess(root, COARSER)
+    return start, step
 
 
 def _gaussian_mu(target: float, delta: float) -> float:
@@ -168,10 +217,13 @@ def _gaussian_mu(target: float, delta: float) -> float:
 
 
 def _bracket(
-    excess: Callable[[float], float], start: float, low: float, high: float
+    excess: Callable[[float], float], start: float, step: float, low: float, high: float
 ) -> tuple[float | None, float | None]:
-    """Points around the root of a falling ``excess``: (positive there, not positive there); None beyond a limit."""
-    here, step = min(max(start, low), high), 0.1
+    """Points around the root of a falling ``excess``: (positive there, not positive there); None beyond a limit.
+
+    The first two are ``step`` apart, and each further step is twice as long.
+    """
+    here = min(max(start, low), high)
     while True:
         within = excess(here) <= 0
         if here == (low if within else high):

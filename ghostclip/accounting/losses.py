@@ -23,9 +23,9 @@ WIDE_LOSS = 20.0
 AT_ONCE, BY = 10**6, 1000
 
 
-def epsilon_by_losses(events: Sequence[SampledRelease], delta: float) -> float:
-    """Epsilon of at least one event, all with noise."""
-    return float(composed(events, grid_interval(events)).get_epsilon_for_delta(delta))
+def epsilon_by_losses(events: Sequence[SampledRelease], delta: float, coarser: int = 1) -> float:
+    """Epsilon of at least one event, all with noise, on a grid ``coarser`` times as wide."""
+    return float(composed(events, coarser * grid_interval(events)).get_epsilon_for_delta(delta))
 
 
 def grid_interval(events: Sequence[SampledRelease]) -> float:

@@ -21,7 +21,7 @@ from ghostclip.compiled.region import Region, trace
 from ghostclip.compiled.signature import CompileRequest, ModelState, capacity_for, function_key, pad, settings_of
 from ghostclip.compiled.trace_friendly import Clipped, Groups, eager, learn, taken_apart, trace_friendly
 from ghostclip.compiled.trial import TRIALS, Trial, difference, timed
-from ghostclip.native.notices import notice
+from ghostclip.native.notices import slow_work
 
 __all__ = [
     "TRIALS",
@@ -216,8 +216,8 @@ class CompiledClip:
 
     def compile(self, graph: GraphModule, inputs: Sequence[Tensor], lasting: int, what: str) -> Region:
         """Compiles a graph, counts it, and says so before and after: `Region` has the arguments."""
-        notice("compiling %s; this takes seconds, or minutes for large models", what)
-        region = Region(graph, inputs, lasting)
+        with slow_work(f"compiling {what}", "compiling %s; this takes seconds, or minutes for large models", what):
+            region = Region(graph, inputs, lasting)
         self.graphs, self.seconds = self.graphs + 1, self.seconds + region.seconds
         log.info("compiled %s in %.1f s", what, region.seconds)
         return region

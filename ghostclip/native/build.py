@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from ghostclip.native.notices import notice
+from ghostclip.native.notices import slow_work
 
 __all__ = ["library", "seconds_compiling"]
 
@@ -113,12 +113,18 @@ def _is_ours(status: os.stat_result) -> bool:
 
 def _compile(sources: Sequence[Path], real: str, compiler: str, folder: Path) -> dict[Path, Exception]:
     """Compiles all of them into the folder, as many at a time as there are processors; returns what failed."""
-    notice("compiling %d kernels for this processor, once; this takes a few seconds", len(sources))
     started = time.perf_counter()
     # The longest first, so that none of them is left alone at the end.
     ordered = sorted(sources, key=lambda source: source.stat().st_size, reverse=True)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = list(pool.map(partial(_compile_one, real, compiler, folder), ordered))
+    message = "compiling %d kernels for this processor, once; this takes a few seconds"
+    with (
+        slow_work("compiling kernels", message, len(sources), parts=len(sources)) as advance,
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+    ):
+        found = []
+        for error in pool.map(partial(_compile_one, real, compiler, folder), ordered):
+            found.append(error)
+            advance()
     errors = {source: error for source, error in zip(ordered, found, strict=True) if error is not None}
     _durations.append(time.perf_counter() - started)
     log.debug("%d kernels compiled in %.2f s", len(sources) - len(errors), _durations[-1])

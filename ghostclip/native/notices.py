@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
 
-__all__ = ["notice"]
+__all__ = ["notice", "slow_work"]
+
+# Seconds after which a bar is shown, and between two updates of its clock.
+PATIENCE, TICK = 2.0, 0.5
+CLOCK = "{desc}: {elapsed}"
 
 log = logging.getLogger("ghostclip")
 
@@ -22,3 +31,53 @@ def notice(message: str, *values: object) -> None:
         log.info(message, *values)
     elif log.level == logging.NOTSET:
         print(f"ghostclip: {message % values}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def slow_work(name: str, message: str, *values: object, parts: int | None = None) -> Iterator[Callable[[], object]]:
+    """Gives a notice, and shows a progress bar on a terminal once the work has lasted two seconds.
+
+    The bar needs tqdm; without it the notice is all. Work whose length is unknown has a clock in its place.
+
+    Args:
+        name: of the work, for the bar.
+        message: of the notice, with ``values`` as `logging` formats them.
+        parts: the work's number of parts; None where it isn't known.
+
+    Yields:
+        What to call after each part, from any thread.
+    """
+    notice(message, *values)
+    done, finished = threading.Event(), list[None]()
+    clock = threading.Thread(target=_show, args=(name, parts, finished, done), name="ghostclip-progress", daemon=True)
+    if _has_watcher():
+        clock.start()
+    try:
+        yield lambda: finished.append(None)
+    finally:
+        done.set()
+        if clock.ident is not None:
+            clock.join()
+
+
+def _has_watcher() -> bool:
+    """Whether notices are shown, on a terminal, and there is what draws a bar."""
+    shown = log.isEnabledFor(logging.INFO) or log.level == logging.NOTSET
+    return shown and sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None
+
+
+def _show(name: str, parts: int | None, finished: Sized, done: threading.Event) -> None:
+    """A bar from `PATIENCE` on until the work is done; runs in a thread of its own."""
+    started = time.time()
+    if done.wait(PATIENCE):
+        return
+    from tqdm import tqdm
+
+    shape = {} if parts else {"bar_format": CLOCK}
+    with tqdm(total=parts, desc=f"ghostclip: {name}", leave=False, **shape) as bar:
+        bar.start_t = started
+        while True:
+            bar.n = len(finished)
+            bar.refresh()
+            if done.wait(TICK):
+                return
