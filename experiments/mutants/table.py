@@ -242,7 +242,7 @@ CLIPPING = [
     Mutant(
         "sums rounded to bfloat16",
         "ghostclip/engine/sums.py",
-        "self._exact[id(p)].clone() if id(p) in self._exact else p.grad.float()",
+        "self._exact.get(id(p), p.grad).float()",
         "p.grad.float()",
         PITFALLS,
     ),
@@ -1156,8 +1156,8 @@ MIXED = [
     Mutant(
         "a user's rows may not depend on each other",
         STEP,
-        "return rows, rows if users is None else users.users\n",
-        "return rows, rows\n",
+        "units = rows if users is None else users.users\n",
+        "units = rows\n",
         (*COMPARED, "-k", "users"),
     ),
     Mutant(
@@ -1361,7 +1361,7 @@ MISUSE = [
     Mutant(
         "an exception excuses a batch that went on",
         STEP,
-        "        self._batch.failed = False\n",
+        '        self.release.current("engine.backward()").failed = False\n',
         "",
         (*TAKEN_TURNS, "-k", "mended"),
     ),

@@ -93,7 +93,6 @@ class CompiledSteps:
 
     def _clip_compiled(self, loss_fn: LossFunction, examples: Any) -> ClippingResult:
         """`LogicalStep.clip`, by a graph of forward and passes."""
-        self._steps.check_turn()
         result = self._steps.gather(lambda: self._clipper.clip(loss_fn, examples))
         if result.losses is not None:
             self._steps.check_count(result.losses)
@@ -134,7 +133,6 @@ class CompiledSteps:
             if (reason := self._try(plan, update, clipping, comparable, run)) is not None:
                 self.graphs.refuse(plan, reason, asked)
             return seen
-        self._steps.check_turn()
         held = self._release.check(missing=1)
         sensitivity = self._release.sensitivity
         self._release.spend()

@@ -99,7 +99,9 @@ class SelfCheck:
             LossShapeError, StaleInputError, UnsupportedModelError: as `GhostClipper.norms`.
         """
         self._saw_examples = True
-        if self._to_compare and losses.requires_grad and (unused := gradients_agree(self._passes, losses)) is not None:
+        if not self._to_compare or not getattr(losses, "requires_grad", False):
+            return
+        if (unused := gradients_agree(self._passes, losses)) is not None:
             self._to_compare = False
             if self._movement is not None:
                 self._movement.unused = unused

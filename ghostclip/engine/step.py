@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.modules.loss import _Loss
 
 from ghostclip.clipper import ClippingResult
-from ghostclip.clipper.first_pass import check_losses
 from ghostclip.engine.compiled_steps import CompiledSteps, LossFunction
 from ghostclip.engine.micro_batching import met_again
 from ghostclip.engine.release import Release
-from ghostclip.engine.weighing import refuse_joint_weights
+from ghostclip.engine.weighing import may_weigh_jointly, refuse_joint_weights
 from ghostclip.errors import LossShapeError, PrivacyError, UnsupportedModelError
 from ghostclip.sampling import LogicalBatch, UserRows
 from ghostclip.traces import StepTrace
@@ -53,8 +52,9 @@ class LogicalStep:
         # Of ragged examples; and what it gave for the physical batch in the making.
         self._index_of: BatchIndexOf = None
         self._batch_index: Any = None
-        # Of the physical batch in the making: (first unit, the one after the last, units in all).
-        self._piece: tuple[int, int, int] | None = None
+        # Of the physical batch in the making: first unit, and the one after the last, of a piece of it.
+        self._piece: tuple[int, int] | None = None
+        self._weighs_jointly = may_weigh_jointly(self._clipper.clipping)
 
     def left(self, batch: LogicalBatch) -> None:
         """A logical batch was left before its last physical one: its sums are discarded, its step will be refused."""
@@ -150,36 +150,35 @@ class LogicalStep:
 
     def prepare(self, loss_fn: LossFunction, examples: Any) -> None:
         """Before the passes of a physical batch: how many examples fit, and whether their losses depend on others."""
-        self._clipper.check_whole()  # ranks draw their comparisons themselves, and those of a sharded model would wait
-        rows, units = self._rows_and_units()
+        self.check_turn()
+        now = self._now
         if self._index_of is not None:
             self._batch_index = self._index_of(examples)
-            self._self_check.compare(loss_fn, examples, rows, units, self.release.batch, self._batch_index)
+            self._self_check.compare(loss_fn, examples, now.rows, now.units, self.release.batch, self._batch_index)
             return
-        self.micro_batches.find(self._clipper, self._optimizer, loss_fn, examples, rows)
-        first, units, rows = self.micro_batches.first(examples, units, rows)
+        self.micro_batches.find(self._clipper, self._optimizer, loss_fn, examples, now.rows)
+        first, units, rows = self.micro_batches.first(examples, now.units, now.rows)
         self._self_check.compare(loss_fn, first, rows, units, self.release.batch)
 
     def in_pieces(
         self, clip: Callable[[LossFunction, Any], ClippingResult], loss_fn: LossFunction, examples: Any
     ) -> list[ClippingResult]:
         """``clip`` of the physical batch that was handed out last, in pieces that fit into memory."""
-        rows, units = self._rows_and_units()
         if self._batch_index is not None:  # whose rows no piece of it would have
             return [clip(loss_fn, examples)]
+        whole = self._now
 
         def work(piece: Any, start: int, stop: int) -> ClippingResult:
-            self._piece = start, stop, units
+            self._piece = start, stop
             return clip(loss_fn, piece)
 
         try:
-            return self.micro_batches.run(work, examples, units, rows)
+            return self.micro_batches.run(work, examples, whole.units, whole.rows)
         finally:
             self._piece = None
 
     def clip(self, loss_fn: LossFunction, examples: Any) -> ClippingResult:
-        """Forward and `backward` of the physical batch (or piece of one) that was handed out last."""
-        self.check_turn()
+        """Forward and both passes of the physical batch (or piece of one) that `prepare` has seen."""
         if self._batch_index is not None:
             return self._gather_losses(loss_fn(self._model, examples))
         self._self_check.before(loss_fn, examples)
@@ -197,41 +196,40 @@ class LogicalStep:
             raise
 
     def _gather_losses(self, losses: Tensor, retain_graph: bool = False) -> ClippingResult:
-        users = self._users
-        if users is None:
-            check_losses(losses, self._clipper.passes.scale)
+        passes, users = self._clipper.passes, self._now.users
         self.check_count(losses)
-        units = losses if users is None else users.add_up(losses)
+        if users is not None:
+            losses = users.add_up(losses)
+
+        def clip() -> ClippingResult:
+            """`GhostClipper.backward`, whose guard of the p.grads isn't needed: the sums have one."""
+            passes.index.watch()
+            if self.release.trace is not None:
+                self.release.trace.observe(losses)
+            norms, weights = passes.clip(losses, retain_graph=retain_graph)
+            return ClippingResult(norms, weights, self._clipper.sensitivity, losses.detach())
+
         try:
             with self._clipper.indexed(self._batch_index, losses):
                 self._self_check.backward(losses)
-                return self.gather(lambda: self._both_passes(units, retain_graph))
+                return self.gather(clip)
         except UnsupportedModelError as error:
             raise error if users is None else UnsupportedModelError(f"{error}; {OF_USERS}") from error
-
-    def _both_passes(self, losses: Tensor, retain_graph: bool) -> ClippingResult:
-        """`GhostClipper.backward`, whose guard of the p.grads isn't needed: the sums have one."""
-        passes = self._clipper.passes
-        passes.index.watch()
-        if self.release.trace is not None:
-            self.release.trace.observe(losses)
-        norms, weights = passes.clip(losses, retain_graph=retain_graph)
-        return ClippingResult(norms, weights, self._clipper.sensitivity, losses.detach())
 
     def gather(self, clip: Callable[[], ClippingResult]) -> ClippingResult:
         """Gathers what ``clip`` adds to the p.grads for the physical batch, or piece of one, in the making."""
 
         def clipped() -> ClippingResult:
             result = clip()
-            refuse_joint_weights(self._clipper.clipping, self._clipper.passes.scaled(result.norms))
+            if self._weighs_jointly:
+                refuse_joint_weights(self._clipper.clipping, self._clipper.passes.scaled(result.norms))
             # Before the sums count as gathered, lest an interruption part them from their noise.
             self.release.sensitivity = max(self.release.sensitivity, result.sensitivity)
             return result
 
-        piece = self._piece
-        result = self._sums.gather(clipped, more=piece is not None and piece[1] < piece[2])
+        result = self._sums.gather(clipped, more=self._now.more)
         self.release.saw(result)
-        self._batch.failed = False
+        self.release.current("engine.backward()").failed = False
         return result
 
     def check_turn(self) -> None:
@@ -249,10 +247,7 @@ class LogicalStep:
     def check_count(self, losses: Tensor) -> None:
         """Raises LossShapeError unless there is a loss for each example of the physical batch, as large as it is."""
         self._scaling.refuse_scaled(losses)
-        expected, _ = self._rows_and_units()
-        if self._piece is not None:
-            start, stop, units = self._piece
-            expected = expected // units * (stop - start)
+        expected = self._now.rows
         if isinstance(losses, Tensor) and losses.dim() == 1 and losses.shape[0] != expected:
             raise LossShapeError(
                 f"losses must have one entry for each of the {expected} examples of this physical batch; got "
@@ -261,22 +256,28 @@ class LogicalStep:
             )
 
     @property
-    def _batch(self) -> LogicalBatch:
-        """The logical batch in the making; there is one."""
-        assert self.release.batch is not None
-        return self.release.batch
-
-    def _rows_and_units(self) -> tuple[int, int]:
-        """How many rows the physical batch that was handed out last has, and how many examples or users."""
-        batch = self._batch
+    def _now(self) -> _Rows:
+        """The physical batch that was handed out last, or the piece of it in the making."""
+        batch = self.release.current("engine.backward()")
         rows, users = batch.sizes[batch.handed - 1], batch.users[batch.handed - 1]
-        return rows, rows if users is None else users.users
+        units = rows if users is None else users.users
+        if self._piece is None:
+            return _Rows(rows, units, users)
+        start, stop = self._piece
+        part = None if users is None else users.part(start, stop)
+        return _Rows(rows // units * (stop - start), stop - start, part, stop < units)
 
-    @property
-    def _users(self) -> UserRows | None:
-        """Whose rows the physical batch that was handed out last has; None where every row is a unit of its own."""
-        users = self._batch.users[self._batch.handed - 1]
-        return users if users is None or self._piece is None else users.part(*self._piece[:2])
+
+class _Rows(NamedTuple):
+    """What is known of a physical batch, or a piece of one: its rows, its examples or users, and whose rows they are.
+
+    ``users`` are None where every row is a unit of its own; ``more``: another piece of the same physical batch follows.
+    """
+
+    rows: int
+    units: int
+    users: UserRows | None
+    more: bool = False
 
 
 def _check_loss_function(loss_fn: Any) -> None:

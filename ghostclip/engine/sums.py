@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -58,49 +59,44 @@ class ClippedSums:
         """
         self.check()
         before = [parameter.grad for _, parameter in self._named]
-        adding = False
+        undo = partial(self._put_back, before)
         try:
             _drop(parameter for _, parameter in self._named)
             # Not every way to the sums leaves them there, and what another backward left is not this one's.
             self._exact.clear()
             result = backward()
-            first = self._first_of_narrow()
-            adding = True
-            self._add(before, first)
+            narrow = {
+                p: self._exact.get(id(p), p.grad).float()
+                for _, p in self._named
+                if p.grad is not None and p.dtype not in WIDE
+            }
+            undo = self._discard_all  # adding can't be undone
+            self._add(before, narrow)
             self._known = self._snapshot(self._named)
             self.count += not more
         except BaseException:
-            if adding:
-                self._discard_all()
-            else:
-                for (_, parameter), grad in zip(self._named, before, strict=True):
-                    parameter.grad = grad
+            undo()
             raise
         return result
 
-    def _first_of_narrow(self) -> dict[nn.Parameter, Tensor]:
-        """Float32 copies of narrow p.grads of which there is no sum yet; all that `_add` needs memory for."""
-        return {
-            p: self._exact[id(p)].clone() if id(p) in self._exact else p.grad.float()
-            for _, p in self._named
-            if p.dtype not in WIDE and p.grad is not None and p not in self._wide
-        }
+    def _put_back(self, grads: list[Tensor | None]) -> None:
+        for (_, parameter), grad in zip(self._named, grads, strict=True):
+            parameter.grad = grad
 
     @torch.no_grad()
-    def _add(self, before: list[Tensor | None], first: dict[nn.Parameter, Tensor]) -> None:
-        """Adds what came now to what stood in the p.grads ``before``, or stands beside them."""
+    def _add(self, before: list[Tensor | None], narrow: dict[nn.Parameter, Tensor]) -> None:
+        """Adds what came now to what stood in the p.grads ``before``, or, for ``narrow`` ones, stands beside them."""
         sums, added = [], []
         for (_, parameter), old in zip(self._named, before, strict=True):
             new = parameter.grad
-            if new is not None and parameter.dtype not in WIDE:
-                if parameter not in first:
-                    self._wide[parameter] += self._exact.get(id(parameter), new)
+            if parameter in narrow:
+                amount = narrow[parameter]
+                self._wide[parameter] = self._wide[parameter].add_(amount) if parameter in self._wide else amount
             elif old is not None:
                 parameter.grad = old
                 if new is not None:
                     sums.append(old)
                     added.append(new)
-        self._wide.update(first)
         if sums:
             torch._foreach_add_(sums, added)
 

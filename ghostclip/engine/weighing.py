@@ -13,25 +13,28 @@ from ghostclip.clipping.choice import Clamped
 from ghostclip.clipping.groups import CustomGroups
 from ghostclip.errors import PrivacyError
 
-__all__ = ["refuse_joint_weights"]
+__all__ = ["may_weigh_jointly", "refuse_joint_weights"]
 
 # Relative: what a vectorised function may round differently in a shorter batch.
 TOLERANCE = 1e-3
 
 
+def may_weigh_jointly(policy: Any) -> bool:
+    """Whether weights of a policy come from a function of the user's; policies of ours weigh each example by itself."""
+    return isinstance(policy, Custom | CustomGroups | Clamped) or (
+        isinstance(policy, Composed) and not policy.weighs_each_alone
+    )
+
+
 def refuse_joint_weights(policy: Any, norms: Any) -> None:
     """Raises PrivacyError when a policy of the user's weighs half a batch otherwise by itself than in the whole.
 
-    The weights that were used are not compared with: they are of norms with a margin for rounding. Policies of ours
-    weigh each example by itself.
+    The weights that were used are not compared with: they are of norms with a margin for rounding.
 
     Args:
-        policy: of clipping.
+        policy: of clipping, that `may_weigh_jointly`.
         norms: of a physical batch, [B] or {group: [B]}.
     """
-    of_user = isinstance(policy, Custom | CustomGroups | Clamped)
-    if not of_user and not (isinstance(policy, Composed) and not policy.weighs_each_alone):
-        return
     found: Any = policy.weights(norms)
     whole = found if isinstance(found, dict) else {"": found}
     middle = len(next(iter(whole.values()))) // 2
