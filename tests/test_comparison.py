@@ -18,8 +18,8 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import TensorDataset
 
 from ghostclip import PrivacyEngine, VerificationError
-from ghostclip.engine import comparison
-from ghostclip.engine.batch_rows import BatchRows, ExampleDims
+from ghostclip.self_check import comparison
+from ghostclip.self_check.batch_rows import BatchRows, ExampleDims
 
 pytestmark = pytest.mark.filterwarnings("ignore:the DataLoader's SequentialSampler is replaced")
 

@@ -23,7 +23,7 @@ LEVELS: list[tuple[str, ...] | set[str]] = [
     ("clipping",),
     ("clipper", "compiled"),
     ("events",),
-    {"noise", "sampling", "accounting", "ledger", "checkpoint", "optim", "traces"},
+    {"noise", "sampling", "accounting", "ledger", "checkpoint", "optim", "traces", "self_check"},
     ("engine",),
     {"datasets", "models"},
     {"audit", "report", "bench", "integrations", "compat"},

@@ -19,9 +19,9 @@ from ghostclip import PrivacyEngine, VerificationError
 from ghostclip.clipper.collector import NormCollector
 from ghostclip.clipper.replay import Replay
 from ghostclip.clipping import Custom, PerLayer
-from ghostclip.engine import agreement
 from ghostclip.nn import GhostLayer
 from ghostclip.norms.outer import OuterProduct
+from ghostclip.self_check import agreement
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "reweight": {},

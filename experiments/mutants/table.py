@@ -34,7 +34,7 @@ UPDATE_CHECK = "ghostclip/engine/update_check.py"
 UPDATES, TAKEN_TURNS = ("tests/test_update_check.py",), ("tests/test_engine_turns.py",)
 RELEASES = ("tests/test_engine_release.py",)
 SUMS, NOISE, SPENDING = "ghostclip/engine/sums.py", "ghostclip/noise/standard.py", "ghostclip/engine/budget.py"
-COMPARISON, COMPARED = "ghostclip/engine/comparison.py", ("tests/test_comparison.py",)
+COMPARISON, COMPARED = "ghostclip/self_check/comparison.py", ("tests/test_comparison.py",)
 JOURNAL, RECORDS = "ghostclip/ledger/journal.py", "ghostclip/ledger/records.py"
 LEDGER = ("tests/test_ledger.py", "tests/test_ledger_damage.py")
 CHECKPOINT = ("tests/test_engine_checkpoint.py", "tests/test_checkpoint_spending.py")
@@ -297,7 +297,7 @@ CLIPPING = [
     ),
     Mutant(
         "the self-check compares nothing",
-        "ghostclip/engine/agreement.py",
+        "ghostclip/self_check/agreement.py",
         "    _refuse(errors, ",
         "    (errors, ",
         ("tests/test_self_check.py",),
@@ -720,7 +720,7 @@ FUZZED = [
     ),
     Mutant(
         "weights with a margin for rounding taken for weights that others decide",
-        "ghostclip/engine/weighing.py",
+        "ghostclip/clipping/weighing.py",
         "    found: Any = policy.weights(norms)\n",
         "    found: Any = policy.weights(norms if isinstance(norms, dict) else norms * 1.01)\n",
         ("tests/test_weighing.py", "-k", "margin_for_rounding"),
@@ -1141,14 +1141,14 @@ MIXED = [
     ),
     Mutant(
         "ragged examples are refused",
-        "ghostclip/engine/batch_rows.py",
+        "ghostclip/self_check/batch_rows.py",
         "if own and (all(dims) or real)}",
         "if own}",
         (*COMPARED, "-k", "honest or taken"),
     ),
     Mutant(
         "features are taken for examples",
-        "ghostclip/engine/batch_rows.py",
+        "ghostclip/self_check/batch_rows.py",
         "(len(self._sizes) < 2 and not all(0 in dims for dims in self._dims))",
         "False",
         (*COMPARED, "-k", "dimension"),

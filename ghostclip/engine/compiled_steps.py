@@ -24,8 +24,8 @@ from ghostclip.sampling import LogicalBatch
 if TYPE_CHECKING:
     from ghostclip.clipping import Schedule
     from ghostclip.engine.distributed import Ranks
-    from ghostclip.engine.self_check import SelfCheck
     from ghostclip.engine.step import LogicalStep
+    from ghostclip.self_check import SelfCheck
 
 __all__ = ["CompiledSteps", "LossFunction", "check_compilable"]
 

@@ -15,13 +15,13 @@ from ghostclip.engine.distributed import Ranks, refuse_differences
 from ghostclip.engine.loss_scaling import LossScaling, show_scaling
 from ghostclip.engine.micro_batching import MicroBatches
 from ghostclip.engine.optimizers import held_parameters, with_closure
-from ghostclip.engine.self_check import SelfCheck
 from ghostclip.engine.sharded import sums_of, updates_of
 from ghostclip.engine.terms import Terms
 from ghostclip.errors import PrivacyError
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.noise import Noise
 from ghostclip.sampling import LogicalBatch
+from ghostclip.self_check import SelfCheck
 from ghostclip.traces import StepTrace
 
 __all__ = ["Release", "refuse_second_engine"]

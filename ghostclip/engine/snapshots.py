@@ -17,9 +17,7 @@ from torch.utils._pytree import tree_map
 
 from ghostclip import checkpoint
 from ghostclip.checkpoint import packed, unpacked
-from ghostclip.clipper.layout import WholeModel
-from ghostclip.engine.budget import Spending
-from ghostclip.engine.contents import (
+from ghostclip.checkpoint.contents import (
     configuration_of,
     describe_model,
     in_words,
@@ -28,6 +26,8 @@ from ghostclip.engine.contents import (
     random_states,
     set_random_states,
 )
+from ghostclip.clipper.layout import WholeModel
+from ghostclip.engine.budget import Spending
 from ghostclip.engine.distributed import Ranks, refuse_differences
 from ghostclip.engine.step import LogicalStep
 from ghostclip.errors import LedgerError, PrivacyError

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.modules.loss import _Loss
 
 from ghostclip.clipper import ClippingResult
+from ghostclip.clipping.weighing import may_weigh_jointly, refuse_joint_weights
 from ghostclip.engine.compiled_steps import CompiledSteps, LossFunction
 from ghostclip.engine.micro_batching import met_again
 from ghostclip.engine.release import Release
-from ghostclip.engine.weighing import may_weigh_jointly, refuse_joint_weights
 from ghostclip.errors import LossShapeError, PrivacyError, UnsupportedModelError
 from ghostclip.sampling import LogicalBatch, UserRows
 from ghostclip.traces import StepTrace

@@ -59,7 +59,7 @@ class ClippedSums:
         """
         self.check()
         before = [parameter.grad for _, parameter in self._named]
-        undo = partial(self._put_back, before)
+        undo: Callable[[], None] = partial(self._put_back, before)
         try:
             _drop(parameter for _, parameter in self._named)
             # Not every way to the sums leaves them there, and what another backward left is not this one's.

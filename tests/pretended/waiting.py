@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import ghostclip
 from ghostclip.bench.workloads import WORKLOADS
 from ghostclip.compiled.trial import Trial
-from ghostclip.engine import comparison
+from ghostclip.self_check import comparison
 
 B = 4
 POLICIES = {

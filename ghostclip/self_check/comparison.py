@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ghostclip.engine.batch_rows import BatchRows, ExampleDims, RaggedBatchRows
-from ghostclip.engine.trial_losses import LossFunction, TrialLosses
 from ghostclip.errors import VerificationError
 from ghostclip.graph.data_swap import mixed_examples
+from ghostclip.self_check.batch_rows import BatchRows, ExampleDims, RaggedBatchRows
+from ghostclip.self_check.trial_losses import LossFunction, TrialLosses
 
 __all__ = ["LossComparison"]
 

@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_unflatten
 from ghostclip.clipper import GhostClipper
 from ghostclip.clipper.layout import WholeModel, local_part
 from ghostclip.clipper.replay import Replay, leaves_of
-from ghostclip.engine.agreement import gradients_agree, listed
-from ghostclip.engine.comparison import LossComparison
-from ghostclip.engine.trial_losses import LossFunction
 from ghostclip.errors import VerificationError
+from ghostclip.self_check.agreement import gradients_agree, listed
+from ghostclip.self_check.comparison import LossComparison
+from ghostclip.self_check.trial_losses import LossFunction
 
 __all__ = ["SelfCheck"]
 

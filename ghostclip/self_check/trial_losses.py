@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ghostclip.clipper.replay import Replay
-from ghostclip.engine.batch_rows import BatchRows
+from ghostclip.self_check.batch_rows import BatchRows
 
 __all__ = ["TrialLosses"]
 

@@ -1,0 +1,5 @@
+"""What an engine looks at in its first steps: are gradients right, do examples stay apart, do the parameters move."""
+
+from ghostclip.self_check.first_steps import SelfCheck
+
+__all__ = ["SelfCheck"]
