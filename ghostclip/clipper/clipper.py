@@ -1,4 +1,4 @@
-"""GhostClipper: what users call; the passes are in first_pass.py and second_pass.py, compiled ones in compiled/."""
+"""GhostClipper, the public class. Its passes are in first_pass.py and second_pass.py, compiled passes in compiled/."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ _compilers: list[Compiler] = []
 
 
 def register_compiler(compiler: Compiler) -> None:
-    """From now on ``compile=True`` is served by ``compiler``."""
+    """Makes ``compiler`` the one that ``compile=True`` uses."""
     _compilers[:] = [compiler]
 
 
 @dataclass(frozen=True)
 class ClippingResult:
-    """What `GhostClipper.backward` did. Norms and weights are private data: they must not leave the training process.
+    """The result of `GhostClipper.backward` and `clip`. Norms, weights and losses are private data: don't publish them.
 
     Attributes:
-        norms: [B], ||g_i|| before clipping; inf or nan for an example that was left out. {group: [B]} under a
-            group-wise policy.
-        weights: [B], the factor each gradient was multiplied with; {group: [B]} likewise.
+        norms: [B], ||g_i|| before clipping; inf or nan for an example that was left out. A group-wise policy gives
+            {group: [B]}.
+        weights: [B], the factor v_i of each gradient, or {group: [B]}.
         sensitivity: the L2 bound on one example's contribution to the sum.
-        losses: [B], from `GhostClipper.clip`; None from `GhostClipper.backward`, whose caller has them.
+        losses: [B], from `GhostClipper.clip`; None from `GhostClipper.backward`.
     """
 
     norms: Any
@@ -56,26 +56,28 @@ class ClippingResult:
 
 
 class GhostClipper(RefusesNames):
-    """Per-example gradient norms and exactly clipped sums, without materialised gradients.
+    """Computes per-example gradient norms and clipped sums exactly, without materialising per-example gradients.
 
     Args:
-        model: built of any torch layers; wrapped in place if it isn't yet.
+        model: any torch model. Its layers are wrapped in place if they aren't wrapped yet.
         clipping: a max norm (flat clipping) or a policy of `ghostclip.clipping`.
-        second_pass: "cached": the clipped sum is formed from what the first pass kept: of each layer its input and its
-            pre-activation gradient, or materialised per-example gradients that take no more bytes than both
-            (book-keeping, Bu et al. 2023); "reweight": a second backward in which each layer weights its rows (Lee &
-            Kifer 2020), leanest in memory; "auto": "cached" where what it keeps fits in ``memory_budget``, else
-            "reweight". Layers under activation checkpointing always get a second backward: nothing is kept of them.
-        norm_strategy: "auto" by measured cost, or "gram" or "direct". Neither option changes a result beyond rounding.
-            Under ``torch.use_deterministic_algorithms(True)`` no clock is asked: what takes the fewest flops is chosen,
-            so that a repeated run gives the same digits.
-        memory_budget: bytes that may be kept beside the layers' inputs, estimated from shapes; where "cached" takes
-            more, the batch goes by "reweight". None: the bytes of the pre-activations, which it never exceeds.
-        compile: let `clip` run as one compiled graph where the model allows it and where that is measured to be
-            faster; `backward` is as it was.
-        loss_scale: a power of two that losses are multiplied with before the passes, and norms and sums divided by
-            after them, so that small float16 gradients don't vanish (1024 is a good start); an example whose gradients
-            grow past float16 for it is left out as one that is not finite. It changes no result beyond rounding.
+        second_pass: how the clipped sum is formed; it changes no result beyond rounding.
+            "cached": from tensors that the first pass kept: each layer's input and pre-activation gradient, or its
+            per-example gradients where these take no more bytes (book-keeping, Bu et al. 2023).
+            "reweight": by a second backward in which each layer weights its rows (Lee & Kifer 2020); least memory.
+            "auto": "cached" if the kept tensors fit into ``memory_budget``, else "reweight".
+            Layers under activation checkpointing always use a second backward, since nothing of them is kept.
+        norm_strategy: "gram", "direct", or "auto", which takes the one measured to be faster for each layer. It changes
+            no result beyond rounding. Under ``torch.use_deterministic_algorithms(True)`` "auto" counts flops in place
+            of measuring time, so that a repeated run gives the same digits.
+        memory_budget: the most bytes that "cached" may keep beside the layers' inputs, estimated from shapes. A batch
+            that would keep more uses "reweight". None: the bytes of the pre-activations.
+        compile: run `clip` as one compiled graph where the model allows it and the graph is measured to be faster.
+            It does not affect `backward`.
+        loss_scale: a power of two. Losses are multiplied by it before the passes, norms and sums divided by it after
+            them, so that small float16 gradients don't become zero (1024 is a good start). An example whose scaled
+            gradients exceed float16's range is left out, as one that is not finite. Otherwise no result changes
+            beyond rounding.
 
     Raises:
         UnsupportedModelError: the model can't be clipped exactly; every obstacle is listed.
@@ -118,20 +120,20 @@ class GhostClipper(RefusesNames):
 
     @property
     def clipping(self) -> Policy | Groupwise:
-        """The policy, for good: what was learnt of the model, and the sensitivity reported, are by it."""
+        """The clipping policy. It is fixed: build a new `GhostClipper` for another one."""
         return self.passes.clipping
 
     def compile(self, expected: int | None = None, largest: int | None = None) -> None:
-        """From now on `clip` compiles: see the ``compile`` argument.
+        """Lets later calls of `clip` compile, as the constructor's ``compile=True`` does.
 
         Args:
-            expected: about how many examples come in a batch, when batches vary in size; they are padded to few sizes
-                then, with rows of weight zero.
-            largest: the most that ever come.
+            expected: for batches of varying size: the expected number of examples. Batches are padded to a few sizes,
+                with rows of weight zero.
+            largest: the largest number of examples in a batch.
 
         Raises:
-            ValueError: the clipping policy changes while training goes on, and a graph has its norm built in; or there
-                is a ``loss_scale``; or the model is sharded.
+            ValueError: the clipping norm changes during training, while a graph's norm is constant; or ``loss_scale``
+                is not 1; or the model is sharded.
         """
         if self.layout.sharded:
             raise ValueError("compile and fully_shard don't go together; leave one of them out")
@@ -151,10 +153,9 @@ class GhostClipper(RefusesNames):
     def sensitivity(self) -> float:
         """The L2 bound on one example's contribution to the clipped sum in the p.grads, as `backward` reports it.
 
-        The policy's own for parameters of float32 and wider, whatever the batch. Sums of narrower ones are formed in
-        float32 and rounded to p.grad with each backward, so that the bound grows with the examples that are summed:
-        by k n eps of the policy's after k backwards over n examples (`ghostclip.clipper.gradient_guard.GradientGuard`).
-        The engine gathers float32 sums beside the p.grads, and needs the policy's bound only.
+        For float32 and float64 parameters it is the policy's bound. For narrower types each backward rounds a float32
+        sum to p.grad. So the bound grows by a relative k n eps after k backwards over n examples in all
+        (`ghostclip.clipper.gradient_guard.GradientGuard`). The engine avoids this: its sums are float32.
         """
         return self.passes.sensitivity * (1.0 + self._guard.excess)
 
@@ -176,17 +177,17 @@ class GhostClipper(RefusesNames):
 
         Args:
             losses: shape exactly [B], from a forward of the model.
-            batch_index: as `backward` has it.
+            batch_index: see `backward`.
             per: None for the whole gradient, "layer" or "parameter".
             retain_graph: keep the graph for another call.
 
         Returns:
-            [B], or {module name: [B]}, or {parameter name: [B]}: every trained parameter under its first name, zeros
-            where it took no part. float32, or float64 for float64 models. They are as they were measured, without the
-            room for rounding that weights are computed with (``backward(losses).norms``).
+            [B]; or {module name: [B]}; or {parameter name: [B]} with every trained parameter under its first name,
+            zeros if the batch did not use it. float32, or float64 for float64 models. These are the measured norms,
+            as in ``backward(losses).norms``; the rounding margin affects weights only.
 
         Raises:
-            LossShapeError, StaleInputError, UnsupportedModelError: for the reasons that `backward` gives.
+            LossShapeError, StaleInputError, UnsupportedModelError: as `backward`.
         """
         if per is not None:
             one_of(("layer", "parameter"), per=per)
@@ -204,7 +205,7 @@ class GhostClipper(RefusesNames):
     def per_example_grads(
         self, losses: Tensor, *, batch_index: BatchIndex = None, retain_graph: bool = False
     ) -> dict[str, Tensor]:
-        """Materialised gradients {parameter name: [B, *shape]}, for research: B times the model in memory.
+        """Per-example gradients {parameter name: [B, *shape]}, for research. They take B times the model's memory.
 
         Raises as `norms` does.
         """
@@ -214,26 +215,27 @@ class GhostClipper(RefusesNames):
 
     @keeping_grad_mode
     def backward(self, losses: Tensor, *, batch_index: BatchIndex = None, retain_graph: bool = False) -> ClippingResult:
-        """Both passes: adds ``sum_i v_i g_i`` to each ``p.grad`` (a sum: not averaged, without noise).
+        """Runs both passes: adds ``sum_i v_i g_i`` to each ``p.grad`` (a sum: not averaged, without noise).
 
         An example whose loss or gradient is not finite contributes exactly zero. Several calls add up. Hooks on tensors
-        of the graph run in each pass over it, and may be given None at the end, as it is let go of. What
-        ``retain_grad`` leaves there is not to be relied on: not every pass comes to every tensor.
+        of the graph run in each pass, and may get None when the graph is freed. Don't use gradients that
+        ``retain_grad`` stores there: not every pass reaches every tensor.
 
         Args:
             losses: shape exactly [B], from a forward of the model.
-            batch_index: for ragged examples, the example of each row [rows], int64 (a graph's of each node, a text's
-                of each packed token); a list of such tensors for rows of several kinds. A layer's rows are those of
-                the index with as many numbers; with B rows, one of each example. None: every example has as many rows.
+            batch_index: for ragged examples: [rows], int64, the example that each row belongs to (rows are a graph's
+                nodes or the tokens of packed texts). Give a list of such tensors if rows are of several kinds: a layer
+                uses the tensor whose length is its number of rows, and a layer of B rows has one per example. None:
+                all examples have equally many rows.
             retain_graph: keep the graph for another call.
 
         Raises:
-            LossShapeError: losses of any other shape.
-            TypeError, ValueError: ``batch_index`` isn't of that form.
-            GradientLeakError: a ``p.grad`` holds something that no clipper put there.
-            StaleInputError: a remembered input was modified in place, or the graph is gone.
+            LossShapeError: ``losses`` has another shape.
+            TypeError, ValueError: ``batch_index`` has another form.
+            GradientLeakError: a ``p.grad`` holds a gradient that no clipper added.
+            StaleInputError: a saved input was modified in place, or the graph was freed.
             UnsupportedModelError: examples mix, a parameter is used outside of its layer, or the model was sharded
-                since it was wrapped.
+                after it was wrapped.
         """
         with self.layout.summed(), self.indexed(batch_index, losses):
             self.check_whole()
@@ -248,23 +250,24 @@ class GhostClipper(RefusesNames):
 
     @keeping_grad_mode
     def clip(self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> ClippingResult:
-        """Forward and `backward` in one: adds the clipped sum of ``loss_fn(model, batch)`` to each ``p.grad``.
+        """Forward and `backward` in one call: adds the clipped sum of ``loss_fn(model, batch)`` to each ``p.grad``.
 
-        ``loss_fn`` is called once, with the whole batch. A batch whose number of examples is that of positions, too,
-        may be refused for it; it is tried once more after a forward of more examples, some of them repeated, which
-        leaves no trace.
+        ``loss_fn`` is called once, with the whole batch. If a batch has as many examples as positions, a tensor's
+        dimension of examples may be ambiguous. Then ``loss_fn`` is called with some examples repeated, to find that
+        dimension, and once more with the batch.
 
-        With ``compile=True`` all of it becomes one graph, traced at the first batch of a shape, tried beside the eager
-        way on the next four, and used from then on if it gives the same sums faster (``compiled.refusals`` says why
-        not). What the loss function and the forward do must then depend on the batch, the parameters, the modules'
-        modes and torch's random numbers alone.
+        With ``compile=True`` forward and passes become one graph. It is traced on the first batch of a shape, compared
+        with the eager passes on the next four, and used from then on if it gives the same sums faster;
+        ``compiled.refusals`` says why not. The loss may depend on nothing but the batch, the parameters, the modules'
+        modes and torch's random numbers.
 
         Args:
             loss_fn: (model, batch) -> losses [B].
-            batch: what ``loss_fn`` takes; to be compiled, tensors with examples in dimension 0, nested as you like.
+            batch: any argument for ``loss_fn``. To be compiled it must consist of tensors with examples in dimension
+                0, in nested tuples, lists or dicts.
 
         Raises:
-            GhostClipError: for the reasons that `backward` gives.
+            GhostClipError: as `backward`.
         """
         if self.compiled is None:
             with self.layout.summed():
@@ -296,9 +299,9 @@ class GhostClipper(RefusesNames):
         return replace(self.backward(losses), losses=losses.detach())
 
     def explain(self) -> StrategyTable:
-        """The plan as a table: each parameter's layer, rule, strategy, why, measured cost; ``str()`` of it prints well.
+        """A table with each parameter's layer, rule, strategy, the reason for it and its measured cost; print it.
 
-        Strategies are chosen on the first batch; before it they read "at the first batch".
+        Strategies are chosen on the first batch. Until then the table says "at the first batch".
         """
         return plan_of(self.model, self.passes.choices)
 
@@ -306,15 +309,15 @@ class GhostClipper(RefusesNames):
     def verify(
         self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any, *, tolerance: float | None = None
     ) -> float:
-        """Compares norms and clipped sums with the slow obvious loop on this model; returns the worst relative error.
+        """Compares norms and clipped sums with a loop over single examples; returns the largest relative error.
 
         Args:
             loss_fn: (model, batch) -> losses [B].
             batch: tensors (or nested tuples, lists, dicts of them) with examples in dimension 0.
-            tolerance: relative; None for 1e-9 in float64 and 1e-3 in narrower types.
+            tolerance: relative; None: 1e-9 in float64, 1e-3 in narrower types.
 
         Raises:
-            VerificationError: something differs by more than ``tolerance``; the layers are named.
+            VerificationError: a norm or sum differs by more than ``tolerance``; the message names the layers.
         """
         with self.layout.whole():
             return compare_with_loop(self, loss_fn, batch, tolerance)

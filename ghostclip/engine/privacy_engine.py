@@ -49,61 +49,61 @@ FIXED = {"model", "optimizer", "clipping", "target_delta", "max_epsilon", "ledge
 class PrivacyEngine(OpacusNames):
     """Differentially private training (DP-SGD, Abadi et al. 2016) of a torch model with any torch optimizer.
 
-    Every step releases (sum of clipped gradients + noise) / ``batch_size`` over a random sample of the data, and is
-    charged before. A hook of the user's optimizer adds the noise when its ``step`` is called.
+    A step draws a random sample of the data and releases (sum of clipped gradients + noise) / ``batch_size``. The
+    engine charges the step before the release. A hook on the optimizer adds the noise when its ``step`` is called.
 
     Args:
-        model: built of any torch layers; wrapped in place if it isn't yet.
-        optimizer: over parameters of ``model`` only; of Accelerate's and Lightning's wrappers the optimizer inside.
-        data: a map-style dataset, or a DataLoader, of which all but the sampling is kept.
-        batch_size: the expected size of a logical batch; the sampling rate is ``batch_size / len(dataset)``. None takes
-            the DataLoader's.
-        max_physical_batch_size: the most examples processed at once; None: the whole logical batch; "auto": found at
-            the first `step`, by passes over batches of growing size, which leave no trace.
-        noise_multiplier: standard deviation of the noise over the sensitivity; 0 gives no privacy, epsilon = inf.
-        target_epsilon: instead of ``noise_multiplier``: the least noise that keeps ``epochs`` epochs (or ``steps``
-            steps) within it; a step past them is refused.
+        model: any torch model. The engine wraps its layers in place if they aren't wrapped yet.
+        optimizer: over parameters of ``model`` only. The wrappers of Accelerate and Lightning are accepted.
+        data: a map-style dataset, or a DataLoader. The engine replaces the sampler and keeps the rest.
+        batch_size: the expected size of a logical batch. The sampling rate is ``batch_size / len(dataset)``. None: the
+            DataLoader's.
+        max_physical_batch_size: the most examples processed at once. None: the whole logical batch. "auto": the first
+            `step` finds it by trial passes over batches of growing size; these change nothing.
+        noise_multiplier: standard deviation of the noise over the sensitivity. 0 gives no privacy, epsilon = inf.
+        target_epsilon: given in place of ``noise_multiplier``. The engine takes the least noise that keeps ``epochs``
+            epochs (or ``steps`` steps) within it, and refuses further steps.
         target_delta: the delta of the guarantee; it should be well below 1 / len(dataset).
-        max_epsilon: a step that would pass it, at ``target_delta`` by PLD and with everything in the ledger counted, is
-            refused; None: no limit, or ``target_epsilon`` where the ledger holds other steps than the planned ones.
+        max_epsilon: the engine refuses a step that would exceed it, at ``target_delta`` by PLD, the ledger included.
+            None: no limit, or ``target_epsilon`` where the ledger holds steps that weren't planned.
         epochs, steps: the length of training, with ``target_epsilon`` only.
         clipping: a max norm or a policy of `ghostclip.clipping`.
-        second_pass: "auto", "cached" or "reweight", as for `GhostClipper`; it changes time and memory only.
-        noise: "standard": unpredictable, added in floating point; "hardened": from a cipher, every released number on a
-            lattice (needs `cryptography`); "test" with ``seed``: repeatable, and reported as epsilon = inf.
+        second_pass: "auto", "cached" or "reweight", as for `GhostClipper`. It changes time and memory only.
+        noise: "standard": unpredictable noise in floating point. "hardened": noise from a cipher, and released numbers
+            on a lattice; needs `cryptography`. "test" with ``seed``: repeatable noise, reported as epsilon = inf.
         seed: of noise and sampling, with ``noise="test"`` only.
-        ledger: a file (or a `ghostclip.ledger.Ledger`) that every step is charged to before it is released. One that
-            exists is continued: what it holds counts for `epsilon`, ``max_epsilon`` and the planned steps.
-        self_check: whether gradients are autograd's own, a loss depends on other examples (`step` calls the loss
-            function 5 to 7 times more in each of the first 6 steps, and in one of 400 physical batches later), and
-            parameters move. What is wrong is a VerificationError before a release, or a warning.
-        sampling: "poisson"; "without_replacement": ``batch_size`` different examples each time; "truncated": Poisson,
-            cut down at random to ``max_batch_size`` where it is more.
-        neighboring: data sets that are hard to tell apart differ by one example ("add_or_remove_one"), or in what one
-            example is ("replace_one").
-        max_batch_size: with "truncated" only; None: ``max_physical_batch_size``, so that a batch is one physical one.
-        unit_ids: for user-level privacy, each row's user (hashable): a user's rows are sampled together, the gradient
-            of the sum of their losses is clipped. ``batch_size`` counts users then, ``max_physical_batch_size`` rows.
-        max_rows_per_unit: with ``unit_ids`` only: of users with more rows the first so many are used; None: all.
-        loss_scale: for float16: a power of two such as 1024.0 (see `GhostClipper`), or the loop's GradScaler, for
-            ``engine.backward(scaler.scale(losses))``, ``scaler.step(optimizer)`` and ``scaler.update()``.
-        memory_limit: bytes for this process, where that is found ("auto"); None: nine tenths of what is left.
-        process_group: of torch.distributed: who trains together, each with an engine over the same model, data and
-            options; None: that of the model's DistributedDataParallel or FSDP2 mesh, or else all processes.
-            ``batch_size`` is that of all ranks together; each gets its share of every sample.
-        schedule: of noise, thresholds and batch size over the steps, see `Schedule`; then no ``epochs`` are needed.
+        ledger: a file (or a `ghostclip.ledger.Ledger`). Each step is charged there before it is released. An existing
+            file is continued: its charges count for `epsilon`, ``max_epsilon`` and the planned steps.
+        self_check: test that gradients agree with autograd's, that losses don't depend on other examples and that
+            parameters move. `step` calls the loss function 5 to 7 times more in each of the first 6 steps, later in
+            one of 400 physical batches. A failure raises VerificationError before the release, or logs a warning.
+        sampling: "poisson". "without_replacement": ``batch_size`` different examples each time. "truncated": Poisson;
+            a sample of more than ``max_batch_size`` examples is cut down to that at random.
+        neighboring: how neighbouring data sets differ: by the presence of one example ("add_or_remove_one"), or in
+            the content of one example ("replace_one").
+        max_batch_size: with "truncated" only. None: ``max_physical_batch_size``, for one physical batch per step.
+        unit_ids: for user-level privacy: the user (hashable) of each row. A user's rows are sampled together, and the
+            gradient of the sum of their losses is clipped. ``batch_size`` then counts users.
+        max_rows_per_unit: with ``unit_ids`` only: a user's first so many rows are used. None: all rows.
+        loss_scale: for float16: a power of two such as 1024.0 (see `GhostClipper`), or a GradScaler; the loop then
+            calls ``engine.backward(scaler.scale(losses))``, ``scaler.step(optimizer)`` and ``scaler.update()``.
+        memory_limit: with ``max_physical_batch_size="auto"``: bytes of this process. None: nine tenths of what is left.
+        process_group: torch.distributed processes that train together, each with an engine over the same model, data
+            and options. None: those of the model's DistributedDataParallel or FSDP2 mesh, else all.
+            ``batch_size`` counts the examples of all ranks; each rank gets its share of a sample.
+        schedule: a `Schedule` of noise, thresholds and batch size over the steps; it replaces ``epochs``.
 
     Attributes:
-        planned_steps: the most steps that may be taken; None without a ``target_epsilon``.
+        planned_steps: the most steps that may be taken; None without ``target_epsilon``.
         sample_rate: the expected share of the data in a logical batch.
-        ledger, model, optimizer, clipping, batch_size, noise_multiplier, ...: as given, taken over or calibrated; a
-            ledger only on the rank that leads.
+        ledger, model, optimizer, clipping, batch_size, noise_multiplier, ...: as given or calibrated. Only the leading
+            rank has a ledger.
 
     Raises:
         UnsupportedModelError: the model can't be clipped exactly.
-        PrivacyError: the optimizer or the data can't be used privately; the message says what to do.
-        LedgerError: the ledger is in use by another process, damaged, no ledger, or can't be written.
-        ValueError, TypeError: an argument is out of range, or some don't go together.
+        PrivacyError: the optimizer or the data can't be used privately; the message names the remedy.
+        LedgerError: another process uses the ledger, or the file is damaged, isn't a ledger or can't be written.
+        ValueError, TypeError: an argument is out of range, or two arguments exclude each other.
         ModuleNotFoundError: ``noise="hardened"`` without the `cryptography` package.
     """
 
@@ -211,12 +211,12 @@ class PrivacyEngine(OpacusNames):
         )
 
     def batches(self) -> LogicalBatches:
-        """An epoch of logical batches each time it is iterated, ``len()`` of them; take them one at a time.
+        """The logical batches. One iteration is one epoch of ``len(engine.batches())`` batches.
 
-        Each, empty ones too, needs its step or ``batch.discard()``; taking the next one, and the end of the epoch,
-        raise PrivacyError otherwise, and where trained parameters moved outside of steps (see `accept_parameters`).
-        An exception discards the batch, without a charge, where it comes from `step`, `backward`, the optimizer's step
-        or the data loader, or leaves both the loop over ``batch.physical()`` and that over the batches.
+        Every batch, also an empty one, needs a step or ``batch.discard()`` before the next one is taken. Otherwise the
+        loop raises PrivacyError, as it does where parameters moved outside of steps (see `accept_parameters`). An
+        exception discards the batch without a charge if it comes from `step`, `backward`, the optimizer's step or the
+        data loader, or if it leaves both loops.
         """
         if self._loader is None:
             raise PrivacyError("this engine was detached from its optimizer; build a new PrivacyEngine")
@@ -224,15 +224,15 @@ class PrivacyEngine(OpacusNames):
 
     @keeping_grad_mode
     def backward(self, losses: Tensor, *, batch_index: Any = None, retain_graph: bool = False) -> ClippingResult:
-        """Clips the gradients of a physical batch and gathers their sum; to be called once for each physical batch.
+        """Clips the gradients of one physical batch and adds them to the step's sum. Call it once per physical batch.
 
         Args:
-            losses: [B], one for each example of the physical batch that was handed out last.
+            losses: [B], one for each example of the current physical batch.
             batch_index, retain_graph: see `GhostClipper.backward`.
 
         Raises:
-            PrivacyError: no physical batch was handed out for this call, or an earlier one was left out.
-            GhostClipError: for the reasons that `GhostClipper.backward` gives.
+            PrivacyError: there is no current physical batch, or an earlier one had no backward.
+            GhostClipError: as `GhostClipper.backward`.
         """
         return self._steps.backward(losses, batch_index, retain_graph)
 
@@ -241,17 +241,17 @@ class PrivacyEngine(OpacusNames):
         """One step of training: all physical batches forward and backward, charge, noise, update, ``zero_grad()``.
 
         Args:
-            batch: the logical batch that `batches` gave last.
+            batch: the current logical batch of `batches`.
             loss_fn: (model, examples) -> losses [B], one for each example.
-            batch_index: for ragged examples, examples -> what `GhostClipper.backward` takes as ``batch_index``.
+            batch_index: for ragged examples: examples -> the ``batch_index`` of `GhostClipper.backward`.
 
         Returns:
-            Losses, norms and weights of the examples. They are private data, not for release.
+            Losses, norms and weights of the examples. They are private data: don't publish them.
 
         Raises:
-            BudgetExceededError: the step is one too many; nothing was computed.
-            LedgerError, PrivacyError, and all that `backward` raises: the batch is discarded, nothing was released.
-            TypeError: ``loss_fn`` can't be called with (model, examples), as losses or a criterion can't.
+            BudgetExceededError: the step would exceed the budget; nothing was computed.
+            LedgerError, PrivacyError, and the errors of `backward`: the batch is discarded, nothing was released.
+            TypeError: ``loss_fn`` can't be called with (model, examples).
         """
         try:
             self._steps.start(batch, loss_fn, batch_index)
@@ -267,53 +267,53 @@ class PrivacyEngine(OpacusNames):
         return StepRecord.of(seen)
 
     def compile(self) -> None:
-        """From now on `step` runs as one compiled graph, where the model allows it and it is faster.
+        """Lets later calls of `step` run as a compiled graph, where the model allows it and the graph is faster.
 
-        Of a logical batch in one piece all from forward to update (by torch's SGD, Adam or AdamW without hooks of
-        others), else each physical batch's passes. See `GhostClipper.clip` for what a loss may depend on.
+        The graph holds the whole step, from forward to update, for a logical batch of one physical batch and torch's
+        SGD, Adam or AdamW; else the passes of a physical batch. `GhostClipper.clip` lists the conditions on the loss.
         """
         check_compilable(self._spending.unit, self._ranks, self.schedule)
         self._steps.micro_batches.check_found()
         self._steps.compile(self.batches().limit)
 
     def trace(self, path: str | os.PathLike[str] | None, every: int = 100) -> StepTrace | None:
-        """Writes what every n-th step looked like without noise to a folder, for debugging; None ends it.
+        """Records every n-th step in a folder, for debugging; a ``path`` of None ends the trace.
 
-        Norms of single examples, cosines, signal to noise: raw private data, not for release; `ghostclip.traces.read`
-        reads it. Raises what `StepTrace` does, ValueError for compiled steps or several ranks.
+        The records are private data without noise: norms of single examples, cosines, signal to noise. Read them with
+        `ghostclip.traces.read`. Raises as `StepTrace`, and ValueError for compiled steps or several ranks.
         """
         if path is not None and self._ranks.size > 1:
             raise ValueError("trace() isn't there for several processes that train together; leave it out")
         return self._steps.trace(path, every, lambda: self.steps_taken)
 
     def epsilon(self, delta: float | None = None, accountant: str = "pld") -> float:
-        """The privacy spent so far, by all that is in the ledger where there is one; inf without private noise.
+        """The epsilon spent so far, by this engine and everything in its ledger; inf without private noise.
 
         Args:
-            delta: where to report it; None: at ``target_delta``.
+            delta: of the guarantee; None: ``target_delta``.
             accountant: "pld" or "rdp".
 
-        Raises PrivacyError where trained parameters moved outside of steps, see `accept_parameters`.
+        Raises PrivacyError if trained parameters moved outside of steps, see `accept_parameters`.
         """
         return self._spending.epsilon(self._delta(delta), accountant)
 
     def forecast(self, steps: int, delta: float | None = None, accountant: str = "pld") -> float:
-        """Epsilon after so many further ``steps``, with everything spent so far; see `epsilon`."""
+        """The epsilon spent after that many further ``steps``; see `epsilon`."""
         further = self._terms.further(self._snapshots.model_steps, whole(steps=steps))
         spent = accounting.epsilon_of([*self.events, *further], delta=self._delta(delta), accountant=accountant)
         return spent if self._spending.private else math.inf
 
     def guarantee(self, delta: float | None = None, accountant: str = "pld") -> str:
-        """`epsilon` in words: how examples were drawn, which data sets are neighbours."""
+        """The guarantee in a sentence: epsilon, delta, sampling, noise and neighbouring data sets; see `epsilon`."""
         return accounting.guarantee(self.events, delta=self._delta(delta), accountant=accountant)
 
     def accept_parameters(self) -> None:
-        """Takes the trained parameters as they are, after they were set from outside by public means.
+        """Accepts trained parameters that were changed outside of steps, if no private data went into the change.
 
-        A loaded state dict, steps on public data, averages of released weights: never what private data taught.
+        Examples: a loaded state dict, steps on public data, averages of released weights.
 
         Raises:
-            PrivacyError: inside of a logical batch; or parameters are others, or of another type, than at first.
+            PrivacyError: a logical batch is unfinished, or parameters were replaced or changed their type.
         """
         self._steps.check_between("engine.accept_parameters()")
         self._steps.updates.check_model()
@@ -326,16 +326,16 @@ class PrivacyEngine(OpacusNames):
         return self.target_delta if delta is None else open_fraction(delta=delta)
 
     def check_budget(self) -> None:
-        """Raises BudgetExceededError where one more step would pass the planned ones or the budget."""
+        """Raises BudgetExceededError if one more step would exceed the planned steps or the budget."""
         self._spending.check(self._steps.release.terms)
 
     def noise_std(self, parameter: nn.Parameter) -> float:
-        """The standard deviation of the noise in each entry of a trained parameter's private gradient, as it is now."""
+        """The current standard deviation of the noise in each entry of a trained parameter's private gradient."""
         return self._steps.release.noise_std(parameter)
 
     @property
     def events(self) -> list[Event]:
-        """Everything that was charged."""
+        """All charges, as events for `ghostclip.accounting`."""
         return self._spending.events
 
     @property
@@ -344,53 +344,53 @@ class PrivacyEngine(OpacusNames):
         return self._spending.steps
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Stateful] | None = None) -> None:
-        """Saves model, optimizer, what was spent and where training stands; all ranks call it, the leading one writes.
+        """Saves model, optimizer, privacy spent and position in the epoch. All ranks call it, the leading one writes.
 
         Args:
-            path: becomes a folder, whole or not at all; the one before is kept as ``<path>.previous``. Its files
-                ``private.*`` hold random states and ``extra``, and must not be published. Noise is never among it.
+            path: of the folder that is written, atomically. A folder that is there is kept as ``<path>.previous``.
+                The files ``private.*`` hold random states and ``extra``: don't publish them. No noise is saved.
             extra: {name: object with ``state_dict()`` and ``load_state_dict()``}, such as learning rate schedulers.
 
         Raises:
-            PrivacyError: inside of a logical batch, with a state that can't be stored, or after trained parameters
-                moved outside of the engine's steps, see `accept_parameters`.
-            OSError: the disk is full, or the like; what was saved before is still there.
+            PrivacyError: a logical batch is unfinished, a state can't be stored, or trained parameters moved outside
+                of steps, see `accept_parameters`.
+            OSError: the folder can't be written, for example on a full disk; the last saved one is kept.
         """
         self._snapshots.save(path, extra)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was spent and where training stands, for checkpoints of others; `save` has weights and all else, too."""
+        """Privacy spent and position in the epoch, for checkpoints that others write. `save` stores weights as well."""
         return self._snapshots.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Adds what a `state_dict` spent, begins an epoch; restore model and optimizer first. Raises as `restore`."""
+        """Adds the charges of a `state_dict` and begins an epoch; restore the model first. Raises as `restore`."""
         self._snapshots.load_state_dict(state)
 
     def restore(self, path: str | os.PathLike[str], extra: Mapping[str, Stateful] | None = None) -> Restored:
-        """Goes back to what `save` wrote, or to the one before where that is damaged, which the log tells.
+        """Restores what `save` wrote. If the folder is damaged, restores ``<path>.previous`` and logs a warning.
 
-        What was spent is never less afterwards: the steps this engine was charged since, and those in its ledger, stay.
-        Noise and samples to come are fresh, but with ``noise="test"``, where the run goes on as if never interrupted.
+        Later charges of this engine and of its ledger stay charged. Noise and samples are drawn anew, except with
+        ``noise="test"``, which continues its random sequence.
 
         Args:
             path: as given to `save`.
-            extra: the same names as were saved, each with an object that takes its state back.
+            extra: the names given to `save`, each with the object to restore.
 
         Returns:
-            Steps and epochs done. The next loop over `batches` gives what is left of the epoch.
+            Steps and epochs done. The next loop over `batches` gives the rest of the epoch.
 
         Raises:
-            PrivacyError: it is of another configuration or version, damaged with no older one beside it, or this is
-                called inside of a logical batch. Nothing was changed.
-            LedgerError: the ledger isn't the one that the checkpoint goes with.
-            OSError: there is none, or it can't be read.
+            PrivacyError: the checkpoint is of another configuration or version, or damaged without an older one, or a
+                logical batch is unfinished. Nothing was changed.
+            LedgerError: the ledger is not the checkpoint's.
+            OSError: the checkpoint is missing or can't be read.
         """
         return self._snapshots.restore(path, extra)
 
     def detach(self) -> None:
-        """Takes the engine off the optimizer, whose steps are unprotected from then on; ends the data's workers.
+        """Ends the run: removes the hooks from the optimizer, whose later steps are not private, and ends data workers.
 
-        LedgerError: what was reserved there can't be given back.
+        Raises LedgerError if reserved steps can't be given back.
         """
         self._steps.detach()
         self._synchronise()

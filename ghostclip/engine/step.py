@@ -1,4 +1,4 @@
-"""One logical batch: physical batches are clipped and their sums gathered, then the noisy gradient is stepped with."""
+"""One step: clip the physical batches of a logical batch, add up their sums, release the noisy gradient, update."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OF_USERS = (
 
 
 class LogicalStep:
-    """Follows the logical batches and gathers their clipped sums, of which `Release` makes private gradients.
+    """Clips the physical batches of each logical batch and adds up their sums. `Release` adds the noise to the total.
 
     Attributes:
         release: as given: checks, charge, noise and update.
