@@ -34,13 +34,13 @@ BATCHNORM = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that keeps a model from being trained privately.
+    """One obstacle to training a model privately.
 
     Attributes:
         path: the module's name in the model ("" for the model itself).
         problem: what is wrong.
-        remedy: what to write instead.
-        line: of the code where it happens, "file:line: source"; "" where that isn't known.
+        remedy: what to do about it.
+        line: the line of code, "file:line: source"; "" if it isn't known.
     """
 
     path: str
@@ -60,20 +60,23 @@ def wrap(
     batch_dim: int | Mapping[str, int] = 0,
     replace: Mapping[str, str] | None = None,
 ) -> torch_nn.Module:
-    """Turns every layer of ``model`` into its wrapper, in place: the same objects, Parameters and state_dict keys.
+    """Changes the class of every layer in ``model`` to its wrapper class, in place.
+
+    Module objects, Parameters and state_dict keys stay the same.
 
     Args:
-        model: any torch module; wrapping it twice changes nothing.
-        batch_dim: the dimension that holds examples in the inputs and outputs of layers that don't say themselves (as
-            recurrent and attention layers do by ``batch_first``): an int, or {name pattern: int} for some modules.
-        replace: {"BatchNorm2d": "GroupNorm"} and the like, to replace what mixes examples; the new modules have new
-            parameters, so make the optimizer afterwards.
+        model: any torch module. Wrapping it twice changes nothing.
+        batch_dim: the dimension of inputs and outputs that holds examples, for layers without a ``batch_first``
+            option: an int, or {name pattern: int} for some modules.
+        replace: such as {"BatchNorm2d": "GroupNorm"}: replaces layers that mix examples. New modules have new
+            parameters, so build the optimizer afterwards.
 
     Returns:
         The same model.
 
     Raises:
-        UnsupportedModelError: with every finding of `ghostclip.check`; the model is left as it was.
+        UnsupportedModelError: the model can't be clipped exactly. The message lists every finding of `ghostclip.check`,
+            and the model is unchanged.
         ValueError, TypeError: a batch_dim or replacement that names nothing or can't be made; no module.
     """
     check_module(model)
@@ -98,7 +101,7 @@ def wrap(
 
 
 def unwrap(model: torch_nn.Module) -> torch_nn.Module:
-    """Undoes `wrap` in place: every wrapper becomes its plain torch class again; returns the same model."""
+    """Undoes `wrap` in place: every layer gets its plain torch class back. Returns the same model."""
     check_module(model)
     for module in model.modules():
         if isinstance(module, GhostLayer):

@@ -40,13 +40,13 @@ def noise_multiplier(
     dataset_size: int | None = None,
     max_batch_size: int | None = None,
 ) -> float:
-    """The least noise (to a relative 1e-5) with which ``steps`` releases stay within ``target_epsilon`` at ``delta``.
+    """The least noise multiplier with which ``steps`` releases stay within ``target_epsilon`` at ``delta``.
 
-    Args as in `epsilon`; ``target_epsilon`` is finite and > 0.
+    ``target_epsilon`` is finite and > 0. The other arguments are those of `epsilon`.
 
     Returns:
-        A noise multiplier for which `epsilon` gives at most ``target_epsilon``, 0.01 where less would do; 0.0 for zero
-        steps, which need none.
+        A noise multiplier for which `epsilon` is at most ``target_epsilon``; at most a relative 1e-5 above the least
+        one, and at least 0.01. 0.0 for zero steps.
 
     Raises:
         ValueError, TypeError: an argument is out of range, or no noise reaches the target.
@@ -64,9 +64,9 @@ def noise_for(
     """`noise_multiplier` for steps of any kind.
 
     Args:
-        events_of: from a noise multiplier to what all steps are charged as.
+        events_of: noise multiplier -> the events that all steps are charged as.
 
-    The other arguments, the result and what is raised, as there.
+    Other arguments, result and errors are those of `noise_multiplier`.
     """
     target_epsilon = positive(target_epsilon=target_epsilon)
     delta, accountant = open_fraction(delta=delta), one_of(ACCOUNTANTS, accountant=accountant)
@@ -127,9 +127,9 @@ def max_steps(
     dataset_size: int | None = None,
     max_batch_size: int | None = None,
 ) -> int:
-    """The most steps that stay within ``target_epsilon`` at ``delta``: one more would exceed it. 0 when one step does.
+    """The largest number of steps that stay within ``target_epsilon`` at ``delta``; 0 if one step exceeds it.
 
-    Args as in `epsilon`; ``target_epsilon`` is finite and > 0.
+    ``target_epsilon`` is finite and > 0. The other arguments are those of `epsilon`.
 
     Raises:
         ValueError, TypeError: an argument is out of range, or more than 10**9 steps would stay within the target.

@@ -38,10 +38,10 @@ ROUNDING = 1e-6
 
 
 class RunningEpsilon:
-    """`epsilon_of` by PLD, for events of which one kind becomes more between two calls.
+    """`epsilon_of` by PLD, fast for repeated calls between which only the count of one event grows.
 
-    The first call, and each after something else changed, costs up to twice what `epsilon_of` does. All others take
-    milliseconds, and give at most 1e-3 of it too much, never too little.
+    Such calls take milliseconds. Their result is never below that of `epsilon_of`, and above it by at most a relative
+    1e-3. The first call, and each after another change, takes up to twice the time of `epsilon_of`.
     """
 
     def __init__(self) -> None:

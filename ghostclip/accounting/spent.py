@@ -81,7 +81,7 @@ class Setting:
                 raise ValueError(f'{name} must be left out unless sampling="truncated"; got {value!r}')
 
     def event(self, noise_multiplier: float, steps: int = 1) -> SampledRelease:
-        """What so many steps are charged as."""
+        """The event to charge for that many steps."""
         truncated = self.sampling == "truncated"
         cut = {"dataset_size": self.dataset_size, "max_batch_size": self.max_batch_size} if truncated else {}
         return KINDS[self.sampling](self.sample_rate, noise_multiplier, steps, self.neighboring, **cut)
@@ -107,14 +107,14 @@ def epsilon(
         steps: a whole number >= 0; zero steps cost nothing.
         delta: in (0, 1).
         accountant: "pld" or "rdp".
-        sampling: how a batch is drawn: "poisson"; "without_replacement": of fixed size; "truncated": Poisson, cut down
-            uniformly at random to ``max_batch_size`` where it is larger.
-        neighboring: which data sets the guarantee is about: "add_or_remove_one": they differ by one example's presence;
-            "replace_one": in what one example is.
+        sampling: how a batch is drawn. "poisson": each example joins independently. "without_replacement": a fixed
+            number of examples. "truncated": Poisson; a larger sample is cut down at random to ``max_batch_size``.
+        neighboring: how neighbouring data sets differ. "add_or_remove_one": by the presence of one example.
+            "replace_one": in the content of one example.
         dataset_size, max_batch_size: with ``sampling="truncated"`` only.
 
     Returns:
-        An upper bound; inf where the accountant can't bound it (PLD below a delta of about 1e-15).
+        An upper bound; inf if the accountant has none (PLD for a delta below about 1e-15).
 
     Raises:
         ValueError, TypeError: an argument is out of range, or the accountant has no bound; the message names it.
@@ -138,12 +138,12 @@ def epsilon_over_time(
     max_batch_size: int | None = None,
     points: int = 25,
 ) -> tuple[list[int], list[float]]:
-    """How epsilon grows: (numbers of steps, epsilon after each), from 0 over 1 in even steps to ``steps``.
+    """Epsilon as training goes on: (numbers of steps, the epsilon of each), for 0, 1 and evenly spaced numbers.
 
     Args:
-        points: about how many after 1; each costs what composing a distribution costs, a quarter of a second under PLD.
+        points: the number of points after 1, approximately. Each takes a quarter of a second by PLD.
 
-    The other arguments, and what is raised, as in `epsilon`.
+    Other arguments and errors are those of `epsilon`.
     """
     positive(noise_multiplier=noise_multiplier)
     steps, points = whole(steps=steps), positive_int(points=points)
@@ -156,7 +156,7 @@ def epsilon_over_time(
 def epsilons_of(
     before: Iterable[Event], event: Event, marks: Sequence[int], *, delta: float, accountant: str = "pld"
 ) -> list[float]:
-    """Epsilon of ``before`` together with as many of ``event`` as each mark says.
+    """For each number in ``marks``: epsilon of ``before`` and that many of ``event`` together.
 
     Raises:
         ValueError, TypeError: as `epsilon_of`.
@@ -177,7 +177,7 @@ def epsilon_of(events: Iterable[Event], *, delta: float, accountant: str = "pld"
         events: what was released.
         delta: in (0, 1).
         accountant: "pld" or "rdp".
-        coarser: PLD's grid of losses is so many times as wide: faster, and a less tight upper bound.
+        coarser: factor on the distance of points in PLD's grid of losses. A larger one is faster, its bound less tight.
 
     Raises:
         ValueError, TypeError: an argument is out of range, the accountant has no bound for an event, or the events are
@@ -219,7 +219,7 @@ def sampled_releases(events: Iterable[Event]) -> list[SampledRelease]:
 
 
 def accountants_for(event: Event) -> tuple[str, ...]:
-    """Which accountants bound what ``event`` spends."""
+    """The accountants that have a bound for ``event``."""
     sampled = _as_sampled(event)
     fixed = isinstance(sampled, FixedSizeGaussian)
     return ACCOUNTANTS if fixed or sampled.relation == "add_or_remove_one" else ("pld",)
@@ -230,7 +230,7 @@ def _as_sampled(event: Event) -> SampledRelease:
 
 
 def guarantee(events: Sequence[Event], *, delta: float, accountant: str = "pld") -> str:
-    """Epsilon and delta of what happened, and what they are about, in one or two sentences.
+    """States the guarantee in one or two sentences: epsilon, delta, sampling, noise and neighbouring data sets.
 
     Raises:
         ValueError, TypeError: as `epsilon_of`.
@@ -245,7 +245,7 @@ def guarantee(events: Sequence[Event], *, delta: float, accountant: str = "pld")
 
 
 def samples(event: Event) -> str:
-    """How the event's examples are drawn and how much noise there is, to go after "steps over"."""
+    """States sampling and noise of ``event``, as the words that follow "steps over"."""
     once = event.events[0] if isinstance(event, JointGaussian) else event
     cap = f"{once.max_batch_size:,}" if isinstance(once, TruncatedGaussian) else ""
     noise = f"noise multiplier {event.noise_multiplier:.4g}"
@@ -256,7 +256,7 @@ def samples(event: Event) -> str:
 
 
 def neighbours(event: Event) -> str:
-    """The sentence on which data sets the guarantee makes hard to tell apart."""
+    """A sentence that states how neighbouring data sets differ."""
     what = "example" if event.unit == "example" else "user (all examples of theirs)"
     if event.relation == "replace_one":
         return f"Neighbouring data sets differ in what one {what} is (replace_one)."

@@ -52,15 +52,15 @@ def audit(
     confidence: float = 0.95,
     phase: Phase = lambda name, count: nullcontext(lambda: None),
 ) -> Audit:
-    """Attacks a training configuration and says what it must spend at least, beside what it claims to.
+    """Attacks a training configuration. The result has lower bounds on its epsilon, beside the claimed epsilon.
 
-    Two attacks, by an adversary who sees every released sum. White box: ``draws`` real releases of the engine with a
-    canary of known gradient among the examples or not. One run: one whole training with many canaries at once. Model,
-    data and torch's random numbers are left as they were.
+    The adversary sees every released sum. There are two attacks. White box: ``draws`` releases of the engine, with or
+    without a canary of known gradient among the examples. One run: one whole training with many canaries. Model, data
+    and torch's random numbers are unchanged afterwards.
 
-    The bounds of the whole training are "gaussian" (the largest noise that explains the white-box errors, carried
-    through the accountant over all steps, at a sampling rate counted from the engine's own batches; this assumes that
-    the steps are sampled Gaussian releases of some noise and rate) and "one-run" (which assumes nothing). Those of a
+    The bounds of the whole training are "gaussian" (the largest noise that explains the white-box errors, composed by
+    the accountant over all steps, at a sampling rate counted in the engine's batches; this assumes that the steps are
+    sampled Gaussian releases of some noise and rate) and "one-run" (which assumes nothing). The bounds of a
     single trial are "clopper-pearson" (which assumes nothing) and "gaussian".
 
     The claim is about Poisson sampling and data sets that differ by one example's presence. What the attacks release is

@@ -16,7 +16,7 @@ __all__ = ["Audit", "Bound", "CurvePoint", "WhiteBox"]
 
 @dataclass(frozen=True)
 class Bound:
-    """One lower bound on epsilon beside the claim it is about.
+    """One lower bound on epsilon, beside the claimed epsilon.
 
     Attributes:
         method: "clopper-pearson", "gaussian" or "one-run".

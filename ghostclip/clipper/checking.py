@@ -27,15 +27,15 @@ def check(
     loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
     batch: Any = None,
 ) -> list[Finding]:
-    """What keeps ``model`` from being trained privately, all of it at once; [] when nothing does. Changes nothing.
+    """Lists all obstacles to training ``model`` privately; [] if there are none. It changes nothing.
 
     Args:
         model: any torch module.
-        loss_fn: (model, batch) -> losses [B]; with it, ``batch`` is tried, too. An example's data is exchanged, and
-            another example's loss that moves is a finding. Where none does, and the modules are all fit, the norms of
-            the batch are taken, and what is refused there is a finding. Each names the module and, where it can be
-            told, the line of code: the innermost one outside of torch and ghostclip.
-        batch: at least two examples, in dimension 0 of its tensors; few are enough.
+        loss_fn: (model, batch) -> losses [B]. With it, two further tests run on ``batch``. The first exchanges the
+            data of single examples and reports losses of other examples that change. The second computes the norms
+            and reports what is refused there. These findings name the module and, if it is known, the line of code
+            outside of torch and ghostclip.
+        batch: at least two examples, in dimension 0 of its tensors; a few are enough.
 
     Raises:
         ValueError: only one of ``loss_fn`` and ``batch`` is given, or the batch has fewer than two examples.

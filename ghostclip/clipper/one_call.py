@@ -22,17 +22,16 @@ __all__ = ["per_example_norms"]
 def per_example_norms(
     model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], data: Any, *, per: str | None = None
 ) -> Any:
-    """The norm of each example's gradient, for looking at data: mislabelled, rare or influential examples.
+    """Computes the gradient norm of each example, for example to find mislabelled, rare or influential examples.
 
-    There is no noise: the norms of private data are private data. The model is left as it was: its layers' classes, its
-    gradients, modes and buffers, and the random states, too. Norms are taken in the mode the model is in, so call
-    ``model.eval()`` before where dropout is to be left out.
+    Norms have no noise: those of private data are private data. The call changes nothing: layers' classes, gradients,
+    modes, buffers and random states are as before. The model's mode applies: call ``model.eval()`` before to disable
+    dropout.
 
     Args:
-        model: built of any torch layers, wrapped or not.
+        model: any torch model, wrapped or not.
         loss_fn: (model, batch) -> losses [B], one for each example; called once for each batch.
-        data: a batch, or a DataLoader, whose batches come one after another. A loader that shuffles gives norms in an
-            order of its own.
+        data: a batch or a DataLoader. Norms come in the order of the loader's batches, also if it shuffles.
         per: None for the whole gradient, "layer" or "parameter".
 
     Returns:
@@ -40,7 +39,7 @@ def per_example_norms(
         models; empty for a loader without batches.
 
     Raises:
-        UnsupportedModelError, LossShapeError, ValueError: as `GhostClipper` and its `norms` raise them.
+        UnsupportedModelError, LossShapeError, ValueError: as `GhostClipper` and `GhostClipper.norms`.
     """
     with wrapped(model), Replay(model).again(gradients=True):
         clipper = GhostClipper(model)

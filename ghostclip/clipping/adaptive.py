@@ -23,22 +23,22 @@ MOST_CHANGE = 1e12
 
 @dataclass(eq=False)
 class Adaptive:
-    """Flat clipping at ``max_norm``, which moves with each step of a `PrivacyEngine` towards a quantile of the norms.
+    """Flat clipping with a ``max_norm`` that follows a quantile of the gradient norms.
 
-    Each step also releases how many examples had a norm of at most ``max_norm``: the sum of +1/2 for each that had and
-    -1/2 for each other one, so that one example moves it by at most 1/2, with Gaussian noise of standard deviation
-    ``count_noise``. With b the share of the expected batch size that this makes, plus 1/2,
+    Each step of a `PrivacyEngine` also releases a noisy count of the examples with norms of at most ``max_norm``: the
+    sum of +1/2 for each such example and -1/2 for each other one, with Gaussian noise of standard deviation
+    ``count_noise``. One example changes the sum by at most 1/2. With b = sum / ``batch_size`` + 1/2 the update is
     ``max_norm <- max_norm * exp(-learning_rate * (b - target_quantile))`` (Andrew et al. 2021, "Differentially private
-    learning with adaptive clipping", algorithm 1). The engine draws that noise together with the gradients' and charges
-    both as one joint release, so a step costs more than one of fixed clipping with the same ``noise_multiplier``;
-    ``target_epsilon`` is met with both counted.
+    learning with adaptive clipping", algorithm 1). The engine charges count and gradient as one joint release. So a
+    step costs more than one of fixed clipping with the same ``noise_multiplier``. With ``target_epsilon`` the noise is
+    calibrated for both.
 
-    A `GhostClipper` alone clips at ``max_norm`` and never moves it, since a count without noise isn't private.
+    A `GhostClipper` never changes ``max_norm``, since a count without noise isn't private.
 
     Args:
-        max_norm: where it begins; the attribute is what it is now.
-        target_quantile: the share of norms that are to be at most ``max_norm``; in (0, 1).
-        learning_rate: how fast it moves.
+        max_norm: the initial value; the attribute has the current one.
+        target_quantile: the share of examples whose norms shall be at most ``max_norm``; in (0, 1).
+        learning_rate: of the update.
         count_noise: standard deviation of the noise on the count, in examples; None: a twentieth of the engine's
             ``batch_size``.
 

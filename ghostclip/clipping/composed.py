@@ -24,18 +24,19 @@ SCALINGS = (Clip, AutoS, AutoV, Psac)
 
 
 class Composed(Groupwise):
-    """Each group k of a partition is scaled to its threshold C_k by itself, and gets its own share of the noise.
+    """Group-wise clipping, composed of four parts that can be combined freely.
 
-    One example's whole contribution is at most sqrt(sum_k C_k^2), the sensitivity. Any four parts go together.
+    The gradient of each group k is scaled to its threshold C_k, and each group has its own noise. One example's whole
+    contribution is at most sqrt(sum_k C_k^2), the sensitivity.
 
     Args:
-        partition: which parameters are clipped together; see `ghostclip.clipping.partitions`.
-        thresholds: the rule for the C_k, see `ghostclip.clipping.thresholds`; a number C is ``EqualShare(C)``. It is
-            asked once for a partition, and again after each update of `Quantiles`.
-        scaling: from norms and thresholds to weights, see `ghostclip.clipping.scaling`; a function of the user's may
-            return any weights: they are clamped so that no weighted norm exceeds its threshold.
-        noise: how noise is allocated to the groups, see `ghostclip.clipping.allocation`; a class of the user's is held
-            to the noise multiplier.
+        partition: the groups of parameters, such as `ByLayer`.
+        thresholds: the rule for the thresholds C_k, such as `Quantiles`. A number C stands for ``EqualShare(C)``. The
+            rule is evaluated once, and after each update of `Quantiles`.
+        scaling: from norms and thresholds to weights, such as `Clip`. The weights of a scaling of yours are clamped so
+            that no weighted norm exceeds its threshold.
+        noise: the allocation of noise to the groups, such as `EqualNoise`. An allocation of yours must give the
+            engine's noise multiplier.
 
     Raises:
         TypeError: an argument is none of these.

@@ -87,12 +87,12 @@ class Thresholds(Groupwise):
 
 @dataclass(frozen=True)
 class PerLayer(Thresholds):
-    """Every layer (the module that owns a parameter by its first name) is a group.
+    """Per-layer clipping. A layer is the module that owns a parameter by its first name.
 
     Args:
-        max_norm: the whole sensitivity; each of m trained layers has the threshold max_norm / sqrt(m). A dict stands
-            for ``thresholds``.
-        thresholds: {layer: norm} instead, for exactly the trained layers; the model itself is "".
+        max_norm: the sensitivity of the whole gradient. Each of m trained layers gets the threshold
+            max_norm / sqrt(m). A dict is taken as ``thresholds``.
+        thresholds: {layer: norm} with every trained layer, in place of ``max_norm``. The model itself is "".
 
     Raises:
         ValueError: both are given, or a number is out of range; in `partition` also: layers and thresholds differ.
@@ -117,13 +117,14 @@ class PerLayer(Thresholds):
 
 @dataclass(frozen=True)
 class Grouped(Thresholds):
-    """Groups of parameters by name.
+    """Clipping group by group, with groups of parameters by name.
 
     Args:
-        groups: {group: patterns}; a pattern with ``*``, ``?`` or ``[...]``, or a plain name, fits the name of a
-            parameter or of the module that owns it. Every trained parameter must fall into one group.
-        thresholds: {group: norm} for exactly these groups, or
-        max_norm: the whole sensitivity; each of k groups has the threshold max_norm / sqrt(k). 1.0 without both.
+        groups: {group: patterns}. A pattern is a name, or has ``*``, ``?`` or ``[...]``. It is matched with the name of
+            a parameter and of the module that owns it. Every trained parameter must be in exactly one group.
+        thresholds: {group: norm} with every group; or
+        max_norm: the sensitivity of the whole gradient. Each of k groups gets the threshold max_norm / sqrt(k).
+            Default 1.0.
 
     Raises:
         ValueError: a number is out of range, names don't agree; in `partition`: a parameter in no group or in several.

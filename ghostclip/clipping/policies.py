@@ -17,7 +17,7 @@ __all__ = ["Automatic", "Custom", "Flat", "Policy", "checked_weights", "clamped"
 
 @runtime_checkable
 class Policy(Protocol):
-    """Norms [B] to weights [B], such that ``weights * norms <= sensitivity`` for every example."""
+    """Maps norms [B] to weights [B] such that ``weights * norms <= sensitivity`` for every example."""
 
     @property
     def sensitivity(self) -> float:
@@ -34,10 +34,10 @@ def flat_weights(norms: Tensor, max_norm: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Flat:
-    """One bound for the whole gradient, ``v_i = min(1, max_norm / ||g_i||)`` (Lee & Kifer 2020, equation 2).
+    """Flat clipping: one bound for the whole gradient, ``v_i = min(1, max_norm / ||g_i||)`` (Lee & Kifer 2020, eq. 2).
 
-    A norm of zero gives weight 1. The quotient is taken a few units in the last place low, so that the
-    weighted norm does not exceed ``max_norm`` by rounding.
+    A norm of zero gives weight 1. The quotient is rounded down by a few units in the last place, so that the weighted
+    norm never exceeds ``max_norm``.
     """
 
     max_norm: float
@@ -78,10 +78,10 @@ class Automatic:
 
 @dataclass(frozen=True)
 class Custom:
-    """Weights by ``function`` (norms [B] -> weights [B]), clamped so that ``weights * norms <= sensitivity``.
+    """Weights by a function of yours (norms [B] -> weights [B]), clamped so that ``weights * norms <= sensitivity``.
 
-    With ``groups`` ({group: name patterns}, as for `Grouped`) the function maps {group: norms} to {group: weights}, and
-    the clamp is on the root of the sum of the groups' squares.
+    With ``groups`` ({group: name patterns}, as for `Grouped`) the function maps {group: norms} to {group: weights}. The
+    clamp then bounds the root of the sum over groups of (weight * norm)^2.
     """
 
     function: Callable[[Any], Any]

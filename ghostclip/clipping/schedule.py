@@ -14,15 +14,15 @@ __all__ = ["Schedule", "Stage"]
 
 @dataclass(frozen=True)
 class Stage:
-    """So many steps that are taken alike.
+    """A number of steps with the same settings.
 
     Args:
-        steps: how many, >= 1.
-        noise_factor: the noise multiplier of these steps over the engine's, > 0.
-        threshold_factor: the thresholds of these steps over the policy's, > 0; the sensitivity and the noise, whose
-            standard deviation is the noise multiplier times the sensitivity, change with them. The policy is applied to
-            gradients divided by the factor, so that constants such as AUTO-S's gamma grow with the thresholds, too.
-        batch_size: the expected size of a logical batch, and what a noisy sum is divided by; None: the engine's.
+        steps: their number, >= 1.
+        noise_factor: > 0; the noise multiplier of these steps is the engine's times this factor.
+        threshold_factor: > 0; the thresholds of these steps are the policy's times this factor. Sensitivity and noise
+            scale with them, as do constants such as AUTO-S's gamma, since the policy is applied to gradients divided
+            by the factor.
+        batch_size: the expected size of a logical batch, by which noisy sums are divided; None: the engine's.
 
     Raises:
         ValueError, TypeError: an argument is out of range.
@@ -43,11 +43,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Stages one after another, from the model's first step on.
+    """A sequence of stages, from the model's first step on.
 
     Args:
-        stages: in their order. With ``target_epsilon`` they are all of training, and the engine's noise multiplier is
-            the least with which all of them stay within the target; else steps after the last stage are taken as in it.
+        stages: in their order. With ``target_epsilon`` they are the whole training, for which the engine calibrates
+            the noise multiplier. Otherwise the last stage continues without end.
 
     Raises:
         ValueError, TypeError: there is no stage, or something else among them.

@@ -57,13 +57,14 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Restored:
-    """Where training stands after `PrivacyEngine.restore`.
+    """The position in training after `PrivacyEngine.restore`.
 
     Attributes:
-        path: the folder that was read: the one asked for, or the one before it.
-        steps: how many steps the model has behind it; `PrivacyEngine.steps_taken` counts those charged elsewhere too.
-        epoch: epochs that are over.
-        steps_in_epoch: logical batches taken in the next one; the next loop over ``engine.batches()`` gives the rest.
+        path: the folder that was read: the one asked for, or its ``.previous``.
+        steps: the number of steps that the model took. `PrivacyEngine.steps_taken` also counts steps charged elsewhere.
+        epoch: the number of finished epochs.
+        steps_in_epoch: the number of logical batches taken in the current epoch. The next loop over
+            ``engine.batches()`` gives the rest.
     """
 
     path: Path

@@ -305,7 +305,7 @@ def _check_batch_index(batch_index: Any, others: Mapping[str, bool]) -> None:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What `PrivacyEngine.step` saw of one logical batch. All of it is private data: for debugging, not for release.
+    """Losses, norms and weights of one step. They are private data: use them to debug, don't publish them.
 
     Attributes:
         losses: [B], in the order of the physical batches.

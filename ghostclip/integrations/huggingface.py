@@ -49,7 +49,7 @@ PRIVATE = {"loss": "private_loss", "train_loss": "private_train_loss", "grad_nor
 
 @dataclass
 class PrivacyArguments:
-    """The privacy of a training; `transformers.HfArgumentParser` makes options of the command line of it.
+    """The privacy settings of a training. `transformers.HfArgumentParser` turns them into command line options.
 
     Args:
         noise_multiplier, target_epsilon: one of them, as for `PrivacyEngine`; with ``target_epsilon`` the noise is
@@ -89,7 +89,7 @@ class PrivacyArguments:
 
 
 class PrivateTrainer(Trainer):
-    """transformers' Trainer, trained with differential privacy (DP-SGD).
+    """The Trainer of transformers with differentially private training (DP-SGD).
 
     A logical batch is one random sample of ``per_device_train_batch_size * gradient_accumulation_steps`` examples,
     expected, times the number of processes; ``per_device_train_batch_size`` examples are processed at once.

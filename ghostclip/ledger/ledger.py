@@ -41,9 +41,9 @@ class Ledger:
     `head` that was kept elsewhere.
 
     Args:
-        path: of the file; it is made when the first account is opened. On a local disk: locks and fsync of network file
-            systems may not keep what they promise.
-        block: how many steps are reserved at a time, >= 1; 1 flushes every step by itself.
+        path: of the file. The first account creates it. Use a local disk: locks and fsync of network file systems may
+            be unreliable.
+        block: the number of steps reserved at a time, >= 1; 1 flushes every step to the disk.
 
     Raises:
         ValueError, TypeError: an argument is out of range.
@@ -56,22 +56,22 @@ class Ledger:
         self.block = positive_int(block=block)
 
     def account(self, noise: str = "standard") -> Account:
-        """A new run's account, through which it spends.
+        """Opens an account, through which one run charges its steps.
 
         Args:
-            noise: the mode of its noise, for whoever reads the ledger.
+            noise: the mode of the run's noise; it is recorded.
 
         Raises:
-            LedgerError: the file is in use by another process, damaged, of another version, or can't be made.
+            LedgerError: another process uses the file, or it is damaged, of another version, or can't be created.
         """
         return Account(self, noise)
 
     @property
     def contents(self) -> Contents:
-        """What the file says: as this process wrote it, or as it is there now.
+        """The records of the file.
 
         Raises:
-            LedgerError: the file can't be read or is damaged; so do all the others that read it.
+            LedgerError: the file can't be read or is damaged. The other properties raise it, too.
         """
         if (used := _in_use(self.path)) is not None:
             return used[0]
@@ -83,11 +83,11 @@ class Ledger:
 
     @property
     def head(self) -> Head:
-        """The number of records and the last one's hash: what a copy of the file that is not older has too."""
+        """The number of records and the last record's hash. `contains` compares a later copy of the file with it."""
         return self.contents.head
 
     def contains(self, head: Head) -> bool:
-        """Whether the ledger goes on from where it was at ``head``; False for an older copy or another ledger."""
+        """Whether the ledger continues the one that had this ``head``; False for an older copy or another ledger."""
         return self.contents.contains(head)
 
     @property

@@ -46,11 +46,11 @@ LINE = re.compile(rb'\{"record":(\{.*\}),"crc":"([0-9a-f]{8})","hash":"([0-9a-f]
 
 @dataclass(frozen=True)
 class Head:
-    """How far a ledger had come at some time: what a later copy of it can be held against.
+    """The state of a ledger at some time, to compare a later copy with (`Ledger.contains`).
 
     Attributes:
-        records: how many records it had.
-        hash: of the last one, 64 hexadecimal digits.
+        records: the number of records.
+        hash: of the last record, 64 hexadecimal digits.
     """
 
     records: int

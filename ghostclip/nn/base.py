@@ -72,22 +72,22 @@ class Repeat:
 
 
 class LayerCall:
-    """One use of one layer: who, which of its parameters, where the examples are, and what came before.
+    """One call of one layer, as it stands in the autograd graph.
 
     Attributes:
         layer: the wrapper module.
-        parameters: the names of the layer's own parameters this use multiplied with; frozen ones are left out.
-        rows: for parameters of which only a part was used, the (start, stop) along their first axis.
+        parameters: the names of the layer's own trained parameters that the call used.
+        rows: {name: (start, stop)} along the first axis, for parameters that were used in part.
         batch_dim: the dimension of the pre-activation that holds examples.
         shape, dtype, device: of the pre-activation.
         owners: the parameters themselves, by these names.
-        own: those of ``parameters`` that are of the model whose graph is read; none for a layer of another model.
-        sources: where the graph goes on below the layer: gradient nodes of the inputs, or leaf inputs themselves.
-        registered: how many hooks of any kind ever were when the layer was used.
-        has_saved_tensor_hooks: whether hooks keep what is saved; activation checkpointing recomputes it by them.
-        sink: told (call, inputs, gradient at the pre-activation) during a first pass; None at any other time.
-        repeat: the pass that is going by is one of these two; None where it stands for itself.
-        ends: whether the pass that is going by goes on elsewhere, not below this layer; for those who end in `capture`.
+        own: those of ``parameters`` that belong to the model whose graph is read; none for a layer of another model.
+        sources: the gradient nodes of the inputs, or inputs that are leaves; the graph continues there.
+        registered: the number of hooks registered in the process when the layer was called.
+        has_saved_tensor_hooks: whether hooks replace saved tensors, as those of activation checkpointing do.
+        sink: called with (call, inputs, gradient at the pre-activation) in a first pass; None outside of it.
+        repeat: the pair of passes that the current pass belongs to; None for a single pass.
+        ends: whether the current pass stops at this layer's pre-activation.
     """
 
     __slots__ = (
@@ -184,10 +184,10 @@ def is_capturing() -> bool:
 
 
 class GhostLayer(torch.nn.Module):
-    """Mixin that makes a torch layer a wrapper: ``class Linear(GhostLayer, torch.nn.Linear, wraps=torch.nn.Linear)``.
+    """Base class of wrappers: ``class Linear(GhostLayer, torch.nn.Linear, wraps=torch.nn.Linear)``.
 
     A wrapper defines two methods: ``forward``, which ends in `capture`, and ``per_example``, the layer's gradient rule.
-    Wrappers have no ``__init__`` and keep no state, so that a module can become one by a change of its class.
+    It has no ``__init__`` and no state, since `wrap` changes the class of a module and nothing else.
     """
 
     rule: ClassVar[str] = ""
@@ -222,18 +222,18 @@ class GhostLayer(torch.nn.Module):
 
         Args:
             name: one of ``call.parameters``.
-            call: the use of the layer; ``call.batch_dim`` is where the examples are in ``inputs`` and ``grad``.
-            inputs: what forward gave to `capture`, as it was then.
-            grad: gradient of the summed losses at the pre-activation, of its shape.
+            call: the layer call; ``call.batch_dim`` is the dimension of ``inputs`` and ``grad`` that holds examples.
+            inputs: the tensors that forward gave to `capture`.
+            grad: gradient of the summed losses with respect to the pre-activation, of the same shape.
 
         Returns:
             A term, or the gradients themselves as a tensor [B, *parameter shape].
         """
 
     def linear_pair(self, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> LinearPair | None:
-        """All the call's parameters at once, for a linear layer on one position; None to have them one by one.
+        """A term for all parameters of the call at once, for a linear layer on one position; None: use `per_example`.
 
-        Which of both must follow from the call alone.
+        Whether it is None may depend on ``call`` only.
         """
         return None
 
@@ -256,16 +256,16 @@ class GhostLayer(torch.nn.Module):
         batch_dim: int | None = None,
         extra: Any = None,
     ) -> Tensor:
-        """Remembers ``inputs`` with ``preactivation`` until its gradient comes; returns it, same values and shape.
+        """Saves ``inputs`` for the gradient rule, in the autograd graph at ``preactivation``, which it returns.
 
         Args:
-            preactivation: what the parameters produced; must not be used before the tensor returned here, nor be kept
-                by its own operation for backward, as exp or tanh keep theirs (clone it then; torch complains if not).
-            inputs: the tensors the rule needs.
-            parameters: names of the layer's own parameters that took part.
-            rows: (start, stop) along the first axis for parameters of which only a part took part.
-            batch_dim: where the examples are; None for the layer's ``ghost_batch_dim``.
-            extra: anything else the rule needs; must not hold tensors of the graph.
+            preactivation: the output of the operation that uses the parameters. Use the returned tensor in its place.
+                If that operation saves its output for backward, as exp and tanh do, pass a clone.
+            inputs: the tensors that the rule needs.
+            parameters: names of the layer's own parameters that the operation used.
+            rows: {name: (start, stop)}: the rows used, for parameters that were used in part.
+            batch_dim: the dimension that holds examples; None: the layer's ``ghost_batch_dim``.
+            extra: other objects that the rule needs; they may not hold tensors of the graph.
 
         Raises:
             UnsupportedModelError: the output has no dimension for the examples.

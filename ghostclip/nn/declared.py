@@ -33,16 +33,17 @@ _verified: WeakKeyDictionary[torch.nn.Module, set[tuple]] = WeakKeyDictionary()
 def same_as(kind: type[torch.nn.Module], torch_class: type[torch.nn.Module]) -> None:
     """Declares that modules of class ``kind`` compute what those of ``torch_class`` compute.
 
-    `ghostclip.wrap` then gives them the rule of ``torch_class``, where a forward of their own would otherwise be
-    followed through the autograd graph: exact as well, but slower. The first forward of each module runs both
-    forwards on the same inputs with the same random numbers, and compares outputs bit for bit, gradients up to
-    rounding, and that nothing else is changed; so does the first one in another mode (train or eval, with gradients or
-    without, autocast), with other types, devices, numbers of dimensions or arguments. After that ``kind.forward`` is
-    not called any more: what is computed, and clipped, is the forward of ``torch_class``, also where that of ``kind``
-    would do something else later.
+    `ghostclip.wrap` then gives them the rule of ``torch_class``. Without a declaration their parameters are followed
+    through the autograd graph, which is exact as well, but slower.
 
-    A declaration is for the process and for exactly that class: subclasses of it need their own. It must come before
-    the model is wrapped, and before a wrapped model is unpickled.
+    The declaration is verified. The first forward of each module runs both forwards on the same inputs with the same
+    random numbers. It compares outputs bit for bit and gradients up to rounding, and tests that no state changes. The
+    test is repeated in a new mode (train or eval, gradients on or off, autocast) and for new types, devices, numbers
+    of dimensions and arguments. Otherwise the module runs the forward of ``torch_class`` only: if ``kind.forward``
+    would behave differently later, that has no effect.
+
+    A declaration holds in this process, for exactly this class and not for its subclasses. It must come before the
+    model is wrapped, and before a wrapped model is unpickled.
 
     Args:
         kind: a subclass of ``torch_class``, or a module class with the same parameters and attributes and no others.

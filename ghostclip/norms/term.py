@@ -82,7 +82,7 @@ class Strategy:
 class PerExampleGrads(ABC):
     """Per-example gradients of one parameter: B of them, each of ``shape``.
 
-    A kind is a dataclass of tensors with the examples in dimension 0. It says how its gradients are formed
+    A subclass is a dataclass of tensors with the examples in dimension 0. It defines how gradients are formed
     (`per_example`), summed (`weighted_sum`) and measured (`closed_form` or `candidates`).
     """
 
@@ -117,7 +117,7 @@ class PerExampleGrads(ABC):
         return self.tensors[0].device
 
     def closed_form(self, keep: bool) -> NormResult | None:
-        """The squared norms where there is only one way to them; None where `candidates` has to be chosen from."""
+        """The squared norms [B] if there is one formula for them; None if there are several `candidates`."""
         return None
 
     def candidates(self) -> dict[str, Strategy]:

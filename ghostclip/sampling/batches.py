@@ -24,35 +24,36 @@ __all__ = ["LogicalBatches"]
 
 
 class LogicalBatches:
-    """Samples of a data set: by default each example with probability ``batch_size / len(dataset)``, independently.
+    """Random samples of a data set. `PrivacyEngine.batches` returns one.
 
-    Iterating gives one epoch: ``len()`` logical batches, empty ones among them, loaded through one torch DataLoader.
+    By default each example joins a sample independently with probability ``batch_size / len(dataset)``. One iteration
+    is one epoch of ``len()`` logical batches, some of which may be empty. One torch DataLoader loads them.
 
     Args:
-        data: a map-style dataset, or a DataLoader, whose dataset, collate_fn, workers and pinning are kept and whose
-            sequential or random sampler is replaced (a warning says so).
-        batch_size: the expected size of a logical batch; None takes the loader's.
+        data: a map-style dataset, or a DataLoader. A loader's dataset, collate_fn, workers and pinning are kept. Its
+            sequential or random sampler is replaced, and a warning says so.
+        batch_size: the expected size of a logical batch; None: the loader's.
         max_physical_batch_size: the most examples loaded at once; None: the whole logical batch.
-        sampling: "poisson"; "without_replacement": ``batch_size`` different examples each time; "truncated": Poisson,
-            cut down at random to ``max_batch_size``.
-        neighboring: which data sets the accounting is about, "add_or_remove_one" or "replace_one".
+        sampling: "poisson". "without_replacement": ``batch_size`` different examples each time. "truncated": Poisson;
+            a sample of more than ``max_batch_size`` examples is cut down to that at random.
+        neighboring: how neighbouring data sets differ, "add_or_remove_one" or "replace_one".
         max_batch_size: with "truncated" only; None: ``max_physical_batch_size``.
-        unit_ids: for each row of the data set whose it is, for user-level privacy: users are sampled, with all rows of
-            theirs, and ``batch_size`` is the expected number of users. None: every row is a unit of its own.
-        max_rows_per_unit: with ``unit_ids`` only: the first so many rows of each user are used.
-        seed: makes the sampling repeatable, and worthless for privacy; None: the operating system's entropy.
-        generator: makes the generator of an epoch's samples, without a ``seed``; hardened noise brings its own.
-        share: (rank, size) where several processes draw the same samples and each takes every size-th unit of them.
+        unit_ids: for user-level privacy: the user of each row. Users are sampled with all their rows, and
+            ``batch_size`` is the expected number of users. None: each row is a unit.
+        max_rows_per_unit: with ``unit_ids`` only: a user's first so many rows are used.
+        seed: makes the sampling repeatable, which voids privacy; None: the operating system's entropy.
+        generator: makes the random generator of an epoch, without a ``seed``.
+        share: (rank, size) of processes that draw the same samples; each loads every size-th unit of them.
 
     Attributes:
         batch_size, sample_rate: the expected number, and share, of the examples (or users) in a logical batch.
-        scheme: how a batch is drawn.
-        scheme_of: how one of another expected size is drawn.
+        scheme: the way in which a batch is drawn.
+        scheme_of: the same for another expected size.
         limit: the most examples (or rows of users) in a physical batch; None: no limit.
-        owner: takes the steps; told of each batch.
+        owner: the object that takes the steps; it is called with each batch.
 
     Raises:
-        PrivacyError: the examples can't be drawn at random, or the loader samples in a way that is not ours to replace.
+        PrivacyError: the data set has no random access, or the loader has a sampler that can't be replaced.
         ValueError, TypeError: an argument is out of range.
     """
 

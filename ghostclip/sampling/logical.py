@@ -38,7 +38,7 @@ class Unowned:
 
 
 class LogicalBatch:
-    """One sample of the data set, handed out in physical batches. Which examples it holds is private data.
+    """One random sample of the data set, split into physical batches. Which examples it holds is private data.
 
     Attributes:
         sizes: the number of rows in each physical batch; no numbers for an empty sample.
@@ -75,10 +75,10 @@ class LogicalBatch:
         return f"LogicalBatch(step {self.place}, {over or ('handed out in part' if self.handed else 'not yet used')})"
 
     def physical(self) -> Iterator[Any]:
-        """The physical batches, as the data loader makes them; leaving before the last one discards the logical batch.
+        """Iterates over the physical batches. Leaving the loop before the last one discards the logical batch.
 
         Raises:
-            PrivacyError: called twice, or used after the next logical batch was taken.
+            PrivacyError: it was called before, or the next logical batch was taken already.
         """
         if self._started:
             raise PrivacyError(
@@ -94,14 +94,14 @@ class LogicalBatch:
         self._load = lambda: function(load())
 
     def discard(self) -> None:
-        """Abandons the batch on purpose: nothing of it is released, and its step is charged all the same.
+        """Leaves the batch out on purpose. Nothing of it is released, and its step is charged.
 
-        Which batches are left out may depend on the data, so a step that is left out is not free. Nothing is left to do
-        where an exception has discarded the batch. Where several processes train together, all of them call it.
+        The charge is needed because the choice of a batch may depend on the data. After an exception that discarded the
+        batch the call does nothing. If several processes train together, all of them call it.
 
         Raises:
-            PrivacyError: the batch had its step, or is not the one handed out last.
-            BudgetExceededError, LedgerError: the step can't be charged; the batch is discarded all the same.
+            PrivacyError: the batch had its step, or is not the current one.
+            BudgetExceededError, LedgerError: the step can't be charged; the batch is discarded nevertheless.
         """
         self._owner.discard(self)
 
