@@ -19,7 +19,6 @@ from ghostclip.nn.computed import with_computed_weights
 from ghostclip.nn.declared import DECLARED
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.nn.normalization import instead_of_batchnorm
-from ghostclip.nn.scaling import scaling_of
 from ghostclip.nn.sharding import INSTEAD_OF_SHARDING, sharding_of
 from ghostclip.nn.subclass import leaves_parameters_to_parent
 
@@ -144,7 +143,7 @@ def obstacles(model: torch_nn.Module) -> list[Finding]:
 
 
 def _wrapper_for(module: torch_nn.Module) -> type | None:
-    """The wrapper for a module: of its class, as declared, or of what it proves to do; None when there is none."""
+    """The wrapper for a module, of its class or as declared; None when there is none."""
     found = type(module)
     if issubclass(found, GhostLayer):
         return None
@@ -154,7 +153,7 @@ def _wrapper_for(module: torch_nn.Module) -> type | None:
     if library in ELSEWHERE and found not in LAYERS:
         importlib.import_module(ELSEWHERE[library]).register(found)
     wrapper: Any = LAYERS.get(found) or _wrapper_of_subclass(found)
-    return scaling_of(module) if wrapper is None else with_computed_weights(module, wrapper)
+    return None if wrapper is None else with_computed_weights(module, wrapper)
 
 
 def _wrapper_of_subclass(found: Any) -> type | None:

@@ -11,7 +11,6 @@ from private_runs import data, engine_for, losses_of, network, weights
 import ghostclip
 from ghostclip import PrivacyEngine, nn
 from ghostclip.bench.workloads import WORKLOADS
-from ghostclip.nn.scaling import Scaling
 
 POLICIES = {
     "flat": ghostclip.clipping.Flat(0.5),
@@ -82,21 +81,6 @@ def test_a_run_is_saved_and_goes_on(noise, elsewhere, tmp_path):
         ends.append(weights(model))
     if noise == "test":
         assert torch.equal(*ends)
-
-
-def test_layers_that_scale_are_recognised(elsewhere):
-    class ScaleNorm(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(4))
-
-        def forward(self, x):
-            return x / x.square().mean(-1, keepdim=True).sqrt() * self.weight
-
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), ScaleNorm())
-    with elsewhere:
-        ghostclip.wrap(model)
-    assert isinstance(model[1], Scaling)
 
 
 def test_recurrent_cells_without_a_state(elsewhere):
