@@ -682,8 +682,8 @@ SEVERAL_RANKS = [
     ),
     Mutant(
         "ranks at different batches release together",
-        RELEASE,
-        '        refuse_differences([each["same"] for each in said], "at every step")\n',
+        DISTRIBUTED,
+        '        _refuse_differences([each.get("same", {}) for each in said], "at every step")\n',
         "",
         (*RANKS, "-k", "refused_on_all"),
     ),
@@ -1675,8 +1675,8 @@ INTEGRATED = [
     Mutant(
         "a state_dict's spending isn't counted",
         "ghostclip/engine/snapshots.py",
-        "        found, _ = self.ranks.agreed(check, dict)\n        self._count(found)\n",
-        "        found, _ = self.ranks.agreed(check, dict)\n",
+        "        found, _ = self.ranks.agreed(check)\n        self._count(found)\n",
+        "        found, _ = self.ranks.agreed(check)\n",
         ("tests/test_fsdp_checkpoints.py",),
     ),
     Mutant(

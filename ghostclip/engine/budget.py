@@ -13,8 +13,7 @@ from typing import NoReturn
 
 from ghostclip import accounting
 from ghostclip.engine.distributed import Ranks
-from ghostclip.engine.plan import Plan
-from ghostclip.engine.terms import MOST, Terms
+from ghostclip.engine.terms import MOST, Plan, Terms
 from ghostclip.errors import BudgetExceededError, PrivacyError
 from ghostclip.events import Event, merged
 from ghostclip.ledger import Ledger

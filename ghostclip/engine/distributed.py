@@ -28,7 +28,7 @@ from ghostclip.noise import Noise
 from ghostclip.noise.cipher import KEY_BYTES
 from ghostclip.noise.release import flat, on_flat
 
-__all__ = ["Ranks", "keep_unsynchronised", "ranks_of", "refuse_differences"]
+__all__ = ["Ranks", "keep_unsynchronised", "ranks_of"]
 
 T = TypeVar("T")
 # What is raised on the other ranks as what it was on one.
@@ -54,11 +54,14 @@ class Ranks:
         self.leads = self.rank == 0
         self._leader = 0 if group is None else dist.get_global_rank(group, 0)
 
-    def agreed(self, work: Callable[[], T], facts: Callable[[], dict[str, Any]]) -> tuple[T, list[dict[str, Any]]]:
+    def agreed(
+        self, work: Callable[[], T], facts: Callable[[], dict[str, Any]] = dict
+    ) -> tuple[T, list[dict[str, Any]]]:
         """What ``work`` returns here, once it has come to an end on all ranks, and the ``facts`` of them all, if many.
 
         Raises:
-            PrivacyError: processes have joined since the engine was built; or another rank failed.
+            PrivacyError: processes have joined since the engine was built; another rank failed; or ranks differ in what
+                they call "same" among their facts.
             What ``work`` raises here.
         """
         if self.size == 1:
@@ -80,7 +83,12 @@ class Ranks:
                 raise PrivacyError(
                     f"nothing was released, because rank {rank} failed: {each['failed'][1]} ({each['failed'][0]} there)"
                 )
+        _refuse_differences([each.get("same", {}) for each in said], "at every step")
         return done, said
+
+    def check_alike(self, facts: Mapping[str, Any], where: str) -> None:
+        """Raises PrivacyError unless all ranks have the same facts; ``where`` they must."""
+        _refuse_differences(self.gathered(facts), where)
 
     def refuse(self, problem: Exception) -> None:
         """Takes part in the `agreed` that the other ranks wait in, with what failed here; raises nothing for it."""
@@ -179,7 +187,7 @@ def _told(problem: Exception) -> tuple[str, str]:
     return kind, str(problem)
 
 
-def refuse_differences(said: Sequence[Mapping[str, Any]], where: str) -> None:
+def _refuse_differences(said: Sequence[Mapping[str, Any]], where: str) -> None:
     """Raises PrivacyError unless all ranks say the same; the first thing in which they differ is named."""
     for name in dict.fromkeys(name for each in said for name in each):
         values = [each.get(name, "nothing") for each in said]

@@ -22,7 +22,6 @@ from ghostclip.engine.loss_scaling import LossScaling
 from ghostclip.engine.micro_batching import MicroBatches, is_auto, micro_batches_of
 from ghostclip.engine.old_names import OpacusNames
 from ghostclip.engine.optimizers import check_optimizer, unwrapped
-from ghostclip.engine.plan import plan_for
 from ghostclip.engine.release import Release, refuse_second_engine
 from ghostclip.engine.snapshots import Restored, Snapshots, Stateful
 from ghostclip.engine.step import BatchIndexOf, LogicalStep, LossFunction, StepRecord
@@ -152,9 +151,7 @@ class PrivacyEngine(OpacusNames):
         )  # fmt: skip
         policy, delta = policy_for(model, clipping), open_fraction(target_delta=target_delta)
         self.schedule, self._terms = schedule, StepTerms(schedule, loader, policy)
-        plan = plan_for(
-            self._terms.events, len(loader), noise_multiplier, target_epsilon, delta, epochs, steps, schedule
-        )
+        plan = self._terms.plan(noise_multiplier, target_epsilon, delta, epochs, steps)
         charged = self._terms.fix(plan, source.private)
         loader.follow(self._terms.scheme, self._terms.largest, lambda: self._snapshots.model_steps)
         scaling = LossScaling(loss_scale, optimizer)

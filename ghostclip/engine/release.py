@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.clipping import Composed, GlobalNoise
 from ghostclip.engine.adaptation import Adaptation, adapts
-from ghostclip.engine.distributed import Ranks, refuse_differences
+from ghostclip.engine.distributed import Ranks
 from ghostclip.engine.loss_scaling import LossScaling, show_scaling
 from ghostclip.engine.micro_batching import MicroBatches
 from ghostclip.engine.optimizers import held_parameters, with_closure
@@ -178,11 +178,9 @@ class Release:
         self._asked = discarded
 
     def _agreed(self, work: Callable[[], T], facts: Callable[[], dict[str, Any]]) -> tuple[T, list[dict[str, Any]]]:
-        """`Ranks.agreed`, where ranks must also say the same."""
+        """`Ranks.agreed`; nobody waits for an answer of this rank from then on."""
         self._asked = True
-        done, said = self._ranks.agreed(work, facts)
-        refuse_differences([each["same"] for each in said], "at every step")
-        return done, said
+        return self._ranks.agreed(work, facts)
 
     def tell(self, failure: Exception) -> None:
         """Other ranks wait in their step for what this one has to say."""

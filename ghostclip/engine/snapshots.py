@@ -26,9 +26,8 @@ from ghostclip.checkpoint.contents import (
     random_states,
     set_random_states,
 )
-from ghostclip.clipper.layout import WholeModel
 from ghostclip.engine.budget import Spending
-from ghostclip.engine.distributed import Ranks, refuse_differences
+from ghostclip.engine.distributed import Ranks
 from ghostclip.engine.step import LogicalStep
 from ghostclip.errors import LedgerError, PrivacyError
 from ghostclip.events import Event
@@ -100,10 +99,6 @@ class Snapshots:
         self._elsewhere = 0
 
     @property
-    def _layout(self) -> WholeModel:
-        return self.steps.release.clipper.layout
-
-    @property
     def model_steps(self) -> int:
         """How many steps the model has behind it; `Spending.steps` counts those charged since a checkpoint, too."""
         return self.spending.steps - self._elsewhere
@@ -114,50 +109,34 @@ class Snapshots:
             facts = self._configuration() | describe_model(self.model.state_dict())
             facts |= {"batch_size": self.loader.batch_size, "unit_ids": self.loader.units_digest}
             facts["the state of clipping"] = in_words(self._policy_state())
-            refuse_differences(self.ranks.gathered(facts), "when engines are built")
+            self.ranks.check_alike(facts, "when engines are built")
             self.ranks.start_alike(self.model)
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Stateful] | None) -> None:
         """See `PrivacyEngine.save`."""
-        self.ranks.agreed(self._check_savable, dict)
+        self.ranks.agreed(self._check_savable)
         states = self.ranks.gathered(random_states())
-        model, optimizer = self._whole_states()
-        self.ranks.led(lambda: self._write(path, extra, states, model, optimizer))
+        # All ranks ask together for what is sharded.
+        model = {name: self.ranks.whole(value) for name, value in self.model.state_dict().items()}
+        optimizer = tree_map(self.ranks.whole, optimizer_state(self.optimizer))
+
+        def write() -> None:
+            _, _, sampler = self._position()
+            private = {
+                "sampler": None if sampler is None else dict(sampler),
+                "noise": self.noise.positions(),
+                "random": states[0],
+                "random of other ranks": states[1:],
+                "extra": {name: thing.state_dict() for name, thing in _checked(extra).items()},
+            }
+            checkpoint.save(path, {**self.progress(), "model": model, "optimizer": optimizer}, private)
+
+        self.ranks.led(write)
 
     def _check_savable(self) -> None:
         """Raises PrivacyError where private sums would be stored, or parameters that moved outside of charged steps."""
         self.steps.updates.check()
         self.steps.check_between("engine.save()")
-        self._layout.settle("engine.save()")
-
-    def _whole_states(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Those of model and optimizer, as they are without sharding; all ranks ask for them together."""
-        model = {name: self.ranks.whole(value) for name, value in self.model.state_dict().items()}
-        return model, tree_map(self.ranks.whole, optimizer_state(self.optimizer))
-
-    def _write(
-        self,
-        path: str | os.PathLike[str],
-        extra: Mapping[str, Stateful] | None,
-        states: list[dict[str, Any]],
-        model: dict[str, Any],
-        optimizer: dict[str, Any],
-    ) -> None:
-        """The folder, with the random ``states`` of all ranks, and those of model and optimizer."""
-        _, _, sampler = self._position()
-        public = {
-            **self.progress(),
-            "model": model,
-            "optimizer": optimizer,
-        }
-        private = {
-            "sampler": None if sampler is None else dict(sampler),
-            "noise": self.noise.positions(),
-            "random": states[0],
-            "random of other ranks": states[1:],
-            "extra": {name: thing.state_dict() for name, thing in _checked(extra).items()},
-        }
-        checkpoint.save(path, public, private)
 
     def _position(self) -> tuple[int, int, Mapping[str, Any] | None]:
         """Where sampling stands; a batch that was handed out and interrupted before its step comes again."""
@@ -177,7 +156,7 @@ class Snapshots:
 
     def state_dict(self) -> dict[str, Any]:
         """See `PrivacyEngine.state_dict`. One text, whichever the state: stores of others ask for the same keys."""
-        self._layout.settle("engine.state_dict()")
+        self.steps.release.clipper.layout.settle("engine.state_dict()")
         tensors: dict[str, Tensor] = {}
         text = json.dumps(packed(self.progress(), tensors, "clipping"), allow_nan=False)
         return {PROGRESS: text, **tensors}
@@ -188,7 +167,6 @@ class Snapshots:
 
         def check() -> Mapping[str, Any]:
             self.steps.check_between("engine.load_state_dict()")
-            self._layout.settle("engine.load_state_dict()")
             try:
                 found: dict[str, Any] = unpacked(json.loads(state[PROGRESS]), state)
                 _spent_in(found)
@@ -198,7 +176,7 @@ class Snapshots:
             self._check_state(place, found)
             return found
 
-        found, _ = self.ranks.agreed(check, dict)
+        found, _ = self.ranks.agreed(check)
         self._count(found)
         self.loader.resume(found["progress"]["epoch"], 0, None)
 
@@ -212,11 +190,10 @@ class Snapshots:
     def restore(self, path: str | os.PathLike[str], extra: Mapping[str, Stateful] | None) -> Restored:
         """See `PrivacyEngine.restore`. Everything is checked before anything is changed."""
         extra = _checked(extra)
-        stored, said = self.ranks.agreed(lambda: self._read(path, extra), dict)
+        stored, _ = self.ranks.agreed(lambda: self._read(path, extra))
         public, private = stored.public, stored.private
-        if said:
-            found = {"the steps of a checkpoint": public["progress"], "what it spent": public["spent"]}
-            refuse_differences(self.ranks.gathered(found), "when they restore it (from a folder that all of them see)")
+        found = {"the steps of a checkpoint": public["progress"], "what it spent": public["spent"]}
+        self.ranks.check_alike(found, "when they restore it (from a folder that all of them see)")
         # First of all, so that whatever fails after it, nothing that was spent is forgotten.
         self._count(public)
         self.steps.begin(None)
@@ -253,7 +230,6 @@ class Snapshots:
     def _read(self, path: str | os.PathLike[str], extra: Mapping[str, Stateful]) -> checkpoint.Stored:
         """The checkpoint; PrivacyError unless it is of an engine like this one and no logical batch is half done."""
         self.steps.check_between("engine.restore()")
-        self._layout.settle("engine.restore()")
         stored = checkpoint.load(path)
         place, public = stored.place, stored.public
         there = {**public["configuration"], **describe_model(public["model"])}

@@ -110,12 +110,13 @@ class LogicalStep:
         self._compiled = CompiledSteps(self, self._clipper, self._optimizer, self._self_check)
 
     def check_between(self, caller: str) -> None:
-        """Raises PrivacyError when a logical batch is half done."""
+        """Raises PrivacyError when a logical batch is half done; else the model has the optimizer's own parameters."""
         if self._sums.count:
             raise PrivacyError(
                 f"{caller} was called inside of a logical batch, with private sums of {self._sums.count} of its "
                 "physical batches gathered, which may not be stored; call it after optimizer.step() or batch.discard()"
             )
+        self._clipper.layout.settle(caller)
 
     def start(self, batch: LogicalBatch, loss_fn: LossFunction, batch_index: BatchIndexOf = None) -> None:
         """Checks the arguments of `PrivacyEngine.step`; all ranks begin it."""

@@ -1,4 +1,4 @@
-"""The terms of a step: its noise, its batch size, its thresholds, and what it is charged as; by the schedule."""
+"""What was agreed before training: how many steps, and of each its noise, batch size, thresholds and charge."""
 
 from __future__ import annotations
 
@@ -6,16 +6,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ghostclip import accounting
 from ghostclip.clipping import Schedule, Stage
 from ghostclip.engine.adaptation import step_event
-from ghostclip.engine.plan import Plan
 from ghostclip.events import Event
 from ghostclip.sampling import LogicalBatches, Scheme
+from ghostclip.validate import nonnegative, positive, positive_int
 
-__all__ = ["MOST", "StepTerms", "Terms"]
+__all__ = ["MOST", "Plan", "StepTerms", "Terms"]
 
 # More steps than anyone takes.
 MOST = 10**6
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The noise, and the number of steps it was calibrated for.
+
+    Attributes:
+        noise_multiplier: standard deviation of the noise over the sensitivity, which a schedule multiplies; 0: none.
+        target_delta: where epsilon is reported.
+        steps: the most steps that may be taken; None: no limit was agreed.
+        target_epsilon: what those steps spend at most; None with ``steps``.
+    """
+
+    noise_multiplier: float
+    target_delta: float
+    steps: int | None = None
+    target_epsilon: float | None = None
 
 
 @dataclass(frozen=True)
@@ -53,8 +71,9 @@ class StepTerms:
     def __init__(self, schedule: Schedule | None, loader: LogicalBatches, policy: Any) -> None:
         if not isinstance(schedule, Schedule | None):
             raise TypeError(f"schedule must be a ghostclip.clipping.Schedule; got {schedule!r}")
+        self._given = schedule
         self._schedule = Schedule([Stage(1)]) if schedule is None else schedule
-        self._policy = policy
+        self._policy, self._steps_an_epoch = policy, len(loader)
         sizes = [stage.batch_size or loader.batch_size for stage in self._schedule.stages]
         self._schemes = [loader.scheme_of(size) for size in sizes]
         self._terms: list[Terms] = []
@@ -68,12 +87,57 @@ class StepTerms:
         """About the most units in a batch of any step."""
         return max(scheme.largest for scheme in self._schemes)
 
-    def events(self, noise_multiplier: float, steps: int | None) -> list[Event]:
-        """What all stages are charged as; ``steps``, where it is given, in place of the number of the last stage's."""
+    def plan(
+        self,
+        noise_multiplier: float | None,
+        target_epsilon: float | None,
+        target_delta: float,
+        epochs: int | None,
+        steps: int | None,
+    ) -> Plan:
+        """The noise that was given, or the least noise for the target by PLD; arguments as for `PrivacyEngine`.
+
+        Raises:
+            ValueError, TypeError: arguments that don't go together, are out of range, or a target no noise reaches.
+        """
+        if (noise_multiplier is None) == (target_epsilon is None):
+            raise ValueError(
+                "give either noise_multiplier, or target_epsilon with epochs (or steps) to have it calibrated; got "
+                + ("neither" if noise_multiplier is None else "both")
+            )
+        if noise_multiplier is not None:
+            if epochs is not None or steps is not None:
+                raise ValueError(
+                    "epochs and steps say what target_epsilon is to be calibrated for; leave them out with "
+                    "noise_multiplier, and stop when you like"
+                )
+            return Plan(nonnegative(noise_multiplier=noise_multiplier), target_delta)
+        planned = self._planned(epochs, steps)
+        target_epsilon = positive(target_epsilon=target_epsilon)
+        noise = accounting.noise_for(
+            lambda noise: self._events(noise, planned), target_epsilon=target_epsilon, delta=target_delta
+        )
+        return Plan(noise, target_delta, planned, target_epsilon)
+
+    def _planned(self, epochs: int | None, steps: int | None) -> int:
+        """How many steps there will be."""
+        if self._given is not None:
+            if epochs is not None or steps is not None:
+                raise ValueError("a schedule has the number of steps; leave epochs and steps out")
+            return self._given.steps
+        if (epochs is None) == (steps is None):
+            raise ValueError(
+                "target_epsilon needs the length of training: give either epochs or steps; got "
+                + ("neither" if epochs is None else "both")
+            )
+        return positive_int(steps=steps) if epochs is None else positive_int(epochs=epochs) * self._steps_an_epoch
+
+    def _events(self, noise_multiplier: float, steps: int | None) -> list[Event]:
+        """What all stages are charged as; without a plan with the counts of the stages."""
         stages = self._schedule.stages
         counts = [stage.steps for stage in stages]
         if steps is not None:
-            counts[-1] = steps - sum(counts[:-1])
+            counts[-1] += steps - sum(counts)
         factors = [stage.noise_factor for stage in stages]
         return [
             replace(step_event(scheme, self._policy, factor * noise_multiplier), count=count)
@@ -86,7 +150,7 @@ class StepTerms:
         Noise that isn't private, since it can be foretold, protects no one: it is charged as none.
         """
         noise = plan.noise_multiplier
-        events = self.events(noise if private else 0.0, plan.steps)
+        events = self._events(noise if private else 0.0, plan.steps)
         self._terms = [
             Terms(noise * stage.noise_factor, scheme.batch_size, replace(event, count=1), stage.threshold_factor)
             for stage, scheme, event in zip(self._schedule.stages, self._schemes, events, strict=True)
