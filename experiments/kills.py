@@ -221,12 +221,14 @@ def watch(engine: PrivacyEngine, shared: Shared, trap: Trap) -> None:
     engine.optimizer.register_step_post_hook(lambda *_: trap.reached("after the update"))
 
 
-def forked(place: Path, shared: Shared, trap: Trap, most: int, wait: float | None = None) -> int:
+def forked(
+    place: Path, shared: Shared, trap: Trap, most: int, wait: float | None = None, work: Callable[..., None] = attempt
+) -> int:
     """An attempt in a process of its own, killed after ``wait`` seconds if it lives that long; its exit status."""
     child = os.fork()
     if child == 0:
         try:
-            attempt(place, shared, trap, most)
+            work(place, shared, trap, most)
             os._exit(0)
         except BaseException:
             (place / "error.txt").write_text(traceback.format_exc())
@@ -248,18 +250,19 @@ def spent_in(place: Path) -> int:
     return sum(event.count for event in Ledger(path).events) if path.exists() else 0
 
 
-def too_many(place: Path, shared: Shared, before: int, killed: str | None) -> int:
+def too_many(place: Path, shared: Shared, before: int, killed: str | None, block: int = BLOCK) -> int:
     """Charged steps less releases, of the run so far.
 
     Args:
         before: what this was before the last attempt.
         killed: where that was killed; None: it ended.
+        block: of the ledger.
 
     Raises:
         Broken: there are too few, or too many.
     """
     charged, released = spent_in(place), shared["released"]
-    most = before if killed is None else before + BLOCK
+    most = before if killed is None else before + block
     if not before <= charged - released <= most:
         raise Broken(
             f"after an attempt that {f'was killed {killed}' if killed else 'ended'}: {released} releases, {charged} "
