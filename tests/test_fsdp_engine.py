@@ -242,7 +242,7 @@ def failed_on_one(model: Any, engine: Any) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Any, Any], Any], list[str]]] = {
     "moved": (moved_on_one, ["PrivacyError: nothing was released, because rank 1", "PrivacyError: the parameter '0.b"]),
-    "leaked": (leaked, ["GradientLeakError: the gradient of '0.weight' was changed between"] * 2),
+    "leaked": (leaked, ["GradientLeakError: the gradient of '0.weight' was filled by something other"] * 2),
     "zero_grad": (forgotten_zero_grad, ["PrivacyError: the gradient of '0.weight' is still the one of the last"] * 2),
     "save": (saved_within, ["PrivacyError: engine.save() was called inside of a logical batch, in which"] * 2),
     "resharded": (resharded_within, ["UnsupportedModelError: the sharded model has other parameters"] * 2),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -104,11 +104,12 @@ class GhostClipper(RefusesNames):
         planner = Planner(one_of(("auto", "gram", "direct"), norm_strategy=norm_strategy))
         self.loss_scale = power_of_two(loss_scale=loss_scale)
         self.layout = layout_of(model)
-        with self.layout.whole():
+        with self.layout.placed():
             self.model = wrap(model)
             self.passes = TwoPasses(self.model, policy, self.second_pass, planner, self.memory_budget, self.loss_scale)
         if self.layout.sharded:
             self.passes.reduce_apart()
+            self.passes.placed = self.layout.placed
         self._guard = GradientGuard()
         self.compiled: Any = None
         if compile:
@@ -163,11 +164,13 @@ class GhostClipper(RefusesNames):
         """Raises UnsupportedModelError where the model was sharded among processes since it was wrapped."""
         self.layout.check(self.passes.index.names)
 
-    def indexed(self, batch_index: BatchIndex, losses: Tensor) -> AbstractContextManager[None]:
+    @contextmanager
+    def indexed(self, batch_index: BatchIndex, losses: Tensor) -> Iterator[None]:
         """Inside, passes over the graph of ``losses`` [B] take rows by an index, as `backward` says."""
         if batch_index is not None and self.layout.sharded:
             raise ValueError("batch_index and fully_shard don't go together; leave one of them out")
-        return self.passes.indexed(batch_index, losses)
+        with self.layout.placed(), self.passes.indexed(batch_index, losses):
+            yield
 
     @keeping_grad_mode
     def norms(

@@ -5,7 +5,7 @@ Clipping stands on these in second_pass.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -48,6 +48,7 @@ class FirstPasses:
         index: the model's names.
         scale: what losses are multiplied with before the passes, and results divided by.
         choices: what the planner chose for the last batch it was asked for, by id of parameter; None before one.
+        placed: inside of what this returns the model has the parameters that its layers use.
         is_open: whether one of the last batch's layers isn't proved, which no gradient has reached so far.
     """
 
@@ -62,6 +63,7 @@ class FirstPasses:
     ) -> None:
         self.clipping, self._second_pass, self._planner = clipping, second_pass, planner
         self._memory_budget, self.scale = memory_budget, loss_scale
+        self.placed: Callable[[], AbstractContextManager[None]] = nullcontext
         self.index = ParameterNames(model)
         self.choices: Mapping[int, StrategyChoice] | None = None
         self.is_open = False
@@ -104,7 +106,7 @@ class FirstPasses:
 
         ``reached``: an earlier pass over the graph was given up, for a gradient that reached what wasn't proved.
         """
-        with in_our_words(), without_autocast(losses):
+        with in_our_words(), without_autocast(losses), self.placed():
             uses = read_graph(losses, self.index)
             trained = self.index.trained()
             self._parameters = {id(parameter): parameter for _, parameter in trained}
@@ -171,7 +173,7 @@ class FirstPasses:
         The graph behind ``losses`` is that of other examples, met to see just this.
         """
         losses, known = self._scaled(losses), self._grouping.constants
-        with in_our_words(), without_autocast(losses):
+        with in_our_words(), without_autocast(losses), self.placed():
             self._grouping.lay_out(losses, read_graph(losses, self.index), self.index, rehearsal=True)
         return self._grouping.constants > known
 

@@ -1,15 +1,15 @@
 """A model as clippers and engines see it: whole on each process, or sharded by FSDP2 and made whole for the passes.
 
 A sharded model keeps a shard of each parameter, a DTensor, and puts whole Parameters in their places while layers run.
-Inside of `ShardedModel.whole` these stay until the end: its groups are gathered once, by all ranks together, and no
-forward or backward in there waits for another rank, however many of them each rank needs. Clipped sums then stand in
-the p.grads of the whole Parameters, as in a model that is not sharded, and are reduced to the shards' once, without
-averaging.
+Within a logical batch these are gathered when layers need them (fetching.py). For a clipper alone, inside of
+`ShardedModel.whole`, all are gathered at once, by all ranks together, and no forward or backward in there waits for
+another rank. Its clipped sums then stand in the p.grads of the whole Parameters, as in a model that is not sharded, and
+are reduced to the shards' once, without averaging.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ghostclip.clipper.fetching import FetchedGroups, Rounds, gather
 from ghostclip.clipper.gradient_guard import GradientGuard, have_hooks, is_distributed
 from ghostclip.errors import GradientLeakError, PrivacyError, UnsupportedModelError
 from ghostclip.nn.sharding import (
@@ -79,8 +80,12 @@ class WholeModel:
         """As `whole`; what is added to p.grads inside are sums that stay there."""
         return nullcontext()
 
+    def placed(self) -> AbstractContextManager[None]:
+        """Inside, modules have whole Parameters, whose values may be there for a layer in its turn only."""
+        return nullcontext()
+
     def unshard(self) -> None:
-        """Makes the model whole, until `reshard`."""
+        """A logical batch begins: until `reshard` layers have whole Parameters in their turn."""
 
     def reshard(self) -> None:
         """Undoes `unshard`, which other ranks needn't do at the same time."""
@@ -100,9 +105,14 @@ class ShardedModel(WholeModel):
 
     Attributes:
         mesh: of processes; replicas of the shards along its first dimension where it has two.
+        rounds: in which its ranks exchange values and sums within a logical batch.
+        most_bytes: of the parameters that FSDP2 gathers together.
+        reduce: called on all ranks in a round, with the place in `pairs` of a parameter whose sum some rank has, and
+            whether this one does.
     """
 
     sharded = True
+    reduce: Callable[[int, bool], None]
 
     def __init__(self, model: nn.Module) -> None:
         if (found := sharding_of(model)) is not None:
@@ -113,16 +123,23 @@ class ShardedModel(WholeModel):
         self._state._lazy_init()
         self._modules: list[Any] = [module for module in model.modules() if is_fully_sharded(module)]
         self._groups = parameter_groups(model)
-        # What `unshard` changed of each group; None while the model is sharded as its owner has it.
+        # What `_begin` changed of each group; None while the model is sharded as its owner has it.
         self._before: list[tuple[Any, dict[str, Any]]] | None = None
+        self._pairs: list[tuple[str, nn.Parameter, nn.Parameter]] = []
         self._versions: list[int] = []
         self._guard = GradientGuard()
         self.settle("")
         shards = list(model.named_parameters())
-        with self.whole():
+        for group in self._groups:  # one after the other, so that whole Parameters exist
+            gather(group)
+            group._to_sharded()
+        self._fetched = FetchedGroups(self._groups, lambda place: self.rounds.ask([place]))
+        with self.placed():
             wholes = list(model.parameters())
         self._pairs = [(name, shard, whole) for (name, shard), whole in zip(shards, wholes, strict=True)]
+        self.most_bytes = max(sum(each._unsharded_param.nbytes for each in group.fsdp_params) for group in self._groups)
         self.mesh: Any = self._groups[0].mesh_info.mesh
+        self.rounds = Rounds(self.mesh, self._groups[0].device, len(self._groups) + len(shards), self._answer)
 
     @property
     def pairs(self) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
@@ -132,27 +149,35 @@ class ShardedModel(WholeModel):
     def check(self, known: dict[int, str]) -> None:
         """Raises UnsupportedModelError where the model has other parameters than when it was wrapped, or is sharded."""
         now = list(self._model.parameters())
-        if len(now) != len(self._pairs) or any(a is not b for a, (_, _, b) in zip(now, self._pairs, strict=True)):
+        known_now = zip(now, self._pairs, strict=False)
+        if len(now) != len(self._pairs) or not all(a is whole or a is shard for a, (_, shard, whole) in known_now):
             raise UnsupportedModelError(
-                "the sharded model has other parameters than when it was wrapped, or was resharded by hand; "
-                "leave unshard() and reshard() to the clipper, or build the clipper or engine anew"
+                "the sharded model has other parameters than when it was wrapped; build the clipper or engine anew"
             )
 
     def unshard(self) -> None:
-        """Gathers all parameters, on all ranks together, and keeps forwards and backwards from communicating."""
-        if self._before is not None:
-            return
-        quiet = {"reduce_grads": False, "reshard_after_backward": False, "post_forward_mesh_info": None}
+        """See `WholeModel.unshard`; waits for no other rank."""
+        if self._before is None:
+            self._begin({"reduce_grads": False})
+            self._fetched.open()
+
+    def _begin(self, quiet: dict[str, Any]) -> None:
+        """Changes settings of all groups until `reshard`."""
         self._before = [(group, {name: getattr(group, name) for name in quiet}) for group in self._groups]
-        try:
-            for module in self._modules:
-                module.unshard()
-            for group in self._groups:
-                vars(group).update(quiet)
-        except BaseException:
-            self.reshard()
-            raise
-        self._versions = [parameter._version for parameter in self._model.parameters()]
+        for group in self._groups:
+            vars(group).update(quiet)
+        self._versions = [whole._version for _, _, whole in self._pairs]
+
+    def _answer(self, place: int, mine: bool) -> None:
+        """Takes part in what some rank needs: a group's values, or a parameter's sum."""
+        if place < len(self._groups):
+            self._fetched.fetch(place, mine)
+        else:
+            self.reduce(place - len(self._groups), mine)
+
+    def add_up(self, places: Iterable[int]) -> None:
+        """One round in which this rank's sums of some parameters, by their places in `pairs`, are to be reduced."""
+        self.rounds.ask([len(self._groups) + place for place in places])
 
     def written(self) -> str | None:
         """The name of a trained whole Parameter that was written to since the model was made whole; None for none."""
@@ -168,6 +193,7 @@ class ShardedModel(WholeModel):
         if self._before is None:
             return
         before, self._before = self._before, None
+        self._fetched.close()
         self._state._reset_iter_state()  # as after a pass that was given up half-way
         for group, settings in before:
             vars(group).update(settings)
@@ -182,13 +208,27 @@ class ShardedModel(WholeModel):
         reshard(self._model)
 
     @contextmanager
+    def placed(self) -> Iterator[None]:
+        """See `WholeModel.placed`; waits for no other rank."""
+        closed = self._before is None
+        self.unshard()
+        try:
+            with self._fetched.placed():
+                yield
+        finally:
+            if closed:
+                self.reshard()
+
+    @contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside, layers have whole Parameters; all ranks enter it together. One inside of another does nothing."""
+        """Inside, layers have whole Parameters; all ranks enter it together. Within a logical batch it does nothing."""
         if self._before is not None:
             yield
             return
-        self.unshard()
+        self._begin({"reduce_grads": False, "reshard_after_backward": False, "post_forward_mesh_info": None})
         try:
+            for module in self._modules:
+                module.unshard()
             yield
         finally:
             self.reshard()

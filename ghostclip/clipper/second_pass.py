@@ -38,10 +38,12 @@ class TwoPasses(FirstPasses):
 
     Attributes:
         wide_sums: None, or, after `reduce_apart`, what that returned.
+        deliver: gets the sums in the place of the p.grads; None: they are added to these.
         threshold_factor: the thresholds over the policy's, which is applied to gradients divided by it.
     """
 
     wide_sums: dict[int, Tensor] | None = None
+    deliver: Add | None = None
     threshold_factor: float = 1.0
 
     @property
@@ -66,13 +68,13 @@ class TwoPasses(FirstPasses):
         if self.wide_sums is not None:
             self.wide_sums.clear()
         delivered = self._are_delivered()
-        with without_autocast(losses):
+        with without_autocast(losses), self.placed():
             run, norms, bounds, finite = self._measured(losses, retain_graph)
             weights: Any = self.clipping.weights(self.scaled(bounds))
             if finite is not None:
                 weights = tree_map(lambda each: torch.where(finite, each, torch.zeros_like(each)), weights)
             if not delivered:
-                self._sum(losses, run, weights, finite, retain_graph, self._add)
+                self._sum(losses, run, weights, finite, retain_graph, self.deliver or self._add)
                 return norms, weights
             totals: dict[int, Tensor] = {}
             self._sum(losses, run, weights, finite, retain_graph, partial(self._gather, totals))
@@ -107,7 +109,7 @@ class TwoPasses(FirstPasses):
         Returns:
             {group: [B]} and {id of a parameter: sum}, float32 or wider.
         """
-        with without_autocast(losses):
+        with without_autocast(losses), self.placed():
             run, norms, _, finite = self._measured(losses, retain_graph=True)
             by_group, _ = run.norms_by_group(groups)
             some = next(iter(norms.values())) if isinstance(norms, dict) else norms
@@ -163,7 +165,7 @@ class TwoPasses(FirstPasses):
         if repeat is not None:
             repeat.begun = True
         try:
-            with in_our_words():
+            with in_our_words(), self.placed():
                 if wanted:
                     sink = Reweighting(run, kept, by_owner, finite, add)
                     # What all examples share is found by a pass over the whole graph.

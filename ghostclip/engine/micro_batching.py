@@ -91,7 +91,7 @@ class MicroBatches:
             rows_of(examples, rows, 0, 1)
         except TypeError as error:
             raise TypeError(f'max_physical_batch_size="auto" can\'t divide a batch: {error}; give a number') from error
-        trained = [parameter for parameter in clipper.model.parameters() if parameter.requires_grad]
+        trained = [whole for _, _, whole in clipper.layout.pairs if whole.requires_grad]
 
         def trial(size: int) -> None:
             index = torch.arange(size) % rows

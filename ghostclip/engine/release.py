@@ -89,7 +89,7 @@ class Release:
         self.scaling = LossScaling(1.0, optimizer) if scaling is None else scaling
         self.micro_batches = MicroBatches() if micro_batches is None else micro_batches
         self._ranks = Ranks() if ranks is None else ranks
-        self.sums, self.updates = sums_of(clipper), updates_of(clipper)
+        self.sums, self.updates = sums_of(clipper, self._ranks), updates_of(clipper)
         self.self_check = SelfCheck(clipper, optimizer, self_check)
         self._owned = set(clipper.model.parameters())
         policy: Any = clipper.clipping
@@ -145,7 +145,7 @@ class Release:
             self.updates.begin()
 
     def _make_whole(self) -> None:
-        """All ranks gather a sharded model, together, for the whole of a logical batch."""
+        """All ranks begin a logical batch of a sharded model together, in which its layers have whole Parameters."""
         if self.clipper.layout.sharded:
             self.batch = None  # where another rank refuses
             self._agreed(lambda: None, lambda: {"same": {"whether a logical batch begins": True}})

@@ -1,19 +1,21 @@
 """Models under FSDP2 in the engine: sums of whole parameters become shards, and each rank adds the noise of its own.
 
-Layers use whole Parameters within a logical batch, in whose p.grads the sums of a rank's examples are gathered. At the
-step they are reduce-scattered, once; the optimizer holds the shards, and steps them.
+Layers use whole Parameters within a logical batch, whose values are there while they run. Sums of a rank's examples are
+reduce-scattered when there are as many of them as the largest group of parameters that FSDP2 gathers; this rank's shards
+of them are what the batch has gathered. The optimizer holds the shards, and steps them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ghostclip.clipper import GhostClipper
+from ghostclip.clipper.collector import Part
 from ghostclip.clipper.layout import as_shard, local_part, part_of, reduced
 from ghostclip.engine.distributed import Ranks
 from ghostclip.engine.sums import ClippedSums
@@ -24,11 +26,16 @@ from ghostclip.noise.release import flat, on_flat
 
 __all__ = ["ShardedRanks", "sharded_ranks", "sums_of", "updates_of"]
 
+T = TypeVar("T")
 
-def sums_of(clipper: GhostClipper) -> ClippedSums:
-    """Where the clipped sums of the clipper's model are gathered."""
+
+def sums_of(clipper: GhostClipper, ranks: Ranks) -> ClippedSums:
+    """Where the clipped sums of the clipper's model are gathered; ``ranks`` are those that train it."""
     exact = clipper.passes.reduce_apart()
-    return ShardedSums(clipper, exact) if clipper.layout.sharded else ClippedSums(clipper.model, exact)
+    if isinstance(ranks, ShardedRanks):
+        ranks.serve = clipper.layout.rounds.serve  # type: ignore[attr-defined]
+        return ShardedSums(clipper, exact)
+    return ClippedSums(clipper.model, exact)
 
 
 def updates_of(clipper: GhostClipper) -> UpdateCheck:
@@ -37,7 +44,9 @@ def updates_of(clipper: GhostClipper) -> UpdateCheck:
 
 
 class ShardedSums(ClippedSums):
-    """Gathers sums in the p.grads of whole Parameters, and leaves what is released in those of shards.
+    """Adds up sums over all ranks, and leaves what is released in the p.grads of shards.
+
+    No p.grad of a whole Parameter is used. Sums that were not reduced yet wait beside them.
 
     Args:
         clipper: of a sharded model.
@@ -46,17 +55,93 @@ class ShardedSums(ClippedSums):
 
     def __init__(self, clipper: GhostClipper, exact: dict[int, Tensor]) -> None:
         super().__init__(clipper.model, exact)
-        pairs = clipper.layout.pairs
-        self._named = [(name, whole) for name, _, whole in pairs]
-        self._stepped = [(name, shard) for name, shard, _ in pairs]
-        self._whole = {shard: whole for _, shard, whole in pairs}
+        self._passes = clipper.passes
+        self._layout: Any = clipper.layout
+        self._layout.reduce = self._reduce
+        self._pairs = clipper.layout.pairs
+        self._named = [(name, whole) for name, _, whole in self._pairs]
+        self._stepped = [(name, shard) for name, shard, _ in self._pairs]
+        self._place = {id(each): place for place, pair in enumerate(self._pairs) for each in pair[1:]}
+        # By the parameter's place: whole sums that wait, of the physical batch in the making and of those before, and
+        # this rank's shards of the others.
+        self._new: dict[int, Tensor] = {}
+        self._waiting: dict[int, Tensor] = {}
+        self._shards: dict[int, Tensor] = {}
+        # Whether sums of the physical batch in the making were reduced; and whether it failed after that.
+        self._begun = self._lost = False
+
+    def gather(self, backward: Callable[[], T], more: bool = False) -> T:
+        """As `ClippedSums.gather`; where it fails after sums of the physical batch were reduced, the batch is lost."""
+        self.check()
+        self._begun = False
+        self._passes.deliver = self._take
+        try:
+            result = backward()
+            self._keep_new()
+        except BaseException:
+            self._new.clear()
+            self._lost = self._begun
+            raise
+        finally:
+            self._passes.deliver = None
+        self.count += not more
+        return result
+
+    def check(self) -> None:
+        """As `ClippedSums.check`; raises PrivacyError where sums of a part of a physical batch were reduced."""
+        super().check()
+        if self._lost:
+            raise PrivacyError(
+                "a physical batch failed after a part of its sums had been added up over all ranks, so this logical "
+                "batch can't be completed; leave it on all ranks, and give smaller physical batches "
+                "(max_physical_batch_size=) where memory ran out"
+            )
+
+    def _take(self, part: Part, amount: Tensor) -> None:
+        """Takes a part of a parameter's sum from the second pass."""
+        owner, rows = part
+        place = self._place[owner]
+        wide = torch.promote_types(self._pairs[place][2].dtype, torch.float32)
+        if rows is None and place not in self._new:
+            self._new[place] = amount.to(wide)
+        else:
+            total = self._new.setdefault(place, self._zeros(place))
+            total[slice(*rows) if rows else ...] += amount
+        if sum(each.nbytes for some in (self._new, self._waiting) for each in some.values()) > self._layout.most_bytes:
+            self._begun = True
+            self._keep_new()
+            self._layout.add_up([*self._waiting])
+
+    def _keep_new(self) -> None:
+        """Puts what the physical batch in the making has to what waits."""
+        for place, total in self._new.items():
+            if place in self._waiting:
+                self._waiting[place] += total
+            else:
+                self._waiting[place] = total
+        self._new = {}
+
+    def _zeros(self, place: int) -> Tensor:
+        whole = self._pairs[place][2]
+        return torch.zeros(whole.shape, dtype=torch.promote_types(whole.dtype, torch.float32), device=whole.device)
+
+    @torch.no_grad()
+    def _reduce(self, place: int, mine: bool) -> None:
+        """Adds up what waits of a parameter's sum on all ranks, and keeps this rank's shard of it."""
+        total = self._waiting.pop(place, None)
+        found = local_part(reduced(self._zeros(place) if total is None else total, self._pairs[place][1]))
+        if place in self._shards:
+            self._shards[place] += found
+        else:
+            self._shards[place] = found
 
     def release(
         self,
         held: Collection[nn.Parameter],
         make_private: Callable[[list[nn.Parameter], list[Tensor]], list[Tensor]],
     ) -> None:
-        """As `ClippedSums.release`; ``make_private`` makes this rank's shards of whole sums."""
+        """As `ClippedSums.release`; ``make_private`` gets and gives this rank's shards. All ranks call it together."""
+        self._layout.add_up([*self._waiting])
 
         def made(shards: list[nn.Parameter], sums: list[Tensor]) -> list[Tensor]:
             return [as_shard(each, shard) for each, shard in zip(make_private(shards, sums), shards, strict=True)]
@@ -64,10 +149,16 @@ class ShardedSums(ClippedSums):
         super().release(held, made)
 
     def _sum_of(self, parameter: nn.Parameter) -> Tensor:
-        whole = self._whole[parameter]
-        found = super()._sum_of(whole)
-        whole.grad = None  # so that it goes once it is reduced
-        return found
+        found = self._shards.pop(self._place[id(parameter)], None)  # so that it goes once it is released
+        local = local_part(parameter)
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        return torch.zeros_like(local, dtype=wide) if found is None else found
+
+    def _forget(self) -> None:
+        super()._forget()
+        for some in (self._new, self._waiting, self._shards):
+            some.clear()
+        self._lost = False
 
 
 class ShardedUpdates(UpdateCheck):
@@ -108,28 +199,46 @@ class ShardedRanks(Ranks):
     Args:
         mesh: of FSDP2; replicas of the shards along its first dimension where it has two.
         group: its processes.
+
+    Attributes:
+        serve: takes part in what other ranks need of the model, until none needs anything: before any other exchange.
     """
 
     def __init__(self, mesh: Any, group: Any = None) -> None:
         super().__init__(group)
+        self.serve: Callable[[], None] = lambda: None
         # Those that hold the same shards as this rank; None where nobody else does.
         self._replicas: Any = mesh.get_group(0) if mesh.ndim == 2 else None
+
+    def led(self, work: Callable[[], T]) -> T:
+        """See `Ranks.led`."""
+        self.serve()
+        return super().led(work)
+
+    def gathered(self, value: T) -> list[T]:
+        """See `Ranks.gathered`."""
+        self.serve()
+        return super().gathered(value)
 
     @torch.no_grad()
     def released(
         self, noise: Noise, sums: list[Tensor], std: float, divisor: float, parameters: list[nn.Parameter]
     ) -> list[Tensor]:
-        """This rank's shards of what `Ranks.released` gives, each with noise that this rank drew, or a replica of it.
+        """What `Ranks.released` gives of shards of sums, each with noise that this rank drew, or a replica of it.
+
+        ``sums`` of parameters are this rank's shards of their totals; those behind them are its own, to be added up.
 
         Repeatable noise is drawn for whole sums by the leading rank, so that it is the same for any number of ranks.
         """
         count = len(parameters)
         if not noise.private:
-            found = super().released(noise, sums, std, divisor, parameters)
+            wholes: list[Any] = [as_shard(each, p) for each, p in zip(sums[:count], parameters, strict=True)]
+            for place, each in enumerate(wholes):  # once in the total over ranks
+                total = each.full_tensor()
+                wholes[place] = total if self.leads else torch.zeros_like(total)
+            found = super().released(noise, wholes + sums[count:], std, divisor, parameters)
             parts = [local_part(part_of(each, p)) for each, p in zip(found[:count], parameters, strict=True)]
             return parts + found[count:]
-        for place, parameter in enumerate(parameters):
-            sums[place] = local_part(reduced(sums[place], parameter))  # the whole one may go
         totals = sums[:count]
         draws = self._replicas is None or dist.get_rank(self._replicas) == 0
         # Agreed, so that a rank that fails here isn't left behind by the others.
