@@ -1,4 +1,4 @@
-"""Kill -9 during runs of transformers' Trainer and of Lightning: what was released never exceeds what the ledger counts.
+"""Kill -9 during runs of transformers' Trainer and of Lightning: releases never exceed what the ledger counts.
 
 Each attempt goes on from the framework's own last checkpoint, and is killed at a named point of experiments/kills.py or
 at a random moment. Releases are noted as there, in memory that survives the process. After every kill the ledger counts
@@ -182,8 +182,8 @@ def markdown(results: dict[str, Any]) -> str:
         "After every kill -9 the ledger counted at least what had been released, and the next attempt went on from the "
         "framework's last whole checkpoint.",
         "",
-        "| framework | kills | of these at random moments | attempts | resumed from a checkpoint | releases | charged | "
-        "under-reported |",
+        "| framework | kills | of these at random moments | attempts | resumed from a checkpoint | releases | charged "
+        "| under-reported |",
         "| --- " * 8 + "|",
     ]
     for name, row in results["rows"].items():

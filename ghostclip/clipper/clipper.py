@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -109,7 +109,7 @@ class GhostClipper(RefusesNames):
             self.passes = TwoPasses(self.model, policy, self.second_pass, planner, self.memory_budget, self.loss_scale)
         if self.layout.sharded:
             self.passes.reduce_apart()
-            self.passes.placed = self.layout.placed
+            self.passes.placed, self.passes.hold = self.layout.placed, self.layout.hold
         self._guard = GradientGuard()
         self.compiled: Any = None
         if compile:

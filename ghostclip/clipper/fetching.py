@@ -8,13 +8,15 @@ whatever any of them needs. A rank that has come to the end of its part of a log
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 __all__ = ["FetchedGroups", "Rounds", "gather"]
 
@@ -59,12 +61,15 @@ class FetchedGroups:
     (``reshard_after_forward=False``) or its backward.
 
     Args:
-        groups: of the model; gathered once before.
+        modules: that ``fully_shard`` was called on.
+        groups: of their parameters; gathered once before.
         ask: asks all ranks for a group, by its place; they call `fetch` then.
     """
 
-    def __init__(self, groups: list[Any], ask: Callable[[int], object]) -> None:
-        self._groups, self._ask = groups, ask
+    def __init__(self, modules: list[nn.Module], groups: list[Any], ask: Callable[[int], object]) -> None:
+        self._modules, self._groups, self._ask = modules, groups, ask
+        self._hooks: list[Any] = []
+        self._held: set[int] = set()
         self._placed = self.opened = False
 
     def open(self) -> None:
@@ -74,15 +79,19 @@ class FetchedGroups:
             instead = {
                 "unshard": partial(self._need, place),
                 "wait_for_unshard": _nothing,
-                "reshard": partial(self._free_after_pass, group),
+                "reshard": partial(self._free_after_pass, place),
                 "_backward_prefetch": _nothing,
             }
             vars(group).update(instead)
+        self._hooks = [module.register_forward_hook(_hook_base) for module in self._modules]
 
     def close(self) -> None:
         """Has FSDP2's hooks do what they do."""
         if self.opened:
             self.opened = False
+            self._held.clear()
+            for hook in self._hooks:
+                hook.remove()
             for group in self._groups:
                 for name in ("unshard", "wait_for_unshard", "reshard", "_backward_prefetch"):
                     del vars(group)[name]
@@ -104,14 +113,34 @@ class FetchedGroups:
                 if not group.is_unsharded:
                     _put(group, "sharded_param")
 
+    def hold(self, parameters: Collection[nn.Parameter]) -> None:
+        """Keeps the groups of some whole Parameters until `close`.
+
+        Those used outside of layers, whose values are needed after a backward. If the model has frozen Parameters, the
+        values of any of them may be.
+        """
+        if not parameters or not self.opened:
+            return
+        used = set(map(id, parameters))
+        for place, group in enumerate(self._groups):
+            ids = {id(each._unsharded_param) for each in group.fsdp_params}
+            if self._has_frozen or not used.isdisjoint(ids):
+                self._held.add(place)
+                self._need(place)
+
+    @property
+    def _has_frozen(self) -> bool:
+        return any(not each.sharded_param.requires_grad for group in self._groups for each in group.fsdp_params)
+
     def _need(self, place: int, async_op: bool = False) -> None:
         if not self._groups[place].is_unsharded:
             self._ask(place)
 
-    def _free_after_pass(self, group: Any) -> None:
+    def _free_after_pass(self, place: int) -> None:
         """What FSDP2 calls when a group's layers have run, forward or backward."""
+        group = self._groups[place]
         if group._training_state.name != "FORWARD" or group._reshard_after_forward:
-            self._free(group)
+            self._free(place)
 
     def fetch(self, place: int, wanted: bool) -> None:
         """Gathers a group, on all ranks at once; keeps it where it is wanted, or was there before."""
@@ -119,11 +148,12 @@ class FetchedGroups:
         wanted = wanted or (self.opened and group.is_unsharded)
         gather(group)
         if not wanted:
-            self._free(group)
+            self._free(place)
 
-    def _free(self, group: Any) -> None:
-        """Frees a group's values, and puts its shards in their places."""
-        if group.is_unsharded:
+    def _free(self, place: int) -> None:
+        """Frees a group's values, unless it is held, and puts its shards in their places."""
+        group = self._groups[place]
+        if group.is_unsharded and place not in self._held:
             group._to_sharded()
             if self._placed:
                 _put(group, "_unsharded_param")
@@ -136,6 +166,14 @@ def gather(group: Any) -> None:
     with group.use_training_state(type(group._training_state).IDLE):
         type(group).unshard(group)
         type(group).wait_for_unshard(group)
+
+
+def _hook_base(module: Any, _: Any, output: Any) -> None:
+    """Has a backward ask for a module's values where FSDP2's hook is dropped: by an operation in place on a view."""
+    state = module._get_fsdp_state()
+    for each in tree_leaves(output):
+        if isinstance(each, Tensor) and each._base is not None and each._base.grad_fn is not None:
+            each._base.grad_fn.register_prehook(lambda _: state._pre_backward(None))
 
 
 def _set_state(group: Any, name: str) -> None:

@@ -49,6 +49,7 @@ class FirstPasses:
         scale: what losses are multiplied with before the passes, and results divided by.
         choices: what the planner chose for the last batch it was asked for, by id of parameter; None before one.
         placed: inside of what this returns the model has the parameters that its layers use.
+        hold: has the values of given Parameters stay for the passes over a graph.
         is_open: whether one of the last batch's layers isn't proved, which no gradient has reached so far.
     """
 
@@ -64,14 +65,18 @@ class FirstPasses:
         self.clipping, self._second_pass, self._planner = clipping, second_pass, planner
         self._memory_budget, self.scale = memory_budget, loss_scale
         self.placed: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.hold: Callable[[list[nn.Parameter]], None] = lambda _: None
         self.index = ParameterNames(model)
         self.choices: Mapping[int, StrategyChoice] | None = None
         self.is_open = False
         self._parameters: dict[int, nn.Parameter] = {}
-        self._grouping = RowLayouts()
+        self._grouping = RowLayouts(self._hold)
         self._ragged, self._indices = RaggedLayouts(), list[RowIndex]()
         self._partition: dict[str, str] = {}
         self.group_of()
+
+    def _hold(self, parameters: list[nn.Parameter]) -> None:
+        self.hold(parameters)
 
     def first_pass(
         self, losses: Tensor, keep: Keep = Keep.NOTHING, *, retain_graph: bool, exact: bool = False
@@ -180,7 +185,7 @@ class FirstPasses:
     @contextmanager
     def forgetting(self) -> Iterator[None]:
         """What is proved of graphs meanwhile, of batches made up of few examples or copies, is forgotten afterwards."""
-        known, self._grouping = self._grouping, RowLayouts()
+        known, self._grouping = self._grouping, RowLayouts(self._hold)
         try:
             yield
         finally:

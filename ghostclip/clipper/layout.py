@@ -9,7 +9,7 @@ are reduced to the shards' once, without averaging.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -84,6 +84,9 @@ class WholeModel:
         """Inside, modules have whole Parameters, whose values may be there for a layer in its turn only."""
         return nullcontext()
 
+    def hold(self, parameters: Collection[nn.Parameter]) -> None:
+        """Has the values of some Parameters that layers use stay until the logical batch ends."""
+
     def unshard(self) -> None:
         """A logical batch begins: until `reshard` layers have whole Parameters in their turn."""
 
@@ -133,7 +136,7 @@ class ShardedModel(WholeModel):
         for group in self._groups:  # one after the other, so that whole Parameters exist
             gather(group)
             group._to_sharded()
-        self._fetched = FetchedGroups(self._groups, lambda place: self.rounds.ask([place]))
+        self._fetched = FetchedGroups(self._modules, self._groups, lambda place: self.rounds.ask([place]))
         with self.placed():
             wholes = list(model.parameters())
         self._pairs = [(name, shard, whole) for (name, shard), whole in zip(shards, wholes, strict=True)]
@@ -154,6 +157,10 @@ class ShardedModel(WholeModel):
             raise UnsupportedModelError(
                 "the sharded model has other parameters than when it was wrapped; build the clipper or engine anew"
             )
+
+    def hold(self, parameters: Collection[nn.Parameter]) -> None:
+        """See `WholeModel.hold`."""
+        self._fetched.hold(parameters)
 
     def unshard(self) -> None:
         """See `WholeModel.unshard`; waits for no other rank."""

@@ -1,8 +1,8 @@
 """Models under FSDP2 in the engine: sums of whole parameters become shards, and each rank adds the noise of its own.
 
 Layers use whole Parameters within a logical batch, whose values are there while they run. Sums of a rank's examples are
-reduce-scattered when there are as many of them as the largest group of parameters that FSDP2 gathers; this rank's shards
-of them are what the batch has gathered. The optimizer holds the shards, and steps them.
+reduce-scattered when they take as much memory as the largest group of parameters that FSDP2 gathers. This rank's shards
+of the totals are what the batch has gathered. The optimizer holds the shards, and steps them.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class ShardedSums(ClippedSums):
     def __init__(self, clipper: GhostClipper, exact: dict[int, Tensor]) -> None:
         super().__init__(clipper.model, exact)
         self._passes = clipper.passes
-        self._layout: Any = clipper.layout
-        self._layout.reduce = self._reduce
+        layout: Any = clipper.layout
+        self._layout, layout.reduce = layout, self._reduce
         self._pairs = clipper.layout.pairs
         self._named = [(name, whole) for name, _, whole in self._pairs]
         self._stepped = [(name, shard) for name, shard, _ in self._pairs]

@@ -99,8 +99,11 @@ class ParameterNames:
     def holds(self, tensor: Tensor) -> bool:
         """Whether a buffer or parameter of the model is equal to ``tensor``; compares values."""
         mine = (*self._model.parameters(), *self._model.buffers())
+        if not _has_values(tensor):
+            return False
         return any(
-            own.shape == tensor.shape and own.device == tensor.device and torch.equal(own, tensor) for own in mine
+            own.shape == tensor.shape and own.device == tensor.device and _has_values(own) and torch.equal(own, tensor)
+            for own in mine
         )
 
     def is_own(self, tensor: Tensor) -> bool:
@@ -115,3 +118,8 @@ class ParameterNames:
         """Whether a buffer or frozen parameter of the model has that shape."""
         frozen = [parameter for _, parameter in self._named if not parameter.requires_grad]
         return any(own.shape == shape for own in (*frozen, *self._model.buffers()))
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has memory; whole parameters under FSDP2 have it for layers in their turn only."""
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0

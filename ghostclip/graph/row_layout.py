@@ -9,13 +9,13 @@ examples, and parameters used outside of layers, are followed to where they meet
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ghostclip.errors import LossShapeError, UnsupportedModelError
 from ghostclip.graph.mixing_test import Verdict, check_mixing
@@ -61,9 +61,14 @@ class RowLayout:
 
 
 class RowLayouts:
-    """Remembers which uses of which layers have been proved to keep examples apart, and how their rows are grouped."""
+    """Remembers which uses of which layers have been proved to keep examples apart, and how their rows are grouped.
 
-    def __init__(self) -> None:
+    Args:
+        hold: called with Parameters whose values are needed after a backward, too.
+    """
+
+    def __init__(self, hold: Callable[[list[nn.Parameter]], None]) -> None:
+        self._hold = hold
         self._proved: dict[tuple, str] = {}
         # Of how many examples the largest batch was on which it was tried; if it isn't proved, no gradient reached it,
         # or none that shows anything.
@@ -177,6 +182,7 @@ class RowLayouts:
         self, losses: Tensor, uses: Uses, odd: list[LayerCall], index: ParameterNames, unsure: bool
     ) -> SharedSubgraph:
         """What all examples share, and where they meet it; ``unsure``: one of the odd calls may have seen examples."""
+        self._hold([node.variable for node in uses.leaves] + [p for each in odd for p in each.layer.parameters()])
         if len(losses) <= 1:
             return without_boundaries(losses, uses, odd)
         places = DecisionCache() if uses.reorders else self._places.setdefault(uses.size, DecisionCache())

@@ -1,0 +1,296 @@
+"""Models under FSDP2 whose parameters come when layers need them: the engine's sums are those of single examples."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from sharded import QUIET, losses_of_words, rows, sharded, tagger, words
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+from ghostclip import PrivacyEngine
+
+pytestmark = [pytest.mark.filterwarnings(text) for text in QUIET]
+
+NORM, COUNT = 0.3, 7
+
+
+class Blocks(nn.Module):
+    """Layers one after another, each recomputed in the backward if asked for."""
+
+    def __init__(self, *layers: nn.Module, again: bool = False) -> None:
+        super().__init__()
+        self.layers, self.again = nn.ModuleList(layers), again
+
+    def forward(self, input: Tensor) -> Tensor:
+        for layer in self.layers:
+            input = checkpoint(layer, input, use_reentrant=False) if self.again else layer(input)
+        return input
+
+
+class Last(nn.Module):
+    """An LSTM's outputs, averaged over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(5, 6, batch_first=True)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.inner(input)[0].mean(1)
+
+
+class Twice(nn.Module):
+    """One layer called twice, the second time on what the first gave, which is changed in place between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 5)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.inner(F.relu_(self.inner(input)))
+
+
+class Bare(nn.Module):
+    """A parameter outside of every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((5,), 1.5))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input * self.scale
+
+
+def texts(size: int = COUNT) -> list[Tensor]:
+    found = rows(size)
+    return [found[0][:, None] * torch.arange(1, 5, dtype=torch.float64)[:, None], found[1]]
+
+
+def images(size: int = COUNT) -> list[Tensor]:
+    made = torch.Generator().manual_seed(2)
+    return [torch.randn(size, 2, 6, 6, dtype=torch.float64, generator=made), torch.arange(size) % 3]
+
+
+def pairs(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def network(*layers: nn.Module, again: bool = False) -> nn.Module:
+    return Blocks(*layers, again=again)
+
+
+# {name: (model, losses, batch)}; every layer is sharded by itself.
+MODELS: dict[str, Any] = {
+    "linear": (lambda: network(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)), pairs, rows),
+    "in place": (
+        lambda: network(nn.Linear(5, 6), nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True),
+                        nn.Linear(6, 3)),
+        pairs, rows,
+    ),
+    "in place, of positions": (
+        lambda: network(nn.Linear(5, 6), nn.ReLU(inplace=True), nn.Linear(6, 5), nn.ReLU(inplace=True), Last(),
+                        nn.Linear(6, 3)),
+        pairs, texts,
+    ),
+    "recomputed": (
+        lambda: network(nn.Linear(5, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, 3), again=True),
+        pairs, rows,
+    ),
+    "convolutions": (
+        lambda: network(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Conv2d(4, 3, 3),
+                        nn.Flatten(), nn.Linear(12, 3)),
+        pairs, images,
+    ),
+    "twice": (lambda: network(Twice(), Bare(), nn.Linear(5, 3)), pairs, rows),
+    "frozen": (
+        lambda: network(nn.Linear(5, 6), nn.Linear(6, 6).requires_grad_(False), nn.ReLU(inplace=True), nn.Linear(6, 3)),
+        pairs, rows,
+    ),
+    "tagger": (tagger, losses_of_words, lambda: [words()]),
+}  # fmt: skip
+
+
+def built(kind: str) -> nn.Module:
+    torch.manual_seed(1)
+    return MODELS[kind][0]().double()
+
+
+def sharded_by_layer(kind: str, **options: Any) -> nn.Module:
+    model = built(kind)
+    if kind == "tagger":
+        return sharded(model)
+    for layer in model.layers:
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, **options)
+    return fully_shard(model)
+
+
+def losses_of(kind: str, model: nn.Module, batch: Any) -> Tensor:
+    return MODELS[kind][1](model, batch[0] if kind == "tagger" else batch)
+
+
+def engine_for(kind: str, model: nn.Module, second_pass: str = "auto", most: int | None = None) -> PrivacyEngine:
+    """Without noise, with all examples in each batch."""
+    return PrivacyEngine(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), TensorDataset(*MODELS[kind][2]()), batch_size=COUNT,
+        noise_multiplier=0.0, clipping=NORM, second_pass=second_pass, sampling="without_replacement",
+        max_physical_batch_size=most, noise="test", seed=1,
+    )  # fmt: skip
+
+
+def update(kind: str, model: nn.Module, second_pass: str, most: int | None = None, extra: bool = False) -> list[Tensor]:
+    """What one step without noise moves the parameters by, times the batch size.
+
+    With ``extra`` the ranks make forwards of their own, and the model is sharded between forward and backward.
+    """
+    before = [whole(each) for each in model.parameters()]
+    engine = engine_for(kind, model, second_pass, most)
+    for batch in engine.batches():
+        for number, examples in enumerate(batch.physical()):
+            if extra and dist.get_rank() == number % 2:
+                losses_of(kind, model, examples).sum().item()
+            losses = losses_of(kind, model, examples)
+            if extra:
+                settle(model)
+                assert kind != "linear" or all(hasattr(each, "device_mesh") for each in model.parameters())
+            engine.backward(losses)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    settle(model)
+    return [COUNT * (old - whole(new)) for old, new in zip(before, model.parameters(), strict=True)]
+
+
+def settle(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
+def whole(each: Any) -> Tensor:
+    found = each.full_tensor() if hasattr(each, "full_tensor") else each
+    return found.detach().clone()
+
+
+def looped(kind: str) -> list[Tensor]:
+    """Clipped sums by one backward for each example."""
+    model, batch = built(kind), MODELS[kind][2]()
+    trained = [each for each in model.parameters() if each.requires_grad]
+    sums = {id(each): torch.zeros_like(each) for each in trained}
+    for place in range(COUNT):
+        losses = losses_of(kind, model, [each[place : place + 1] for each in batch])
+        found = torch.autograd.grad(losses.sum(), trained)
+        norm = torch.cat([each.flatten() for each in found]).norm()
+        for each, grad in zip(trained, found, strict=True):
+            sums[id(each)] += grad * min(1.0, NORM / norm)
+    return [sums.get(id(each), torch.zeros_like(each)) for each in model.parameters()]
+
+
+def updates(most: int | None, extra: bool = False, **options: Any) -> dict[tuple[str, str], list[Tensor]]:
+    return {
+        (kind, second_pass): update(kind, sharded_by_layer(kind, **options), second_pass, most, extra)
+        for kind in MODELS
+        for second_pass in ("cached", "reweight")
+    }
+
+
+def assert_like_the_loop(found: list[dict[tuple[str, str], list[Tensor]]]) -> None:
+    for outcomes in found:
+        for (kind, second_pass), sums in outcomes.items():
+            for mine, expected in zip(sums, looped(kind), strict=True):
+                assert (mine - expected).norm() <= 1e-9 * expected.norm(), (kind, second_pass)
+
+
+@pytest.mark.parametrize("most", [None, 1])
+def test_sums_of_two_ranks_are_those_of_single_examples(most: int | None, tmp_path: Path) -> None:
+    assert_like_the_loop(on_ranks(partial(updates, most), tmp_path))
+
+
+def test_ranks_may_need_parameters_at_different_times(tmp_path: Path) -> None:
+    assert_like_the_loop(on_ranks(partial(updates, 2, True), tmp_path))
+
+
+def test_parameters_may_stay_after_the_forward(tmp_path: Path) -> None:
+    assert_like_the_loop(on_ranks(partial(updates, 3, reshard_after_forward=False), tmp_path))
+
+
+@pytest.mark.slow
+def test_sums_of_four_ranks_are_those_of_single_examples(tmp_path: Path) -> None:
+    assert_like_the_loop(on_ranks(partial(updates, 1), tmp_path, 4))
+
+
+def resident() -> list[list[int]]:
+    """Bytes of whole parameters by layer: after a forward, before the second layer's own, and after a backward."""
+    model = sharded_by_layer("linear")
+    layers: Any = model.layers
+    layers = [layers[0], layers[2], layers[3]]
+    sizes: list[list[int]] = []
+
+    def note(*_: Any) -> None:
+        held = [each._get_fsdp_state()._fsdp_param_groups[0].fsdp_params for each in layers]
+        sizes.append([sum(each._unsharded_param.untyped_storage().nbytes() for each in some) for some in held])
+
+    engine = engine_for("linear", model)
+    for batch in engine.batches():
+        for examples in batch.physical():
+            losses = losses_of("linear", model, examples)
+            note()
+            handle = layers[1].register_forward_pre_hook(note)
+            losses_of("linear", model, examples)
+            handle.remove()
+            engine.backward(losses)
+            note()
+        engine.optimizer.step()
+    return sizes
+
+
+def test_layers_have_whole_parameters_in_their_turn_only(tmp_path: Path) -> None:
+    wholes = [0, 0, 0], [0, 8 * 6 * 7, 0], [0, 0, 0]
+    for sizes in on_ranks(resident, tmp_path):
+        assert sizes == list(wholes)
+
+
+def failing_late() -> tuple[str, str, bool]:
+    """What is raised where sums of one rank can't be formed after others were reduced, and by the step after it."""
+    model = sharded_by_layer("linear")
+    engine = engine_for("linear", model)
+    before = [whole(each) for each in model.parameters()]
+    sums: Any = engine._steps.release.sums
+    take, said = sums._take, []
+
+    def fails(part: Any, amount: Tensor) -> None:
+        take(part, amount)
+        if dist.get_rank() and sums._begun:
+            raise MemoryError("no memory")
+
+    sums._take = fails
+    for batch in engine.batches():
+        try:
+            for examples in batch.physical():
+                engine.backward(losses_of("linear", model, examples))
+        except MemoryError as error:
+            said.append(str(error))
+        try:
+            engine.optimizer.step()
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+        break
+    engine.detach()
+    settle(model)
+    same = all(torch.equal(old, whole(new)) for old, new in zip(before, model.parameters(), strict=True))
+    return *(["", *said][-2:]), same  # type: ignore[return-value]
+
+
+def test_a_batch_whose_sums_were_reduced_in_part_is_lost(tmp_path: Path) -> None:
+    (_, first, same), (failed, second, alike) = on_ranks(failing_late, tmp_path)
+    assert failed == "no memory"
+    assert second.startswith("PrivacyError")
+    assert first.startswith("PrivacyError: nothing was released, because rank 1 failed")
+    assert same
+    assert alike
