@@ -1,7 +1,7 @@
 """What K views of each example cost: a private step beside a non-private one on the same views.
 
-The network is the paper's CNN with a batch of 32 examples, so a step has 32 K rows. Each contender runs in a process of
-its own; steps take turns, and the ratio is the median of two times of the same round.
+The network is the paper's CNN with a batch of 32 examples, so a step has 32 K rows. Steps take turns, and the ratio is
+the median of two times of the same round.
 
     python experiments/augmentation.py [--seconds S] [--no-memory] [--out FOLDER]
 
@@ -27,8 +27,8 @@ from contenders.views import VIEWS  # noqa: E402
 
 from ghostclip.bench import register  # noqa: E402
 from ghostclip.bench.machine import busy_warning, commit, describe, in_words  # noqa: E402
-from ghostclip.bench.memory import ask  # noqa: E402
-from ghostclip.bench.processes import Task, in_processes  # noqa: E402
+from ghostclip.bench.measure import keep_freed_memory, take_turns, timed  # noqa: E402
+from ghostclip.bench.memory import Task, ask  # noqa: E402
 
 WORKLOAD, BATCH = "cnn", 32
 
@@ -37,9 +37,8 @@ def measure(views: int, seconds: float, memory: bool, batch: int = BATCH) -> dic
     """Time and peak memory of both steps."""
     names = {kind: f"{kind}, {views} views" for kind in ("nonprivate", "private")}
     tasks = {name: Task(WORKLOAD, name, batch) for name in names.values()}
-    timings, _, failed = in_processes(tasks, seconds, baseline=names["nonprivate"])
-    if failed:
-        raise RuntimeError(f"{failed}")
+    turns = {name: timed(task.stepper()) for name, task in tasks.items()}
+    timings = take_turns(turns, seconds, baseline=names["nonprivate"])
     found: dict[str, Any] = {
         "views": views,
         "ms": {kind: asdict(timings.milliseconds(name)) for kind, name in names.items()},
@@ -90,6 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    keep_freed_memory()
     if warning := busy_warning():
         print(warning, file=sys.stderr)
     register("contenders.views")

@@ -1,6 +1,6 @@
 """What clipping group by group costs beside flat clipping: time and memory of a step, on the benchmark's workloads.
 
-All are GhostClipper with its default second pass, and take the same noise and Adam. Each runs in a process of its own;
+All are GhostClipper with its default second pass, and take the same noise and Adam. Their
 steps take turns, and each is reported as the median of its time over the flat step's of the same round.
 
     python experiments/groups.py [--workloads NAME ...] [--seconds S] [--no-memory] [--out FOLDER]
@@ -27,8 +27,8 @@ from contenders.groups import CONTENDERS, DEFAULT  # noqa: E402
 
 from ghostclip.bench import WORKLOADS, register  # noqa: E402
 from ghostclip.bench.machine import busy_warning, commit, describe, in_words  # noqa: E402
-from ghostclip.bench.memory import ask  # noqa: E402
-from ghostclip.bench.processes import Task, in_processes  # noqa: E402
+from ghostclip.bench.measure import keep_freed_memory, take_turns, timed  # noqa: E402
+from ghostclip.bench.memory import Task, ask  # noqa: E402
 
 NAMES = tuple(contender.name for contender in CONTENDERS)
 USUAL = ("mlp", "cnn", "lstm", "transformer", "cifar-cnn", "gpt-128")
@@ -39,9 +39,9 @@ def measure(workload: str, seconds: float, memory: bool) -> dict[str, Any]:
     """Time and peak memory of each policy, and over flat clipping's."""
     size = WORKLOADS[workload].batch_size
     tasks = {name: Task(workload, name, size) for name in NAMES}
-    timings, _, failed = in_processes(tasks, seconds, baseline=DEFAULT)
-    found: dict[str, Any] = {name: {"failed": why} for name, why in failed.items()}
-    for name in timings.seconds:
+    timings = take_turns({name: timed(task.stepper()) for name, task in tasks.items()}, seconds, baseline=DEFAULT)
+    found: dict[str, Any] = {}
+    for name in NAMES:
         found[name] = {"ms": asdict(timings.milliseconds(name)), "time": asdict(timings.ratio(name, DEFAULT))}
         if memory:
             found[name] |= ask(tasks[name])
@@ -104,6 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    keep_freed_memory()
     if warning := busy_warning():
         print(warning, file=sys.stderr)
     register("contenders.groups")

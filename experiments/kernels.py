@@ -31,8 +31,7 @@ from torch import Tensor, nn
 from ghostclip import native
 from ghostclip.bench import CONTENDERS, WORKLOADS
 from ghostclip.bench.machine import busy_warning, describe, in_words
-from ghostclip.bench.measure import take_turns, timed
-from ghostclip.bench.processes import keep_freed_memory
+from ghostclip.bench.measure import keep_freed_memory, take_turns, timed
 from ghostclip.noise import noise_source
 
 # The least share of a step that a kernel has to save.

@@ -29,8 +29,7 @@ from torch.nn import functional as F
 from ghostclip import GhostClipper
 from ghostclip.bench.contenders import by_filling_gradients
 from ghostclip.bench.machine import busy_warning, commit, describe, in_words
-from ghostclip.bench.measure import take_turns, timed
-from ghostclip.bench.processes import keep_freed_memory
+from ghostclip.bench.measure import keep_freed_memory, take_turns, timed
 
 RESULTS = Path(__file__).parent / "results"
 BATCHES, WORDS, CLASSES = 8, 1000, 10

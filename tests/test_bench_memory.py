@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from ghostclip.bench import memory
-from ghostclip.bench.memory import ask, peaks
-from ghostclip.bench.processes import Task
+from ghostclip.bench.memory import Task, ask, peaks
 
 MIB = 2**20
 

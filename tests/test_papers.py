@@ -73,7 +73,7 @@ def test_the_list_of_claims_has_every_script_and_what_came_of_it():
         assert f"[{name}.py](../{name}.py) | [{name}.md]({name}.md) | {found} |" in page
 
 
-TINY = ["--together", "--seconds", "0.05"]
+TINY = ["--seconds", "0.05"]
 FIGURES = [
     "architectures",
     "batch",
@@ -125,7 +125,7 @@ def test_a_wrong_method_gets_no_figure(monkeypatch):
     monkeypatch.setattr(reference, "GATE", 0.0)
     monkeypatch.setattr(reference, "SLACK", 0.0)
     with pytest.raises(SystemExit, match=r"MLP: wrong or broken: .*reweight"):
-        timing.time_all([timing.Setting("MLP", "mlp", 4)], ("nonprivate", "reweight"), 0.01, apart=False)
+        timing.time_all([timing.Setting("MLP", "mlp", 4)], ("nonprivate", "reweight"), 0.01)
 
 
 def test_steps_are_timed_by_the_clock_that_is_asked_for():

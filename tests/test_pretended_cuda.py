@@ -89,7 +89,6 @@ def test_the_benchmark_runs_there(library, tmp_path):
     arguments = [
         "--device",
         "cuda",
-        "--together",
         "--seconds",
         "0.2",
         "--batch-size",
@@ -100,7 +99,7 @@ def test_the_benchmark_runs_there(library, tmp_path):
         tmp_path / "x.json",
     ]
     contenders = "nonprivate,reweight,cached,per-layer,nxbp,multiloss"
-    code = "import pretended_cuda; from ghostclip.bench.command import main; main()"
+    code = "import sys, pretended_cuda; from ghostclip.cli import main; sys.exit(main(['bench', *sys.argv[1:]]))"
     out = run(library, "-c", code, *arguments, "--contenders", contenders, "--out", str(tmp_path / "x.json"))
     assert "pretended" in out
     assert "WRONG" not in out

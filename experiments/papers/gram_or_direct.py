@@ -26,8 +26,7 @@ from experiments.papers.timing import MODULES, Setting, curves, median, over, ra
 from experiments.papers.workloads import LINEAR_WIDTH, VGG_LAYERS
 from ghostclip import GhostClipper
 from ghostclip.bench import BASELINE, WORKLOADS
-from ghostclip.bench.memory import ask
-from ghostclip.bench.processes import Task
+from ghostclip.bench.memory import Task, ask
 
 NAME = "gram_or_direct"
 WAYS = ("gram", "direct", "auto")
@@ -167,17 +166,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--paper", action="store_true", help="VGG11 as on 224 x 224 pixels, more positions")
     parser.add_argument("--seconds", type=float, default=1.0, help="measuring time a layer (default: 1)")
     parser.add_argument("--only", nargs="+", default=None, help="labels of layers and networks")
-    parser.add_argument("--together", action="store_true", help="all ways in one process")
     parser.add_argument("--no-memory", action="store_true", help="time only")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     options = parser.parse_args(arguments)
     results = start(options.paper, (*MODULES, "experiments.papers.strategies"))
     chosen = [each for each in layers(options.paper) if options.only is None or each.label in options.only]
     whole = [each for each in WHOLE if options.only is None or each.label in options.only]
-    apart = not options.together
-    results["layers"] = time_all(chosen, (BASELINE, *WAYS), options.seconds, apart=apart)
+    results["layers"] = time_all(chosen, (BASELINE, *WAYS), options.seconds)
     results["choices"] = {setting.label: choice(setting) for setting in chosen}
-    results["whole"] = time_all(whole, (BASELINE, *WAYS, "cached"), 4 * options.seconds, apart=apart)
+    results["whole"] = time_all(whole, (BASELINE, *WAYS, "cached"), 4 * options.seconds)
     measured = [] if options.no_memory else [*(each for each in chosen if each.curve != "linear"), *whole]
     results["memory"] = {
         each.label: memory(each, (*WAYS, "cached") if each in whole else WAYS) for each in measured

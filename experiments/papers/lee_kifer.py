@@ -1,7 +1,7 @@
 """What the scripts of Lee & Kifer's figures 5 to 9 share: they differ in networks, batch sizes and claims only.
 
 Each times nonprivate, nxBP, multiLoss and the two second passes, and the authors' own code where a checkout of it is on
-PYTHONPATH, by interleaved steps, each in a process of its own. Data are random tensors of the shapes of the paper's.
+PYTHONPATH, by interleaved steps. Data are random tensors of the shapes of the paper's.
 """
 
 from __future__ import annotations
@@ -219,13 +219,12 @@ def main(figure: Figure, arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--paper", action="store_true", help="the paper's sizes, which take hours on one core")
     parser.add_argument("--seconds", type=float, default=2.0, help="measuring time a setting (default: 2)")
     parser.add_argument("--first", type=int, default=None, metavar="N", help="time the first N settings only")
-    parser.add_argument("--together", action="store_true", help="all methods in one process")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     options = parser.parse_args(arguments)
     results = start(options.paper)
     settings = (figure.paper if options.paper else figure.small)[: options.first]
     seconds = options.seconds if not options.paper else max(options.seconds, 30.0)
-    results["settings"] = time_all(settings, CONTENDERS, seconds, apart=not options.together)
+    results["settings"] = time_all(settings, CONTENDERS, seconds)
     results["finding"] = finding(figure, results["settings"])
     store(figure.name, results, options.out)
     write(figure, results, options.out)

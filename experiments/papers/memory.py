@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 from ghostclip.bench import BASELINE, CONTENDERS
-from ghostclip.bench.memory import ask
-from ghostclip.bench.processes import Task
+from ghostclip.bench.memory import Task, ask
 
 __all__ = ["CLOSE", "largest_batch", "largest_batches", "peak", "share"]
 

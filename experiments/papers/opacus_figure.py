@@ -122,14 +122,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=2.0, help="measuring time a setting (default: 2)")
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
     parser.add_argument("--sizes", nargs="+", type=int, default=None, help="batch sizes")
-    parser.add_argument("--together", action="store_true", help="all contenders in one process")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     options = parser.parse_args(arguments)
     results = start(options.paper)
     sizes = options.sizes or (PAPER if options.paper else SMALL)
     seconds = max(20.0, options.seconds) if options.paper else options.seconds
     chosen = settings(options.networks, sizes)
-    results["settings"] = time_all(chosen, CONTENDERS, seconds, apart=not options.together)
+    results["settings"] = time_all(chosen, CONTENDERS, seconds)
     gains = _gain(results["settings"])
     low, high = min(gains, key=lambda label: gains[label]), max(gains, key=lambda label: gains[label])
     results["finding"] = (

@@ -171,7 +171,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=3.0, help="measuring time a network (default: 3)")
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
     parser.add_argument("--memory", nargs="*", choices=list(TABLE_3), default=list(TABLE_3), help="of table 3")
-    parser.add_argument("--together", action="store_true", help="all contenders in one process")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     options = parser.parse_args(arguments)
     results = start(options.paper)
@@ -180,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.networks:
         extra = ("vmap", "vmap-compiled") if name in TABLE_2 else ()
         setting = Setting(name, NETWORKS[name], 128 if options.paper else SMALL[name])
-        results["settings"] |= time_all([setting], (*CONTENDERS, *extra), seconds, apart=not options.together)
+        results["settings"] |= time_all([setting], (*CONTENDERS, *extra), seconds)
     results["memory"] = {name: memory(name, 128 if options.paper else 16) for name in options.memory}
     best = {name: min((ratio(row, own) or 9e9, own) for own in ("reweight", "cached", "compiled"))
             for name, row in results["settings"].items()}  # fmt: skip

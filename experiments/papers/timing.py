@@ -12,6 +12,7 @@ import torch
 
 from ghostclip.bench import BASELINE, CONTENDERS, WORKLOADS, compare, register
 from ghostclip.bench.machine import busy_warning, commit, describe
+from ghostclip.bench.measure import keep_freed_memory
 from ghostclip.bench.methods import OWN
 
 __all__ = [
@@ -62,6 +63,7 @@ class Setting:
 def start(paper: bool, modules: Sequence[str] = MODULES) -> dict[str, Any]:
     """One thread, the papers' workloads and other libraries made known; the results so far: machine and commit."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     for module in modules:
         register(module)
     if warning := busy_warning():
@@ -69,9 +71,7 @@ def start(paper: bool, modules: Sequence[str] = MODULES) -> dict[str, Any]:
     return {"machine": describe(), "commit": commit(), "setting": "paper" if paper else "small"}
 
 
-def time_all(
-    settings: Sequence[Setting], names: Sequence[str], seconds: float, *, apart: bool = True
-) -> dict[str, Any]:
+def time_all(settings: Sequence[Setting], names: Sequence[str], seconds: float) -> dict[str, Any]:
     """What `compare` gives for each setting, by label, in seconds of the processor.
 
     There are as many cores as threads, one, so they are those of a clock on the wall where nothing else runs.
@@ -83,8 +83,7 @@ def time_all(
     for setting in settings:
         contenders = {name: CONTENDERS[name] for name in names}
         row = compare(
-            WORKLOADS[setting.workload], contenders, seconds, batch_size=setting.batch_size, apart=apart,
-            clock=time.process_time,
+            WORKLOADS[setting.workload], contenders, seconds, batch_size=setting.batch_size, clock=time.process_time,
         )  # fmt: skip
         _refuse_wrong(setting.label, row["contenders"])
         medians = {name: f"{r['over_nonprivate']['median']:.2f}" for name, r in row["contenders"].items()

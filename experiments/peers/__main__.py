@@ -10,13 +10,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from ghostclip.bench import command, register
+from ghostclip import cli
+from ghostclip.bench import register
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns the exit status, as `ghostclip.bench.command.run` does."""
+    """Runs the benchmark; returns the exit status, as `ghostclip.cli.main` does."""
     register("experiments.peers")
-    return command.main(arguments, "python -m experiments.peers")
+    return cli.main(["bench", *(sys.argv[1:] if arguments is None else arguments)])
 
 
 if __name__ == "__main__":

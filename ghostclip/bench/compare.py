@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,10 +14,9 @@ from torch import Tensor
 
 from ghostclip.bench.contenders import CannotRun, Contender, Prepared
 from ghostclip.bench.measure import Timings, take_turns, timed
-from ghostclip.bench.methods import BASELINE, CONTENDERS
-from ghostclip.bench.processes import Task, in_processes
+from ghostclip.bench.methods import BASELINE
 from ghostclip.bench.reference import Reference
-from ghostclip.bench.workloads import WORKLOADS, Workload
+from ghostclip.bench.workloads import Workload
 
 __all__ = ["LineUp", "compare", "line_up"]
 
@@ -107,7 +105,6 @@ def compare(
     device: str = "cpu",
     batch_size: int | None = None,
     *,
-    apart: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
     """Times the contenders' steps on one batch of the workload, interleaved.
@@ -115,27 +112,20 @@ def compare(
     Args:
         workload, contenders, device, batch_size: as for `line_up`.
         seconds: how long to measure, gate and warm-up not counted.
-        apart: whether each contender's steps are timed in a process of its own, as a user trains: in one process a
-            contender's page faults depend on what the others freed. The gate is passed in this process all the same.
-            A script that asks for it does so under ``if __name__ == "__main__"``, as multiprocessing needs it.
         clock: what steps are timed by, as for `timed`.
 
     Returns:
         Plain values. They are about, batch_size, parameters, max_norm, gate, and for each contender ``ms``,
         ``over_nonprivate`` and, where the loop was timed, ``nxbp_over`` (median, low and high quartile, rounds), then
-        ``gradient_error`` and ``correct``, and ``ready_seconds``, which preparing, the gate (not where apart) and the
-        first step took.
+        ``gradient_error`` and ``correct``, and ``ready_seconds``, which preparing, the gate and the first step took.
         For one that can't run here there is only ``missing``, for one that broke ``failed``: the reason.
 
     Raises:
-        ValueError: ``nonprivate`` is not among the contenders; or a process of its own couldn't find the workload or
-            a contender by name.
-        ProcessFailed: ``nonprivate`` broke in its process.
+        ValueError: ``nonprivate`` is not among the contenders.
     """
-    if apart:
-        _check_names(workload, contenders)
     field = line_up(workload, contenders, device, batch_size)
-    timings = _take_turns(field, workload, seconds, device, apart, clock)
+    turns = {name: timed(ready.turn(field.inputs, field.targets), clock) for name, ready in field.prepared.items()}
+    timings = take_turns(turns, seconds, baseline=BASELINE)
     rows: dict[str, Any] = field.absent | {name: _row(name, timings, field) for name in timings.seconds}
     return {
         "about": workload.about,
@@ -145,35 +135,6 @@ def compare(
         "gate": field.gate,
         "contenders": {name: rows[name] for name in contenders},
     }
-
-
-def _check_names(workload: Workload, contenders: Mapping[str, Contender]) -> None:
-    """Refuses what a new process couldn't find again."""
-    foreign = [name for name, contender in contenders.items() if CONTENDERS.get(name) is not contender]
-    if WORKLOADS.get(workload.name) is not workload:
-        foreign.insert(0, workload.name)
-    if foreign:
-        raise ValueError(
-            "apart=True: a process of its own finds workloads and contenders by name, in WORKLOADS and CONTENDERS of "
-            f"ghostclip.bench; got others: {', '.join(foreign)}; register them, or leave apart out"
-        )
-
-
-def _take_turns(
-    field: LineUp, workload: Workload, seconds: float, device: str, apart: bool, clock: Callable[[], float]
-) -> Timings:
-    """Times those that passed the gate, here or each in a process of its own."""
-    if not apart:
-        turns = {name: timed(ready.turn(field.inputs, field.targets), clock) for name, ready in field.prepared.items()}
-        return take_turns(turns, seconds, baseline=BASELINE)
-    size = len(field.targets)
-    tasks = {name: Task(workload.name, name, size, field.max_norm, device, clock=clock) for name in field.prepared}
-    field.prepared.clear()  # which frees what they hold in this process
-    gc.collect()
-    timings, ready, failed = in_processes(tasks, seconds, baseline=BASELINE)
-    field.seconds.update(ready)
-    field.absent.update((name, {"failed": why}) for name, why in failed.items())
-    return timings
 
 
 def _row(name: str, timings: Timings, field: LineUp) -> dict[str, Any]:

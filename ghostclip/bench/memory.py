@@ -12,26 +12,52 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from multiprocessing.connection import Connection
+from dataclasses import asdict, dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 
-from ghostclip.bench.methods import BASELINE
-from ghostclip.bench.processes import ContenderProcess, ProcessFailed, Task
+from ghostclip.bench import methods
+from ghostclip.bench.methods import BASELINE, CONTENDERS, register
+from ghostclip.bench.workloads import WORKLOADS
 from ghostclip.native import library
 
-__all__ = ["ask", "peaks"]
+__all__ = ["Task", "ask", "peaks"]
 
 # Steps before those that are counted, and their seconds at most (measured: 3,000 and 10,000 give the same).
 # CPython keeps the names of attributes that were looked up in types, up to 4,096 of them, and torch makes new ones for
 # each look: 300 KB after thousands of steps, of which those of three would count 7 to 30 as their own.
 SETTLING_STEPS, SETTLING_SECONDS = 3000, 10.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a process runs: names, the size of the batch, "cpu" or "cuda", how many threads it may use, and
+
+    Attributes:
+        modules: whose contenders and workloads are to be registered.
+    """
+
+    workload: str
+    contender: str
+    batch_size: int
+    device: str = "cpu"
+    threads: int = 1
+    modules: tuple[str, ...] = field(default_factory=lambda: tuple(methods.MODULES))
+
+    def stepper(self) -> Callable[[], None]:
+        """A contender with a model and a batch of its own; a call is a step."""
+        torch.manual_seed(0)  # from which every contender starts
+        workload = WORKLOADS[self.workload]
+        model, inputs, targets = workload.on(self.device, self.batch_size)
+        return CONTENDERS[self.contender].prepare(model, workload.losses, 1.0).turn(inputs, targets)
 
 
 def peaks(
@@ -62,22 +88,24 @@ def ask(task: Task, steps: int = 3, settling_seconds: float = SETTLING_SECONDS) 
         steps: how many it makes; the first is the one in which strategies are chosen.
         settling_seconds: at most for the steps before those; fewer will do where 300 KB are nothing.
     """
-    settings = {"OMP_NUM_THREADS": str(task.threads)}
+    settings = {"OMP_NUM_THREADS": str(task.threads), "PYTHONPATH": os.pathsep.join(sys.path)}
     counted = {}
     if task.device == "cpu":
         if (counter := _counter()) is None:
             return {"failed": "counting what the C library allocates takes glibc and a C compiler"}
         settings |= {"LD_PRELOAD": f"{counter} {os.environ.get('LD_PRELOAD', '')}", "PYTHONMALLOC": "malloc"}
         counted = {"allocated": True}
-    # In the environment of a new process, which can't set them for itself.
-    with mock.patch.dict(os.environ, settings):
-        process = ContenderProcess(task, _measure, steps, settling_seconds, start="spawn")
-    try:
-        return process.answer() | counted
-    except ProcessFailed as error:
-        return {"failed": error.why}
-    finally:
-        process.close()
+    asked = json.dumps([asdict(task), steps, settling_seconds])
+    # In a session of its own, so that Ctrl-C reaches this process alone, which ends the other.
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, asked], env=os.environ | settings, stdout=subprocess.PIPE, text=True,
+        check=False, start_new_session=True,
+    )  # fmt: skip
+    if not done.stdout:
+        code = done.returncode
+        return {"failed": f"its process ended with {f'signal {signal.Signals(-code).name}' if code < 0 else code}"}
+    found = json.loads(done.stdout)
+    return found if "failed" in found else found | counted
 
 
 def _counter() -> str | None:
@@ -86,8 +114,22 @@ def _counter() -> str | None:
     return None if loaded is None else loaded._name
 
 
-def _measure(task: Task, line: Connection, steps: int, settling_seconds: float) -> None:
+def _main() -> None:
     """Answers `ask`, in the process."""
+    asked, steps, settling_seconds = json.loads(sys.argv[1])
+    with os.fdopen(os.dup(1), "w") as answer:
+        os.dup2(2, 1)  # what a library prints doesn't belong to the answer
+        try:
+            found: dict[str, Any] = _measure(Task(**asked), steps, settling_seconds)
+        except Exception as error:  # another library may fail in any way; the others' figures still count
+            found = {"failed": f"{type(error).__name__}: {error}"}
+        json.dump(found, answer)
+
+
+def _measure(task: Task, steps: int, settling_seconds: float) -> dict[str, int]:
+    torch.set_num_threads(task.threads)
+    for module in task.modules:
+        register(module)
     held, restart, highest = _gauge(task.device)
     step, until = task.stepper(), time.monotonic() + settling_seconds
     for number in range(SETTLING_STEPS):
@@ -104,7 +146,7 @@ def _measure(task: Task, line: Connection, steps: int, settling_seconds: float) 
         for _ in range(count):
             step()
         peaks.append(highest() - floor)
-    line.send(("done", {"peak": max(peaks), "steady": peaks[-1]}))
+    return {"peak": max(peaks), "steady": peaks[-1]}
 
 
 def _gauge(device: str) -> tuple[Callable[[], int], Callable[[], object], Callable[[], int]]:
@@ -122,3 +164,7 @@ def _give_back() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    _main()

@@ -16,9 +16,9 @@ NOTE = (
     "Step time over the non-private step of the same round: median (quartiles). Adam, noise and division included. "
     "Inputs are random tensors."
 )
-APART = (
-    " Contenders take turns, each in a process of its own, where the C library keeps freed memory (by itself it lets"
-    " chance decide how much of it a step gives back and takes again, private or not)."
+HEAP = (
+    " Contenders take turns, {}, where the C library keeps freed memory (by itself it lets chance decide how much of it"
+    " a step gives back and takes again, private or not)."
 )
 MEMORY_NOTE = (
     "Peak memory of a step over the non-private one's, each in a fresh process: what it rises by above model and data."
@@ -70,8 +70,9 @@ def _times(results: dict[str, Any], columns: dict[str, Callable[[Rows], str]]) -
         rows.append([*first, *(cell(found) for cell in columns.values())])
     header = ["workload", "batch", f"{BASELINE}, ms", *columns]
     place = f" Measured at commit {results['commit']}." if results.get("commit") else ""
-    note = NOTE + (APART if results.get("apart") else "")
-    return [*_table(header, rows), "", note, f"Machine: {in_words(results['machine'])}.{place}"]
+    place_of_heap = {"apart": "each in a process of its own", "kept": "in one process"}
+    notes = [NOTE, *(HEAP.format(words) for key, words in place_of_heap.items() if results.get(key))]
+    return [*_table(header, rows), "", "".join(notes), f"Machine: {in_words(results['machine'])}.{place}"]
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -45,7 +45,7 @@ COMMANDS = {
         "cli.check", "add_explain", "run_explain", "the plan for a model, layer by layer: which rule, and why"
     ),
     "bench": Command(
-        "bench.command",
+        "cli.bench",
         "add_arguments",
         "run",
         "step times on this machine, beside non-private training and the naive loop",

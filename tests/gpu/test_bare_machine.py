@@ -14,7 +14,7 @@ def run(code: str) -> subprocess.CompletedProcess:
 
 def test_clipping_needs_no_accountant_and_no_plots():
     done = run(
-        "import ghostclip, ghostclip.bench.command, experiments.peers.__main__, torch\n"
+        "import ghostclip, ghostclip.cli.bench, experiments.peers.__main__, torch\n"
         "model = ghostclip.nn.Linear(3, 2)\n"
         "clipper = ghostclip.GhostClipper(model, 0.5)\n"
         "result = clipper.backward(model(torch.ones(4, 3)).sum(1))\n"

@@ -1,16 +1,14 @@
-"""The benchmark as a command: ``ghostclip bench``, and beside other libraries ``python -m experiments.peers``."""
+"""ghostclip bench: step times on this machine, and beside other libraries ``python -m experiments.peers``."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import json
-import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing import get_all_start_methods
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +16,15 @@ import torch
 
 from ghostclip.bench.compare import compare
 from ghostclip.bench.machine import busy_warning, commit, describe
+from ghostclip.bench.measure import keep_freed_memory
 from ghostclip.bench.memory import peaks
 from ghostclip.bench.methods import BASELINE, CONTENDERS, OWN
 from ghostclip.bench.table import full_markdown, markdown, plot_ratios
 from ghostclip.bench.workloads import SETS, WORKLOADS
+from ghostclip.cli.arguments import UsageError, add_json, print_json
+from ghostclip.validate import positive, positive_int
 
-__all__ = ["add_arguments", "main", "run"]
+__all__ = ["add_arguments", "run"]
 
 DESCRIPTION = (
     "Times training steps with per-example clipping beside ordinary ones, in turns, on random data. Before the\n"
@@ -33,24 +34,11 @@ NOT_ALL_RIGHT, INTERRUPTED = 1, 130
 MEMORY = [BASELINE, "reweight", "cached", "per-layer"]
 
 
-def main(arguments: Sequence[str] | None = None, command: str = "ghostclip bench") -> int:
-    """Runs the benchmark; returns the exit status, as `run` does.
-
-    Args:
-        arguments: as on the command line; None for the process's own.
-        command: what is run, for the help.
-    """
-    parser = argparse.ArgumentParser(prog=command)
-    add_arguments(parser)
-    return run(parser.parse_args(arguments))
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describes the benchmark and adds its options; what they hold is for `run`."""
     parser.description = DESCRIPTION
-    parser.epilog = f"example: {parser.prog} --workloads mlp,cnn --seconds 5"
+    parser.epilog = "example: ghostclip bench --workloads mlp,cnn --seconds 5"
     add = parser.add_argument
-    positive, count = _number(float, "a number > 0"), _number(int, "a whole number >= 1")
     sets = {**SETS, "all": tuple(WORKLOADS)}
     usual = [name for name, contender in CONTENDERS.items() if contender.usual]
     contenders = _names(CONTENDERS, {"usual": usual, "all": tuple(CONTENDERS)}, always=(BASELINE,))
@@ -59,18 +47,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--contenders", type=contenders, default=usual, metavar="NAME,NAME",
         help=f"which to time: {', '.join(CONTENDERS)}; or usual, all (default: usual, which is all but "
         f"{', '.join(name for name in CONTENDERS if name not in usual)})")  # fmt: skip
-    add("--seconds", type=positive, default=10.0, help="measuring time a workload (default: 10)")
-    add("--minutes", type=positive, default=None, help="start no further workload after so long (default: run all)")
-    add("--threads", type=count, default=1, help="processor threads, and cores where the system can pin (default: 1)")
-    add("--batch-size", type=count, default=None, metavar="B", help="examples a batch (default: each workload's own)")
-    add("--device", type=_device, default="cpu", metavar="cpu|cuda", help="where to run (default: cpu)")
-    add("--together", action="store_true", help="time all contenders in one process, as on a GPU (default: each in a "
-        "process of its own)")  # fmt: skip
+    add("--seconds", type=float, default=10.0, help="measuring time a workload (default: 10)")
+    add("--minutes", type=float, default=None, help="start no further workload after so long (default: run all)")
+    add("--threads", type=int, default=1, help="processor threads, and cores where the system can pin (default: 1)")
+    add("--batch-size", type=int, default=None, metavar="B", help="examples a batch (default: each workload's own)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where to run (default: cpu)")
     add("--memory", type=contenders, nargs="?", const=MEMORY, default=[], metavar="NAME,NAME",
         help=f"measure peak memory too, each in a fresh process (alone: of {', '.join(MEMORY)})")  # fmt: skip
     add("--out", type=Path, metavar="FILE.json", help="write all figures as JSON, and beside it FILE.md and FILE.png, "
         "after every workload")  # fmt: skip
-    add("--json", action="store_true", help="print one JSON object instead of the table")
+    add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -80,6 +66,9 @@ def run(options: argparse.Namespace) -> int:
         The exit status: 0, 1 when a contender of ours FAILED or its gradients were WRONG, or 130 when interrupted.
         Another library that fails or is wrong is a finding, and in the table.
     """
+    _check(options)
+    if options.device == "cpu":
+        keep_freed_memory()
     if warning := busy_warning():
         print(warning, file=sys.stderr, flush=True)
     interrupted = False
@@ -88,8 +77,7 @@ def run(options: argparse.Namespace) -> int:
             "machine": describe(options.device),
             "commit": commit(),
             "seconds": options.seconds,
-            # On a GPU each process would hold a context in the memory that they share.
-            "apart": options.device == "cpu" and not options.together and "forkserver" in get_all_start_methods(),
+            "kept": options.device == "cpu",
             "contenders": {name: CONTENDERS[name].about for name in options.contenders},
             "workloads": {},
         }
@@ -99,10 +87,22 @@ def run(options: argparse.Namespace) -> int:
             interrupted = True
             print(f"interrupted: {len(results['workloads'])} workloads were measured", file=sys.stderr)
     if results["workloads"]:
-        print(json.dumps(results, indent=1) if options.json else markdown(results))
+        print_json(results) if options.json else print(markdown(results))
     rows = [work["contenders"].get(name, {}) for work in results["workloads"].values() for name in OWN]
     wrong = any("failed" in row or not row.get("correct", True) for row in rows)
     return INTERRUPTED if interrupted else NOT_ALL_RIGHT if wrong else 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Everything that can be told before anything runs."""
+    positive(seconds=options.seconds)
+    positive_int(threads=options.threads)
+    if options.minutes is not None:
+        positive(minutes=options.minutes)
+    if options.batch_size is not None:
+        positive_int(batch_size=options.batch_size)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("torch finds no CUDA device here; leave out --device cuda to measure on the processor")
 
 
 def _measure_all(results: dict[str, Any], options: argparse.Namespace) -> None:
@@ -117,7 +117,7 @@ def _measure_all(results: dict[str, Any], options: argparse.Namespace) -> None:
             continue
         work, device = WORKLOADS[name], options.device
         print(f"{name}: {work.about}", file=sys.stderr, flush=True)
-        found = compare(work, chosen, options.seconds, device, options.batch_size, apart=results["apart"])
+        found = compare(work, chosen, options.seconds, device, options.batch_size)
         if present:
             found["memory"] = peaks(name, present, found["batch_size"], device, options.threads)
         results["workloads"][name] = found
@@ -167,23 +167,3 @@ def _names(
         return [*(name for name in always if name not in names), *names]
 
     return parse
-
-
-def _number(convert: Callable[[str], float], expected: str) -> Callable[[str], float]:
-    """A parser of finite numbers > 0."""
-
-    def parse(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            if 0 < convert(text) < math.inf:
-                return convert(text)
-        raise argparse.ArgumentTypeError(f"expected {expected}; got {text}")
-
-    return parse
-
-
-def _device(text: str) -> str:
-    if text not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"expected cpu or cuda; got {text}")
-    if text == "cuda" and not torch.cuda.is_available():
-        raise argparse.ArgumentTypeError("torch finds no CUDA device here; leave it out to measure on the processor")
-    return text
