@@ -98,9 +98,8 @@ ENCODERS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 
 def _subjects() -> Iterator[Subject]:
     for name, (about, model, config, options) in DECODERS.items():
-        refused = "rows picked by index" if name == "Mixtral" else ""
         build = from_config(model, config, **options)
-        yield Subject(name, "transformers", about, build, texts, token_losses, refused=refused)
+        yield Subject(name, "transformers", about, build, texts, token_losses)
     for name, (about, model, config, options) in ENCODERS.items():
         build = from_config(model, config, **options)
         yield Subject(name, "transformers", about, build, masked_texts, class_losses)

@@ -26,12 +26,14 @@ from ghostclip.nn.fallback import FallbackCall
 
 __all__ = [
     "AT_LEAST_FLOAT32",
+    "REORDERING",
     "Edge",
     "Uses",
     "first_pass",
     "free_graph",
     "from_below",
     "inputs_of",
+    "moves_first_dimension",
     "read_graph",
     "saved_dimensions",
     "shape_of",
@@ -65,6 +67,7 @@ class Uses:
         calls: every use of a wrapper layer that the losses depend on.
         leaves: nodes at which trained parameters enter outside of every layer.
         reorders: whether something between the layers may order the examples differently from batch to batch.
+        picked: rows that are picked by index (`ghostclip.graph.picked_rows`); None before they are looked for.
         size: how many nodes there are, by which a forward that took another way is told; and
             `ParameterNames.version`, by which another layer is told from the one in whose place it is.
     """
@@ -73,6 +76,7 @@ class Uses:
     leaves: list[Any]
     reorders: bool
     size: tuple[int, int]
+    picked: Any = None
 
 
 def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
@@ -107,7 +111,7 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
                 calls.append(call)
             stack += call.sources
         else:
-            reorders = reorders or (kind.__name__ in REORDERING and _moves_first_dimension(node, len(losses)))
+            reorders = reorders or (kind.__name__ in REORDERING and moves_first_dimension(node, len(losses)))
             if kind.__name__ == "CheckpointFunctionBackward":
                 raise UnsupportedModelError(
                     "reentrant activation checkpointing hides the layers inside it; "
@@ -135,7 +139,7 @@ def _is_plain(kind: type) -> bool:
     )
 
 
-def _moves_first_dimension(node: Any, examples: int) -> bool:
+def moves_first_dimension(node: Any, examples: int) -> bool:
     """Whether a node of a REORDERING kind may move entries along dimension 0; where it doesn't say, it may."""
     if _is_table(node.next_functions[0][0], examples):
         return False  # a lookup

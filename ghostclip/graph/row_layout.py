@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from ghostclip.errors import LossShapeError, UnsupportedModelError
 from ghostclip.graph.mixing_test import Verdict, check_mixing
 from ghostclip.graph.parameter_names import ParameterNames, serial_number
+from ghostclip.graph.picked_rows import PickedLayouts
 from ghostclip.graph.reader import Uses, from_below
 from ghostclip.graph.shared.positions import are_positions
 from ghostclip.graph.shared.search import TOO_SMALL, DecisionCache, Search, not_a_batch
 from ghostclip.graph.shared.subgraph import SharedSubgraph, parameters_of
 from ghostclip.nn.base import LayerCall
-from ghostclip.norms.ragged import RowOrder
+from ghostclip.norms.ragged import RowIndex, RowOrder
 
 __all__ = ["RowLayout", "RowLayouts", "overlapping_parts", "row_count", "without_boundaries"]
 
@@ -78,6 +79,7 @@ class RowLayouts:
         # saw no examples.
         self._constant: set[tuple] = set()
         self._places: dict[tuple[int, int], DecisionCache] = {}
+        self._picked = PickedLayouts()
 
     @property
     def constants(self) -> int:
@@ -106,13 +108,31 @@ class RowLayouts:
         Raises:
             UnsupportedModelError: rows of other examples move with one example's loss, or the grouping can't be told.
         """
+        picked = self._picked.find(losses, uses, remember=not rehearsal)
+        if picked is None:
+            return self._lay_out(losses, uses, index, rehearsal, reached)
+        if not picked.problem:
+            uses = replace(uses, size=(picked.size, uses.size[1]), reorders=picked.reorders, picked=picked)
+        try:
+            return self._lay_out(losses, uses, index, rehearsal, reached)
+        except (LossShapeError, UnsupportedModelError) as error:
+            if note := picked.note:
+                raise UnsupportedModelError(f"{error}. {note}") from error
+            raise
+
+    def _lay_out(self, losses: Tensor, uses: Uses, index: ParameterNames, rehearsal: bool, reached: bool) -> RowLayout:
         examples, odd, unsure = losses.shape[0], self._odd(uses, losses.shape[0]), False
+        picked = {} if uses.picked is None else uses.picked.calls
+        if examples == 1:  # an expert that no token met
+            picked = {
+                c: RowIndex(torch.zeros(0, dtype=torch.int64, device=c.device), 1) for c in uses.calls if not _rows(c)
+            }
         while True:
             region = self._region(losses, uses, odd, index, unsure) if odd or uses.leaves else None
             if odd and examples > 1:
                 self._constant |= _alike([call for call in odd if _is_odd(call, examples)], uses).items()
             shared = set() if region is None else {id(call) for call in region.calls.values()}
-            calls = [call for call in uses.calls if id(call) not in shared]
+            calls = [call for call in uses.calls if id(call) not in shared and call not in picked]
             keys = {call: (uses.size, *_key(call, row_count(call, examples, index.layer(call)))) for call in calls}
             pending = self._pending(keys, examples, uses.reorders or rehearsal or reached)
             found = check_mixing(losses, calls, pending) if pending else {}
@@ -125,8 +145,12 @@ class RowLayouts:
         if not rehearsal:  # whose examples are copies, which may meet unseen
             self._proved |= {keys[call]: v.best.row_order for call, v in found.items() if v.best and v.sure}
             self._tried |= {keys[call]: max(examples, self._tried.get(keys[call], 0)) for call in pending}
-        row_orders = {id(call): self._row_order(call, key, found.get(call), index) for call, key in keys.items()}
+        row_orders: dict[int, RowOrder] = {
+            id(call): self._row_order(call, key, found.get(call), index) for call, key in keys.items()
+        }
         left = [call for call in calls if keys[call] not in self._proved] if examples > 1 else []
+        row_orders |= {id(call): rows for call, rows in picked.items()}
+        calls += [call for call in picked if id(call) not in shared]
         calls = calls if region is None else [*calls, *region.uses]
         return RowLayout(calls, row_orders, [call for call in left if call not in pending], not left)
 
@@ -134,12 +158,16 @@ class RowLayouts:
         """The calls that saw no examples, as far as is known."""
         known = self._constant.intersection(_alike(uses.calls, uses).items()) if self._constant else ()
         tables = {key for key, _ in known}
+        picked = () if uses.picked is None else uses.picked.calls
         return [
             call
             for call in uses.calls
-            if _is_odd(call, examples)
-            or (self._positions and examples and _key(call, _rows(call) // examples) in self._positions)
-            or (tables and _use(call, uses) in tables)
+            if call not in picked
+            and (
+                _is_odd(call, examples)
+                or (self._positions and examples and _key(call, _rows(call) // examples) in self._positions)
+                or (tables and _use(call, uses) in tables)
+            )
         ]
 
     def _pending(self, keys: dict[LayerCall, tuple], examples: int, anew: bool) -> list[LayerCall]:

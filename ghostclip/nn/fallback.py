@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ghostclip.norms.experts import ExpertProducts
 from ghostclip.norms.outer import OuterProduct
 from ghostclip.norms.ragged import RowIndex, RowOrder, regrouped
 from ghostclip.norms.term import Dense, PerExampleGrads
 
 from .base import LayerCall
 
-__all__ = ["FallbackCall", "bare", "product", "spread"]
+__all__ = ["FallbackCall", "bare", "expert_product", "product", "spread"]
 
 NormResult = Callable[[str, tuple[Tensor, ...], Tensor], PerExampleGrads]
 
@@ -95,6 +96,31 @@ def product(parameter: Tensor, examples: int, count: int, row_order: RowOrder, t
     # As a shape, what it takes in memory is all that is read of it.
     count = math.ceil(len(row_order) / examples) if isinstance(row_order, RowIndex) else count
     return FallbackCall({"": parameter}, ("",), (examples, count, width), parameter, answer)
+
+
+def expert_product(
+    parameter: Tensor, examples: int, experts: Sequence[tuple[int, int]], rows: RowIndex, transposed: bool
+) -> FallbackCall:
+    """The uses of experts' matrices as the right sides of products, each with some of the rows.
+
+    Args:
+        parameter: [E, d, p], or [E, p, d] if ``transposed``.
+        examples: B.
+        experts: (expert, how many rows), in the order of the rows.
+        rows: whose these are.
+        transposed: what was multiplied with are the transposes of the matrices.
+
+    Returns:
+        A use whose input is x [R, d] and whose gradient is the products' [R, p].
+    """
+
+    def answer(name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
+        left, right = (grad, inputs[0]) if transposed else (inputs[0], grad)
+        found = ExpertProducts(left, right, experts, rows, parameter.shape)
+        return found if rows.used is None else found.keep_rows(rows.used)
+
+    width = parameter.shape[1 if transposed else 2]
+    return FallbackCall({"": parameter}, ("",), (examples, math.ceil(len(rows) / examples), width), parameter, answer)
 
 
 def spread(call: LayerCall, examples: int) -> FallbackCall:

@@ -32,10 +32,26 @@ class RowIndex:
     Args:
         index: [R], int64, from 0 to ``examples`` - 1.
         examples: B.
+        used: [R] bool, False for rows that have no part in any loss, whatever they hold; None where all have.
     """
 
-    def __init__(self, index: Tensor, examples: int) -> None:
-        self.index, self.examples = index, examples
+    def __init__(self, index: Tensor, examples: int, used: Tensor | None = None) -> None:
+        self.index, self.examples, self.used = index, examples, used
+
+    @staticmethod
+    def in_order(rows: int, examples: int, row_order: str, device: torch.device) -> Tensor:
+        """[rows], the example of each where every example has as many, in "example" or "row" order."""
+        numbers = torch.arange(rows, device=device)
+        return numbers // (rows // examples) if row_order == "example" else numbers % examples
+
+    @staticmethod
+    def joined(parts: Sequence[RowIndex]) -> RowIndex:
+        """That of the rows of several, one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        used = [torch.ones_like(part.index, dtype=torch.bool) if part.used is None else part.used for part in parts]
+        whole = torch.cat([part.index for part in parts])
+        return RowIndex(whole, parts[0].examples, None if all(p.used is None for p in parts) else torch.cat(used))
 
     def __len__(self) -> int:
         """R."""
@@ -87,6 +103,7 @@ def regrouped(term: PerExampleGrads, count: int, row_order: RowOrder) -> PerExam
     """The term of B examples from that of their rows; ``count`` of each, where they have as many."""
     if not isinstance(row_order, RowIndex):
         return term if count == 1 else term.split_rows(count, row_order)
+    term = term if row_order.used is None else term.keep_only(row_order.used)
     if isinstance(term, Dense):
         return Dense(row_order.sums(to_float32(term.gradients)))
     return Ragged([(term, row_order)], row_order.examples)
@@ -156,14 +173,18 @@ class Ragged(PerExampleGrads):
         if keep and 4 * self.count * self.shape.numel() <= self.tensors[0].nbytes:
             kept = self.per_example()
             return NormResult(squared_norms(kept), kept)
-        squared, absolute = self._scattered(_answer, (2,)).unbind(1)
+        squared, absolute = self.squared_and_absolute().unbind(1)
         return NormResult(squared, absolute=absolute)
+
+    def squared_and_absolute(self) -> Tensor:
+        """[B, 2], squared norms and `absolute`."""
+        return self._scattered(_answer, (2,))
 
     def exact_squared_norms(self) -> Tensor:
         return self._scattered(functools.partial(_answer, exact=True), (2,))[:, 0]
 
     def absolute(self) -> Tensor:
-        return self._scattered(_answer, (2,))[:, 1]
+        return self.squared_and_absolute()[:, 1]
 
     def per_example(self) -> Tensor:
         return self._scattered(lambda term: term.per_example(), self.shape)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -69,14 +70,33 @@ class BroadcastBoundary:
 
     def is_product(self, place: int) -> bool:
         """Whether it is a real x @ P, and the input at ``place`` is P; looks at no saved tensor."""
-        wanted = {"MmBackward0": 1, "AddmmBackward0": 2}.get(self.node.name())
+        wanted = {"MmBackward0": 1, "AddmmBackward0": 2, "GroupedMmBackward0": 1}.get(self.node.name())
         if wanted != place or self.dim != 0 or getattr(self.node, "_saved_alpha", 1) != 1:
             return False
         return not self.node._input_metadata[self.number].dtype.is_complex
 
     def factor(self) -> Tensor:
         """The x [rows, d] of a product x @ P."""
-        return self.node._saved_self if self.node.name() == "MmBackward0" else self.node._saved_mat1
+        return self.node._saved_mat1 if self.node.name() == "AddmmBackward0" else self.node._saved_self
+
+    def experts(self, expert: int | None) -> list[tuple[int, int]]:
+        """(expert, how many rows) of a product with one expert's matrix, or with those of all, one after another."""
+        if expert is not None:
+            return [(expert, shape_of(self.edge)[0])]
+        stops = self.node._saved_offs.tolist()
+        if stops[-1:] != [shape_of(self.edge)[0]]:
+            raise UnsupportedModelError(
+                f"only {stops[-1]} of {shape_of(self.edge)[0]} rows in a grouped product belong to an expert, by its "
+                "offs; leave out the rows that meet no expert, or, where devices share experts, keep all on each"
+            )
+        return [(number, stop - start) for number, (start, stop) in enumerate(pairwise([0, *stops]))]
+
+    def rows(self, examples: int) -> RowIndex:
+        """Whose the entries along ``dim`` are."""
+        if isinstance(self.row_order, RowIndex):
+            return self.row_order
+        whole = self.node._input_metadata[self.number]
+        return RowIndex(RowIndex.in_order(whole.shape[self.dim], examples, self.row_order, whole.device), examples)
 
     def per_example(self, grad: Tensor, places: list[tuple[int, Edge]]) -> Iterator[tuple[Edge, Tensor]]:
         """(shared tensor, [B, *its shape]) for those of ``shared`` that are asked for.

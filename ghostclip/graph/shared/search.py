@@ -35,10 +35,7 @@ BROADCASTING = ELEMENTWISE | {EXPAND}
 GROUPED_PRODUCT = "GroupedMm"
 # An operation in place on a part of a tensor; its first input is the whole tensor before.
 COPY_INTO_SLICES = "torch::autograd::CopySlices"
-PICKED = (
-    "no dimension of the result holds the examples (rows picked by index, as a mixture of experts picks them, aren't "
-    "followed: compute all rows, and weigh them by a mask)"
-)
+PICKED = "no dimension of the result holds the examples"
 TOO_SMALL = ", or float16 gradients are too small, which looks alike (give loss_scale=1024.0)"
 # What a node's input is where it is no shared tensor: nothing autograd knows of, something that is no parameter's
 # alone, or something that waits for a proof.
@@ -96,7 +93,9 @@ class Search:
     ) -> None:
         self._losses, self._index, self._places = losses, index, places
         self._odd = {id(call) for call in odd}
-        self._batched = [call for call in uses.calls if id(call) not in self._odd]
+        self._picked = uses.picked
+        picked = () if uses.picked is None else uses.picked.calls
+        self._batched = [call for call in uses.calls if id(call) not in self._odd and call not in picked]
         self._leaves = {node: node.variable for node in uses.leaves}
         self._nodes = from_below(losses.grad_fn)
         self._outputs: dict[Any, set[int]] = {losses.grad_fn: {losses.output_nr}}
@@ -200,6 +199,9 @@ class Search:
         known: dict[Edge, Decision] = {}
         unknown: dict[Edge, list[int]] = {}
         for edge in [(node, number) for number in sorted(self._outputs[node])]:
+            if self._picked is not None and node in self._picked.owners:
+                known[edge] = Decision(self._picked.dim(edge), 1, self._picked.index(node))
+                continue
             dims = [dim for dim, count in enumerate(self._multiples(edge)) if count]
             if node.name() in BROADCASTING:
                 dims = [d for d in dims if all(broadcasts(shape_of(each), shape_of(edge), d) for _, each in shared)]

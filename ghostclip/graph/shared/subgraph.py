@@ -20,8 +20,9 @@ from ghostclip.graph.reader import Edge, from_below, shape_of, without_hooks
 from ghostclip.graph.shared.boundary import BroadcastBoundary
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import CAPTURE, LayerCall
-from ghostclip.nn.fallback import FallbackCall, bare, product, spread
+from ghostclip.nn.fallback import FallbackCall, bare, expert_product, product, spread
 from ghostclip.norms.pullback import pulled_back
+from ghostclip.norms.ragged import RowIndex
 
 __all__ = ["SharedSubgraph", "parameters_of"]
 
@@ -50,17 +51,24 @@ class SharedSubgraph:
 
     def __post_init__(self) -> None:
         # Uses as a factor of a product, with the number of the boundary; the other inputs of each boundary.
-        self._products: list[tuple[int, FallbackCall]] = []
+        self._products: list[tuple[list[int], FallbackCall]] = []
+        experts: dict[tuple[int, bool], list[tuple[int, int | None, Tensor]]] = {}
         self._dense: list[list[tuple[int, Edge]]] = []
         for number, boundary in enumerate(self.boundaries):
             places = []
             for place, edge in boundary.shared:
-                if (found := self._parameter_of(edge)) is not None and boundary.is_product(place):
-                    use = product(found[0], self.examples, boundary.count, boundary.row_order, found[1])
-                    self._products.append((number, use))
-                else:
+                found = self._parameter_of(edge) if boundary.is_product(place) else None
+                if found is None:
                     places.append((place, edge))
+                    continue
+                parameter, transposed, expert = found
+                if parameter.dim() == 3:
+                    experts.setdefault((id(parameter), transposed), []).append((number, expert, parameter))
+                else:
+                    use = product(parameter, self.examples, boundary.count, boundary.row_order, transposed)
+                    self._products.append(([number], use))
             self._dense.append(places)
+        self._products += [self._of_experts(parts, transposed) for (_, transposed), parts in experts.items()]
         nodes = set(from_below(*(edge[0] for places in self._dense for _, edge in places)))
         reached = {id(p): p for node, p in self.leaves.items() if node in nodes or not self.boundaries}
         tables = dict(self.calls)
@@ -75,13 +83,33 @@ class SharedSubgraph:
         for use in self.uses:
             use.region = self
 
-    def _parameter_of(self, edge: Edge) -> tuple[Tensor, bool] | None:
-        """(parameter, whether transposed) of a tensor that is one of the parameters, or its transpose."""
-        node, transposed = edge[0], False
-        while node.name() in ("TBackward0", "ToCopyBackward0"):
-            transposed ^= node.name() == "TBackward0"
+    def _parameter_of(self, edge: Edge) -> tuple[Tensor, bool, int | None] | None:
+        """(parameter, whether transposed, which of its matrices) of a tensor that is one, or its transpose.
+
+        None for another; and for all matrices, one after another.
+        """
+        node, transposed, expert = edge[0], False, None
+        while node not in self.leaves:
+            name = node.name()
+            if name == "SelectBackward0" and node._saved_dim == 0 and expert is None:
+                expert = node._saved_index % shape_of(node.next_functions[0])[0]
+            elif name in ("TBackward0", "TransposeBackward0") and 0 not in _swapped(node):
+                transposed = not transposed
+            elif name != "ToCopyBackward0":
+                return None
             node = node.next_functions[0][0]
-        return (self.leaves[node], transposed) if node in self.leaves else None
+        return self.leaves[node], transposed, expert
+
+    def _of_experts(
+        self, parts: list[tuple[int, int | None, Tensor]], transposed: bool
+    ) -> tuple[list[int], FallbackCall]:
+        """One use for all products with matrices of a parameter: (numbers of boundaries, use)."""
+        boundaries = [self.boundaries[number] for number, _, _ in parts]
+        experts = [b.experts(expert) for b, (_, expert, _) in zip(boundaries, parts, strict=True)]
+        rows = [boundary.rows(self.examples) for boundary in boundaries]
+        own = [each for some in experts for each in some]
+        use = expert_product(parts[0][2], self.examples, own, RowIndex.joined(rows), transposed)
+        return [number for number, _, _ in parts], use
 
     @torch.no_grad()
     def hand_over(self, grads: list[Any], losses: Tensor, seed: Tensor, sink: Sink) -> None:
@@ -95,10 +123,14 @@ class SharedSubgraph:
         for boundary, grad in zip(self.boundaries, grads, strict=True):
             if self.watch is not None and grad is not None:
                 self.watch(boundary.edge, grad)
-        for number, use in self._products:
-            grad, boundary = grads[number], self.boundaries[number]
-            factor = boundary.factor()
-            sink(use, (factor,), factor.new_zeros(shape_of(boundary.edge)) if grad is None else grad)
+        for numbers, use in self._products:
+            factors = [self.boundaries[number].factor() for number in numbers]
+            shapes = [shape_of(self.boundaries[number].edge) for number in numbers]
+            own = [
+                factor.new_zeros(shape) if grads[number] is None else grads[number]
+                for number, factor, shape in zip(numbers, factors, shapes, strict=True)
+            ]
+            sink(use, (_joined(factors),), _joined(own))
         shares: dict[Edge, Tensor] = {}
         if not self.boundaries and self.examples:
             # All there is belongs to the one example.
@@ -130,6 +162,18 @@ class SharedSubgraph:
             if below is not None:
                 found[use] = found[use] + below if use in found else below
         return found
+
+
+def _swapped(node: Any) -> tuple[int, ...]:
+    """The dimensions of a matrix, or of each of several, that a transposition swaps."""
+    if node.name() == "TBackward0":
+        return (-1, -2)
+    dims = len(shape_of((node, 0)))
+    return tuple(((dim + (1 << 63)) % (1 << 64) - (1 << 63)) % dims for dim in (node._saved_dim0, node._saved_dim1))
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def _is_table(node: Any, call: LayerCall, others: dict[int, Any]) -> bool:

@@ -1,0 +1,138 @@
+"""Mixtures of experts of transformers, unmodified, against the loop over single examples."""
+
+import copy
+
+import oracle
+import pytest
+import torch
+from comparing import assert_close, assert_dicts_close, gradients
+from torch import nn
+
+import ghostclip
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("default")  # the library's own
+
+TEXT = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 24, "num_hidden_layers": 2,
+    "shared_expert_intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 32,
+    "decoder_sparse_step": 1, "pad_token_id": 0,
+}  # fmt: skip
+SWITCH = {
+    "vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2, "num_layers": 2, "num_decoder_layers": 2,
+    "num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "pad_token_id": 0,
+    "decoder_start_token_id": 0, "dropout_rate": 0.0, "router_jitter_noise": 0.0, "expert_capacity": 3,
+}  # fmt: skip
+FAMILIES = ["Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe"]
+
+
+def family(name, experts="eager"):
+    config = getattr(transformers, f"{name}Config")(**TEXT, experts_implementation=experts)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def token_losses(model, tokens, **options):
+    """[B], the cross entropy of each text's next words."""
+    found = model(input_ids=tokens, use_cache=False, **options)
+    logits = found.logits[:, :-1].transpose(1, 2)
+    losses = nn.functional.cross_entropy(logits, tokens[:, 1:], reduction="none").mean(1)
+    return losses + found.aux_loss if options else losses
+
+
+def sequence_losses(model, tokens):
+    logits = model(input_ids=tokens, decoder_input_ids=tokens[:, :4], use_cache=False).logits.transpose(1, 2)
+    return nn.functional.cross_entropy(logits, tokens[:, 1:5], reduction="none").mean(1)
+
+
+def assert_exact(model, losses_of, tolerance, examples=4, **options):
+    """Norms, both clipped sums, and per-example gradients of two batches, whose tokens go other ways."""
+    plain = copy.deepcopy(model)
+    clippers = [ghostclip.GhostClipper(model, 0.3, second_pass=way, **options) for way in ("cached", "reweight")]
+    for _ in range(2):
+        tokens = torch.randint(1, 32, (examples, 7))
+        alone = _Losses(plain, losses_of)
+        truth = oracle.per_example_grads(alone, lambda losses: losses, (tokens,))
+        truth = {name.removeprefix("model."): grads for name, grads in truth.items()}
+        for clipper in clippers:
+            losses = losses_of(model, tokens)
+            assert_close(clipper.norms(losses, retain_graph=True), oracle.norms(truth), tolerance)
+            assert_dicts_close(clipper.per_example_grads(losses, retain_graph=True), truth, tolerance)
+            model.zero_grad()
+            clipper.backward(losses)
+            assert_dicts_close(gradients(model), oracle.clipped_sum(truth, 0.3), tolerance)
+
+
+class _Losses(nn.Module):
+    def __init__(self, model, losses_of):
+        super().__init__()
+        self.model, self.losses_of = model, losses_of
+
+    def forward(self, tokens):
+        return self.losses_of(self.model, tokens)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_against_the_loop(name):
+    assert_exact(family(name).double(), token_losses, 1e-10)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_grouped_products(name):
+    """torch's kernel has no float64 on a processor."""
+    assert_exact(family(name, "grouped_mm"), token_losses, 2e-4)
+
+
+def test_switch_with_dropped_tokens():
+    model = transformers.SwitchTransformersForConditionalGeneration(transformers.SwitchTransformersConfig(**SWITCH))
+    for module in model.modules():
+        if hasattr(module, "expert_capacity"):
+            module.dtype = torch.float64  # of the router, which computes in float32
+    assert_exact(model.double(), sequence_losses, 1e-10)
+
+
+def test_grouped_products_are_those_of_the_eager_experts():
+    eager, grouped = family("Mixtral"), family("Mixtral", "grouped_mm")
+    grouped.load_state_dict(eager.state_dict())
+    tokens = torch.randint(1, 32, (6, 9))
+    norms = [ghostclip.GhostClipper(model).norms(token_losses(model, tokens)) for model in (eager, grouped)]
+    assert_close(norms[0], norms[1], 1e-4)
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
+def test_a_routers_loss_over_the_batch_is_refused(name, experts):
+    model = family(name, experts)
+    tokens = torch.randint(1, 32, (4, 7))
+    losses = token_losses(ghostclip.wrap(model), tokens, output_router_logits=True, labels=tokens)
+    with pytest.raises(ghostclip.UnsupportedModelError, match="output_router_logits=False"):
+        ghostclip.GhostClipper(model).backward(losses)
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+def test_neighbouring_batches(experts):
+    model = family("Mixtral", experts)
+    clipper = ghostclip.GhostClipper(model, 0.01)
+    tokens, sums = torch.randint(1, 32, (5, 9)), []
+    for batch in (tokens, tokens[:-1]):
+        model.zero_grad()
+        clipper.backward(token_losses(model, batch))
+        sums.append(torch.cat([grad.double().flatten() for grad in gradients(model).values()]))
+    assert (sums[0] - sums[1]).norm() <= 0.01 * (1 + 1e-5)
+
+
+def test_checkpointed_experts():
+    model = family("Mixtral").double()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert_exact(model.train(), token_losses, 1e-10)
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+def test_bfloat16(experts):
+    model = family("Mixtral", experts).bfloat16()
+    tokens = torch.randint(1, 32, (4, 9))
+    clipper = ghostclip.GhostClipper(model, 0.1)
+    result = clipper.backward(token_losses(model, tokens))
+    plain = ghostclip.unwrap(copy.deepcopy(model))
+    truth = oracle.per_example_grads(_Losses(plain, token_losses), lambda losses: losses, (tokens,))
+    assert_close(result.norms, oracle.norms({name: grads.float() for name, grads in truth.items()}), 0.05)

@@ -1,0 +1,162 @@
+"""Experts that connect examples are refused in the batch where they do, or caught by the engine's self-check."""
+
+import pytest
+import torch
+from expert_models import LOSSES, MISTAKES, WAYS, Experts, misplaced
+from torch import nn
+
+import ghostclip
+
+losses_of = LOSSES["plain"]
+
+
+def tokens(examples=4, positions=5):
+    return torch.randn(examples, positions, 4, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_are_refused(mistake):
+    model = Experts(mistake).double()
+    clipper = ghostclip.GhostClipper(model)
+    with pytest.raises(ghostclip.UnsupportedModelError):
+        clipper.backward(losses_of(model, tokens()))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("pick", [False, True])
+@pytest.mark.parametrize("second_pass", ["cached", "reweight"])
+def test_a_mistake_after_batches_without_one(pick, second_pass):
+    """The indices of each batch are compared, though the kind of graph was tested before."""
+    model = Experts(misplaced(lambda row: row.roll(1), pick)).double()
+    clipper = ghostclip.GhostClipper(model, second_pass=second_pass)
+    model.wrong = False
+    for _ in range(4):
+        clipper.backward(losses_of(model, tokens()))
+    model.zero_grad()
+    model.wrong = True
+    with pytest.raises(ghostclip.UnsupportedModelError, match="picked by index"):
+        clipper.backward(losses_of(model, tokens()))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_one_token_sent_to_another_examples_row():
+    """A single row among many, in a later batch."""
+
+    def way(m, h, weights, chosen):
+        found = torch.zeros_like(h)
+        for expert, layer in enumerate(m.layers):
+            row, place = torch.where(chosen == expert)
+            other = row.clone()
+            if m.wrong and expert == 1:
+                other[-1] = 0 if row[-1] >= 5 else 19
+            found = found.index_add(0, other, layer(h[row]) * weights[row, place, None])
+        return found
+
+    model = Experts(way).double()
+    model.wrong = False
+    clipper = ghostclip.GhostClipper(model)
+    clipper.backward(losses_of(model, tokens()))
+    model.wrong = True
+    with pytest.raises(ghostclip.UnsupportedModelError):
+        clipper.backward(losses_of(model, tokens()))
+
+
+def test_a_token_in_two_experts_of_which_one_is_another_examples():
+    def way(m, h, weights, chosen):
+        inside = m.layers[0](h[[0, 1, 6]])
+        return torch.zeros_like(h).index_add(0, torch.tensor([0, 1, 6, 12]), inside[[0, 1, 2, 2]])
+
+    model = Experts(way).double()
+    with pytest.raises(ghostclip.UnsupportedModelError, match="picked by index"):
+        ghostclip.GhostClipper(model).backward(losses_of(model, tokens()))
+
+
+@pytest.mark.parametrize("way", ["layers", "matrices", "splits"])
+def test_a_loss_that_balances_experts_over_the_batch(way):
+    model = Experts(WAYS[way]).double()
+    with pytest.raises(ghostclip.UnsupportedModelError, match="output_router_logits=False"):
+        ghostclip.GhostClipper(model).backward(LOSSES["balanced"](model, tokens()))
+
+
+def capacity_of_the_batch(m, h, weights, chosen):
+    """An expert takes no more than its share of all tokens, in the order of the batch."""
+    found = torch.zeros_like(h)
+    for expert, layer in enumerate(m.layers):
+        row, place = torch.where(chosen == expert)
+        row, place = row[: len(h) // 4], place[: len(h) // 4]
+        found.index_add_(0, row, layer(h[row]) * weights[row, place, None])
+    return found
+
+
+def capacity_of_an_example(m, h, weights, chosen):
+    """The same of its share of an example's tokens."""
+    found, kept = torch.zeros_like(h), torch.zeros_like(chosen, dtype=torch.bool)
+    for expert in range(len(m.layers)):
+        mine = (chosen == expert).view(-1, 5, chosen.shape[1])
+        kept |= (mine & (mine.any(2).cumsum(1) <= 2).unsqueeze(2)).view_as(kept)
+    for expert, layer in enumerate(m.layers):
+        row, place = torch.where((chosen == expert) & kept)
+        found.index_add_(0, row, layer(h[row]) * weights[row, place, None])
+    return found
+
+
+def engine_of(model):
+    data = torch.utils.data.TensorDataset(torch.randn(64, 5, 4, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    return ghostclip.PrivacyEngine(model, optimizer, data, batch_size=16, noise_multiplier=1.0)
+
+
+def train(engine):
+    for batch in engine.batches():
+        engine.step(batch, lambda model, batch: losses_of(model, batch[0]))
+
+
+def test_a_capacity_shared_by_the_batch_is_caught():
+    model = Experts(capacity_of_the_batch).double()
+    with pytest.raises(ghostclip.GhostClipError, match="loss"):
+        train(engine_of(model))
+    fresh = Experts(capacity_of_the_batch).double()
+    with pytest.raises(ghostclip.GhostClipError):
+        ghostclip.GhostClipper(fresh).verify(losses_of, tokens(8))
+
+
+@pytest.mark.parametrize("way", [capacity_of_an_example, WAYS["layers"], WAYS["splits"]])
+def test_private_steps(way):
+    model = Experts(way).double()
+    engine = engine_of(model)
+    before = [parameter.detach().clone() for parameter in model.layers.parameters()]
+    train(engine)
+    assert engine.steps_taken == 4
+    moved = [not torch.equal(old, new) for old, new in zip(before, model.layers.parameters(), strict=True)]
+    assert all(moved)
+    assert ghostclip.GhostClipper(model).verify(losses_of, tokens()) < 1e-9
+
+
+def test_experts_over_rows_from_outside_of_the_graph_are_refused():
+    """Nothing shows whose rows these are: the graph begins at the experts."""
+    model = Experts(lambda m, h, weights, chosen: WAYS["layers"](m, h.detach(), weights, chosen)).double()
+    with pytest.raises(ghostclip.UnsupportedModelError, match="outside of the graph"):
+        ghostclip.GhostClipper(model).backward(losses_of(model, tokens()))
+
+
+def test_rows_used_in_another_way_are_refused():
+    """A penalty on what the experts say, over all of it."""
+
+    def way(m, h, weights, chosen):
+        row, _ = torch.where(chosen == 0)
+        inside = m.layers[0](h[row])
+        return torch.zeros_like(h).index_add(0, row, inside) + inside.square().mean()
+
+    model = Experts(way).double()
+    with pytest.raises(ghostclip.UnsupportedModelError):
+        ghostclip.GhostClipper(model).backward(losses_of(model, tokens()))
+
+
+def test_the_refusal_names_the_operation():
+    def way(m, h, weights, chosen):
+        row, _ = torch.where(chosen == 0)
+        return torch.zeros_like(h).index_add(0, row, nn.functional.softmax(m.layers[0](h[row]), 0))
+
+    model = Experts(way).double()
+    with pytest.raises(ghostclip.UnsupportedModelError, match="ends at Softmax"):
+        ghostclip.GhostClipper(model).backward(losses_of(model, tokens()))
