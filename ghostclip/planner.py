@@ -43,7 +43,6 @@ class StrategyChoice:
         keep: whether its per-example gradients are kept for the clipped sum.
         reason: in words.
         milliseconds: measured cost of every candidate that was tried, by name, for the batch it was first measured on.
-        sums: the same of the ways to the clipped sum, where that is formed of what the term holds and has several.
         raised: what the candidates raised that could not be run, by name; they are not applicable.
         run: the way itself, where there was something to choose.
     """
@@ -52,7 +51,6 @@ class StrategyChoice:
     keep: bool
     reason: str
     milliseconds: dict[str, float] = field(default_factory=dict)
-    sums: dict[str, float] = field(default_factory=dict)
     raised: dict[str, str] = field(default_factory=dict)
     run: StrategyRun | None = field(default=None, repr=False, compare=False)
 
@@ -106,7 +104,6 @@ class Planner:
         self.norm_strategy = norm_strategy
         self.choices: dict[tuple, StrategyChoice] = {}
         self._measure = measure
-        self._sums: dict[tuple, dict[str, float]] = {}
         self._direct = self if norm_strategy == "direct" else Planner("direct", measure)
 
     def answer(
@@ -136,27 +133,6 @@ class Planner:
         assert choice.run is not None
         return choice.run(term, choice.keep), choice
 
-    def weighted_sum(self, term: PerExampleGrads, weights: Tensor) -> Tensor:
-        """`PerExampleGrads.weighted_sum` [*shape] for weights [B], the fastest way where there are several."""
-        ways = term.sums()
-        return ways[self._way_to_sum(term, ways, weights)](weights) if ways else term.weighted_sum(weights)
-
-    def _way_to_sum(self, term: PerExampleGrads, ways: dict[str, Callable[[Tensor], Tensor]], weights: Tensor) -> str:
-        """The fastest of the ways, as measured once; the first where a clock must not decide or can't."""
-        costs = self._sums.get(term.key, {})
-        if torch.are_deterministic_algorithms_enabled() or (not costs and is_traced()):
-            return next(iter(ways))
-        if not costs:
-            raised: dict[str, Exception] = {}
-            for name, way in ways.items():
-                with _inapplicable(name, term, raised):
-                    best = min(costs.values(), default=math.inf)
-                    costs[name] = self._measure(partial(way, weights), term.device, best)
-            if not costs:
-                raise next(iter(raised.values()))
-            self._sums[term.key] = costs
-        return min(costs, key=costs.__getitem__)
-
     def _choose(self, term: PerExampleGrads, keep: bool, may_keep: bool) -> StrategyChoice:
         """The choice for terms of that key."""
         candidates, traced = term.candidates(), is_traced()
@@ -177,9 +153,8 @@ class Planner:
             costs = self._costs(term, ordered, keep, may_keep, raised)
             name, reason = self._fastest(costs, {way for way in costs if may_keep and candidates[way].keeps}, raised)
         kept = may_keep and candidates[name].keeps
-        sums = {} if kept or not keep else self._sums.get(term.key, {})
         texts = {way: _text(error) for way, error in raised.items()}
-        return StrategyChoice(name, kept, reason, costs, sums, texts, candidates[name].run)
+        return StrategyChoice(name, kept, reason, costs, texts, candidates[name].run)
 
     def _fastest(self, costs: dict[str, float], kept: set[str], raised: dict[str, Exception]) -> tuple[str, str]:
         """The name of what is chosen by its cost, and the reason; ``kept``: whose gradients would be kept."""
@@ -221,19 +196,13 @@ class Planner:
             else:
                 if keep and summed is None:
                     # Part of its cost is that of a parameter-sized result, which does not grow with the batch.
-                    summed = self._cost_of_sum(term, weights)
+                    summed = self._measure(partial(term.weighted_sum, weights), term.device, math.inf)
                 run, besides = partial(way.run, sample, False), summed or 0.0
             with _inapplicable(name, term, raised):
                 costs[name] = self._measure(run, term.device, max(0.0, best - besides) * share) / share + besides
         if not costs:
             raise next(iter(raised.values()))
         return costs
-
-    def _cost_of_sum(self, term: PerExampleGrads, weights: Tensor) -> float:
-        if ways := term.sums():
-            name = self._way_to_sum(term, ways, weights)
-            return self._sums[term.key][name]
-        return self._measure(partial(term.weighted_sum, weights), term.device, math.inf)
 
 
 def _others(candidates: dict[str, Strategy], names: list[str]) -> list[str]:

@@ -6,7 +6,6 @@ import torch
 from ghostclip.native import library
 from ghostclip.native.shifts import shifted_products
 from ghostclip.norms.convolution import ConvGrads, Geometry, weight_gradient, windowed_gram
-from ghostclip.norms.outer import chunks
 
 needs_compiler = pytest.mark.skipif(library("shifts") is None, reason="no C compiler here")
 SHAPES = {
@@ -142,12 +141,8 @@ SUMMED = SHIFTED | {
 }
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["at once", "in chunks"])
-@pytest.mark.parametrize("strategy", ["native", "patches"])
 @pytest.mark.parametrize("name", SUMMED)
-def test_every_strategy_of_a_sum_equals_single_gradients(name, strategy, whole, monkeypatch):
-    if not whole:
-        monkeypatch.setattr("ghostclip.norms.convolution.chunks", lambda examples, *_: chunks(examples, 1, 2))
+def test_the_weighted_sum_equals_single_gradients(name):
     sizes, kernel, stride, padding, dilation, inputs, outputs = SUMMED[name]
     torch.manual_seed(0)
     for images_first in (True, False):
@@ -164,21 +159,10 @@ def test_every_strategy_of_a_sum_equals_single_gradients(name, strategy, whole, 
             weight * weight_gradient(images[one], grads[one], term.shape, geometry)
             for weight, one in zip(weights, (slice(i, i + 1) for i in range(5)), strict=True)
         )
-        found = term.sums()[strategy](weights)
+        found = term.weighted_sum(weights)
         # As optimizers' states are, which are made like it: what is compiled asks for the parameter's own strides.
         assert found.stride() == torch.empty(term.shape).stride()
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
-
-
-def test_products_are_offered_for_the_sum_where_positions_are_few_and_channels_whole():
-    def strategies(size, groups=1, kernel=3, batch=2):
-        images = torch.randn(batch, 4, size + kernel - 1, size + kernel - 1)
-        shape = torch.Size((8, 4 // groups, kernel, kernel))
-        term = ConvGrads(images, torch.randn(batch, 8, size, size), shape, Geometry((1, 1), (0, 0), (1, 1), groups))
-        return list(term.sums())
-
-    assert strategies(12) == strategies(12, kernel=1) == ["native", "patches"]
-    assert strategies(13) == strategies(2, groups=2) == strategies(2, batch=0) == []
 
 
 def test_narrow_gradients_are_summed_in_single_precision():
@@ -186,10 +170,9 @@ def test_narrow_gradients_are_summed_in_single_precision():
     term = ConvGrads(torch.randn(3, 4, 3, 3).bfloat16(), torch.randn(3, 5, 3, 3).bfloat16(), torch.Size((5, 4, 3, 3)),
                    Geometry((1, 1), (1, 1), (1, 1), 1))  # fmt: skip
     weights = torch.rand(3)
-    for strategy in term.sums().values():
-        assert strategy(weights).dtype == torch.float32
-        expected = (weights.view(-1, 1) * term.per_example().flatten(1)).sum(0).view(term.shape)
-        torch.testing.assert_close(strategy(weights), expected, rtol=1e-4, atol=1e-5)
+    assert term.weighted_sum(weights).dtype == torch.float32
+    expected = (weights.view(-1, 1) * term.per_example().flatten(1)).sum(0).view(term.shape)
+    torch.testing.assert_close(term.weighted_sum(weights), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("row_order", ["example", "row"])
@@ -219,5 +202,4 @@ def test_several_rows_of_an_example_are_summed_before_their_norm(name, groups, r
         )
     weights = torch.tensor([0.5, 2.0], dtype=torch.float64)
     weighted = torch.einsum("b,b...->...", weights, expected)
-    for summed in (found.weighted_sum, *found.sums().values()):
-        torch.testing.assert_close(summed(weights), weighted, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(found.weighted_sum(weights), weighted, rtol=1e-11, atol=1e-11)

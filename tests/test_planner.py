@@ -7,7 +7,6 @@ import torch
 from cases import case as find
 from comparing import ready
 
-from ghostclip.clipper.explain import Row
 from ghostclip.norms.combine import Tied
 from ghostclip.norms.convolution import ConvGrads, Geometry
 from ghostclip.norms.outer import OuterProduct
@@ -211,57 +210,12 @@ def test_every_layer_with_a_choice_shows_two_costs(case):
     assert all(len(row.milliseconds) >= 2 for row in rows)
 
 
-SUMS = ("native", "patches")
-
-
-@pytest.mark.parametrize("fastest", SUMS)
-def test_a_changed_measurement_changes_the_strategy_of_the_sum(fastest):
-    term, weights = convolution_term(), torch.rand(3, dtype=torch.float64)
-    measured = []
-
-    def measure(run, device, best):
-        measured.append(SUMS[len(measured)])
-        return 1.0 if measured[-1] == fastest else 2.0
-
-    planner, run = Planner(measure=measure), []
-    strategies = {name: lambda weights, name=name, strategy=strategy: run.append(name) or strategy(weights)
-            for name, strategy in term.sums().items()}  # fmt: skip
-    term.sums = lambda: strategies
-    for _ in range(3):
-        found = planner.weighted_sum(term, weights)
-        torch.testing.assert_close(found.flatten(), weights @ term.per_example().flatten(1), rtol=1e-12, atol=1e-12)
-    assert run == 3 * [fastest]
-    assert measured == list(SUMS)
-
-
-def test_the_fastest_strategy_of_the_sum_counts_and_is_shown():
+def test_the_cost_of_the_sum_counts():
     term = convolution_term()
     some = {name: strategy for name, strategy in term.candidates().items() if name in ("windows", "patches")}
     term.candidates = lambda: some
-    term.head = lambda count: term
-    sums = {"native": 9.0, "patches": 5.0}
-    planner = planner_that_measures((*sums.values(), 3.0, 20.0))
+    planner = planner_that_measures((5.0, 3.0, 20.0))
     _, choice = planner.answer(term, keep=True, room=0)
     cheap, dear = sorted(some, key=lambda name: some[name].flops)
     assert (choice.name, choice.keep) == (cheap, False)
     assert choice.milliseconds == {cheap: 3.0 + 5.0, dear: 20.0 + 5.0}
-    assert choice.sums == sums
-
-
-def test_the_plan_shows_strategies_of_sums():
-    row = Row("layer", "weight", "Conv2d", (4, 2, 3, 3), "gram", False, "fastest measured",
-              {"gram": 2.0, "patches": 1.5}, {"native": 1.0, "patches": 0.25})  # fmt: skip
-    assert row.cells()[-1] == "patches 1.5, gram 2; sum: patches 0.25, native 1"
-
-
-def test_a_clock_does_not_choose_the_sum_where_it_must_not():
-    def never(run, device, best):
-        raise AssertionError("a clock was read")
-
-    term, weights = convolution_term(), torch.rand(3, dtype=torch.float64)
-    torch.use_deterministic_algorithms(True)
-    try:
-        found = Planner(measure=never).weighted_sum(term, weights)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert torch.equal(found, term.weighted_sum(weights))

@@ -53,8 +53,7 @@ def test_no_layout_of_a_convolution_makes_a_strategy_raise(dims):
         expected = term.per_example().flatten(1).square().sum(1)
         for candidate in term.candidates().values():
             torch.testing.assert_close(candidate.run(term).squared_norms, expected, rtol=1e-11, atol=0)
-        for strategy in term.sums().values():
-            torch.testing.assert_close(strategy(torch.ones(3)), term.per_example().sum(0), rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(term.weighted_sum(torch.ones(3)), term.per_example().sum(0), rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("strategy", ["auto", "gram", "direct"])
@@ -118,20 +117,6 @@ def test_ctrl_c_in_a_measurement_goes_on(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         planner.answer(term, False)
     assert not planner.choices
-
-
-def test_a_strategy_of_the_sum_may_raise(monkeypatch):
-    term, weights = convolution_term(), torch.ones(3)
-    expected, strategies = term.weighted_sum(weights), term.sums()
-
-    def failing(weights):
-        raise RuntimeError("no kernel")
-
-    monkeypatch.setattr(ConvGrads, "sums", lambda self: {**strategies, "patches": failing})
-    torch.testing.assert_close(Planner().weighted_sum(term, weights), expected)
-    monkeypatch.setattr(ConvGrads, "sums", lambda self: dict.fromkeys(strategies, failing))
-    with pytest.raises(RuntimeError, match="no kernel"):
-        Planner().weighted_sum(term, weights)
 
 
 def test_explain_names_what_raised(monkeypatch, caplog):

@@ -43,7 +43,6 @@ KNOBS: dict[str, dict[str, Values]] = {
     "chunks": {"norms.outer:CHUNK_BYTES": (1, 200)},
     "blocks": {"norms.outer:BLOCK_ROWS": (1, 2)},
     "long rows": {"norms.term:LONG": (4, 16)},
-    "windows": {"norms.convolution:MOST_POSITIONS": (0, 4), "norms.convolution:SUM_BYTES": (1, 100)},
     "states": {"nn.rnn.recurrence:SMALL": (0, 100)},
     "no time loop": {"nn.rnn.kernels:has_compiled_loop": (lambda trace: False,)},
 }  # fmt: skip

@@ -366,7 +366,7 @@ class NormCollector:
             term = self._terms.pop(part)
             with torch.no_grad():
                 term = term if finite is None else term.keep_only(finite)
-                amount = self.planner.weighted_sum(term, weights[part[0]])
+                amount = term.weighted_sum(weights[part[0]])
             yield part, amount
         while self._pairs:
             taken, left = [self._pairs.pop()], POSTPONED_BYTES

@@ -29,7 +29,6 @@ class Row:
         kept: whether its per-example gradients are kept for the clipped sum.
         why: the reason for the strategy.
         milliseconds: measured cost by candidate; empty when nothing had to be measured.
-        sums: the same by way to the clipped sum, where there are several.
         raised: the candidates that raised while they were measured, and what; they are not applicable.
     """
 
@@ -41,12 +40,11 @@ class Row:
     kept: bool
     why: str
     milliseconds: dict[str, float]
-    sums: dict[str, float] = field(default_factory=dict)
     raised: dict[str, str] = field(default_factory=dict)
 
     def cells(self) -> tuple[str, ...]:
         """The line as texts, in the order of the table's columns."""
-        costs = _cheapest_first(self.milliseconds) + (f"; sum: {_cheapest_first(self.sums)}" if self.sums else "")
+        costs = _cheapest_first(self.milliseconds)
         costs += "".join([f"; {name} is not applicable ({error})" for name, error in self.raised.items()])
         shape = " x ".join(map(str, self.shape))
         return (self.layer or "(model)", self.parameter, self.rule, shape, self.strategy, "yes" if self.kept else "no",
@@ -91,6 +89,6 @@ def plan_of(model: nn.Module, choices: Mapping[int, StrategyChoice] | None) -> S
         if not ruled and isinstance(user, Computed):
             rule = f"{user.rule} (computed weight)"
         choice = (choices or {}).get(id(parameter), none)
-        of_choice = choice.name, choice.keep, choice.reason, choice.milliseconds, choice.sums, choice.raised
+        of_choice = choice.name, choice.keep, choice.reason, choice.milliseconds, choice.raised
         rows.append(Row(layer, own, rule, tuple(parameter.shape), *of_choice))
     return StrategyTable(tuple(rows))

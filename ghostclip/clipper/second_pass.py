@@ -255,7 +255,7 @@ class Reweighting:
         for name, part in parts.items():
             term = term_of(call, name, inputs, grad, self._run.examples, self._run.row_orders)
             term = term if self._finite is None else term.keep_only(self._finite)
-            self._take(part, self._run.planner.weighted_sum(term, self._weights[part[0]]))
+            self._take(part, term.weighted_sum(self._weights[part[0]]))
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -18,7 +18,6 @@ sum(kernel) additions instead of prod(kernel).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,12 +36,6 @@ from .term import (
 )
 
 __all__ = ["ConvGrads", "Geometry", "weight_gradient", "windowed_gram"]
-
-# Positions of an example up to which the weighted sum may be a product with patches. Where there are few, torch's
-# kernel is slower (measured: 3.5 times at 2 x 2, the same at 8 x 8); where there are many, patches cost more than it.
-MOST_POSITIONS = 144
-# Patches of so many bytes are multiplied at a time, or as many as the weight has, which is read and written each time.
-SUM_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -76,18 +69,6 @@ def patches(images: Tensor, kernel: tuple[int, ...], output: tuple[int, ...], ge
     between = [step * each for step, each in zip(steps, geometry.stride, strict=True)]
     view = images.as_strided((*images.shape[:2], *kernel, *output), (example, channel, *within, *between))
     return view.reshape(images.shape[0], images.shape[1] * math.prod(kernel), math.prod(output))
-
-
-def rows_of_patches(images: Tensor, kernel: tuple[int, ...], output: tuple[int, ...], geometry: Geometry) -> Tensor:
-    """The same patches as rows, channels last: images [B, C, *S] to [B * prod(output), prod(kernel) * C]."""
-    padding = [side for amount in reversed(geometry.padding) for side in (amount, amount)]
-    images = (torch.nn.functional.pad(images, padding) if any(padding) else images).movedim(1, -1).contiguous()
-    example, *steps, channel = images.stride()
-    within = [step * each for step, each in zip(steps, geometry.dilation, strict=True)]
-    between = [step * each for step, each in zip(steps, geometry.stride, strict=True)]
-    shape = (images.shape[0], *output, *kernel, images.shape[-1])
-    view = images.as_strided(shape, (example, *between, *within, channel))
-    return view.reshape(images.shape[0] * math.prod(output), -1)
 
 
 def windowed_gram(
@@ -246,28 +227,11 @@ class ConvGrads(PerExampleGrads):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         if self.examples == 0:
             return to_float32(self.grads).new_zeros(self.shape)
-        return weight_gradient(*self._scaled(weights), self.shape, self.geometry)
-
-    def _scaled(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Images and gradients, one of them times the weights: linear in both, the smaller one is copied."""
         images, grads = to_float32(self.images), to_float32(self.grads)
         scale = weights.to(grads.dtype).view(-1, *[1] * (grads.dim() - 1))
-        return (images * scale, grads) if images.numel() < grads.numel() else (images, grads * scale)
-
-    def sums(self) -> dict[str, Callable[[Tensor], Tensor]]:
-        if self.geometry.groups > 1 or self._positions > MOST_POSITIONS or self.examples == 0:
-            return {}
-        return {"native": self.weighted_sum, "patches": self._sum_by_patches}
-
-    def _sum_by_patches(self, weights: Tensor) -> Tensor:
-        """A product with patches as rows, channels last, of a part of the batch at a time."""
-        images, grads = self._scaled(weights)
-        outputs, inputs, *kernel = self.shape
-        total = grads.new_zeros(outputs, math.prod(kernel) * inputs)
-        for part in chunks(self.examples, self._column_bytes(), max(SUM_BYTES, 4 * total.numel())):
-            left = grads[part].flatten(2).transpose(0, 1).reshape(outputs, -1)
-            total.addmm_(left, rows_of_patches(images[part], self.shape[2:], grads.shape[2:], self.geometry))
-        return grads.new_empty(self.shape).copy_(total.view(outputs, *kernel, inputs).movedim(-1, 1))
+        # Linear in both: the smaller one is copied.
+        images, grads = (images * scale, grads) if images.numel() < grads.numel() else (images, grads * scale)
+        return weight_gradient(images, grads, self.shape, self.geometry)
 
     def split_rows(self, count: int, row_order: str) -> ConvGrads:
         """The rows of an example as one image, one below the other, each with its padding above it.

@@ -143,10 +143,6 @@ class PerExampleGrads(ABC):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """``sum_i weights[i] * gradient[i]`` for weights [B]; returns [*shape]."""
 
-    def sums(self) -> dict[str, Callable[[Tensor], Tensor]]:
-        """The ways to `weighted_sum`, by name, where there are several; the first is `weighted_sum` itself."""
-        return {}
-
     def replaced(self: Kind, function: Callable[[Tensor], Tensor]) -> Kind:
         """The term of other examples, whose tensors [n, ...] ``function`` makes of those of this one, [B, ...]."""
         found = copy.copy(self)
