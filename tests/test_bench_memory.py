@@ -18,7 +18,6 @@ def test_a_fresh_process_finds_what_a_step_needs():
     plain = found["nonprivate"]
     # Gradients and Adam's two moments are 1.6 MiB; inputs of the hidden layers 4096 x (128 + 256) x 4 bytes, twice.
     assert 6 * MIB < plain["peak"] < 60 * MIB
-    assert plain["steady"] <= plain["peak"]
     assert found["nxbp"]["over_nonprivate"] == found["nxbp"]["peak"] / plain["peak"] < 1
 
 

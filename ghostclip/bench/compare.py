@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -44,17 +43,8 @@ class LineUp(NamedTuple):
     absent: dict[str, dict[str, str]]
 
 
-@contextmanager
-def _full_precision() -> Iterator[None]:
-    """Convolutions and recurrences without TensorFloat-32, whose ten bits would hide errors; the clock runs with it."""
-    before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = before
-
-
-@_full_precision()
+# TensorFloat-32's ten bits would hide errors of convolutions and recurrences; the clock runs with it.
+@torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
 def line_up(
     workload: Workload, contenders: Mapping[str, Contender], device: str = "cpu", batch_size: int | None = None
 ) -> LineUp:

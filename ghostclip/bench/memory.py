@@ -66,7 +66,7 @@ def peaks(
     """Peak memory of contenders on one workload, and over the non-private one's.
 
     Returns:
-        ``{name: {"peak": bytes, "steady": bytes, "over_nonprivate": ratio}}``, or ``{"failed": why}``; with
+        ``{name: {"peak": bytes, "over_nonprivate": ratio}}``, or ``{"failed": why}``; with
         ``"allocated": True`` where bytes that the C library allocates were counted.
     """
     found = {
@@ -81,7 +81,7 @@ def peaks(
 
 
 def ask(task: Task, steps: int = 3, settling_seconds: float = SETTLING_SECONDS) -> dict[str, Any]:
-    """What a fresh process measures: bytes, ``peak`` over all steps and ``steady`` after the first; or ``failed``: why.
+    """What a fresh process measures: ``peak`` in bytes, whether the C library ``allocated`` them; or ``failed``: why.
 
     Args:
         task: what it runs.
@@ -89,12 +89,10 @@ def ask(task: Task, steps: int = 3, settling_seconds: float = SETTLING_SECONDS) 
         settling_seconds: at most for the steps before those; fewer will do where 300 KB are nothing.
     """
     settings = {"OMP_NUM_THREADS": str(task.threads), "PYTHONPATH": os.pathsep.join(sys.path)}
-    counted = {}
     if task.device == "cpu":
         if (counter := _counter()) is None:
             return {"failed": "counting what the C library allocates takes glibc and a C compiler"}
         settings |= {"LD_PRELOAD": f"{counter} {os.environ.get('LD_PRELOAD', '')}", "PYTHONMALLOC": "malloc"}
-        counted = {"allocated": True}
     asked = json.dumps([asdict(task), steps, settling_seconds])
     # In a session of its own, so that Ctrl-C reaches this process alone, which ends the other.
     done = subprocess.run(
@@ -104,8 +102,7 @@ def ask(task: Task, steps: int = 3, settling_seconds: float = SETTLING_SECONDS) 
     if not done.stdout:
         code = done.returncode
         return {"failed": f"its process ended with {f'signal {signal.Signals(-code).name}' if code < 0 else code}"}
-    found = json.loads(done.stdout)
-    return found if "failed" in found else found | counted
+    return json.loads(done.stdout)
 
 
 def _counter() -> str | None:
@@ -120,13 +117,13 @@ def _main() -> None:
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)  # what a library prints doesn't belong to the answer
         try:
-            found: dict[str, Any] = _measure(Task(**asked), steps, settling_seconds)
+            found = _measure(Task(**asked), steps, settling_seconds)
         except Exception as error:  # another library may fail in any way; the others' figures still count
             found = {"failed": f"{type(error).__name__}: {error}"}
         json.dump(found, answer)
 
 
-def _measure(task: Task, steps: int, settling_seconds: float) -> dict[str, int]:
+def _measure(task: Task, steps: int, settling_seconds: float) -> dict[str, Any]:
     torch.set_num_threads(task.threads)
     for module in task.modules:
         register(module)
@@ -140,13 +137,11 @@ def _measure(task: Task, steps: int, settling_seconds: float) -> dict[str, int]:
     _give_back()
     step = task.stepper()
     _give_back()
-    floor, peaks = held(), []
-    for count in (1, steps - 1):
-        restart()
-        for _ in range(count):
-            step()
-        peaks.append(highest() - floor)
-    return {"peak": max(peaks), "steady": peaks[-1]}
+    floor = held()
+    restart()
+    for _ in range(steps):
+        step()
+    return {"peak": highest() - floor, "allocated": task.device == "cpu"}
 
 
 def _gauge(device: str) -> tuple[Callable[[], int], Callable[[], object], Callable[[], int]]:

@@ -1,15 +1,14 @@
-"""A benchmark's results as Markdown (a table that fits a page, and one with everything) and as a picture."""
+"""A benchmark's results as Markdown: a table that fits a page, and one with everything."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from ghostclip.bench.machine import in_words
 from ghostclip.bench.methods import BASELINE, OWN
 
-__all__ = ["full_markdown", "markdown", "plot_ratios"]
+__all__ = ["full_markdown", "markdown"]
 
 Rows = dict[str, dict[str, Any]]
 NOTE = (
@@ -26,8 +25,6 @@ MEMORY_NOTE = (
 ALLOCATED_NOTE = (
     " {}: bytes that the C library allocates, once up to 3,000 other steps have filled Python's own caches."
 )
-MARKERS = "os^vD<>pPX*"
-NARROW = 2.5  # axes over less than this factor have a tick at each tenth
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -119,7 +116,7 @@ def _memory(results: dict[str, Any], names: Sequence[str]) -> list[str]:
     if not measured:
         return []
     rows = [
-        [name, _memory_cell(found[BASELINE]), *(_memory_cell(found.get(other, {})) for other in measured)]
+        [name, *(_memory_cell(found.get(other, {})) for other in (BASELINE, *measured))]
         for name, found in works.items()
     ]
     allocated = [name for name, found in works.items() if found[BASELINE].get("allocated")]
@@ -145,52 +142,3 @@ def _spread(spread: dict[str, float] | None) -> str:
         for value in (spread["median"], spread["low"], spread["high"])
     )
     return f"{median} ({low} to {high})"
-
-
-def plot_ratios(results: dict[str, Any], path: Path) -> None:
-    """One line of marks for each workload: time over non-private, log scale, quartiles as whiskers; needs matplotlib.
-
-    Args:
-        results: as the command writes them.
-        path: where the picture goes.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    works = {name: work["contenders"] for name, work in results["workloads"].items()}
-    names = [n for n in results["contenders"] if any("over_nonprivate" in rows.get(n, {}) for rows in works.values())]
-    figure, axes = pyplot.subplots(figsize=(10, 1.6 + 0.62 * len(works)), layout="constrained")
-    axes.axvline(1.0, color="black", linewidth=1.2)
-    for number, name in enumerate(names):
-        shift = 0.7 * ((number + 0.5) / len(names) - 0.5)
-        marks = [(place + shift, work[name]["over_nonprivate"]) for place, work in enumerate(works.values())
-                 if "over_nonprivate" in work.get(name, {}) and work[name].get("correct", True)]  # fmt: skip
-        whiskers = [[s["median"] - s["low"] for _, s in marks], [s["high"] - s["median"] for _, s in marks]]
-        axes.errorbar([s["median"] for _, s in marks], [place for place, _ in marks], xerr=whiskers, linestyle="none",
-                      elinewidth=0.8, label=name, marker=MARKERS[number % len(MARKERS)], markersize=5)  # fmt: skip
-    _finish(axes, results, list(works))
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def _finish(axes: Any, results: dict[str, Any], works: list[str]) -> None:
-    """Axes, lines between workloads, names."""
-    from matplotlib.ticker import LogFormatter, MultipleLocator, NullLocator
-
-    axes.set_xscale("log")
-    low, high = axes.get_xlim()
-    if high < NARROW * low:
-        axes.xaxis.set_major_locator(MultipleLocator(0.1))
-        axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 1)))
-    axes.set_yticks(range(len(works)), works)
-    axes.set_ylim(len(works) - 0.5, -0.5)
-    for place in range(1, len(works)):
-        axes.axhline(place - 0.5, color="#dddddd", linewidth=0.6)
-    axes.grid(axis="x", which="both", linewidth=0.3)
-    axes.set_xlabel(f"time of a step over {BASELINE}, log scale; median and quartiles")
-    axes.set_title(in_words(results["machine"]), fontsize=8)
-    axes.legend(ncols=6, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.06 - 0.5 / len(works)), frameon=False)
