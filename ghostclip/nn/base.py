@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import abc
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -79,7 +78,7 @@ class LayerCall:
         parameters: the names of the layer's own trained parameters that the call used.
         rows: {name: (start, stop)} along the first axis, for parameters that were used in part.
         batch_dim: the dimension of the pre-activation that holds examples.
-        shape, dtype, device: of the pre-activation.
+        shape, dtype, device, nbytes: of the pre-activation.
         owners: the parameters themselves, by these names.
         own: those of ``parameters`` that belong to the model whose graph is read; none for a layer of another model.
         sources: the gradient nodes of the inputs, or inputs that are leaves; the graph continues there.
@@ -91,7 +90,7 @@ class LayerCall:
     """
 
     __slots__ = (
-        "batch_dim", "device", "dtype", "ends", "extra", "has_saved_tensor_hooks", "layer", "own", "owners",
+        "batch_dim", "device", "dtype", "ends", "extra", "has_saved_tensor_hooks", "layer", "nbytes", "own", "owners",
         "parameters", "registered", "repeat", "rows", "shape", "sink", "sources",
     )  # fmt: skip
 
@@ -107,7 +106,7 @@ class LayerCall:
     ) -> None:
         self.layer, self.parameters, self.rows, self.extra = layer, parameters, rows, extra
         self.batch_dim, self.shape = batch_dim, preactivation.shape
-        self.dtype, self.device = preactivation.dtype, preactivation.device
+        self.dtype, self.device, self.nbytes = preactivation.dtype, preactivation.device, preactivation.nbytes
         self.sources = [t.grad_fn or t for t in inputs if t.requires_grad]
         self.has_saved_tensor_hooks = has_saved_tensor_hooks()
         self.registered = RemovableHandle.next_id
@@ -116,11 +115,6 @@ class LayerCall:
         self.ends = False
         self.own: Sequence[str] = parameters
         self.owners: Mapping[str, Any] = layer._parameters
-
-    @property
-    def nbytes(self) -> int:
-        """Of the pre-activation."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
     def linear_pair(self, inputs: tuple[Tensor, ...], grad: Tensor) -> LinearPair | None:
         """`GhostLayer.linear_pair` of this use."""
@@ -251,7 +245,7 @@ class GhostLayer(torch.nn.Module):
         self,
         preactivation: Tensor,
         *inputs: Tensor,
-        parameters: tuple[str, ...] = ("weight", "bias"),
+        parameters: tuple[str, ...] | None = None,
         rows: Mapping[str, tuple[int, int]] | None = None,
         batch_dim: int | None = None,
         extra: Any = None,
@@ -262,7 +256,7 @@ class GhostLayer(torch.nn.Module):
             preactivation: the output of the operation that uses the parameters. Use the returned tensor in its place.
                 If that operation saves its output for backward, as exp and tanh do, pass a clone.
             inputs: the tensors that the rule needs.
-            parameters: names of the layer's own parameters that the operation used.
+            parameters: names of the layer's own parameters that the operation used; None for all of `parameter_names`.
             rows: {name: (start, stop)}: the rows used, for parameters that were used in part.
             batch_dim: the dimension that holds examples; None: the layer's ``ghost_batch_dim``.
             extra: other objects that the rule needs; they may not hold tensors of the graph.
@@ -272,6 +266,8 @@ class GhostLayer(torch.nn.Module):
         """
         if not preactivation.requires_grad or not is_capturing():
             return preactivation
+        if parameters is None:
+            parameters = self.parameter_names(self)
         call = self.new_call(preactivation, inputs, parameters, rows, batch_dim, extra)
         if call is None:
             return preactivation

@@ -51,7 +51,7 @@ class Embedding(Table, torch.nn.Embedding, wraps=torch.nn.Embedding):
     row_by_row = True
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.capture(super().forward(input), input, parameters=("weight",))
+        return self.capture(super().forward(input), input)
 
     def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         indices = inputs[0].movedim(call.batch_dim, 0).long()

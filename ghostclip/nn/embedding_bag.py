@@ -35,9 +35,7 @@ class EmbeddingBag(Table, torch.nn.EmbeddingBag, wraps=torch.nn.EmbeddingBag):
         looked_up = (input,) if offsets is None else (input, offsets)
         weighed = () if per_sample_weights is None else (per_sample_weights,)
         output = super().forward(input, offsets, per_sample_weights)
-        return self.capture(
-            output, *looked_up, *weighed, parameters=("weight",), batch_dim=0, extra=offsets is not None
-        )
+        return self.capture(output, *looked_up, *weighed, batch_dim=0, extra=offsets is not None)
 
     def _maxima(self, input: Tensor, offsets: Tensor | None) -> Tensor:
         """The forward of mode "max", by the same kernel; asked by itself, it says which rows had the maxima."""
@@ -49,7 +47,7 @@ class EmbeddingBag(Table, torch.nn.EmbeddingBag, wraps=torch.nn.EmbeddingBag):
         output, _, sizes, rows = torch.embedding_bag(
             self.weight, input.reshape(-1), starts, False, 2, False, None, last, self.padding_idx
         )
-        return self.capture(output, rows, sizes, parameters=("weight",), batch_dim=0)
+        return self.capture(output, rows, sizes, batch_dim=0)
 
     def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         if self.mode == "max":

@@ -60,6 +60,7 @@ class FallbackCall(LayerCall):
         self.own, self.owners = trained, parameters
         self.parameters, self.rows, self.batch_dim, self.shape = trained, {}, 0, torch.Size(shape)
         self.dtype, self.device, self.sources, self.extra = like.dtype, like.device, [], None
+        self.nbytes = math.prod(shape) * like.dtype.itemsize
         self.sink, self.answer, self.has_saved_tensor_hooks = None, answer, False
         self.region: Any = None
 

@@ -43,65 +43,73 @@ def instead_of_batchnorm(kind: str) -> str:
     )
 
 
-class LayerNorm(GhostLayer, torch.nn.LayerNorm, wraps=torch.nn.LayerNorm):
-    """`torch.nn.LayerNorm` that can be clipped; affine or not, bias or not, any normalized shape."""
+class _OverChannels(GhostLayer):
+    """The rule of a normalization with a weight a channel; images have B in dimension 0, channels in 1."""
+
+    def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
+        products = to_float32(grad)
+        if name == "weight":
+            products = products * self._normalized(to_float32(inputs[0]))
+        return self._summed(products.movedim(call.batch_dim, 0))
+
+    def _normalized(self, input: Tensor) -> Tensor:
+        """What the weight is multiplied with."""
+        raise NotImplementedError
+
+    def _summed(self, products: Tensor) -> Dense:
+        """[B, C, ...] over everything behind the channels."""
+        return Dense(products if products.dim() == 2 else products.flatten(2).sum(2))
+
+
+class _OverFeatures(_OverChannels):
+    """The same with a weight for each entry of the last dimensions, those of ``normalized_shape``."""
 
     row_by_row = True
+    # What torch.nn.LayerNorm and RMSNorm have, for the type checker.
+    normalized_shape: Any
+    eps: Any
+
+    def _summed(self, products: Tensor) -> Dense:
+        positions = products.dim() - 1 - len(self.normalized_shape)
+        return Dense(products.flatten(1, positions).sum(1) if positions else products)
+
+
+class LayerNorm(_OverFeatures, torch.nn.LayerNorm, wraps=torch.nn.LayerNorm):
+    """`torch.nn.LayerNorm` that can be clipped; affine or not, bias or not, any normalized shape."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self.capture(super().forward(input), input)
 
-    def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
-        grads, dims = to_float32(grad), len(self.normalized_shape)
-        if name == "bias":
-            return _over_positions(grads, call.batch_dim, dims)
-        normalized = F.layer_norm(to_float32(inputs[0]), self.normalized_shape, None, None, self.eps)
-        return _over_positions(grads * normalized, call.batch_dim, dims)
+    def _normalized(self, input: Tensor) -> Tensor:
+        return F.layer_norm(input, self.normalized_shape, None, None, self.eps)
 
 
-class RMSNorm(GhostLayer, torch.nn.RMSNorm, wraps=torch.nn.RMSNorm):
+class RMSNorm(_OverFeatures, torch.nn.RMSNorm, wraps=torch.nn.RMSNorm):
     """`torch.nn.RMSNorm` that can be clipped; affine or not, any normalized shape."""
 
-    row_by_row = True
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.capture(super().forward(x), x, parameters=("weight",))
+        return self.capture(super().forward(x), x)
 
-    def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
-        normalized = F.rms_norm(to_float32(inputs[0]), self.normalized_shape, None, self.eps)
-        return _over_positions(to_float32(grad) * normalized, call.batch_dim, len(self.normalized_shape))
+    def _normalized(self, input: Tensor) -> Tensor:
+        return F.rms_norm(input, self.normalized_shape, None, self.eps)
 
     @classmethod
     def parameter_names(cls, module: torch.nn.Module) -> tuple[str, ...]:
         return ("weight",)
 
 
-def _over_positions(products: Tensor, batch_dim: int, normalized: int) -> Dense:
-    """Summed over all dimensions but that of the examples and the last ``normalized`` ones."""
-    products = products.movedim(batch_dim, 0)
-    positions = products.dim() - 1 - normalized
-    return Dense(products.flatten(1, positions).sum(1) if positions else products)
-
-
-class GroupNorm(GhostLayer, torch.nn.GroupNorm, wraps=torch.nn.GroupNorm):
+class GroupNorm(_OverChannels, torch.nn.GroupNorm, wraps=torch.nn.GroupNorm):
     """`torch.nn.GroupNorm` that can be clipped; inputs [B, C, ...]."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self.capture(super().forward(input), input, batch_dim=0)
 
-    def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
-        if name == "bias":
-            return _over_channels(to_float32(grad))
-        return _over_channels(to_float32(grad) * F.group_norm(to_float32(inputs[0]), self.num_groups, eps=self.eps))
+    def _normalized(self, input: Tensor) -> Tensor:
+        return F.group_norm(input, self.num_groups, eps=self.eps)
 
 
-def _over_channels(products: Tensor) -> Dense:
-    """Products [B, C, ...] summed over everything behind the channels."""
-    return Dense(products if products.dim() == 2 else products.flatten(2).sum(2))
-
-
-class _InstanceNorm(GhostLayer):
-    """The rule all three share; images have B in dimension 0, channels in 1."""
+class _InstanceNorm(_OverChannels):
+    """What all three share."""
 
     checked_when_frozen = True
     # What torch.nn.modules.instancenorm._InstanceNorm has, for the type checker.
@@ -128,15 +136,10 @@ class _InstanceNorm(GhostLayer):
     def _updates_statistics(module: Any) -> bool:
         return module.running_mean is not None and (module.training or not module.track_running_stats)
 
-    def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
-        if name == "bias":
-            return _over_channels(to_float32(grad))
-        return _over_channels(to_float32(grad) * self._normalized(to_float32(inputs[0])))
-
-    def _normalized(self, images: Tensor) -> Tensor:
+    def _normalized(self, input: Tensor) -> Tensor:
         if self.running_mean is None:
-            return F.group_norm(images, images.shape[1], eps=self.eps)
-        return F.instance_norm(images, self.running_mean, self.running_var, use_input_stats=False, eps=self.eps)
+            return F.group_norm(input, input.shape[1], eps=self.eps)
+        return F.instance_norm(input, self.running_mean, self.running_var, use_input_stats=False, eps=self.eps)
 
     @classmethod
     def obstacles(cls, module: torch.nn.Module) -> list[tuple[str, str]]:
@@ -157,7 +160,7 @@ class InstanceNorm3d(_InstanceNorm, torch.nn.InstanceNorm3d, wraps=torch.nn.Inst
     """`torch.nn.InstanceNorm3d` that can be clipped; affine or not, inputs [B, C, D, H, W]."""
 
 
-class _BatchNorm(GhostLayer):
+class _BatchNorm(_OverChannels):
     """A BatchNorm that stays in eval mode: the affine map of its running statistics."""
 
     rule = "BatchNorm in eval mode"
@@ -178,18 +181,14 @@ class _BatchNorm(GhostLayer):
                 f"{place_of(self)} is in train mode, where it mixes the examples of a batch; "
                 f"{instead_of_batchnorm(self.wrapped.__name__)}"
             )
-        return self.capture(super().forward(input), input)
+        return self.capture(super().forward(input), input, batch_dim=0)
 
     @staticmethod
     def _uses_batch_statistics(module: Any) -> bool:
         return module.training or module.running_mean is None
 
-    def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
-        products = to_float32(grad)
-        if name == "weight":
-            images = to_float32(inputs[0])
-            products = products * F.batch_norm(images, self.running_mean, self.running_var, eps=self.eps)
-        return _over_channels(products)
+    def _normalized(self, input: Tensor) -> Tensor:
+        return F.batch_norm(input, self.running_mean, self.running_var, eps=self.eps)
 
     @classmethod
     def obstacles(cls, module: torch.nn.Module) -> list[tuple[str, str]]:

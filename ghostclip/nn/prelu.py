@@ -18,7 +18,7 @@ class PReLU(GhostLayer, torch.nn.PReLU, wraps=torch.nn.PReLU):
     def forward(self, input: Tensor) -> Tensor:
         # Several slopes go to dimension 1 whatever the user says, so that examples can only be before it.
         batch_dim = 0 if self.num_parameters > 1 else None
-        return self.capture(super().forward(input), input, parameters=("weight",), batch_dim=batch_dim)
+        return self.capture(super().forward(input), input, batch_dim=batch_dim)
 
     def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         products = to_float32(grad) * to_float32(inputs[0]).clamp(max=0)
