@@ -1190,7 +1190,7 @@ COMPILED = [
     Mutant(
         "a graph is found by the ids of objects that are gone",
         "ghostclip/compiled/clip.py",
-        "        return [*asked.kept, *self._state.objects]\n",
+        "        return [*asked.kept, *self.state.objects]\n",
         "        return []\n",
         KEYS,
     ),
@@ -1225,8 +1225,8 @@ COMPILED = [
     Mutant(
         "hooks are not called in a graph",
         "ghostclip/compiled/clip.py",
-        "if (name := self._state.hooked()) is not None:",
-        "if (name := self._state.hooked()) == 0:",
+        "if (name := self.state.hooked()) is not None:",
+        "if (name := self.state.hooked()) == 0:",
         KEYS,
     ),
     Mutant(
@@ -1260,7 +1260,7 @@ COMPILED = [
     Mutant(
         "a model that changes itself is compiled",
         "ghostclip/compiled/clip.py",
-        "if (self._state.now(), function_key(loss_fn)[0]) != before:",
+        "if (self.state.now(), function_key(loss_fn)[0]) != before:",
         "if before is None:",
         KEYS,
     ),

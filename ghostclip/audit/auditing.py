@@ -86,19 +86,9 @@ def audit(
         ValueError, TypeError: an argument is out of range.
         GhostClipError: the training can't be run.
     """
+    options = {"second_pass": second_pass, "max_physical_batch_size": max_physical_batch_size, "noise": noise}
     training = Training(
-        model,
-        loss_fn,
-        data,
-        batch_size,
-        noise_multiplier,
-        steps,
-        target_delta,
-        clipping,
-        second_pass,
-        max_physical_batch_size,
-        noise,
-        optimizer,
+        model, loss_fn, data, batch_size, noise_multiplier, steps, target_delta, clipping, optimizer, options
     )
     failure = (1.0 - open_fraction(confidence=confidence)) / SHARES
     setting = TrialSetting.of(training, sampled, positive_int(steps_per_trial=steps_per_trial))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from ghostclip import accounting
+from ghostclip.clipper import GhostClipper
 from ghostclip.engine import PrivacyEngine
 from ghostclip.engine.adaptation import adapts
 from ghostclip.sampling import LogicalBatch
@@ -76,10 +77,11 @@ class Training:
     """The arguments of `PrivacyEngine` and the number of steps.
 
     Attributes:
-        model, loss_fn, data, batch_size, noise_multiplier, target_delta, clipping, second_pass,
-            max_physical_batch_size, noise: as `PrivacyEngine` and its ``step`` take them.
+        model, loss_fn, data, batch_size, noise_multiplier, target_delta, clipping: as `PrivacyEngine` and its ``step``
+            take them.
         steps: of the whole training.
         optimizer: parameters -> the optimizer of the training; plain SGD by default.
+        options: other arguments of `PrivacyEngine`: second_pass, max_physical_batch_size, noise.
 
     Raises:
         ValueError, TypeError: an argument is out of range, or the clipping norm is adaptive.
@@ -93,16 +95,14 @@ class Training:
     steps: int
     target_delta: float = 1e-5
     clipping: Any = 1.0
-    second_pass: str = "auto"
-    max_physical_batch_size: int | None = None
-    noise: str = "standard"
     optimizer: Callable[[Iterator[nn.Parameter]], Optimizer] = plain_sgd
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         positive(noise_multiplier=self.noise_multiplier)
         positive_int(steps=self.steps)
         open_fraction(target_delta=self.target_delta)
-        one_of(("standard", "hardened"), noise=self.noise)
+        one_of(("standard", "hardened"), noise=self.options.get("noise", "standard"))
         if adapts(self.clipping):
             raise ValueError(
                 "an adaptive clipping norm is released along with the gradients, which this audit does not attack; "
@@ -130,6 +130,12 @@ class Training:
         """A copy that shares nothing with the user's model."""
         return copy.deepcopy(self.model)
 
+    def clipper(self) -> GhostClipper:
+        """Over a `model_copy`, with the training's clipping; in eval mode, since dropout would only blur a canary."""
+        clipper = GhostClipper(self.model_copy(), self.clipping, second_pass=self.options.get("second_pass", "auto"))
+        clipper.model.eval()
+        return clipper
+
     def examples(self, indices: Tensor) -> Any:
         """The examples at ``indices`` [B], collated as the user's DataLoader does."""
         collate = self.data.collate_fn if isinstance(self.data, DataLoader) else default_collate
@@ -147,13 +153,11 @@ class Training:
             optimizer,
             data,
             batch_size=batch_size,
-            max_physical_batch_size=self.max_physical_batch_size,
             noise_multiplier=self.noise_multiplier,
             target_delta=self.target_delta,
             clipping=self.clipping,
-            second_pass=self.second_pass,
-            noise=self.noise,
             self_check=self_check,
+            **self.options,
         )
 
 

@@ -24,7 +24,6 @@ from torch.utils.data import TensorDataset
 from ghostclip.audit.bounds import error_bound
 from ghostclip.audit.training import Training, endless
 from ghostclip.audit.trials import Trials, log_ratios
-from ghostclip.clipper import GhostClipper
 from ghostclip.engine import PrivacyEngine
 
 __all__ = ["SampledShare", "TrialSetting", "sampled_share", "white_box_trials"]
@@ -127,10 +126,8 @@ class _Canary:
 
     def _look_up(self, data: TensorDataset) -> Tensor:
         """Sets the direction to look along; returns each bystander's share of it [size], 0 for the canary."""
-        training, size = self._training, len(data)
-        model = training.model_copy()
-        clipper = GhostClipper(model, training.clipping, second_pass=training.second_pass)
-        model.eval()
+        clipper, size = self._training.clipper(), len(data)
+        model = clipper.model
         self._sensitivity = clipper.sensitivity
         self.put_in(True)
 
@@ -163,10 +160,8 @@ class _Looking(Optimizer):
 def _strongest(training: Training) -> tuple[int, float]:
     """(index, factor of its loss) of the example with the largest gradient among the first few."""
     indices = torch.arange(min(TRIED, training.size), device="cpu")
-    model = training.model_copy()
-    clipper = GhostClipper(model, training.clipping, second_pass=training.second_pass)
-    model.eval()
-    norms = clipper.norms(training.loss_fn(model, training.examples(indices))).nan_to_num(0.0, 0.0, 0.0)
+    clipper = training.clipper()
+    norms = clipper.norms(training.loss_fn(clipper.model, training.examples(indices))).nan_to_num(0.0, 0.0, 0.0)
     best = int(norms.argmax())
     if norms[best] <= 0:
         raise ValueError(

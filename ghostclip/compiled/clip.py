@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ghostclip.clipper.gradient_guard import have_hooks
+from ghostclip.clipper.gradient_guard import gradients_aside, have_hooks
 from ghostclip.clipper.replay import Replay, leaves_of
 from ghostclip.clipper.second_pass import TwoPasses
 from ghostclip.compiled.region import Region, trace
 from ghostclip.compiled.signature import CompileRequest, ModelState, capacity_for, function_key, pad, settings_of
-from ghostclip.compiled.trace_friendly import Clipped, Groups, eager, learn, taken_apart, trace_friendly
+from ghostclip.compiled.trace_friendly import Clipped, learn, trace_friendly
 from ghostclip.compiled.trial import TRIALS, Trial, difference, timed
 from ghostclip.native.notices import slow_work
 
@@ -52,7 +52,7 @@ class GraphPlan:
             is taken for another by its id runs eagerly.
         held: parameters and buffers, the graph's first inputs; those that the graph writes come before.
         region: the graph; None where eager is to be used.
-        groups: the names of the groups that norms and weights are of.
+        structure: of losses, norms and weights, of which the latter may be by group.
         present: for each trained parameter, whether its sum is among the graph's outputs.
         trial: of graph and eager.
     """
@@ -60,7 +60,7 @@ class GraphPlan:
     kept: list[Any] = field(default_factory=list)
     held: list[Tensor] = field(default_factory=list)
     region: Region | None = None
-    groups: Groups = (None, None)
+    structure: TreeSpec | None = None
     present: list[bool] = field(default_factory=list)
     trial: Trial = field(default_factory=Trial)
 
@@ -73,6 +73,7 @@ class GraphPlan:
             others: inputs after the batch.
         """
         assert self.region is not None
+        assert self.structure is not None
         fine, *found = self.region(*written, *self.held, *asked.leaves, *others)
         if not math.isfinite(fine.item()):
             return None
@@ -80,9 +81,7 @@ class GraphPlan:
         vectors, sums = found[:count], iter(found[count:])
         if asked.examples < len(vectors[0]):
             vectors = [vector[: asked.examples] for vector in vectors]
-        losses, *rest = vectors
-        parts = iter(rest)
-        norms, weights = (next(parts) if names is None else {n: next(parts) for n in names} for names in self.groups)
+        losses, norms, weights = tree_unflatten(vectors, self.structure)
         return Clipped(losses, norms, weights, [next(sums) if there else None for there in self.present])
 
 
@@ -100,6 +99,7 @@ class CompiledClip:
         graphs: how many were compiled.
         seconds: what compiling took in all.
         refusals: why a graph is not used, for each shape that has none.
+        state: of the model, as graphs have it built in.
     """
 
     model: nn.Module
@@ -114,7 +114,7 @@ class CompiledClip:
     _failures: int = 0
 
     def __post_init__(self) -> None:
-        self._state = ModelState(self.model)
+        self.state = ModelState(self.model)
 
     def __call__(self, loss_fn: LossFunction, batch: Any) -> Clipped:
         """The clipped sums of ``loss_fn(model, batch)``, losses [B].
@@ -129,7 +129,7 @@ class CompiledClip:
         if plan is None:
             result = self.eager(loss_fn, batch)
             # The forward may have made something that the model keeps.
-            asked = replace(asked, key=(*asked.key[:-1], self._state.key()))
+            asked = replace(asked, key=(*asked.key[:-1], self.state.key()))
             # A graph takes for granted what is proved of every layer, and so waits for gradients to have reached all.
             known = asked.key in self._plans or self.passes.is_open or self.gave_up
             if not known and self.may_have(len(self._plans)):
@@ -143,8 +143,12 @@ class CompiledClip:
         return plan.run(asked, (), [self.keep_rows(asked)]) or self.eager(loss_fn, batch)
 
     def eager(self, loss_fn: LossFunction, batch: Any) -> Clipped:
-        """The same without compiling."""
-        return eager(self.passes, loss_fn(self.model, batch))
+        """The same without compiling, the sums apart from p.grad: what a graph is held against."""
+        losses = loss_fn(self.model, batch)
+        parameters = [parameter for _, parameter in self.passes.index.trained()]
+        with gradients_aside(parameters):
+            norms, weights = self.passes.clip(losses, retain_graph=False)
+            return Clipped(losses.detach(), norms, weights, [parameter.grad for parameter in parameters])
 
     def ask(self, loss_fn: LossFunction, batch: Any) -> CompileRequest | None:
         """The batch, padded, and the key of its graph; None for a batch that no graph takes."""
@@ -157,13 +161,8 @@ class CompiledClip:
         shapes = tuple((leaf.shape[1:], leaf.dtype, leaf.device) for leaf in leaves)
         # A policy's numbers are built into the graph; noise follows what they are now.
         policy = (self.passes.clipping.sensitivity, *settings_of(self.passes.clipping, kept))
-        key = (size, shapes, structure, function, policy, self._state.key())
+        key = (size, shapes, structure, function, policy, self.state.key())
         return CompileRequest(key, [pad(leaf.detach(), size) for leaf in leaves], structure, examples, kept)
-
-    @property
-    def held(self) -> list[Tensor]:
-        """The model's parameters and buffers."""
-        return self._state.held
 
     def leave(self, asked: CompileRequest) -> None:
         """From now on such batches are clipped eagerly: a graph of more than their passes was of no use."""
@@ -171,7 +170,7 @@ class CompiledClip:
 
     def kept(self, asked: CompileRequest) -> list[Any]:
         """What the key was made of."""
-        return [*asked.kept, *self._state.objects]
+        return [*asked.kept, *self.state.objects]
 
     @property
     def gave_up(self) -> bool:
@@ -201,13 +200,13 @@ class CompiledClip:
         """Why there can be no graph of this batch; where there can, its strategies are measured after this."""
         if (reason := _step_by_step(self.model)) is not None:
             return reason
-        if (name := self._state.hooked()) is not None:
+        if (name := self.state.hooked()) is not None:
             return f"hooks of {name} want to be called at each step"
         if have_hooks(parameter for _, parameter in self.passes.index.trained()):
             return "hooks of parameters want to be called at each step"
-        before = self._state.now(), function_key(loss_fn)[0]
+        before = self.state.now(), function_key(loss_fn)[0]
         losses = loss_fn(self.model, tree_unflatten(asked.leaves, asked.structure))
-        if (self._state.now(), function_key(loss_fn)[0]) != before:
+        if (self.state.now(), function_key(loss_fn)[0]) != before:
             return (
                 "the forward changes the model's buffers, attributes or parameters, or the loss what it is "
                 "bound to: it depends on something besides the batch, the parameters and torch's random numbers"
@@ -254,18 +253,19 @@ class CompiledClip:
         """Forward and passes as a graph has them: all that `GraphPlan.run` reads but the clipped sums, and these."""
         losses = loss_fn(self.model, tree_unflatten(list(leaves), asked.structure))
         fine, result = trace_friendly(self.passes, losses, keep)
-        vectors, plan.groups = taken_apart(result)
+        vectors, plan.structure = tree_flatten((result.losses, result.norms, result.weights))
         return [fine, *vectors], result.sums
 
     def _graph(self, loss_fn: LossFunction, asked: CompileRequest) -> GraphPlan:
-        held, keep, plan = self.held, self.keep_rows(asked), GraphPlan(self.kept(asked), self.held)
+        held, keep = self.state.held, self.keep_rows(asked)
+        plan = GraphPlan(self.kept(asked), held)
 
         def step(*inputs: Tensor) -> tuple[Tensor, ...]:
             seen, sums = self.write_down(plan, loss_fn, asked, inputs[len(held) : -1], inputs[-1])
             plan.present = [total is not None for total in sums]
             return tuple(output.detach() for output in (*seen, *sums) if output is not None)
 
-        inputs, others = ([*held, *leaves, keep] for leaves in (asked.leaves, rolled(asked)))
+        inputs, others = ([*held, *leaves, keep] for leaves in (asked.leaves, map(rolled, asked.leaves)))
         graph = trace(step, inputs, others)
         plan.region = self.compile(graph, inputs, len(held), f"a step for {len(keep)} rows")
         return plan
@@ -287,11 +287,6 @@ class CompiledClip:
             plan.region = None
             self.refuse(reason)
         return expected
-
-
-def rolled(asked: CompileRequest) -> list[Tensor]:
-    """Another batch of the same shape."""
-    return [_rolled(leaf) for leaf in asked.leaves]
 
 
 def in_a_line(error: Exception) -> str:
@@ -325,7 +320,7 @@ def _step_by_step(model: nn.Module) -> str | None:
     return None
 
 
-def _rolled(leaf: Tensor) -> Tensor:
+def rolled(leaf: Tensor) -> Tensor:
     """Rows moved by one, in memory laid out as the leaf's is: another layout may make another graph."""
     own = leaf
     for dim, stride in enumerate(leaf.stride()):

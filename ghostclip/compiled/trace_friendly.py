@@ -1,4 +1,4 @@
-"""The eager passes as a compiled graph wants them: apart from p.grad, and without a look at any value."""
+"""The eager passes as a compiled graph wants them: without a look at any value."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ghostclip.clipper.collector import Keep, norm_dtype
-from ghostclip.clipper.gradient_guard import gradients_aside
 from ghostclip.clipper.second_pass import TwoPasses
 from ghostclip.clipping import Automatic, Flat, Thresholds
 from ghostclip.graph.reader import AT_LEAST_FLOAT32, read_graph
 
-__all__ = ["Clipped", "Groups", "eager", "learn", "taken_apart", "trace_friendly"]
-
-# The names of the groups that norms and weights are of; None for a policy without groups.
-Groups = tuple[list[str] | None, list[str] | None]
+__all__ = ["Clipped", "learn", "trace_friendly"]
 
 
 @dataclass
@@ -35,24 +31,6 @@ class Clipped:
     norms: Any
     weights: Any
     sums: list[Tensor | None]
-
-
-def taken_apart(result: Clipped) -> tuple[list[Tensor], Groups]:
-    """Losses, norms and weights as one list, and the groups of what a graph makes of them."""
-    both = (result.norms, result.weights)
-    vectors = [result.losses]
-    for part in both:
-        vectors += part.values() if isinstance(part, dict) else [part]
-    norms, weights = (list(part) if isinstance(part, dict) else None for part in both)
-    return vectors, (norms, weights)
-
-
-def eager(passes: TwoPasses, losses: Tensor) -> Clipped:
-    """Both passes, the sums apart from p.grad: what a compiled graph is held against."""
-    parameters = [parameter for _, parameter in passes.index.trained()]
-    with gradients_aside(parameters):
-        norms, weights = passes.clip(losses, retain_graph=False)
-        return Clipped(losses.detach(), norms, weights, [parameter.grad for parameter in parameters])
 
 
 def learn(passes: TwoPasses, losses: Tensor, padded: bool) -> str | None:

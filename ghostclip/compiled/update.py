@@ -38,24 +38,23 @@ class Update:
 
     def __init__(self, optimizer: Optimizer, parameters: list[nn.Parameter], rules: list[Rule]) -> None:
         self._optimizer, self.parameters, self.rules = optimizer, parameters, rules
-        self._states = [optimizer.state.get(parameter) for parameter in parameters]
-        self._found: list[tuple[dict[str, Any], str, Tensor | None]] = []
-        for state, rule in zip(self._states, rules, strict=True):
-            names = (*rule.state, "step") if rule.counts else rule.state
-            self._found += [(state or {}, name, (state or {}).get(name)) for name in names]
+        pairs = list(zip(parameters, rules, strict=True))
+        self._kept = [(p, name) for p, rule in pairs for name in (*rule.state, *(("step",) if rule.counts else ()))]
+        self._found = self._state()
         self.obstacle = self._obstacle()
-        kept = [tensor for _, name, tensor in self._found if name != "step" and tensor is not None]
-        self.written: list[Tensor] = [*parameters, *kept]
-        self._counts: list[Tensor] = [
-            tensor for _, name, tensor in self._found if name == "step" and tensor is not None
-        ]
+        known = [(name, each) for (_, name), each in zip(self._kept, self._found, strict=True) if each is not None]
+        self.written: list[Tensor] = [*parameters, *(each for name, each in known if name != "step")]
+        self._counts: list[Tensor] = [each for name, each in known if name == "step"]
         self.size = sum([parameter.numel() for parameter in parameters])
-        pairs = zip(parameters, rules, strict=True)
         self.key = tuple((id(p), p.shape, p.stride(), p.dtype, *rule.switches) for p, rule in pairs)
         self._taken: list[float] = []
         # Their versions, and what they are in these, where a look would have a GPU's host wait.
         self._known: tuple[list[int], list[float]] | None = None
         self._table = torch.empty(0)
+
+    def _state(self) -> list[Tensor | None]:
+        """What the optimizer keeps now."""
+        return [(self._optimizer.state.get(parameter) or {}).get(name) for parameter, name in self._kept]
 
     def _obstacle(self) -> str | None:
         if not self.parameters:
@@ -65,21 +64,16 @@ class Update:
             return f"parameters in {first.dtype} have no compiled update"
         if any(p.dtype != first.dtype or p.device != first.device for p in self.parameters):
             return "the parameters are of several types or on several devices"
-        if any(tensor is None for _, _, tensor in self._found):
-            return NOT_YET
-        for parameter, state, rule in zip(self.parameters, self._states, self.rules, strict=True):
-            for name in rule.state:
-                kept = (state or {})[name]
-                if kept.dtype != parameter.dtype or not _lie_alike(kept, parameter):
-                    return f"the optimizer's {name} doesn't lie in memory as its parameter does"
+        for (parameter, name), kept in zip(self._kept, self._found, strict=True):
+            if kept is None:
+                return NOT_YET
+            if name != "step" and (kept.dtype != parameter.dtype or not _lie_alike(kept, parameter)):
+                return f"the optimizer's {name} doesn't lie in memory as its parameter does"
         return None
 
     def holds(self) -> bool:
         """Whether the optimizer still keeps the tensors it kept when this was made."""
-        of = self._optimizer.state.get
-        if not _same([of(parameter) for parameter in self.parameters], self._states):
-            return False
-        return _same([state.get(name) for state, name, _ in self._found], [tensor for _, _, tensor in self._found])
+        return _same(self._state(), self._found)
 
     def numbers(self, divisor: float) -> Tensor:
         """1 / divisor, and each parameter's numbers one after another, float64; valid until asked for again."""

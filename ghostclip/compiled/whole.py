@@ -94,7 +94,7 @@ class CompiledStep:
     def _whole_graph(self, update: Update, noise: Tensor, loss_fn: LossFunction, asked: CompileRequest) -> GraphPlan:
         clip, count = self._clip, len(update.written)
         ids = set(map(id, update.written))
-        held = [tensor for tensor in clip.held if id(tensor) not in ids]
+        held = [tensor for tensor in clip.state.held if id(tensor) not in ids]
         plan = GraphPlan([*clip.kept(asked), *update.parameters], held)
         trained = [id(parameter) for _, parameter in clip.passes.index.trained()]
 
@@ -109,7 +109,8 @@ class CompiledStep:
             return tuple(output.detach() for output in (*seen, *after))
 
         keep, numbers = clip.keep_rows(asked), update.numbers(1.0)
-        inputs, others = ([*held, *leaves, keep, noise, numbers] for leaves in (asked.leaves, rolled(asked)))
+        batches = asked.leaves, map(rolled, asked.leaves)
+        inputs, others = ([*held, *leaves, keep, noise, numbers] for leaves in batches)
         plan.region = self._region(step, update, inputs, others, len(held), f"a whole step for {len(keep)} rows")
         return plan
 
