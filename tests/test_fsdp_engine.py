@@ -224,6 +224,15 @@ def written_within(model: Any, engine: Any) -> None:
     engine.optimizer.step()
 
 
+def written_in_forward(model: Any, engine: Any) -> None:
+    def write(module: nn.Module, *_: Any) -> None:
+        with torch.no_grad():
+            module.weight.mul_(2.0)
+
+    model[0].register_forward_pre_hook(write)
+    runs.gather(engine, next(iter(engine.batches())))
+
+
 def failed_on_one(model: Any, engine: Any) -> None:
     def losses_of(model: nn.Module, rows: list[Tensor]) -> Tensor:
         losses = runs.losses_of(model, rows)
@@ -238,6 +247,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], list[str]]] = {
     "zero_grad": (forgotten_zero_grad, ["PrivacyError: the gradient of '0.weight' is still the one of the last"] * 2),
     "save": (saved_within, ["PrivacyError: engine.save() was called inside of a logical batch, in which"] * 2),
     "written": (written_within, ["GradientLeakError: the parameter '0.weight' was changed between engine.back"] * 2),
+    "written whole": (written_in_forward, ["PrivacyError: the parameter '0.weight' was changed outside of this"] * 2),
     "failed": (failed_on_one, ["PrivacyError: nothing was released, because rank 1 failed", "LossShapeError"]),
     "trace": (lambda _, engine: engine.trace("nowhere"), ["ValueError: trace()"] * 2),
     "compile": (lambda _, engine: engine.compile(), ["ValueError"] * 2),

@@ -1,5 +1,6 @@
 """Models under FSDP2 whose parameters come when layers need them: the engine's sums are those of single examples."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -256,8 +257,8 @@ def test_layers_have_whole_parameters_in_their_turn_only(tmp_path: Path) -> None
         assert sizes == list(wholes)
 
 
-def failing_late() -> tuple[str, str, bool]:
-    """What is raised where sums of one rank can't be formed after others were reduced, and by the step after it."""
+def failing_late() -> tuple[list[str], bool]:
+    """What is raised where a rank's sums can't be formed after some were reduced, and whether parameters moved."""
     model = sharded_by_layer("linear")
     engine = engine_for("linear", model)
     before = [whole(each) for each in model.parameters()]
@@ -270,27 +271,32 @@ def failing_late() -> tuple[str, str, bool]:
             raise MemoryError("no memory")
 
     sums._take = fails
-    for batch in engine.batches():
-        try:
-            for examples in batch.physical():
-                engine.backward(losses_of("linear", model, examples))
-        except MemoryError as error:
-            said.append(str(error))
-        try:
-            engine.optimizer.step()
-        except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
-        break
+    batch = next(iter(engine.batches()))
+    for examples in batch.physical():
+        while len(said) < 2 * dist.get_rank():
+            said.append(refusal(lambda rows=examples: engine.backward(losses_of("linear", model, rows))))
+            sums._take = take
+        if not dist.get_rank():
+            engine.backward(losses_of("linear", model, examples))
+    said.append(refusal(engine.optimizer.step))
     engine.detach()
     settle(model)
-    same = all(torch.equal(old, whole(new)) for old, new in zip(before, model.parameters(), strict=True))
-    return *(["", *said][-2:]), same  # type: ignore[return-value]
+    return said, all(torch.equal(old, whole(new)) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def refusal(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def test_a_batch_whose_sums_were_reduced_in_part_is_lost(tmp_path: Path) -> None:
-    (_, first, same), (failed, second, alike) = on_ranks(failing_late, tmp_path)
-    assert failed == "no memory"
-    assert second.startswith("PrivacyError")
-    assert first.startswith("PrivacyError: nothing was released, because rank 1 failed")
+    (first, same), (second, alike) = on_ranks(failing_late, tmp_path)
+    assert second[0] == "MemoryError: no memory"
+    assert second[1].startswith("PrivacyError: a physical batch failed after a part of its sums had been added up")
+    assert second[2].startswith("PrivacyError")
+    assert first[0].startswith("PrivacyError: nothing was released, because rank 1 failed")
     assert same
     assert alike

@@ -1708,6 +1708,20 @@ INTEGRATED = [
         ("tests/test_lightning_refusals.py",),
     ),
     Mutant(
+        "sums of a sharded model's later physical batches replace those of earlier ones",
+        "ghostclip/engine/sharded.py",
+        "            self._shards[place] += found\n",
+        "            self._shards[place] = found\n",
+        ("tests/test_fsdp_fetching.py",),
+    ),
+    Mutant(
+        "a physical batch may be repeated after some of its sums were reduced",
+        "ghostclip/engine/sharded.py",
+        "            self._lost = self._begun\n",
+        "            self._lost = False\n",
+        ("tests/test_fsdp_fetching.py",),
+    ),
+    Mutant(
         "whole parameters of a sharded model may be written within a batch",
         "ghostclip/engine/sharded.py",
         "        return super()._written() or self._layout.written()\n",
