@@ -228,11 +228,11 @@ def markdown(results: dict[str, Any]) -> str:
         "## Exactness",
         "",
         f"{LAYERS} layers of {SMALL} x {SMALL} in float64, one logical batch in physical batches of 16. Variance: that "
-        "of the noise in the gradients that a rank holds (its shards under FSDP2, all under DDP), over what it must be, "
+        "of the noise in the gradients that a rank holds (its shards under FSDP2, all under DDP) over what it must be, "
         "(noise multiplier x clipping norm)^2. All ranks report the same epsilon.",
         "",
-        "| model | processes | clipped sum, relative L2 distance from one process alone | entries of the noise, by rank "
-        "| their variance over the expected one, by rank | epsilon |",
+        "| model | processes | clipped sum, relative L2 distance from one process alone "
+        "| entries of the noise, by rank | their variance over the expected one, by rank | epsilon |",
         "| --- " * 6 + "|",
     ]
     for row in results["exactness"]:
