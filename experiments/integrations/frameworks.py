@@ -5,6 +5,8 @@ epochs in float64, with ``noise="test"`` and one seed, from those of the loop of
 float32, private and not in turns, after the steps of the self-check: the median over rounds of a step's time over the
 same framework's without privacy.
 
+Mistakes are those of experiments/integrations/mistakes.py.
+
     python -m experiments.integrations.frameworks [--rounds N] [--out FOLDER]
 
 writes frameworks.json and frameworks.md.
@@ -27,7 +29,8 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
-from experiments.integrations.loops import BATCH, PAIRS
+from experiments.integrations.loops import BATCH, GROUPED, PAIRS, process_group
+from experiments.integrations.mistakes import MISTAKES, refused
 from ghostclip.bench.machine import busy_warning, commit, describe, in_words
 from ghostclip.models import CNN
 
@@ -49,7 +52,18 @@ def trained(loop: Callable[..., Any], dtype: torch.dtype, **privacy: Any) -> tup
     ends: list[float] = []
     loop(model, data, lambda: ends.append(time.perf_counter()), **privacy)
     seconds = [later - end for end, later in zip(ends[WARM:], ends[WARM + 1 :], strict=False)]
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), seconds
+    weights = [getattr(parameter, "full_tensor", lambda p=parameter: p)() for parameter in model.parameters()]
+    return torch.cat([each.detach().flatten() for each in weights]), seconds
+
+
+def measure_mistakes() -> dict[str, dict[str, str]]:
+    """{framework: {mistake: the error it ends in, "" where it isn't refused}}."""
+    found = {}
+    for name, mistakes in MISTAKES.items():
+        with process_group(name in GROUPED):
+            found[name] = {mistake: refused(make) for mistake, make in mistakes.items()}
+        print(name, found[name], flush=True)
+    return found
 
 
 def measure(rounds: int) -> dict[str, dict[str, Any]]:
@@ -58,11 +72,12 @@ def measure(rounds: int) -> dict[str, dict[str, Any]]:
     by_hand, _ = trained(PAIRS["a loop of one's own"][1], torch.float64, **fixed)
     rows = {}
     for name, (plain, private) in PAIRS.items():
-        found, _ = trained(private, torch.float64, **fixed)
         ratios = []
-        for _ in range(rounds):
-            times = [trained(plain, torch.float32)[1], trained(private, torch.float32, noise_multiplier=1.0)[1]]
-            ratios.append(statistics.median(times[1]) / statistics.median(times[0]))
+        with process_group(name in GROUPED):
+            found, _ = trained(private, torch.float64, **fixed)
+            for _ in range(rounds):
+                times = [trained(plain, torch.float32)[1], trained(private, torch.float32, noise_multiplier=1.0)[1]]
+                ratios.append(statistics.median(times[1]) / statistics.median(times[0]))
         rows[name] = {
             "lines": changed_lines(plain, private),
             "difference": float((found - by_hand).norm() / by_hand.norm()),
@@ -77,21 +92,39 @@ def page(results: dict[str, Any]) -> str:
     lines = [
         "# Private training in each framework",
         "",
-        f"The CNN of `ghostclip.models`, images of {SIDE} x {SIDE}, batches of {BATCH}, one thread.",
+        f"The CNN of `ghostclip.models`, images of {SIDE} x {SIDE}, batches of {BATCH}, one thread. DDP and FSDP2 run "
+        "in one process here; [several_processes.md](several_processes.md) has them on 1, 2 and 4.",
         "",
-        "| framework | lines added or changed | difference of the weights from the loop of one's own | time over the "
-        "same framework without privacy, median (least to most) |",
-        "| --- " * 4 + "|",
+        "| framework | lines added or changed | difference of the weights from the loop of one's own | mistakes "
+        "refused | time over the same framework without privacy, median (least to most) |",
+        "| --- " * 5 + "|",
     ]
     for name, row in results["rows"].items():
         ratio = row["time"]
+        mistakes = results["mistakes"][name]
         lines.append(
-            f"| {name} | {row['lines']} | {row['difference']:.1e} | {ratio['median']:.2f} ({ratio['low']:.2f} to "
-            f"{ratio['high']:.2f}) |"
+            f"| {name} | {row['lines']} | {row['difference']:.1e} | {_refused_of(mistakes)} | {ratio['median']:.2f} "
+            f"({ratio['low']:.2f} to {ratio['high']:.2f}) |"
         )
+    lines += [
+        "",
+        "## Mistakes",
+        "",
+        "Each was made in a short training, and ended in an error that says what to do instead.",
+        "",
+        "| framework | refused | mistakes and errors |",
+        "| --- | --- | --- |",
+    ]
+    for name, mistakes in results["mistakes"].items():
+        said = "; ".join(f"{mistake} ({error or 'NOT REFUSED'})" for mistake, error in mistakes.items())
+        lines.append(f"| {name} | {_refused_of(mistakes)} | {said} |")
     place = f"commit {results['commit']}" if results["commit"] else "no commit known"
     lines += ["", f"Measured at {place}. Machine: {in_words(results['machine'])}.", ""]
     return "\n".join([*lines, "Computed by `python -m experiments.integrations.frameworks`.", ""])
+
+
+def _refused_of(mistakes: dict[str, str]) -> str:
+    return f"{sum(map(bool, mistakes.values()))} of {len(mistakes)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,7 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     if warning := busy_warning():
         print(warning, file=sys.stderr)
-    results = {"machine": describe(), "commit": commit(), "rows": measure(options.rounds)}
+    results: dict[str, Any] = {"machine": describe(), "commit": commit(), "mistakes": measure_mistakes()}
+    results["rows"] = measure(options.rounds)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "frameworks.json").write_text(json.dumps(results, indent=1) + "\n")
     (options.out / "frameworks.md").write_text(page(results))

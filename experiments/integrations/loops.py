@@ -6,15 +6,20 @@ after each step. The private ones take options of `ghostclip.PrivacyEngine`, and
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import lightning
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import ghostclip
@@ -43,6 +48,54 @@ def by_hand(model, data, tick):
 def by_hand_privately(model, data, tick, **privacy):
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     loader = DataLoader(data, batch_size=BATCH, shuffle=True)
+    engine = ghostclip.PrivacyEngine(model, optimizer, loader, **privacy)
+    for _ in range(EPOCHS):
+        for batch in engine.batches():
+            engine.step(batch, losses)
+            tick()
+    return engine
+
+
+def by_ddp(model, data, tick):
+    model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    loader = DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data))
+    for _ in range(EPOCHS):
+        for batch in loader:
+            losses(model, batch).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            tick()
+
+
+def by_ddp_privately(model, data, tick, **privacy):
+    model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    loader = DataLoader(data, batch_size=BATCH)
+    engine = ghostclip.PrivacyEngine(model, optimizer, loader, **privacy)
+    for _ in range(EPOCHS):
+        for batch in engine.batches():
+            engine.step(batch, losses)
+            tick()
+    return engine
+
+
+def by_fsdp2(model, data, tick):
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    loader = DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data))
+    for _ in range(EPOCHS):
+        for batch in loader:
+            losses(model, batch).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            tick()
+
+
+def by_fsdp2_privately(model, data, tick, **privacy):
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    loader = DataLoader(data, batch_size=BATCH)
     engine = ghostclip.PrivacyEngine(model, optimizer, loader, **privacy)
     for _ in range(EPOCHS):
         for batch in engine.batches():
@@ -146,7 +199,11 @@ PAIRS = {
     "Fabric": (by_fabric, by_fabric_privately),
     "Lightning": (by_lightning, by_lightning_privately),
     "Trainer of transformers": (by_trainer, by_trainer_privately),
+    "DDP": (by_ddp, by_ddp_privately),
+    "FSDP2": (by_fsdp2, by_fsdp2_privately),
 }
+# Those that need a process group, here of one process.
+GROUPED = ("DDP", "FSDP2")
 
 # What both of a pair need, and a user has anyway.
 QUIET: dict[str, Any] = {
@@ -157,6 +214,18 @@ SILENT: dict[str, Any] = {
     "use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no",
     "max_grad_norm": 0.0, "remove_unused_columns": False,
 }  # fmt: skip
+
+
+@contextlib.contextmanager
+def process_group(needed: bool) -> Iterator[None]:
+    """Inside, this process is a process group, if one is needed."""
+    if needed:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        if needed:
+            dist.destroy_process_group()
 
 
 def precision_of(model: nn.Module) -> Any:
