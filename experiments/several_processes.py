@@ -278,9 +278,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         dist.init_process_group("gloo")
         kind = options.costs_of
         found = costs(kind, options.width, options.steps) if kind else exactness(options.exactness_of)
-        print(json.dumps(found))
         dist.barrier()  # so that no rank leaves while another's last message is under way
         dist.destroy_process_group()
+        print(json.dumps(found))  # which waits until it is read, one rank after another
         return 0
     if warning := busy_warning():
         print(warning, file=sys.stderr)
