@@ -1,14 +1,6 @@
 """Checkpoints of PrivateTrainer: a resumed training is the uninterrupted one, and no charge is forgotten."""
 
-import os
-import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +13,6 @@ from tiny_trainers import charged, data, gpt2, repeatable, trainer  # noqa: E402
 
 from ghostclip.errors import BudgetExceededError, LedgerError, PrivacyError  # noqa: E402
 from ghostclip.integrations.huggingface import PrivacyArguments  # noqa: E402
-
-TESTS = Path(__file__).resolve().parent
 
 
 class Stop(transformers.TrainerCallback):
@@ -143,61 +133,3 @@ def test_save_only_model_saves_no_privacy_state(tmp_path):
     assert not (tmp_path / "checkpoint-2" / "privacy").exists()
     with pytest.raises(PrivacyError, match="save_only_model"):
         run(tmp_path, resume=str(tmp_path / "checkpoint-2"))
-
-
-class Witness(transformers.TrainerCallback):
-    """Appends a byte to a file, and flushes it, for each release."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        os.write(self._file, b".")
-        os.fsync(self._file)
-
-
-def train_to_be_killed(folder):
-    """What the killed process runs: on from the last checkpoint, if there is one."""
-    torch.manual_seed(1)
-    settings = {"max_steps": 100_000, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
-    private = PrivacyArguments(noise_multiplier=50.0, self_check=False)
-    subject = trainer(folder, gpt2(), data(), private, logging_strategy="no", **settings)
-    subject.add_callback(Witness(folder / "releases"))
-    subject.train(any((place / "privacy").is_dir() for place in folder.glob("checkpoint-*")) or None)
-
-
-def kill_and_resume(folder, kills):
-    """Kills trainings at random moments; after each, the ledger counts at least what was released."""
-    seen, chance = [], random.Random(7)
-    for _ in range(kills):
-        before = released(folder)
-        child = subprocess.Popen(
-            [sys.executable, "-c", f"import pathlib, test_huggingface_checkpoints as t; "
-             f"t.train_to_be_killed(pathlib.Path({str(folder)!r}))"],
-            cwd=TESTS, env={**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        deadline = time.monotonic() + 120
-        while released(folder) == before and child.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(chance.uniform(0, 1.0))
-        assert child.poll() is None, child.communicate()[1][-2000:]
-        child.send_signal(signal.SIGKILL)
-        child.communicate()
-        seen.append((released(folder), charged(folder / "privacy.ledger")))
-    return seen
-
-
-def released(folder):
-    return (folder / "releases").stat().st_size if (folder / "releases").exists() else 0
-
-
-def check_kills(seen):
-    """Never fewer charges than releases, and at most one more for each kill."""
-    assert all(releases <= charges <= releases + number for number, (releases, charges) in enumerate(seen, 1)), seen
-    assert all(later > earlier for (earlier, _), (later, _) in pairwise(seen))
-
-
-@pytest.mark.slow
-def test_fifty_killed_trainings_are_counted_whole(tmp_path):
-    check_kills(kill_and_resume(tmp_path, 50))

@@ -79,7 +79,8 @@ class InTrainer(TrainerCallback):
 
 def in_trainer(place: Path, shared: Shared, trap: Trap, most: int) -> None:
     """An attempt of Trainer: a small GPT-2, ``most`` steps from the last whole checkpoint on."""
-    set_traps(trap)
+    if trap.point:
+        set_traps(trap)
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=19, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
     data = [{"input_ids": row, "labels": row} for row in torch.randint(1, 19, (24, 7))]
@@ -123,7 +124,8 @@ class InLightning(lightning.Callback):
 
 def in_lightning(place: Path, shared: Shared, trap: Trap, most: int) -> None:
     """An attempt of Lightning: a small network, ``most`` steps from the last checkpoint on."""
-    set_traps(trap)
+    if trap.point:
+        set_traps(trap)
     torch.manual_seed(0)
     loader = DataLoader(TensorDataset(torch.randn(64, 8), torch.arange(64) % 3), batch_size=8, shuffle=True)
     private = PrivacyCallback(noise_multiplier=1.0, ledger=Ledger(place / "run.ledger", block=5), self_check=False)
