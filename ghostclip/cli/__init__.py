@@ -9,7 +9,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import ghostclip
 from ghostclip.cli.arguments import CommandParser, OneLineParser
@@ -20,42 +19,17 @@ from ghostclip.interruption import INTERRUPTED
 __all__ = ["main"]
 
 
-class Command(NamedTuple):
-    """A module, its function that adds arguments to a parser, its function that runs the command, and what it does."""
-
-    module: str
-    add_arguments: str
-    run: str
-    summary: str
-
-
-# Importing a module takes torch and a second, so ``--help``, ``--version`` and a mistyped command import none.
+# {command: (the module that has its add_<command> and run_<command>, what it does)}. Importing a module takes torch and
+# a second, so ``--help``, ``--version`` and a mistyped command import none.
 COMMANDS = {
-    "train": Command(
-        "cli.train", "add_arguments", "run", "train one of the paper's models privately, and tell what it spent"
-    ),
-    "epsilon": Command("cli.spending", "add_epsilon", "run_epsilon", "privacy spent by a setting"),
-    "calibrate": Command(
-        "cli.spending", "add_calibrate", "run_calibrate", "the least noise that keeps to a target epsilon"
-    ),
-    "check": Command(
-        "cli.check", "add_check", "run_check", "what stands in a model's way to private training, all at once"
-    ),
-    "explain": Command(
-        "cli.check", "add_explain", "run_explain", "the plan for a model, layer by layer: which rule, and why"
-    ),
-    "bench": Command(
-        "cli.bench",
-        "add_arguments",
-        "run",
-        "step times on this machine, beside non-private training and the naive loop",
-    ),
-    "audit": Command(
-        "cli.audit", "add_arguments", "run", "an empirical lower bound on epsilon, beside the claimed one"
-    ),
-    "ledger": Command(
-        "cli.spending", "add_ledger", "run_ledger", "what runs spent by a ledger, and whether it is whole"
-    ),
+    "train": ("train", "train one of the paper's models privately, and tell what it spent"),
+    "epsilon": ("spending", "privacy spent by a setting"),
+    "calibrate": ("spending", "the least noise that keeps to a target epsilon"),
+    "check": ("check", "what stands in a model's way to private training, all at once"),
+    "explain": ("check", "the plan for a model, layer by layer: which rule, and why"),
+    "bench": ("bench", "step times on this machine, beside non-private training and the naive loop"),
+    "audit": ("audit", "an empirical lower bound on epsilon, beside the claimed one"),
+    "ledger": ("spending", "what runs spent by a ledger, and whether it is whole"),
 }
 # {package: the extra it comes with}
 EXTRAS = dict.fromkeys(("PIL", "jinja2", "matplotlib", "sklearn", "tqdm"), "cli") | {"cryptography": "hardened"}
@@ -116,18 +90,19 @@ def _parser() -> OneLineParser:
     )
     parser.add_argument("--version", action="version", version=f"ghostclip {ghostclip.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=CommandParser)
-    for name, command in COMMANDS.items():
-        about = f"{command.summary[0].upper()}{command.summary[1:]}"
-        commands.add_parser(name, help=command.summary, description=about, prepare=partial(_prepare, command))
+    for name, (module, summary) in COMMANDS.items():
+        about = f"{summary[0].upper()}{summary[1:]}"
+        commands.add_parser(name, help=summary, description=about, prepare=partial(_prepare, name, module))
     return parser
 
 
-def _prepare(command: Command, parser: OneLineParser) -> None:
-    """Imports the command and adds its arguments."""
+def _prepare(name: str, module: str, parser: OneLineParser) -> None:
+    """Imports the command and adds its arguments, and ``--json``, which all have."""
     ghostclip._load()
-    module = importlib.import_module(f"ghostclip.{command.module}")
-    getattr(module, command.add_arguments)(parser)
-    parser.set_defaults(run=getattr(module, command.run))
+    command = importlib.import_module(f"ghostclip.cli.{module}")
+    getattr(command, f"add_{name}")(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.set_defaults(run=getattr(command, f"run_{name}"))
 
 
 def _end(message: str, status: int) -> int:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-__all__ = ["CommandParser", "OneLineParser", "UsageError", "add_json", "as_bytes", "count_or_auto", "print_json"]
+__all__ = ["CommandParser", "OneLineParser", "UsageError", "as_bytes", "count_or_auto", "print_json"]
 
 BYTES = {"": 1, "B": 1} | {unit: 1000**power for power, unit in enumerate(("kB", "MB", "GB", "TB"), 1)}
 BYTES |= {unit: 1024**power for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), 1)}
@@ -57,11 +57,6 @@ class CommandParser(OneLineParser):
         if prepare is not None:
             prepare(self)
         return super().parse_known_args(args, namespace)
-
-
-def add_json(parser: argparse._ActionsContainer) -> None:
-    """Adds ``--json``."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def count_or_auto(text: str) -> int | str:

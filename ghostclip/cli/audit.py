@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ghostclip.audit import Audit, audit
-from ghostclip.cli.arguments import UsageError, add_json, print_json
+from ghostclip.cli.arguments import UsageError, print_json
 from ghostclip.cli.methods import METHODS, OPTIMIZERS, Ghost, Settings, cross_entropy
 from ghostclip.cli.plan import runs_of
 from ghostclip.cli.progress import bar
@@ -17,7 +17,7 @@ from ghostclip.cli.training import build
 from ghostclip.report import plain
 from ghostclip.report.plots import AuditPanel, audit_plot
 
-__all__ = ["add_arguments", "panels_of", "run"]
+__all__ = ["add_audit", "panels_of", "run_audit"]
 
 AUDITED = tuple(name for name, kind in METHODS.items() if kind is Ghost)
 
@@ -33,7 +33,7 @@ examples:
   ghostclip audit --model cnn --data mnist --data-dir ~/mnist --epsilon 3 --canaries 0 --json"""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_audit(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     add_configuration(parser)
@@ -50,10 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output")
     output.add_argument("--out", type=Path, metavar="FILE", help="write all figures as JSON")
     output.add_argument("--plot", type=Path, metavar="FILE", help="write a PNG of the bounds over the releases")
-    add_json(output)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_audit(arguments: argparse.Namespace) -> int:
     """Audits, prints, writes the files; 1 when more is spent than claimed."""
     _check(arguments)
     set_threads(arguments)

@@ -21,10 +21,10 @@ from ghostclip.bench.memory import peaks
 from ghostclip.bench.methods import BASELINE, CONTENDERS, OWN
 from ghostclip.bench.table import full_markdown, markdown
 from ghostclip.bench.workloads import SETS, WORKLOADS
-from ghostclip.cli.arguments import UsageError, add_json, print_json
+from ghostclip.cli.arguments import UsageError, print_json
 from ghostclip.validate import positive, positive_int
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_bench", "run_bench"]
 
 DESCRIPTION = (
     "Times training steps with per-example clipping beside ordinary ones, in turns, on random data. Before the\n"
@@ -34,8 +34,8 @@ NOT_ALL_RIGHT, INTERRUPTED = 1, 130
 MEMORY = [BASELINE, "reweight", "cached", "per-layer"]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describes the benchmark and adds its options; what they hold is for `run`."""
+def add_bench(parser: argparse.ArgumentParser) -> None:
+    """Describes the benchmark and adds its options; what they hold is for `run_bench`."""
     parser.description = DESCRIPTION
     parser.epilog = "example: ghostclip bench --workloads mlp,cnn --seconds 5"
     add = parser.add_argument
@@ -56,10 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"measure peak memory too, each in a fresh process (alone: of {', '.join(MEMORY)})")  # fmt: skip
     add("--out", type=Path, metavar="FILE.json", help="write all figures as JSON, and beside it FILE.md, after "
         "every workload")  # fmt: skip
-    add_json(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_bench(options: argparse.Namespace) -> int:
     """Runs the benchmark and prints its table, with what there is when Ctrl-C ends it.
 
     Returns:

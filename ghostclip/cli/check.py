@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import ghostclip
 from ghostclip import models
-from ghostclip.cli.arguments import UsageError, add_json, print_json
+from ghostclip.cli.arguments import UsageError, print_json
 from ghostclip.validate import positive_int
 
 __all__ = ["add_check", "add_explain", "run_check", "run_explain"]
@@ -34,7 +34,6 @@ def add_check(parser: argparse.ArgumentParser) -> None:
     )
     _add_model(parser)
     parser.set_defaults(batch_size=TRIED)
-    add_json(parser)
 
 
 def run_check(arguments: argparse.Namespace) -> int:
@@ -62,7 +61,6 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
     parser.add_argument("--batch-size", type=int, default=32, help="of the batch that is timed (default: 32)")
     parser.add_argument("--second-pass", choices=("auto", "cached", "reweight"), default="auto", help="default: auto")
-    add_json(parser)
 
 
 def run_explain(arguments: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ghostclip import accounting
-from ghostclip.cli.arguments import UsageError, add_json, print_json
+from ghostclip.cli.arguments import UsageError, print_json
 from ghostclip.events import RELATIONS, SAMPLINGS, Event
 from ghostclip.ledger import Charge, Ledger
 from ghostclip.report.plots import epsilon_plot
@@ -31,7 +31,6 @@ def add_epsilon(parser: argparse.ArgumentParser) -> None:
     _add_accounting(parser, "which bound is the answer; both are shown (default: pld, the tighter one)")
     _add_sampling(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also write epsilon over the steps to a .png file")
-    add_json(parser)
 
 
 def run_epsilon(arguments: argparse.Namespace) -> int:
@@ -66,7 +65,6 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epsilon", type=float, required=True, help="the target")
     _add_accounting(parser, "which bound must be within the target (default: pld, which needs less noise)")
     _add_sampling(parser)
-    add_json(parser)
 
 
 def run_calibrate(arguments: argparse.Namespace) -> int:
@@ -92,7 +90,6 @@ def add_ledger(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("ledger", metavar="FILE", help="that PrivacyEngine(ledger=...) or train --ledger has written")
     _add_accounting(parser, "which bound epsilon is (default: pld, the tighter one)")
-    add_json(parser)
 
 
 def run_ledger(arguments: argparse.Namespace) -> int:

@@ -6,7 +6,8 @@ import argparse
 import errno
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 
 from ghostclip import datasets, models, report
 from ghostclip.checkpoint import previous_of
-from ghostclip.cli.arguments import UsageError, add_json, as_bytes, count_or_auto, print_json
+from ghostclip.cli.arguments import UsageError, as_bytes, count_or_auto, print_json
 from ghostclip.cli.methods import METHODS, OPTIMIZERS, Ghost
 from ghostclip.cli.plan import DEFAULT_EPOCHS, DEFAULT_EPSILON, PlannedRun, runs_of, wants_comparison
 from ghostclip.cli.progress import bar
@@ -24,7 +25,7 @@ from ghostclip.datasets import Data
 from ghostclip.report import Record
 from ghostclip.validate import positive_int
 
-__all__ = ["add_arguments", "add_configuration", "load_data", "run", "set_threads"]
+__all__ = ["add_configuration", "add_train", "load_data", "run_train", "set_threads"]
 
 MARKS = 6
 
@@ -41,7 +42,7 @@ examples:
   ghostclip train --model transformer --data imdb --data-dir ~/aclImdb --vocabulary words.txt --epsilon 8"""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_train(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.epilog = EPILOG
     add_configuration(parser)
@@ -60,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="also train at epsilon 3 and 1 and without privacy, and time every method (default: for digits)",
     )
-    add_json(output)
 
 
 def add_configuration(parser: argparse.ArgumentParser) -> None:
@@ -108,13 +108,11 @@ def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--resume", action="store_true", help="go on from --checkpoint")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_train(arguments: argparse.Namespace) -> int:
     """Trains, compares, prints, writes the report."""
     if arguments.report is not None:
-        try:
+        with _report_in(arguments.report):
             report.prepare(arguments.report)
-        except OSError as error:
-            raise _unwritable(arguments.report, error) from error
     keeping = _keeping_of(arguments)
     seeds = _seeds_of(arguments)
     set_threads(arguments)
@@ -137,29 +135,31 @@ def run(arguments: argparse.Namespace) -> int:
     told = arguments.report is not None
     speeds = wants_comparison(arguments)
     record = record_of(data, outcomes, norms=told, speeds=speeds, command=arguments.command_line)
-    page, failure = None, None
-    if told:
-        log.info("writing the report to %s", arguments.report)
-        try:
-            page = report.write(record, arguments.report)
-        except OSError as error:
-            failure = error
-    if arguments.json:
-        print_json(report.figures(record) | {"report": str(page) if page else None})
-    else:
-        _print(record, page, arguments.delta)
-    # What was trained is shown first, since it may have taken hours.
-    if failure is not None:
-        raise _unwritable(arguments.report, failure) from failure
+    page = None
+    try:
+        if told:
+            log.info("writing the report to %s", arguments.report)
+            with _report_in(arguments.report):
+                page = report.write(record, arguments.report)
+    finally:  # what was trained is shown in any case, since it may have taken hours
+        if arguments.json:
+            print_json(report.figures(record) | {"report": str(page) if page else None})
+        else:
+            _print(record, page, arguments.delta)
     return 0
 
 
-def _unwritable(folder: Path, error: OSError) -> UsageError:
-    """What to raise where the report can't be written."""
-    if error.strerror is None:  # one of ours, with a remedy
-        return UsageError(f"no report can be written to {folder}: {error}")
-    free = "free some space there, or " if error.errno == errno.ENOSPC else ""
-    return UsageError(f"no report can be written to {folder}: {error.strerror}; {free}choose another folder")
+@contextmanager
+def _report_in(folder: Path) -> Iterator[None]:
+    """Raises UsageError where the report can't be written."""
+    try:
+        yield
+    except OSError as error:
+        why = str(error)  # one of ours, with a remedy
+        if error.strerror is not None:
+            free = "free some space there, or " if error.errno == errno.ENOSPC else ""
+            why = f"{error.strerror}; {free}choose another folder"
+        raise UsageError(f"no report can be written to {folder}: {why}") from error
 
 
 def _trained(
