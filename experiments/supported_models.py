@@ -1,13 +1,15 @@
-"""Which published models train exactly: each one's worst error against the loop over single examples, as a table.
+"""Which published models train exactly, and what a private step of them takes, as a table.
 
-The models are the libraries' own code, unmodified, made from tiny configurations with random weights. Each is clipped
-in float64 by both second passes, compared with one backward an example, and then trained for a few private steps.
+The models are the libraries' own code, unmodified, made from configurations with random weights. Tiny ones are clipped
+in float64 by both second passes and compared with one backward an example, clipped in float32 with and without one
+example, and trained for a few private steps. Larger ones take ordinary and private steps in turn, and a process of its
+own counts the memory.
 
     pip install ".[models]"
-    python experiments/supported_models.py [--only WORD ...]
+    python experiments/supported_models.py [--only WORD ...] [--kinds KIND ...] [--parts errors times memory]
 
-writes results/supported_models.json and ../docs/supported_models.md; models left out by --only, or whose library isn't
-installed, keep their rows.
+writes results/supported_models.json and ../docs/supported_models.md. Rows and parts that a call leaves out stay as they
+were if they were measured with the same versions; those of libraries that aren't installed are left out, and named.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
-import re
+import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -25,109 +28,146 @@ from typing import Any
 
 import torch
 from zoo import SUBJECTS, Subject
-from zoo.measuring import EXAMPLES, STEPS, measure
+from zoo.measuring import measure
+from zoo.page import page, verdict
+from zoo.timing import memory, times
 
 import ghostclip
+from ghostclip.bench.machine import commit, describe
+from ghostclip.native import library
 
-LIMIT = 1e-8
-HERE = Path(__file__).parent
-LIBRARIES = ("torch", "transformers", "peft", "timm", "torchvision")
-INTRODUCTION = f"""\
-# Models that train exactly
-
-Written by `experiments/supported_models.py`; do not edit. Every model is the library's own code, unmodified, from a
-tiny configuration with random weights, handed to `ghostclip.GhostClipper` as it is (*BatchNorm replaced* means by
-`ghostclip.wrap(model, replace={{"BatchNorm2d": "GroupNorm"}})`).
-
-*Norms* is the worst relative error of a per-example norm, of the whole gradient or of one parameter's; *reweight* and
-*cached* are that of a clipped sum by either second pass; all for {EXAMPLES} examples in float64, against one
-plain backward an example. A parameter that is less than a thousandth of the whole gradient is held against that
-thousandth. *Rounding* is how far the model's plain gradient of the batch is from the sum over single examples, an error
-that clipping has no part in. Models that compute in float32 inside do so in float64 here. *Steps* are private steps, of
-{STEPS}, that moved every trained parameter.
-"""
+HERE = Path(__file__).resolve().parent
+PARTS = ("errors", "times", "memory")
+DISTRIBUTIONS = ("torch", "transformers", "peft", "timm", "torchvision", "torchaudio", "diffusers", "torch-geometric")
 
 
-def measured(subject: Subject) -> dict[str, Any]:
-    """The row of one model, as plain values: figures, or why there are none."""
-    about = {"library": subject.library, "about": subject.about}
+def errors_of(subject: Subject) -> dict[str, Any]:
+    """Figures against the loop, or why there are none."""
     try:
         figures = measure(subject)
     except ghostclip.GhostClipError as refusal:
-        return about | {"refused": str(refusal), "expected": bool(subject.refused)}
+        return {"refused": str(refusal), "expected": bool(subject.refused)}
     except Exception as error:
-        return about | {"failed": f"{type(error).__name__}: {error}"}
-    return about | asdict(figures) | {"worst": figures.worst}
+        return {"failed": f"{type(error).__name__}: {error}"}
+    return asdict(figures) | {"worst": figures.worst}
 
 
-def verdict(row: dict[str, Any]) -> str:
-    """One word on a row."""
-    if "failed" in row:
-        return "fails"
-    if "refused" in row:
-        return "refused"
-    return "exact" if row["worst"] <= LIMIT and row["steps"] == STEPS else "WRONG"
+def times_of(subject: Subject, seconds: float) -> dict[str, Any]:
+    """Times of a model that is exact, or why there are none."""
+    try:
+        return times(subject, seconds)
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}"}
 
 
-def table(results: dict[str, Any]) -> str:
-    """The page: exact models, then those that are refused or fail, with the reason."""
-    rows = results["models"]
-    exact = {name: row for name, row in rows.items() if "worst" in row}
-    others = {name: row for name, row in rows.items() if "worst" not in row}
-    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    count = sum(verdict(row) == "exact" for row in rows.values())
-    lines = [INTRODUCTION, f"{count} of {len(rows)} models are exact to {LIMIT:g}. Versions: {versions}.", ""]
-    lines += [
-        "| model | library | what is particular | parameters | norms | reweight | cached | rounding | steps | |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for name, row in exact.items():
-        errors = [row["norms"], row["sums"]["reweight"], row["sums"]["cached"], row["floor"]]
-        cells = [name, row["library"], row["about"], f"{row['parameters']:,}", *(f"{error:.0e}" for error in errors)]
-        lines.append(f"| {' | '.join(cells)} | {row['steps']} | {verdict(row)} |")
-    if others:
-        lines += ["", "## Not trained", "", "| model | library | what is particular | | what is said |"]
-        lines.append("| --- | --- | --- | --- | --- |")
-    for name, row in others.items():
-        said = re.sub(r"\s+", " ", row.get("refused") or row["failed"]).replace("|", "\\|")
-        lines.append(f"| {name} | {row['library']} | {row['about']} | {verdict(row)} | {shortened(said)} |")
-    return "\n".join(lines) + "\n"
+def memories(subjects: Sequence[Subject]) -> dict[str, Any]:
+    """Peak memory of models by name, from a process in which allocations are counted; {} where they can't be."""
+    counter = library("allocated") if sys.platform == "linux" else None
+    if counter is None:
+        print("no memory: counting what the C library allocates takes glibc and a C compiler")
+        return {}
+    settings = {"LD_PRELOAD": counter._name, "PYTHONMALLOC": "malloc", "OMP_NUM_THREADS": "1"}
+    names = json.dumps([subject.name for subject in subjects])
+    ran = subprocess.run(
+        [sys.executable, __file__, "--count", names],
+        capture_output=True,
+        text=True,
+        env=os.environ | settings,
+        check=False,
+    )
+    lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    if ran.returncode:
+        print(f"the process that counts memory failed: {ran.stderr[-500:]}")
+    return {line["name"]: line["memory"] for line in lines}
 
 
-def shortened(said: str, most: int = 600) -> str:
-    """A message of many findings by its first ones."""
-    return said if len(said) <= most else said[:most].rpartition(" ")[0] + " ..."
+def count(names: Sequence[str]) -> int:
+    """What the process that `memories` starts does: prints a line for each model."""
+    torch.set_num_threads(1)
+    for subject in SUBJECTS:
+        if subject.name in names:
+            try:
+                print(json.dumps({"name": subject.name, "memory": memory(subject)}), flush=True)
+            except Exception as error:
+                print(f"{subject.name}: {type(error).__name__}: {error}", file=sys.stderr)
+    return 0
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries that are installed."""
+    found = {}
+    for name in DISTRIBUTIONS:
+        if importlib.util.find_spec(name.replace("-", "_")) is not None:
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures the models and writes both files; returns 1 when one is wrong or fails."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="WORD", help="models whose names have one of these words in them")
+    parser.add_argument("--kinds", nargs="+", metavar="KIND", help="models of these kinds")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is measured (default: all)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of the processor, for the times of a model")
     parser.add_argument("--results", type=Path, default=HERE / "results" / "supported_models.json")
     parser.add_argument("--page", type=Path, default=HERE.parent / "docs" / "supported_models.md")
+    parser.add_argument("--count", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    chosen = [s for s in SUBJECTS if not options.only or any(word in s.name for word in options.only)]
-    there = [s for s in chosen if importlib.util.find_spec(s.library) is not None]
-    if len(there) < len(chosen):
-        missing = sorted({s.library for s in chosen} - {s.library for s in there})
-        print(f'left as they were: the models of {", ".join(missing)}; pip install ".[models]"')
-    if not there:
-        return 0
-    known = json.loads(options.results.read_text())["models"] if options.results.exists() else {}
-    for number, subject in enumerate(there, 1):
-        row = known[subject.name] = measured(subject)
-        error = f"worst error {row['worst']:.1e}" if "worst" in row else row.get("refused", row.get("failed", ""))[:150]
-        print(f"{number}/{len(there)} {subject.name}: {verdict(row)}, {error}", flush=True)
-        write(known, options.results, options.page)
-    return int(any(verdict(row) in ("WRONG", "fails") for row in known.values()))
+    if options.count:
+        return count(json.loads(options.count))
+    there = [s for s in SUBJECTS if importlib.util.find_spec(s.library) is not None]
+    missing = sorted({s.library for s in SUBJECTS} - {s.library for s in there})
+    if missing:
+        print(f'left out: the models of {", ".join(missing)}; pip install ".[models]"')
+    rows = known_rows(options.results, there)
+    chosen = [s for s in there if not options.only or any(word in s.name for word in options.only)]
+    chosen = [s for s in chosen if not options.kinds or s.kind in options.kinds]
+    for number, subject in enumerate(chosen, 1):
+        row = rows.setdefault(subject.name, {})
+        row |= {"library": subject.library, "about": subject.about, "kind": subject.kind}
+        if "errors" in options.parts:
+            row["errors"] = errors_of(subject)
+        exact = verdict(row) == "exact"
+        if "times" in options.parts and exact:
+            row["times"] = times_of(subject, options.seconds)
+        for part in () if exact else ("times", "memory"):
+            row.pop(part, None)
+        print(f"{number}/{len(chosen)} {subject.name}: {verdict(row)}, {in_short(row)}", flush=True)
+        write(rows, missing, options.results, options.page)
+    if "memory" in options.parts:
+        counted = memories([s for s in chosen if verdict(rows[s.name]) == "exact"])
+        for name, found in counted.items():
+            rows[name]["memory"] = found
+    write(rows, missing, options.results, options.page)
+    return int(any(verdict(row) in ("WRONG", "fails") for row in rows.values()))
 
 
-def write(known: dict[str, Any], results_path: Path, page: Path) -> None:
+def known_rows(path: Path, there: Sequence[Subject]) -> dict[str, Any]:
+    """What earlier calls measured of models that are still there, with the same versions."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    if known.get("versions") != versions():
+        return {}
+    names = {subject.name for subject in there}
+    return {name: row for name, row in known["models"].items() if name in names}
+
+
+def in_short(row: dict[str, Any]) -> str:
+    """A row's figures in a few words."""
+    errors = row.get("errors", {})
+    if "worst" not in errors:
+        return (errors.get("refused") or errors.get("failed", ""))[:150]
+    over = row.get("times", {}).get("over") or row.get("times", {})
+    return f"worst error {errors['worst']:.1e}, neighbours {errors['neighbours']:.7f}, {over}"
+
+
+def write(rows: dict[str, Any], missing: Sequence[str], results: Path, page_path: Path) -> None:
     """Both files, the models in their order."""
-    versions = {name: importlib.metadata.version(name) for name in LIBRARIES if importlib.util.find_spec(name)}
-    results = {"versions": versions, "models": {s.name: known[s.name] for s in SUBJECTS if s.name in known}}
-    for path, text in ((results_path, json.dumps(results, indent=1) + "\n"), (page, table(results))):
+    found = {
+        "versions": versions(), "machine": describe(), "commit": commit(), "missing": list(missing),
+        "models": {s.name: rows[s.name] for s in SUBJECTS if s.name in rows},
+    }  # fmt: skip
+    for path, text in ((results, json.dumps(found, indent=1) + "\n"), (page_path, page(found))):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 

@@ -261,6 +261,27 @@ def test_a_replay_ends_as_it_began_even_by_an_error() -> None:
     assert replay.drew()
 
 
+class Recorded(nn.Linear):
+    """Adds a hook at its first forward, and marks that it did, as transformers' models do to record outputs."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not hasattr(self, "recorded"):
+            self.recorded: list[Tensor] = []
+            self.register_forward_hook(lambda module, inputs, output: self.recorded.append(output.detach()))
+        return super().forward(input)
+
+
+def test_hooks_that_a_forward_adds_are_not_added_twice() -> None:
+    model = Recorded(2, 3)
+    with Replay(model).again():
+        model(torch.ones(1, 2))
+    assert not model._forward_hooks
+    model(torch.ones(1, 2))
+    with Replay(model).again():
+        model(torch.ones(1, 2))
+    assert len(model._forward_hooks) == 1
+
+
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], str]]:
     """What was said of parameters that aren't trained: "", or the one message."""

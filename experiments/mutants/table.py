@@ -1733,6 +1733,13 @@ INTEGRATED = [
 # A finding without a line, or with another one, sends its reader to the wrong place.
 CHECKED = [
     Mutant(
+        "a trial leaves the hooks that its forward added",
+        "ghostclip/clipper/replay.py",
+        "            if own[name].keys() != before.keys():\n",
+        "            if False:\n",
+        ("tests/test_self_check.py",),
+    ),
+    Mutant(
         "check takes no norms of its batch",
         "ghostclip/clipper/checking.py",
         "        findings += _refusal(model, loss_fn, batch)\n",

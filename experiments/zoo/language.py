@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from .subject import CLASSES, TOKENS, Subject, class_losses, masked_texts, texts, token_losses
+from .growing import grown
+from .subject import (
+    CLASSES,
+    LONG,
+    TOKENS,
+    Batch,
+    Subject,
+    Timed,
+    class_losses,
+    masked_texts,
+    texts,
+    token_losses,
+)
 
-__all__ = ["SUBJECTS", "from_config"]
+__all__ = ["SUBJECTS", "configured", "from_config"]
 
 
 def from_config(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
@@ -21,6 +34,16 @@ def from_config(model: str, config: str, **options: Any) -> Callable[[], nn.Modu
         return getattr(transformers, model)(getattr(transformers, config)(**options))
 
     return build
+
+
+def configured(
+    name: str, about: str, model: str, config: str, options: dict[str, Any], batch: Callable[[int], Batch],
+    losses: Callable[[nn.Module, Batch], Tensor], long_batch: Callable[[int], Batch] | None = None, **more: Any,
+) -> Subject:  # fmt: skip
+    """A model of transformers, tiny, and grown where it is timed on ``long_batch``."""
+    timed = Timed(from_config(model, config, **grown(options)), long_batch or batch)
+    build = from_config(model, config, **options)
+    return Subject(name, "transformers", about, build, batch, losses, timed=timed, **more)
 
 
 LLAMA = {
@@ -75,7 +98,28 @@ DECODERS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "Phi": ("partial rotary, parallel residual", "PhiForCausalLM", "PhiConfig", LLAMA | {"partial_rotary_factor": 0.5}),
     "Falcon": ("multi-query attention", "FalconForCausalLM", "FalconConfig",
                {"vocab_size": TOKENS, **WIDTH, **ENDS}),
+    "Gemma 3": ("norms of queries and keys, local and global layers", "Gemma3ForCausalLM", "Gemma3TextConfig",
+                LLAMA | {"sliding_window": 4}),
+    "Phi-3": ("one projection of queries, keys and values", "Phi3ForCausalLM", "Phi3Config", LLAMA),
+    "StableLM": ("LayerNorm, partial rotary", "StableLmForCausalLM", "StableLmConfig", LLAMA),
+    "Cohere": ("parallel residual, scaled logits", "CohereForCausalLM", "CohereConfig", LLAMA),
+    "OLMo 2": ("norms after the layers", "Olmo2ForCausalLM", "Olmo2Config", LLAMA),
+    "Granite": ("scaled residuals and embeddings", "GraniteForCausalLM", "GraniteConfig", LLAMA),
+    "StarCoder 2": ("biases, LayerNorm", "Starcoder2ForCausalLM", "Starcoder2Config", LLAMA),
+    "SmolLM3": ("layers without positions", "SmolLM3ForCausalLM", "SmolLM3Config", LLAMA),
+    "GLM": ("partial rotary in pairs", "GlmForCausalLM", "GlmConfig", LLAMA),
+    "Nemotron": ("squared ReLU, LayerNorm of 1 + weight", "NemotronForCausalLM", "NemotronConfig", LLAMA),
+    "GPT-J": ("parallel residual, rotary in pairs", "GPTJForCausalLM", "GPTJConfig", GPT2 | {"rotary_dim": 4}),
+    "GPTBigCode": ("multi-query attention", "GPTBigCodeForCausalLM", "GPTBigCodeConfig", GPT2),
+    "MPT": ("ALiBi, no biases", "MptForCausalLM", "MptConfig",
+            {"vocab_size": TOKENS, "d_model": 16, "n_heads": 2, "n_layers": 2, "max_seq_len": 16}),
+}  # fmt: skip
+QWEN_EXPERTS = LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                        "shared_expert_intermediate_size": 24, "experts_implementation": "eager"}  # fmt: skip
+EXPERTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "Mixtral": ("mixture of experts", "MixtralForCausalLM", "MixtralConfig", MIXTRAL),
+    "Qwen2-MoE": ("experts, and one that all tokens share", "Qwen2MoeForCausalLM", "Qwen2MoeConfig", QWEN_EXPERTS),
+    "OLMoE": ("mixture of experts", "OlmoeForCausalLM", "OlmoeConfig", QWEN_EXPERTS),
 }  # fmt: skip
 ENCODERS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "BERT": ("[1, T] positions, token types", "BertForSequenceClassification", "BertConfig", BERT),
@@ -93,16 +137,41 @@ ENCODERS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
                 BERT | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 8}),
     "MPNet": ("relative position bias", "MPNetForSequenceClassification", "MPNetConfig",
               BERT | {"max_position_embeddings": 18}),
+    "ModernBERT": ("rotary, gated, local and global layers", "ModernBertForSequenceClassification", "ModernBertConfig",
+                   BERT | {"local_attention": 4, "global_attn_every_n_layers": 2, **ENDS, "cls_token_id": 1,
+                           "sep_token_id": 2}),
+    "FNet": ("Fourier transforms instead of attention", "FNetForSequenceClassification", "FNetConfig", BERT),
+    "Longformer": ("attention within windows", "LongformerForSequenceClassification", "LongformerConfig",
+                   BERT | {"attention_window": 4, "max_position_embeddings": 24, **ENDS}),
+    "SqueezeBERT": ("grouped convolutions", "SqueezeBertForSequenceClassification", "SqueezeBertConfig",
+                    BERT | {"intermediate_size": 32, "embedding_size": 16}),
+    "ConvBERT": ("convolutions with weights from the text", "ConvBertForSequenceClassification", "ConvBertConfig",
+                 BERT | {"embedding_size": 16, "num_attention_heads": 4, "conv_kernel_size": 3}),
+    "LayoutLM": ("positions on a page", "LayoutLMForSequenceClassification", "LayoutLMConfig", BERT),
+    "XLNet": ("relative positions", "XLNetForSequenceClassification", "XLNetConfig",
+              {"vocab_size": TOKENS, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24, "num_labels": CLASSES}),
+    "Funnel": ("pooled positions", "FunnelForSequenceClassification", "FunnelConfig",
+               {"vocab_size": TOKENS, "block_sizes": [1, 1], "d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 24,
+                "num_labels": CLASSES}),
 }  # fmt: skip
 
 
+# Modules of models that have the examples in dimension 1.
+POSITIONS_FIRST = {
+    "Longformer": {"longformer.encoder.layer.*.attention.self.*": 1},
+    "XLNet": {"transformer.layer.*": 1, "transformer.word_embedding": 1},
+}
+
+
 def _subjects() -> Iterator[Subject]:
-    for name, (about, model, config, options) in DECODERS.items():
-        build = from_config(model, config, **options)
-        yield Subject(name, "transformers", about, build, texts, token_losses)
-    for name, (about, model, config, options) in ENCODERS.items():
-        build = from_config(model, config, **options)
-        yield Subject(name, "transformers", about, build, masked_texts, class_losses)
+    long_texts, long_masked = partial(texts, length=LONG), partial(masked_texts, length=LONG)
+    for name, row in DECODERS.items():
+        yield configured(name, *row, texts, token_losses, long_texts, kind="decoder")
+    for name, row in EXPERTS.items():
+        yield configured(name, *row, texts, token_losses, long_texts, kind="experts")
+    for name, row in ENCODERS.items():
+        wrap = {"batch_dim": POSITIONS_FIRST[name]} if name in POSITIONS_FIRST else {}
+        yield configured(name, *row, masked_texts, class_losses, long_masked, kind="encoder", wrap=wrap)
 
 
 SUBJECTS = tuple(_subjects())

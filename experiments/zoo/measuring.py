@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 import ghostclip
 
-from .subject import Batch, Subject
+from .subject import Batch, Subject, as_floats
 
 __all__ = ["Figures", "measure"]
 
@@ -69,6 +70,8 @@ class Figures:
         norms: worst of per-example norms, of the whole gradient and of each parameter.
         sums: worst of the clipped sums, by {second pass: error}.
         steps: private steps that were taken and moved every trained parameter.
+        neighbours: how far the clipped sum of a batch moves with one of its examples left out, in float32, by the
+            clipping norm: the worst of the first and the last example, and of both second passes.
     """
 
     parameters: int
@@ -76,6 +79,7 @@ class Figures:
     norms: float
     sums: dict[str, float]
     steps: int
+    neighbours: float = math.nan
 
     @property
     def worst(self) -> float:
@@ -86,17 +90,17 @@ class Figures:
 def measure(subject: Subject) -> Figures:
     """Compares and trains one model, in float64 throughout; raises what ghostclip raises where it refuses."""
     with in_double():
-        return _measure(subject)
+        figures, max_norm = _measure(subject)
+    return replace(figures, neighbours=neighbours(subject, max_norm))
 
 
-def _measure(subject: Subject) -> Figures:
+def _measure(subject: Subject) -> tuple[Figures, float]:
+    """The figures in float64, and the clipping norm."""
     model, batch = subject.ready(), subject.batch(EXAMPLES)
     model.train(subject.trains)
-    if subject.refused:
-        clipped = ghostclip.wrap(model, **subject.wrap)
-        ghostclip.GhostClipper(clipped).backward(subject.losses(clipped, batch))
-    if "replace" in subject.wrap:  # what replaces other layers is part of the model that is compared
-        model = ghostclip.unwrap(ghostclip.wrap(model, **subject.wrap))
+    if subject.refused:  # before the loop, which a loss of several examples may not allow
+        clip(subject, ghostclip.GhostClipper(prepared(subject, model)), batch)
+    model = replaced(subject, model)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     loop = single_gradients(subject, copy.deepcopy(model), batch)
     plain = batch_gradient(subject, copy.deepcopy(model), batch)
@@ -105,26 +109,46 @@ def _measure(subject: Subject) -> Figures:
     expected = weighted_sum(loop, (max_norm / norms).clamp(max=1.0))
     found, sums = {}, {}
     for second_pass in ("reweight", "cached"):
-        clipped = copy.deepcopy(model)
+        clipped = prepared(subject, model)
         clipper = ghostclip.GhostClipper(clipped, max_norm, second_pass=second_pass)
-        losses = subject.losses(clipped, batch)
-        found = clipper.norms(losses, per="parameter", retain_graph=True)
-        clipper.backward(losses)
+        clip(subject, clipper, batch)
+        rows = subject.index(batch) if subject.index else None
+        found = clipper.norms(subject.losses(clipped, batch), batch_index=rows, per="parameter")
         sums[second_pass] = sum_error(gradients(clipped), expected)
-    return Figures(
+    figures = Figures(
         sum(model.get_parameter(name).numel() for name in trained),
         sum_error(plain, weighted_sum(loop, torch.ones(EXAMPLES))),
         norm_error(found, loop),
         sums,
-        private_steps(subject, copy.deepcopy(model), max_norm),
+        private_steps(subject, prepared(subject, model), max_norm),
     )
+    return figures, max_norm
+
+
+def replaced(subject: Subject, model: nn.Module) -> nn.Module:
+    """The model that is compared: what ``subject.wrap`` replaces is part of it."""
+    return ghostclip.unwrap(ghostclip.wrap(model, **subject.wrap)) if "replace" in subject.wrap else model
+
+
+def prepared(subject: Subject, model: nn.Module) -> nn.Module:
+    """A wrapped copy of the model, its examples where ``subject.wrap`` says they are."""
+    options = {name: value for name, value in subject.wrap.items() if name != "replace"}
+    return ghostclip.wrap(copy.deepcopy(model), **options)
+
+
+def clip(subject: Subject, clipper: ghostclip.GhostClipper, batch: Batch) -> None:
+    """Adds the clipped sum of a batch."""
+    if subject.index:
+        clipper.backward(subject.losses(clipper.model, batch), batch_index=subject.index(batch))
+    else:
+        clipper.clip(subject.losses, batch)
 
 
 def single_gradients(subject: Subject, model: nn.Module, batch: Batch) -> list[Grads]:
     """The gradient of each example's loss, by a backward of its own."""
     found = []
     for example in range(EXAMPLES):
-        one = {name: value[example : example + 1] for name, value in batch.items()}
+        one = subject.taken(batch, example, example + 1)
         found.append(batch_gradient(subject, model, one))
     return found
 
@@ -174,31 +198,55 @@ def norm_error(found: dict[str, Tensor], loop: list[Grads]) -> float:
     return float(torch.stack(errors).max())
 
 
+def neighbours(subject: Subject, max_norm: float) -> float:
+    """See `Figures`."""
+    model, worst, batch = replaced(subject, subject.ready()), 0.0, as_floats(subject.batch(EXAMPLES))
+    model.train(subject.trains)
+    parts = [subject.taken(batch, start, start + EXAMPLES - 1) for start in (0, 1)]
+    for second_pass in ("reweight", "cached"):
+        clipped = prepared(subject, model).float()
+        clipper = ghostclip.GhostClipper(clipped, max_norm, second_pass=second_pass)
+        sums = []
+        for each in (batch, *parts):
+            clipped.zero_grad()
+            clip(subject, clipper, each)
+            sums.append(gradients(clipped))
+        for part in sums[1:]:
+            moved = whole_norm({name: total.double() - part[name].double() for name, total in sums[0].items()})
+            worst = max(worst, float(moved) / max_norm)
+    return worst
+
+
 class Examples(Dataset[Any]):
     """The examples of a batch, one by one."""
 
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
+    def __init__(self, subject: Subject, examples: int) -> None:
+        self._subject, self._examples, self._batch = subject, examples, subject.batch(examples)
 
     def __len__(self) -> int:
-        return len(next(iter(self._batch.values())))
+        return self._examples
 
     def __getitem__(self, index: int) -> Batch:
-        return {name: value[index] for name, value in self._batch.items()}
+        one = self._subject.taken(self._batch, index, index + 1)
+        return one if self._subject.joined else {name: value[0] for name, value in one.items()}
 
 
 def private_steps(subject: Subject, model: nn.Module, max_norm: float) -> int:
-    """Takes STEPS private steps in train mode; returns how many of them moved every trained parameter."""
+    """Takes STEPS private steps; returns how many of them moved every trained parameter."""
     model.train(subject.trains)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    data: Any = Examples(subject, 4 * EXAMPLES)
+    if subject.joined is not None:
+        data = DataLoader(data, batch_size=EXAMPLES, collate_fn=subject.joined)
     engine = ghostclip.PrivacyEngine(
-        model, optimizer, Examples(subject.batch(4 * EXAMPLES)), batch_size=EXAMPLES, max_physical_batch_size=3,
+        model, optimizer, data, batch_size=EXAMPLES, max_physical_batch_size=3,
         noise_multiplier=1.0, clipping=max_norm, noise="test", seed=1,
     )  # fmt: skip
+    rows: Any = {"batch_index": subject.index} if subject.index else {}
     moved = 0
     for _, batch in zip(range(STEPS), engine.batches(), strict=False):
         before = [p.detach().clone() for p in model.parameters() if p.requires_grad]
-        engine.step(batch, subject.losses)
+        engine.step(batch, subject.losses, **rows)
         after = [p for p in model.parameters() if p.requires_grad]
         moved += all(bool((a != b).any()) and bool(b.isfinite().all()) for a, b in zip(before, after, strict=True))
     return moved

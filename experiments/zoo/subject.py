@@ -16,6 +16,8 @@ __all__ = [
     "TOKENS",
     "Batch",
     "Subject",
+    "Timed",
+    "as_floats",
     "class_losses",
     "images",
     "masked_texts",
@@ -25,6 +27,27 @@ __all__ = [
 
 Batch = dict[str, Tensor]
 CLASSES, TOKENS, LENGTH = 3, 31, 9
+LONG = 36  # tokens of the texts that are timed
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What is timed of a model: the same in a size of which a step takes a few milliseconds at least.
+
+    Attributes:
+        build: the model with random weights, float32.
+        batch: a batch of so many examples.
+        examples: of a batch.
+    """
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[int], Batch]
+    examples: int = 16
+
+
+def rows_of(batch: Batch, start: int, stop: int) -> Batch:
+    """Some examples of a batch, by the first dimension of its tensors."""
+    return {name: value[start:stop] for name, value in batch.items()}
 
 
 @dataclass(frozen=True)
@@ -41,6 +64,11 @@ class Subject:
         wrap: options of ``ghostclip.wrap``.
         trains: whether it is measured in train mode, where that has no randomness.
         refused: words of the refusal that is expected, for a model that can't be clipped exactly; "" where it can.
+        kind: of model, as the table groups them.
+        timed: what is timed; None for this same model.
+        index: batch -> whose each row is, as ``batch_index`` takes it; None where examples have a row each.
+        taken: (batch, start, stop) -> the batch of some of its examples.
+        joined: batches of one example each -> the batch of all; None where they are stacked.
     """
 
     name: str
@@ -52,6 +80,11 @@ class Subject:
     wrap: dict[str, Any] = field(default_factory=dict)
     trains: bool = False
     refused: str = ""
+    kind: str = ""
+    timed: Timed | None = None
+    index: Callable[[Batch], Any] | None = None
+    taken: Callable[[Batch, int, int], Batch] = rows_of
+    joined: Callable[[list[Batch]], Batch] | None = None
 
     def ready(self) -> nn.Module:
         """The model in float64, each parameter random; norms and biases that start at 0 or 1 would hide mistakes."""
@@ -70,11 +103,11 @@ def texts(examples: int, length: int = LENGTH) -> Batch:
     return {"input_ids": tokens, "target": torch.arange(examples) % CLASSES}
 
 
-def masked_texts(examples: int) -> Batch:
+def masked_texts(examples: int, length: int = LENGTH) -> Batch:
     """The same with the ends of some texts masked, as padding is."""
-    lengths = LENGTH - torch.arange(examples) % 4
-    mask = (torch.arange(LENGTH) < lengths[:, None]).long()
-    found = texts(examples)
+    lengths = length - torch.arange(examples) % 4
+    mask = (torch.arange(length) < lengths[:, None]).long()
+    found = texts(examples, length)
     return found | {"attention_mask": mask, "input_ids": found["input_ids"] * mask}
 
 
@@ -83,6 +116,11 @@ def images(examples: int, side: int = 32, channels: int = 3) -> Batch:
     generator = torch.Generator().manual_seed(examples)
     pixels = torch.randn(examples, channels, side, side, generator=generator, dtype=torch.float64)
     return {"pixel_values": pixels, "target": torch.arange(examples) % CLASSES}
+
+
+def as_floats(batch: Batch, dtype: torch.dtype = torch.float32) -> Batch:
+    """The batch with its floating point numbers of one type."""
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
 
 
 def class_losses(model: nn.Module, batch: Batch) -> Tensor:

@@ -25,6 +25,11 @@ from ghostclip.clipper.first_pass import FirstPasses
 __all__ = ["Replay", "is_trial", "leaves_of", "shows_at_another_size"]
 
 _TRYING = ContextVar("trying", default=False)
+# What modules keep hooks of a forward in.
+HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+         "_forward_pre_hooks_with_kwargs")  # fmt: skip
+
+Place = tuple[nn.Module, dict[str, Any], dict[str, Tensor | None], list[dict[int, Any]]]
 
 
 def is_trial() -> bool:
@@ -67,7 +72,7 @@ class Replay:
 
     @contextmanager
     def again(self, gradients: bool = False, training: bool = True) -> Iterator[None]:
-        """With the random numbers that were to come then; afterwards all is as before: buffers, attributes and modes.
+        """With the random numbers that were to come then; afterwards buffers, attributes, hooks, modes are back.
 
         Args:
             gradients: whether a graph is recorded.
@@ -75,7 +80,7 @@ class Replay:
         """
         now = self._now()
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        places = [(module, dict(vars(module)), dict(module._buffers)) for module in self.model.modules()]
+        places = [_place_of(module) for module in self.model.modules()]
         with ExitStack() as stack:
             stack.callback(_TRYING.reset, _TRYING.set(True))
             stack.callback(self._set, now)
@@ -87,17 +92,24 @@ class Replay:
             yield
 
 
+def _place_of(module: nn.Module) -> Place:
+    own: Any = vars(module)
+    return module, dict(own), dict(module._buffers), [dict(own[name]) for name in HOOKS]
+
+
 @torch.no_grad()
-def _put_back(
-    buffers: list[tuple[Tensor, Tensor]],
-    places: list[tuple[nn.Module, dict[str, Any], dict[str, Tensor | None]]],
-) -> None:
-    for module, attributes, known in places:
+def _put_back(buffers: list[tuple[Tensor, Tensor]], places: list[Place]) -> None:
+    for module, attributes, known, hooks in places:
         own = vars(module)
         for name in own.keys() - attributes.keys():
             del own[name]
         own.update(attributes)
         module._buffers.update(known)
+        # A forward that adds hooks once, and marks that it did, would add them again: the mark is an attribute.
+        for name, before in zip(HOOKS, hooks, strict=True):
+            if own[name].keys() != before.keys():
+                own[name].clear()
+                own[name].update(before)
     for buffer, value in buffers:
         if not torch.equal(buffer, value):
             buffer.copy_(value)
