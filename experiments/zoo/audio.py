@@ -69,12 +69,6 @@ def frame_losses(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(found.mean(1), batch["target"], reduction="none")
 
 
-def channel_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """The same of a model that takes and gives [B, channels, T]."""
-    found = model(batch["input_values"].transpose(1, 2))
-    return F.cross_entropy(found.mean(2), batch["target"], reduction="none")
-
-
 def deep_losses(model: nn.Module, batch: Batch) -> Tensor:
     """The same of DeepSpeech, which takes [B, 1, T, bands]."""
     found = model(batch["input_values"].unsqueeze(1))
@@ -114,7 +108,6 @@ TASNET = {"num_sources": 2, "enc_kernel_size": 8, "enc_num_feats": 8, "msk_kerne
           "msk_num_hidden_feats": 12, "msk_num_layers": 2, "msk_num_stacks": 2}  # fmt: skip
 WIDE_TASNET = TASNET | {"enc_num_feats": 64, "msk_num_feats": 64, "msk_num_hidden_feats": 96}
 DEEP = {"n_feature": 8, "n_hidden": 16, "n_class": CLASSES, "dropout": 0.0}
-LETTERS = {"num_classes": CLASSES, "input_type": "mfcc", "num_features": 8}
 # name: (what is particular, small, large, batch, a batch that is timed, losses)
 Model = Callable[[], nn.Module]
 TORCHAUDIO: dict[str, tuple[str, Model, Model, Batches, Batches, Callable[[nn.Module, Batch], Tensor]]] = {
@@ -123,9 +116,6 @@ TORCHAUDIO: dict[str, tuple[str, Model, Model, Batches, Batches, Callable[[nn.Mo
     "DeepSpeech (torchaudio)": ("a bidirectional recurrent layer", partial(of_torchaudio, "DeepSpeech", **DEEP),
                                 partial(of_torchaudio, "DeepSpeech", **DEEP | {"n_hidden": 128}), spectra,
                                 partial(spectra, steps=64), deep_losses),
-    "Wav2Letter (torchaudio)": ("long 1-D convolutions", partial(of_torchaudio, "Wav2Letter", **LETTERS),
-                                partial(of_torchaudio, "Wav2Letter", **LETTERS), spectra, partial(spectra, steps=64),
-                                channel_losses),
     "Conv-TasNet (torchaudio)": ("dilated depthwise convolutions, masks",
                                  partial(of_torchaudio, "ConvTasNet", **TASNET),
                                  partial(of_torchaudio, "ConvTasNet", **WIDE_TASNET), sounds, LONG_SOUNDS,
@@ -136,7 +126,7 @@ TORCHAUDIO: dict[str, tuple[str, Model, Model, Batches, Batches, Callable[[nn.Mo
 # Modules of models that have the examples in dimension 1.
 POSITIONS_FIRST = {
     "Conformer (torchaudio)": {"body.conformer_layers.*.ffn*": 1, "body.conformer_layers.*_layer_norm": 1},
-    "DeepSpeech (torchaudio)": {"fc4": 1, "out": 1},
+    "DeepSpeech (torchaudio)": {"fc4*": 1, "out": 1},
 }
 
 
