@@ -218,6 +218,35 @@ def test_clip_meets_a_table_as_long_as_the_batch_with_another_number_of_rows(wir
     assert all(8 % count for count in others)
 
 
+def places_made_in_forward(m: Any, x: Tensor) -> Tensor:
+    """A product of a table that the forward makes with a bare parameter, as relative positions are."""
+    table = torch.arange(40, dtype=x.dtype).view(8, 5).sin()
+    return (m.body(x) * (table @ m.bare)).sum((1, 2))
+
+
+def filled_in_forward(m: Any, x: Tensor) -> Tensor:
+    """A weight that is put into zeros, as orthogonal fine-tuning does."""
+    weight = torch.zeros(8, 8, dtype=x.dtype)
+    weight[:, m.columns] = m.bare.view(8, 3)
+    return (m.body(x).transpose(1, 2) @ weight).square().sum((1, 2))
+
+
+@pytest.mark.parametrize("examples", [2, 4, 8])
+@pytest.mark.parametrize(("wiring", "shape"), [(places_made_in_forward, (5, 5)), (filled_in_forward, (24,))])
+def test_clip_tells_what_a_forward_makes_from_a_batch_that_is_as_long(wiring: Any, shape: Any, examples: int) -> None:
+    torch.manual_seed(1)
+    model = Wired(wiring, body=nn.Linear(5, 5)).double()
+    model.bare = nn.Parameter(torch.randn(*shape, dtype=torch.float64))
+    model.columns = torch.tensor([0, 3, 6])
+    clipper, x = GhostClipper(ghostclip.wrap(model), MAX_NORM), torch.randn(examples, 8, 5, dtype=torch.float64)
+    for part in (x, x[: examples // 2], x[:1]):
+        model.zero_grad()
+        clipper.clip(lambda m, x: m(x), part)
+        wanted = oracle.clipped_sum(oracle.per_example_grads(model, lambda losses: losses, (part,)), MAX_NORM)
+        found = gradients(model)
+        assert_dicts_close({key: found[key] for key in wanted if key in found}, wanted, 1e-9)
+
+
 def test_what_mixes_is_refused_by_clip_and_leaves_no_trace() -> None:
     def wiring(m: Any, x: Tensor) -> Tensor:
         m.steps += 1

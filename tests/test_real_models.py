@@ -167,7 +167,20 @@ def test_transformers_conv1d_has_a_rule():
     assert type(ghostclip.unwrap(module)) is Theirs
 
 
-@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name.replace(" ", "_"))
+# Of each kind, as many run in every suite; all of them are in docs/supported_models.md.
+QUICK = 6
+KINDS = [subject.kind for subject in SUBJECTS]
+MARKED = [
+    pytest.param(
+        subject,
+        id=subject.name.replace(" ", "_"),
+        marks=[pytest.mark.slow] if KINDS[:place].count(subject.kind) >= QUICK else [],
+    )
+    for place, subject in enumerate(SUBJECTS)
+]
+
+
+@pytest.mark.parametrize("subject", MARKED)
 @pytest.mark.filterwarnings("default")  # other libraries' own
 def test_models_of_other_libraries(subject):
     if importlib.util.find_spec(subject.library) is None:
@@ -179,3 +192,4 @@ def test_models_of_other_libraries(subject):
     figures = measure(subject)
     assert figures.worst <= 1e-8
     assert figures.steps == STEPS
+    assert figures.neighbours <= 1 + 1e-5

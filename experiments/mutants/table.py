@@ -1740,6 +1740,20 @@ CHECKED = [
         ("tests/test_self_check.py",),
     ),
     Mutant(
+        "a batch of another size goes into a parameter's size, too",
+        "ghostclip/clipper/replay.py",
+        "    return next(prime for prime in primes if all(size % prime for size in sizes))\n",
+        "    return next(primes)\n",
+        ("tests/test_coinciding_sizes.py",),
+    ),
+    Mutant(
+        "any tensor of a rehearsal is shared",
+        "ghostclip/graph/shared/search.py",
+        "        if self._places.rehearses and not dims:\n",
+        "        if self._places.rehearses:\n",
+        ("tests/test_coinciding_sizes.py", "tests/test_mixing.py", "tests/test_fallback.py"),
+    ),
+    Mutant(
         "check takes no norms of its batch",
         "ghostclip/clipper/checking.py",
         "        findings += _refusal(model, loss_fn, batch)\n",

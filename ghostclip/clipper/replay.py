@@ -135,7 +135,8 @@ def shows_at_another_size(
     if found is None or found[2] < 2:
         return False
     leaves, structure, examples = found
-    rows = torch.arange(_prime_above(examples)) % examples
+    sizes = {size for parameter in model.parameters() for size in parameter.shape if size > 1}
+    rows = torch.arange(_prime_above(examples, sizes)) % examples
     repeated = tree_unflatten([leaf.detach()[rows.to(leaf.device)] for leaf in leaves], structure)
     try:
         with Replay(model).again(gradients=True):
@@ -144,6 +145,7 @@ def shows_at_another_size(
         return False
 
 
-def _prime_above(number: int) -> int:
-    """The smallest prime above a number: few tables and images have a multiple of it."""
-    return next(n for n in itertools.count(number + 1) if all(n % d for d in range(2, int(n**0.5) + 1)))
+def _prime_above(number: int, sizes: set[int]) -> int:
+    """The smallest prime above a number that goes into none of the sizes: few tables have a multiple of it."""
+    primes = (n for n in itertools.count(number + 1) if all(n % d for d in range(2, int(n**0.5) + 1)))
+    return next(prime for prime in primes if all(size % prime for size in sizes))

@@ -83,8 +83,8 @@ class RowLayouts:
 
     @property
     def constants(self) -> int:
-        """How many uses of layers are known to see no examples."""
-        return len(self._constant)
+        """How many uses of layers, and tensors outside of layers, are known to see no examples by another batch."""
+        return len(self._constant) + sum(len(places.shared) for places in self._places.values())
 
     def lay_out(
         self,
@@ -128,7 +128,7 @@ class RowLayouts:
                 c: RowIndex(torch.zeros(0, dtype=torch.int64, device=c.device), 1) for c in uses.calls if not _rows(c)
             }
         while True:
-            region = self._region(losses, uses, odd, index, unsure) if odd or uses.leaves else None
+            region = self._region(losses, uses, odd, index, unsure, rehearsal) if odd or uses.leaves else None
             if odd and examples > 1:
                 self._constant |= _alike([call for call in odd if _is_odd(call, examples)], uses).items()
             shared = set() if region is None else {id(call) for call in region.calls.values()}
@@ -207,13 +207,14 @@ class RowLayouts:
         return [*mixing, *dark]
 
     def _region(
-        self, losses: Tensor, uses: Uses, odd: list[LayerCall], index: ParameterNames, unsure: bool
+        self, losses: Tensor, uses: Uses, odd: list[LayerCall], index: ParameterNames, unsure: bool, rehearsal: bool
     ) -> SharedSubgraph:
         """What all examples share, and where they meet it; ``unsure``: one of the odd calls may have seen examples."""
         self._hold([node.variable for node in uses.leaves] + [p for each in odd for p in each.layer.parameters()])
         if len(losses) <= 1:
             return without_boundaries(losses, uses, odd)
         places = DecisionCache() if uses.reorders else self._places.setdefault(uses.size, DecisionCache())
+        places.rehearses = rehearsal
         search = Search(losses, odd, uses, index, places)
         try:
             return search.region()

@@ -60,9 +60,17 @@ class Decision:
 
 @dataclass
 class DecisionCache:
-    """What was found out in earlier batches, by places in the graph, which are numbered by how they are made."""
+    """What was found out in earlier batches, by places in the graph, which are numbered by how they are made.
+
+    Attributes:
+        decisions: by places.
+        shared: (place, shape) of tensors that had this shape in a rehearsal, whose examples go into no dimension of it.
+        rehearses: whether the batch that is looked at is one.
+    """
 
     decisions: dict[tuple, Decision] = field(default_factory=dict)
+    shared: set[tuple] = field(default_factory=set)
+    rehearses: bool = False
     _numbers: dict[tuple, int] = field(default_factory=dict)
 
     def number(self, *made_of: Any) -> int:
@@ -210,7 +218,7 @@ class Search:
             if not dims and OTHER in inputs:
                 # What examples went into has more to hand down than shared tensors have.
                 raise self._refusal(edge, PICKED)
-            decision = self._known(edge, dims) if dims else Decision(None)
+            decision = Decision(None) if self._has_none(edge, dims) else self._known(edge, dims)
             if decision is None:
                 unknown[edge] = dims
             else:
@@ -224,6 +232,13 @@ class Search:
                     raise self._refusal(edge, "only some of its results are the examples'")
                 self._boundaries.append(BroadcastBoundary(*edge, found.dim, found.count, found.row_order, shared))
         return unknown
+
+    def _has_none(self, edge: Edge, dims: list[int]) -> bool:
+        """Whether an output is shared by its shape: the batch goes into no dimension, or a rehearsal's didn't."""
+        seen = (self._key(edge), shape_of(edge))
+        if self._places.rehearses and not dims:
+            self._places.shared.add(seen)
+        return not dims or seen in self._places.shared
 
     def _multiples(self, edge: Edge) -> tuple[int, ...]:
         """How many times the batch goes into each dimension, 0 where it doesn't."""
