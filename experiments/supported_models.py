@@ -111,6 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=3.0, help="of the processor, for the times of a model")
     parser.add_argument("--results", type=Path, default=HERE / "results" / "supported_models.json")
     parser.add_argument("--page", type=Path, default=HERE.parent / "docs" / "supported_models.md")
+    parser.add_argument("--resume", action="store_true", help="leave out models that have all of these parts")
     parser.add_argument("--count", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -123,6 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = known_rows(options.results, there)
     chosen = [s for s in there if not options.only or any(word in s.name for word in options.only)]
     chosen = [s for s in chosen if not options.kinds or s.kind in options.kinds]
+    if options.resume:
+        chosen = [s for s in chosen if not is_complete(rows.get(s.name, {}), options.parts)]
     for number, subject in enumerate(chosen, 1):
         row = rows.setdefault(subject.name, {})
         row |= {"library": subject.library, "about": subject.about, "kind": subject.kind}
@@ -150,6 +153,11 @@ def known_rows(path: Path, there: Sequence[Subject]) -> dict[str, Any]:
         return {}
     names = {subject.name for subject in there}
     return {name: row for name, row in known["models"].items() if name in names}
+
+
+def is_complete(row: dict[str, Any], parts: Sequence[str]) -> bool:
+    """Whether a row has the parts; a model that isn't exact has errors only."""
+    return all(part in row for part in (parts if verdict(row) == "exact" else ("errors",)))
 
 
 def in_short(row: dict[str, Any]) -> str:
