@@ -1,8 +1,8 @@
 """White-box trials: an adversary who sees every released sum, and a canary whose gradient it knows.
 
 In a trial the canary is in the data or not, by a fair coin, and the engine makes one real step (or several): sampling,
-forward, both passes, clipping, noise, release to the optimizer. The optimizer is one that looks at the released
-gradient along the canary's direction and moves nothing (Nasr et al. 2021 and 2023: gradient canaries, white box).
+forward, both passes, clipping, noise, release to an optimizer that moves nothing. The adversary looks at the released
+gradient along the canary's direction (Nasr et al. 2021 and 2023: gradient canaries, white box).
 
 The data are the ones in which the canary is seen best, as the guarantee is for all data: a few of the user's examples,
 whose clipped gradients the adversary knows, and the canary, an example of the user's with its loss multiplied so that
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 from ghostclip.audit.bounds import error_bound
@@ -93,12 +93,14 @@ class _Canary:
         self._weights = torch.ones(setting.size, device="cpu")
         places = torch.arange(setting.size, device="cpu")
         data = TensorDataset(torch.tensor(indices, device="cpu"), self._weights, places)
-        model = training.model_copy()
-        self._looking = _Looking(model.parameters())
+        self._model = training.model_copy()
+        still = SGD(self._model.parameters(), lr=0.0)
         # Without the self-check, which would remark that nothing moves.
-        self._engine: PrivacyEngine = training.engine(model, self._looking, data, setting.batch_size, self_check=False)
-        model.eval()  # dropout would only blur the canary
-        self._training = training
+        self._engine: PrivacyEngine = training.engine(self._model, still, data, setting.batch_size, self_check=False)
+        # After the engine's own hook, so that what it sees is what was released.
+        still.register_step_pre_hook(self._look)
+        self._model.eval()  # dropout would only blur the canary
+        self._training, self._seen = training, 0.0
         self._present: list[Tensor] = []
         self._batches = endless(self._engine)
         self._known = self._look_up(data)
@@ -115,8 +117,12 @@ class _Canary:
         self._present.clear()
         self._engine.step(next(self._batches), self._losses)
         present = torch.cat(self._present) if self._present else torch.zeros(0, dtype=torch.long, device="cpu")
-        seen = self._looking.seen * self._engine.batch_size - float(self._known[present].sum())
+        seen = self._seen * self._engine.batch_size - float(self._known[present].sum())
         return seen / self._sensitivity
+
+    def _look(self, *_: Any) -> None:
+        """Measures the released gradient along the canary's direction."""
+        self._seen = float(_gradient(self._model.parameters()) @ self._direction)
 
     def _losses(self, model: nn.Module, batch: Any) -> Tensor:
         indices, weights, positions = batch
@@ -137,24 +143,9 @@ class _Canary:
             return _gradient(model.parameters())
 
         direction = clipped(size - 1)
-        self._looking.direction = direction / direction.norm()
-        shares = [float(clipped(position) @ self._looking.direction) for position in range(size - 1)]
+        self._direction = direction / direction.norm()
+        shares = [float(clipped(position) @ self._direction) for position in range(size - 1)]
         return torch.tensor([*shares, 0.0], dtype=torch.float64, device="cpu")
-
-
-class _Looking(Optimizer):
-    """An optimizer that measures the gradient along a direction and moves nothing."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__(parameters, {})
-        self.direction: Tensor
-        self.seen = 0.0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Measures the released gradient."""
-        found = _gradient(p for group in self.param_groups for p in group["params"])
-        self.seen = float(found @ self.direction)
 
 
 def _strongest(training: Training) -> tuple[int, float]:
