@@ -79,13 +79,14 @@ class MicroBatches:
     def find(
         self, clipper: GhostClipper, optimizer: Optimizer, loss_fn: LossFunction, examples: Any, rows: int
     ) -> None:
-        """Finds ``most`` by trial, where that was asked for and has not been done.
+        """Finds ``most`` by trial, where it is open and the batch has examples.
 
         Raises:
             TypeError: the batch can't be divided.
             MemoryError: not even one example fits.
         """
-        if self._memory is None or not self.is_open or not rows:
+        assert self._memory is not None
+        if not rows:
             return
         try:
             rows_of(examples, rows, 0, 1)

@@ -174,7 +174,8 @@ class Release:
 
     def start(self, discarded: bool) -> None:
         """All ranks begin a step, or discard the batch; raises PrivacyError where some do the other, or refuse."""
-        self._agreed(lambda: None, lambda: {"same": {"whether the batch is discarded": discarded}})
+        if self._ranks.size > 1:
+            self._agreed(lambda: None, lambda: {"same": {"whether the batch is discarded": discarded}})
         self._asked = discarded
 
     def _agreed(self, work: Callable[[], T], facts: Callable[[], dict[str, Any]]) -> tuple[T, list[dict[str, Any]]]:

@@ -155,11 +155,12 @@ class LogicalStep:
         now = self._now
         if self._index_of is not None:
             self._batch_index = self._index_of(examples)
-            self._self_check.compare(loss_fn, examples, now.rows, now.units, self.release.batch, self._batch_index)
+            self._self_check.before(loss_fn, examples, now.rows, now.units, self.release.batch, self._batch_index)
             return
-        self.micro_batches.find(self._clipper, self._optimizer, loss_fn, examples, now.rows)
+        if self.micro_batches.is_open:
+            self.micro_batches.find(self._clipper, self._optimizer, loss_fn, examples, now.rows)
         first, units, rows = self.micro_batches.first(examples, now.units, now.rows)
-        self._self_check.compare(loss_fn, first, rows, units, self.release.batch)
+        self._self_check.before(loss_fn, first, rows, units, self.release.batch)
 
     def in_pieces(
         self, clip: Callable[[LossFunction, Any], ClippingResult], loss_fn: LossFunction, examples: Any
@@ -182,7 +183,6 @@ class LogicalStep:
         """Forward and both passes of the physical batch (or piece of one) that `prepare` has seen."""
         if self._batch_index is not None:
             return self._gather_losses(loss_fn(self._model, examples))
-        self._self_check.before(loss_fn, examples)
         return met_again(self._clipper.passes, self._model, loss_fn, examples, self._gather_losses)
 
     def backward(self, losses: Tensor, batch_index: Any, retain_graph: bool) -> ClippingResult:
@@ -259,7 +259,8 @@ class LogicalStep:
     @property
     def _now(self) -> _Rows:
         """The physical batch that was handed out last, or the piece of it in the making."""
-        batch = self.release.current("engine.backward()")
+        batch = self.release.batch
+        assert batch is not None
         rows, users = batch.sizes[batch.handed - 1], batch.users[batch.handed - 1]
         units = rows if users is None else users.users
         if self._piece is None:

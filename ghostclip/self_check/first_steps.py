@@ -60,23 +60,20 @@ class SelfCheck:
         """Whether nothing is left to be looked at."""
         return not (self._to_compare or self._movement is not None)
 
-    def compare(
+    def before(
         self, loss_fn: LossFunction, examples: Any, rows: int, units: int, logical: object, batch_index: Any = None
     ) -> None:
-        """`LossComparison.compare` of a physical batch before its forward."""
-        if self._comparison is not None:
-            self._comparison.compare(loss_fn, examples, rows, units, logical, batch_index)
+        """Before a physical batch's forward: `LossComparison.compare`, and gradients of the first of many examples.
 
-    def before(self, loss_fn: LossFunction, examples: Any) -> None:
-        """To be called before a physical batch's forward: a large one is compared by its first examples.
-
-        Its own graph needn't be held then. ``loss_fn`` is called once more for it. Where that doesn't show anything,
-        as where ``loss_fn`` takes no other batch, the comparison is left to `backward`.
+        The graph of all of them needn't be held then; ``loss_fn`` is called once more for it. Where that doesn't show
+        anything, as where ``loss_fn`` takes no other batch, the gradients are left to `backward`.
 
         Raises:
-            VerificationError: as `backward`.
+            VerificationError: as `LossComparison.compare` and `backward`.
         """
-        if not self._to_compare or (head := _head_of_large(examples)) is None:
+        if self._comparison is not None:
+            self._comparison.compare(loss_fn, examples, rows, units, logical, batch_index)
+        if not self._to_compare or batch_index is not None or (head := _head_of_large(examples)) is None:
             return
         try:
             with Replay(self._model).again(gradients=True):
