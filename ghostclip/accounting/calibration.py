@@ -160,6 +160,13 @@ def affordable(
     """How many of ``event``, up to ``most``, stay within ``max_epsilon`` at ``delta``, together with ``spent``.
 
     It takes half a dozen evaluations of epsilon, one when ``most`` is affordable.
+
+    Args:
+        spent: events with their counts.
+        event: one further step, with a count of 1.
+        max_epsilon: finite and > 0.
+        delta, accountant: as in `epsilon`.
+        most: steps that are asked about, at most.
     """
     spent = list(spent)
 

@@ -1,4 +1,4 @@
-"""Private training: the pieces put together around the user's own optimizer."""
+"""Private training: sampling, clipping, charge, noise and update around the user's own model and optimizer."""
 
 from .privacy_engine import PrivacyEngine
 from .snapshots import Restored

@@ -1,4 +1,4 @@
-"""What an engine has spent: every step is charged here before it is released."""
+"""Charges every step before it is released, and refuses those past the plan or the budget."""
 
 from __future__ import annotations
 

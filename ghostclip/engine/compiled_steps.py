@@ -1,4 +1,4 @@
-"""Steps of an engine that may be compiled: which parts of one are, and that each is charged before it is taken.
+"""Compiled steps of an engine: which part of a step runs as one graph, and its charge before that.
 
 A logical batch in one piece is one graph from the forward to the update; in several, each has a graph for its forward
 and passes, and noise and update have one. Graphs are tried first on copies of what they write.

@@ -1,4 +1,4 @@
-"""Physical batches divided into pieces that fit into memory: after it ran out, or by trial before the first step."""
+"""Divides physical batches that don't fit into memory, by trial before the first step or after memory ran out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine asks of a torch optimizer, and how it comes between a closure and the update."""
+"""Which optimizers an engine accepts, and how its noise comes between a closure and the update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine puts into a checkpoint and takes out of it, and whether the two belong together."""
+"""Saves an engine to a checkpoint and restores it, where the two belong together."""
 
 from __future__ import annotations
 

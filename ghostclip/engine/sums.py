@@ -1,4 +1,4 @@
-"""The clipped sums of a logical batch, from first backward to release, and the proof that nobody touched them."""
+"""Where the clipped sums of a logical batch wait for its step, and the check that nothing else changed them."""
 
 from __future__ import annotations
 

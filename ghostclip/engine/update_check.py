@@ -1,4 +1,4 @@
-"""Whether the trained parameters moved in charged steps only, by torch's version counters, and in this engine's."""
+"""Refuses to go on where trained parameters moved outside of charged steps; torch's version counters show that."""
 
 from __future__ import annotations
 

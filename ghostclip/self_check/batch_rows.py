@@ -1,4 +1,4 @@
-"""A physical batch with rows taken in another way: some in the place of others, or some alone."""
+"""A physical batch in which some rows stand in the place of others, or of which some rows are taken alone."""
 
 from __future__ import annotations
 

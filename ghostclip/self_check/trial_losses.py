@@ -1,4 +1,4 @@
-"""Losses of batches that are tried out: from the same random numbers, and without a trace."""
+"""Losses of a batch and of variants of it, from the same random numbers and without a trace in the model."""
 
 from __future__ import annotations
 
