@@ -50,12 +50,12 @@ def audited(batch_size: int = 500, steps: int = 20, noise_multiplier: float = 1.
 @contextmanager
 def clip_at_twice_the_bound() -> Iterator[None]:
     """A planted bug: flat clipping lets gradients of twice the bound through, and the noise knows nothing of it."""
-    weights = policies.bounded_weights
-    policies.bounded_weights = lambda norms, bound: weights(norms, 2 * bound)
+    weights = policies.flat_weights
+    policies.flat_weights = lambda norms, bound: weights(norms, 2 * bound)
     try:
         yield
     finally:
-        policies.bounded_weights = weights
+        policies.flat_weights = weights
 
 
 def with_a_bug(draws: int) -> Audit:

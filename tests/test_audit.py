@@ -202,12 +202,12 @@ def audited(model=None, dataset=None, **changes):
 
 
 def clip_doubled(monkeypatch):
-    from ghostclip.norms.reduce import bounded_weights
+    from ghostclip.clipping import flat_weights
 
     def loose(norms, bound):
-        return bounded_weights(norms, 2 * bound)
+        return flat_weights(norms, 2 * bound)
 
-    monkeypatch.setattr("ghostclip.clipping.policies.bounded_weights", loose)
+    monkeypatch.setattr("ghostclip.clipping.policies.flat_weights", loose)
 
 
 def noise_changed(change):

@@ -5,7 +5,7 @@ import torch
 from comparing import assert_dicts_close, gradients
 
 import ghostclip
-from ghostclip.clipping import PerLayer
+from ghostclip.clipping import PerLayer, flat_weights
 from ghostclip.norms import reduce
 from ghostclip.norms.affine import LinearPair, squared_norms_of, weighted_sums_of
 
@@ -62,10 +62,10 @@ def test_norms_and_weights(dtype):
     found = reduce.norms([rows[2], rows], dtype)
     torch.testing.assert_close(found, (rows.sum(0) + rows[2]).sqrt())
     torch.testing.assert_close(reduce.norms([rows[1]], dtype), rows[1].sqrt())
-    weights = reduce.bounded_weights(found, 0.5)
+    weights = flat_weights(found, 0.5)
     torch.testing.assert_close(weights, (0.5 / found).clamp(max=1.0))
     assert (weights * found <= 0.5).all()
-    odd = reduce.bounded_weights(torch.tensor([0.0, torch.inf, torch.nan, 4.0], dtype=dtype), 2.0)
+    odd = flat_weights(torch.tensor([0.0, torch.inf, torch.nan, 4.0], dtype=dtype), 2.0)
     torch.testing.assert_close(odd, torch.tensor([1.0, 0.0, torch.nan, 0.5], dtype=dtype), equal_nan=True)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ghostclip.clipping.allocation import same_groups
 from ghostclip.clipping.partitions import ByLayer, ByName, Partition, as_partition
 from ghostclip.clipping.policies import checked_weights, flat_weights
 from ghostclip.norms.reduce import margin
@@ -111,7 +112,7 @@ class PerLayer(Thresholds):
         """{parameter name: name of its layer}."""
         found = ByLayer().groups(sizes)
         if self.thresholds is not None:
-            _same_names("layer", set(found.values()), set(self.thresholds))
+            same_groups("thresholds", set(found.values()), set(self.thresholds))
         return found
 
 
@@ -139,7 +140,7 @@ class Grouped(Thresholds):
         ByName(self.groups)
         self._check()
         if self.thresholds is not None:
-            _same_names("group", set(self.groups), set(self.thresholds))
+            same_groups("thresholds", set(self.groups), set(self.thresholds))
 
     def partition(self, sizes: Mapping[str, int]) -> dict[str, str]:
         """{parameter name: group}."""
@@ -193,11 +194,3 @@ def joint_weights(
     some = next(iter(found.values()))
     factor = ((bound * margin(some.dtype)) / whole).clamp(max=1.0).to(some.dtype)
     return {group: weights * factor for group, weights in found.items()}
-
-
-def _same_names(kind: str, needed: set[str], given: set[str]) -> None:
-    if needed != given:
-        missing, unknown = sorted(needed - given), sorted(given - needed)
-        raise ValueError(
-            f"thresholds must name each trained {kind} once; missing: {missing or 'none'}, unknown: {unknown or 'none'}"
-        )

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ghostclip.norms.reduce import bounded_weights, margin
+from ghostclip.norms.reduce import margin
 from ghostclip.validate import nonnegative, positive
 
 __all__ = ["Automatic", "Custom", "Flat", "Policy", "checked_weights", "clamped", "flat_weights"]
@@ -29,7 +29,7 @@ class Policy(Protocol):
 
 def flat_weights(norms: Tensor, max_norm: float) -> Tensor:
     """``min(1, max_norm / norms)``, [B], a few units in the last place low; 1 for a norm of zero."""
-    return bounded_weights(norms, max_norm)
+    return (max_norm * margin(norms.dtype) / norms).clamp_(max=1.0)
 
 
 @dataclass(frozen=True)

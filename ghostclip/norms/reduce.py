@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["all_finite", "bounded_weights", "margin", "norms", "rounding_margin"]
+__all__ = ["all_finite", "margin", "norms", "rounding_margin"]
 
 # Errors that measuring and summing may leave together, in units of roundoff (half of eps).
 MARGIN = 8.0
@@ -60,8 +60,3 @@ def all_finite(*vectors: Tensor) -> bool:
 def margin(dtype: torch.dtype) -> float:
     """A factor just below 1 that rounding in a product of that precision can't undo."""
     return 1.0 - 8.0 * torch.finfo(dtype).eps
-
-
-def bounded_weights(norms: Tensor, bound: float) -> Tensor:
-    """``min(1, bound / norms)``, a few units in the last place low; 1 for a norm of zero."""
-    return (bound * margin(norms.dtype) / norms).clamp_(max=1.0)
