@@ -192,3 +192,12 @@ def test_two_processes_train_one_model(tmp_path):
     these, those = (torch.load(tmp_path / f"rank-{rank}.pt") for rank in range(2))
     assert all(torch.equal(this, that) for this, that in zip(these, those, strict=True))
     assert charged(tmp_path / "privacy.ledger") == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("max_grad_norm", "clipping"), ("epsilon", "target_epsilon"), ("batch_size", "per_device_train_batch_size")],
+)
+def test_names_of_others_are_refused_with_ours(name, instead):
+    with pytest.raises(TypeError, match=f"PrivacyArguments has no argument {name}; use {instead}"):
+        PrivacyArguments(**{name: 1.0})

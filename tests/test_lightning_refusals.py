@@ -182,6 +182,8 @@ def test_loaders(tmp_path):
 def test_options():
     with pytest.raises(TypeError, match="'noise_multiplyer' is no option"):
         PrivacyCallback(noise_multiplyer=1.0)
+    with pytest.raises(TypeError, match="no argument max_grad_norm; use clipping"):
+        PrivacyCallback(max_grad_norm=1.0)
     with pytest.raises(TypeError, match="'model' is no option"):
         PrivacyCallback(model=torch.nn.Linear(2, 2))
 

@@ -42,6 +42,10 @@ def in_place(model: nn.Module) -> nn.Module:
     return model
 
 
+def any_size(model: nn.Module) -> Any:
+    return torch.compile(model, backend="aot_eager", dynamic=True)
+
+
 def a_part(model: nn.Module) -> nn.Module:
     model[2].compile(backend="aot_eager")  # type: ignore[index]
     return model
@@ -54,7 +58,7 @@ def test_a_compiled_model_is_refused_when_the_engine_or_clipper_is_built(way: An
             build(way(network()))
 
 
-@pytest.mark.parametrize("way", [lambda model: torch.compile(model, backend="aot_eager"), in_place])
+@pytest.mark.parametrize("way", [lambda model: torch.compile(model, backend="aot_eager"), any_size, in_place])
 @pytest.mark.parametrize("by_step", [False, True])
 def test_a_model_compiled_afterwards_is_refused_at_the_first_batch(way: Any, by_step: bool) -> None:
     model = network()

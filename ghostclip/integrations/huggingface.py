@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from ghostclip.integrations.huggingface_refusals import check_arguments, check_t
 from ghostclip.ledger import Ledger
 from ghostclip.sampling import LogicalBatch
 from ghostclip.sampling.loading import size_of
+from ghostclip.validate import RefusesNames
 
 __all__ = ["PrivacyArguments", "PrivateTrainer"]
 
@@ -48,7 +49,7 @@ PRIVATE = {"loss": "private_loss", "train_loss": "private_train_loss", "grad_nor
 
 
 @dataclass
-class PrivacyArguments:
+class PrivacyArguments(RefusesNames):
     """The privacy settings of a training. `transformers.HfArgumentParser` turns them into command line options.
 
     Args:
@@ -62,6 +63,12 @@ class PrivacyArguments:
             ``output_dir``. One that exists is continued, and what it holds counts.
         log_private_loss: keeps the training loss, as ``private_loss``, in log rows and checkpoints: private data.
     """
+
+    refused_names: ClassVar = {
+        "max_grad_norm": "clipping", "epsilon": "target_epsilon", "delta": "target_delta",
+        "batch_size": "per_device_train_batch_size and gradient_accumulation_steps of TrainingArguments",
+        "max_physical_batch_size": "per_device_train_batch_size of TrainingArguments",
+    }  # fmt: skip
 
     noise_multiplier: float | None = None
     target_epsilon: float | None = None

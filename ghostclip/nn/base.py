@@ -106,7 +106,8 @@ class LayerCall:
     ) -> None:
         self.layer, self.parameters, self.rows, self.extra = layer, parameters, rows, extra
         self.batch_dim, self.shape = batch_dim, preactivation.shape
-        self.dtype, self.device, self.nbytes = preactivation.dtype, preactivation.device, preactivation.nbytes
+        self.dtype, self.device = preactivation.dtype, preactivation.device
+        self.nbytes = preactivation.numel() * preactivation.element_size()  # of any size, as torch.compile traces it
         self.sources = [t.grad_fn or t for t in inputs if t.requires_grad]
         self.has_saved_tensor_hooks = has_saved_tensor_hooks()
         self.registered = RemovableHandle.next_id

@@ -30,6 +30,8 @@ def check_options(options: Mapping[str, Any]) -> None:
         name for name, each in inspect.signature(PrivacyEngine).parameters.items() if each.kind is each.KEYWORD_ONLY
     ]
     for name in options:
+        if name in PrivacyEngine.refused_names:
+            raise TypeError(f"PrivacyEngine has no argument {name}; use {PrivacyEngine.refused_names[name]}")
         if name not in known:
             raise TypeError(f"{name!r} is no option of PrivacyEngine; it takes {', '.join(known)}")
 
