@@ -33,7 +33,7 @@ def path(tmp_path: Path) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """An accountant of a closed form, and noise of 1 for every target, where it doesn't matter what they are."""
 
-    def epsilon_of(events: Any, *, delta: float, accountant: str = "pld") -> float:
+    def epsilon_of(events: Any, *, delta: float, accountant: str = "pld", coarser: int = 1) -> float:
         terms = [event.count * (event.sample_rate / event.noise_multiplier) ** 2 for event in events]
         return 4 * math.sqrt(sum(terms)) + sum(terms)
 
@@ -308,7 +308,7 @@ def test_affordable_steps_are_those_a_slow_count_finds(
 ) -> None:
     exact = accounting.epsilon_of
 
-    def epsilon_of(events: Any, *, delta: float, accountant: str = "pld") -> float:
+    def epsilon_of(events: Any, *, delta: float, accountant: str = "pld", coarser: int = 1) -> float:
         return exact(events, delta=delta) * (off if accountant == "rdp" else 1.0)
 
     monkeypatch.setattr(calibration, "epsilon_of", epsilon_of)
