@@ -61,10 +61,17 @@ def test_one_token_sent_to_another_examples_row():
         clipper.backward(losses_of(model, tokens()))
 
 
-def test_a_token_in_two_experts_of_which_one_is_another_examples():
+@pytest.mark.parametrize("back", [[0, 1, 6, 12], [0, 1, 6, 2], [0, 1, 2, 6]])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_token_that_comes_back_twice_once_at_another_example(back, at_once):
+    """The right place may be the first, the last, or that of the larger number."""
+    back = torch.tensor(back)
+
     def way(m, h, weights, chosen):
         inside = m.layers[0](h[[0, 1, 6]])
-        return torch.zeros_like(h).index_add(0, torch.tensor([0, 1, 6, 12]), inside[[0, 1, 2, 2]])
+        if at_once:
+            return torch.zeros_like(h).index_add(0, back, inside[[0, 1, 2, 2]])
+        return torch.zeros_like(h).index_add(0, back[:3], inside).index_add(0, back[[0, 1, 3]], inside)
 
     model = Experts(way).double()
     with pytest.raises(ghostclip.UnsupportedModelError, match="picked by index"):
@@ -139,16 +146,17 @@ def test_experts_over_rows_from_outside_of_the_graph_are_refused():
         ghostclip.GhostClipper(model).backward(losses_of(model, tokens()))
 
 
-def test_rows_used_in_another_way_are_refused():
-    """A penalty on what the experts say, over all of it."""
+@pytest.mark.parametrize("factor", [0.0, 1.0])
+def test_rows_used_in_another_way_are_refused(factor):
+    """A penalty on what the experts say, over all of it; it may be nothing yet."""
 
     def way(m, h, weights, chosen):
         row, _ = torch.where(chosen == 0)
         inside = m.layers[0](h[row])
-        return torch.zeros_like(h).index_add(0, row, inside) + inside.square().mean()
+        return torch.zeros_like(h).index_add(0, row, inside) + factor * inside.square().mean()
 
     model = Experts(way).double()
-    with pytest.raises(ghostclip.UnsupportedModelError):
+    with pytest.raises(ghostclip.UnsupportedModelError, match="used in another way"):
         ghostclip.GhostClipper(model).backward(losses_of(model, tokens()))
 
 
@@ -160,3 +168,19 @@ def test_the_refusal_names_the_operation():
     model = Experts(way).double()
     with pytest.raises(ghostclip.UnsupportedModelError, match="ends at Softmax"):
         ghostclip.GhostClipper(model).backward(losses_of(model, tokens()))
+
+
+def test_a_row_that_nothing_uses_harms_no_other_example():
+    """What is dropped isn't finite, of an example that is; it belongs to nobody."""
+
+    def way(m, h, weights, chosen):
+        rows = m.layers[0]((h / torch.tensor(m.divisor).view(-1, 1))[[0, 5, 10, 15, 16]])
+        return torch.zeros_like(h).index_add(0, torch.tensor([0, 5, 10, 15]), rows[:4])
+
+    model = Experts(way).double()
+    model.divisor = [1.0] * 20
+    x, clipper = tokens(), ghostclip.GhostClipper(model, 0.1)
+    clean = clipper.norms(losses_of(model, x))
+    model.divisor[16] = 0.0
+    norms = clipper.norms(losses_of(model, x))
+    assert torch.allclose(norms[:3], clean[:3], rtol=1e-10)

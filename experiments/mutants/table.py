@@ -1783,7 +1783,76 @@ CHECKED = [
     ),
 ]
 
+# Rows that are picked by index and put back: an error there gives an example's rows to another one.
+PICKED, PICKS = "ghostclip/graph/picked_rows.py", ("tests/test_experts_mistakes.py",)
+EXPERTS = ("tests/test_experts.py",)
+FOLLOWED = [
+    Mutant(
+        "a row that two examples use is the first one's",
+        PICKED,
+        "if len(other) != len(first) or bool(",
+        "if len(other) != len(first) or False and bool(",
+        PICKS,
+    ),
+    Mutant(
+        "a place that two examples pick is the last one's",
+        PICKED,
+        "        if not torch.equal(found[index[used]], owners[used]):",
+        "        if False:",
+        PICKS,
+    ),
+    Mutant(
+        "rows are followed wherever they are used otherwise",
+        PICKED,
+        "        if len(told) < self._uses[node]:",
+        "        if False:",
+        PICKS,
+    ),
+    Mutant(
+        "operations along the rows count as others",
+        PICKED,
+        "(name in ALONG and not _is_along_rows(node, len(owners)))",
+        "name in ALONG",
+        PICKS,
+    ),
+    Mutant(
+        "what rows are put back to isn't tested",
+        PICKED,
+        "            if len(losses) < 2 * self._tested.get(key, 0):",
+        "            if True:",
+        EXPERTS,
+    ),
+    Mutant(
+        "rows that come from outside of the graph are followed",
+        PICKED,
+        "        if not call.sources:\n",
+        "        if False:\n",
+        PICKS,
+    ),
+    Mutant(
+        "a mask picks the rows before it",
+        PICKED,
+        "masks[0].nonzero()[:, 0] if masks",
+        "(masks[0].nonzero()[:, 0] - 1) if masks",
+        EXPERTS,
+    ),
+    Mutant(
+        "an example's rows at all experts are one sum",
+        "ghostclip/norms/experts.py",
+        "pairs = numbers.repeat_interleave(counts) * self.examples + self.rows.index",
+        "pairs = 0 * numbers.repeat_interleave(counts) + self.rows.index",
+        EXPERTS,
+    ),
+    Mutant(
+        "rows that nothing uses count",
+        "ghostclip/norms/ragged.py",
+        "    term = term if row_order.used is None else term.keep_only(row_order.used)\n",
+        "",
+        PICKS,
+    ),
+]
+
 MUTANTS = [
     *CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *PROVED, *SHARDED, *MIXED, *COMPILED, *MISUSE,
-    *SAME, *OBSERVED, *INTEGRATED, *CHECKED,
+    *SAME, *OBSERVED, *INTEGRATED, *CHECKED, *FOLLOWED,
 ]  # fmt: skip

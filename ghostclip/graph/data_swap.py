@@ -16,7 +16,8 @@ __all__ = ["Mixed", "mixed_examples"]
 
 LOSS_REMEDY = 'compute each loss from its own example only (reduction="none"), one number for each'
 MODULE_REMEDY = (
-    "use a layer that treats each example by itself (GroupNorm for BatchNorm), and compare no examples of one batch"
+    "use a layer that treats each example by itself (GroupNorm for BatchNorm, an expert's capacity within an example), "
+    "and compare no examples of one batch"
 )
 
 LossFunction = Callable[[nn.Module, Any], Tensor]

@@ -342,7 +342,7 @@ class PickedLayouts:
                     self._tested[key] = len(losses)
                 return picked
             picked.problem, picked.mixes = "examples mix", True
-        return next((picked for picked in tried if picked.mixes), tried[0])
+        return tried[0]
 
 
 def _row_dim(shape: torch.Size, rows: int) -> int | None:
