@@ -121,6 +121,16 @@ BARE: dict[str, tuple[Any, dict[str, tuple[int, ...]]]] = {
     "convolved": (lambda m, x: F.conv1d(m.layer(x), m.p, m.q, padding=1), {"p": (4, 6, 3), "q": (4,)}),
     "convolved in groups": (lambda m, x: F.conv1d(x, m.p, stride=2, groups=3), {"p": (3, 2, 2)}),
     "layer_norm": (lambda m, x: F.layer_norm(m.layer(x), (5,), m.p, m.q), {"p": (5,), "q": (5,)}),
+    "layer_norm over two": (lambda m, x: F.layer_norm(m.layer(x), (6, 5), m.p, m.q), {"p": (6, 5), "q": (6, 5)}),
+    "layer_norm, time first": (
+        lambda m, x: F.layer_norm(m.layer(x).transpose(0, 1), (5,), m.p, m.q).transpose(0, 1),
+        {"p": (5,), "q": (5,)},
+    ),
+    "group_norm": (lambda m, x: F.group_norm(m.layer(x), 2, m.p, m.q), {"p": (6,), "q": (6,)}),
+    "group_norm, images": (
+        lambda m, x: F.group_norm(m.layer(x).unsqueeze(3) * x.unsqueeze(2), 3, m.p, m.q),
+        {"p": (6,), "q": (6,)},
+    ),
     "where": (lambda m, x: m.layer(torch.where(x[..., :1] > 0, m.p, x)), {"p": (5,)}),
     "repeated": (lambda m, x: m.layer(torch.cat([m.p.repeat(len(x), 2, 1), x], 1)), {"p": (1, 5)}),
     "table by position": (lambda m, x: x @ x.mT + m.p[torch.arange(36) % 11].view(6, 6), {"p": (11,)}),

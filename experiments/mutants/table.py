@@ -1754,6 +1754,13 @@ CHECKED = [
         ("tests/test_coinciding_sizes.py", "tests/test_mixing.py", "tests/test_fallback.py"),
     ),
     Mutant(
+        "a normalization's scale outside of layers gets the shift's gradient",
+        "ghostclip/graph/shared/boundary.py",
+        "            grad = grad * ((x - mean) * rstd).view_as(grad)\n",
+        "            pass\n",
+        ("tests/test_layers.py", "-k", "group_norm"),
+    ),
+    Mutant(
         "check takes no norms of its batch",
         "ghostclip/clipper/checking.py",
         "        findings += _refusal(model, loss_fn, batch)\n",

@@ -35,6 +35,7 @@ ELEMENTWISE = {
     for variant in (0, 1)
 }  # fmt: skip
 EXPAND, REPEAT = "ExpandBackward0", "RepeatBackward0"
+GROUP_NORM, LAYER_NORM = "NativeGroupNormBackward0", "NativeLayerNormBackward0"
 
 
 def broadcasts(shape: torch.Size, whole: torch.Size, dim: int) -> bool:
@@ -120,6 +121,8 @@ class BroadcastBoundary:
                 yield edge, self._of_table(grad, indices, shape_of(edge))
             elif name == "ConvolutionBackward0" and place > 0 and self.dim == 0:
                 yield edge, self._of_convolution(grad, place)
+            elif place > 0 and self.dim < self._first_normalized(grad.dim()):
+                yield edge, self._of_norm(grad, place, shape_of(edge))
             else:
                 left.append((place, edge))
         if left:
@@ -200,6 +203,25 @@ class BroadcastBoundary:
             )
             found.append(parts[1])
         return torch.stack(found)
+
+    def _first_normalized(self, dims: int) -> int:
+        """The first dimension, of so many, that a normalization has its statistics over; 0 for other operations."""
+        if self.node.name() == LAYER_NORM:
+            return dims - len(self.node._saved_normalized_shape)
+        return int(self.node.name() == GROUP_NORM)
+
+    def _of_norm(self, grad: Tensor, place: int, shape: torch.Size) -> Tensor:
+        """Gradients of a normalization's scale (place 1) or shift (2)."""
+        node, grad = self.node, to_float32(grad)
+        groups = node.name() == GROUP_NORM
+        if place == 1:
+            x, mean, rstd = (to_float32(t) for t in (node._saved_input, node._saved_result1, node._saved_result2))
+            if groups:
+                x = x.unflatten(1, (node._saved_group, -1)).flatten(2)
+                mean, rstd = mean.unsqueeze(2), rstd.unsqueeze(2)
+            grad = grad * ((x - mean) * rstd).view_as(grad)
+        along = torch.Size((*shape, *(1,) * (grad.dim() - 2))) if groups else shape
+        return self._summed(grad, along).reshape(-1, *shape)
 
     def _one_by_one(self, grad: Tensor, places: list[tuple[int, Edge]]) -> Iterator[tuple[Edge, Tensor]]:
         """By the operation's own backward, once for every example.
