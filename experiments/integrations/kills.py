@@ -190,7 +190,8 @@ def markdown(results: dict[str, Any]) -> str:
     ]
     for name, row in results["rows"].items():
         numbers = (row[each] for each in ("kills", "at_random", "attempts", "resumed", "released", "charged"))
-        lines.append(f"| {name} | {' | '.join(map(str, numbers))} | 0 |")
+        under_reported = max(0, row["released"] - row["charged"])
+        lines.append(f"| {name} | {' | '.join(map(str, numbers))} | {under_reported} |")
     place = f"commit {results['commit']}" if results["commit"] else "no commit known"
     lines += ["", f"Run at {place}. Machine: {in_words(results['machine'])}.", ""]
     return "\n".join([*lines, "Written by `python -m experiments.integrations.kills`.", ""])
