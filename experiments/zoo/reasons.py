@@ -14,7 +14,7 @@ CONVOLVED = "The filters are computed from others (weight standardisation): torc
 EARLIER = "Measured before `F.group_norm` outside of torch's layers was taken for all examples at once."
 
 REASONS: dict[str, str] = {
-    "Longformer": PROVED,
+    **dict.fromkeys(("CLIP", "SigLIP", "Longformer"), PROVED),
     "Funnel": PROVED,
     "XLNet": "Bare parameters in products of several heads: their own backward, once for each example.",
     **dict.fromkeys(("GCN", "GAT", "GATv2", "GIN", "GraphSAGE", "GraphConv", "TAG", "Chebyshev"), INDEXED),
