@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-TORCHES = {"2.8": "torch==2.8.*", "2.13": "torch==2.13.*", "newest": "torch"}
+TORCHES = {"2.6": "torch==2.6.*", "2.13": "torch==2.13.*", "newest": "torch"}
 CUDA = ("nvidia-", "cuda-", "triton")
 TESTERS = ["pytest", "hypothesis"]
 TESTS = [
@@ -127,7 +127,7 @@ def parsed() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     every = [f"{version}:{asked}" for version in PYTHONS for asked in TORCHES]
-    parser.add_argument("--pairs", nargs="+", default=every, choices=every, metavar="PAIR", help="such as 3.10:2.8")
+    parser.add_argument("--pairs", nargs="+", default=every, choices=every, metavar="PAIR", help="such as 3.10:2.6")
     parser.add_argument("--download", action="store_true", help="also pairs that bring packages of CUDA")
     parser.add_argument(
         "--tests", nargs="+", default=TESTS, metavar="FILE", help="files of tests/; others aren't recorded"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import expert_refusals
 import private_runs as runs
 import pytest
 import ragged_refusals
@@ -24,10 +25,11 @@ from torch.utils.checkpoint import checkpoint
 
 import ghostclip
 from ghostclip import GhostClipError, GhostClipper, check, wrap
+from ghostclip.graph.picked_rows import DIRECTED, FUNCTIONS
 
 ROOT = Path(ghostclip.__file__).parent
-# test_same_as_refusals.py reads what is said of declared classes.
-ELSEWHERE = ("comparing", "declared")
+# test_same_as_refusals.py reads what is said of declared classes; test_sharding.py and test_fsdp.py of sharded models.
+ELSEWHERE = ("comparing", "declared", "sharding")
 FILES = [
     ROOT / "wrap.py",
     *(ROOT / "clipper" / f"{name}.py" for name in ("first_pass", "second_pass")),
@@ -38,10 +40,17 @@ FILES = [
         if path.stem not in ELSEWHERE
     ),
 ]
-# Words that are no messages: a rule's name, what torch says, to be told by, and a line of the log.
-OTHERS = {"BatchNorm in eval mode", "modified by an inplace operation", "backward through the graph a second time",
-          "a hook, given None while the graph was let go of, raised %s: %s",
-          "no gradient has reached {} yet"}  # of a step that can't be compiled, which is not raised  # fmt: skip
+# Words that are no messages: a rule's name, what torch says, a line of the log, names of operations.
+OTHERS = {
+    r'File "(.+)", line (\d+)',
+    "BatchNorm in eval mode",
+    "modified by an inplace operation",
+    "backward through the graph a second time",
+    "a hook, given None while the graph was let go of, raised %s: %s",
+    "no gradient has reached {} yet",  # of a step that can't be compiled, which is not raised
+    DIRECTED,
+    FUNCTIONS,
+}
 
 X = torch.linspace(-1, 2, 4 * 6 * 3).view(4, 6, 3)
 
@@ -267,6 +276,11 @@ ROWS: dict[str, Row] = {
                             "layer: InstanceNorm1d", "without noise", "build it with track_running_stats=False"),
     "half a try": (lambda: check(one(nn.Linear(3, 3)), batch=X), "", "or neither", "takes loss_fn and batch together"),
     "batch_dim below zero": (lambda: wrap(one(nn.Linear(3, 3)), batch_dim=-1), "", "got -1", "a dimension >= 0"),
+    "no module": (lambda: wrap(len), "", "got builtin_function_or_method", "model must be a torch.nn.Module"),
+    "batch_dim of another type": (lambda: wrap(one(nn.Linear(3, 3)), batch_dim="first"), "", "got 'first'",
+                                  "an int or {name pattern: int}"),
+    "replacement of another type": (lambda: wrap(one(nn.Linear(3, 3)), replace="GroupNorm"), "", "got 'GroupNorm'",
+                                    "a dict such as"),
     "batch_dim of nothing": (lambda: wrap(one(nn.Linear(3, 3)), batch_dim={"head": 1}), "head", "has such a name",
                              "take names of model.named_modules()"),
     "replacement": (lambda: wrap(one(nn.BatchNorm1d(6)), replace={"BatchNorm1d": "Linear"}), "", "got 'BatchNorm1d'",
@@ -333,7 +347,7 @@ ROWS: dict[str, Row] = {
     "parameter of all": (lambda: clip(used(lambda m, x: (lambda h: h - h.mean(0))(x * m.p), p=(3,))), "p",
                          "depends on what belongs to others", OWN_COPY),
     "parameter of one": (lambda: clip(used(apart, p=(3,), q=(3,))), "p", "no dimension of the result",
-                         "compute all rows, and weigh them by a mask"),
+                         OWN_COPY),
     "parameter of some results": (lambda: clip(used(both_outputs, p=(3,))), "p", "only some of its results", OWN_COPY),
     "parameter by frequency": (lambda: clip(used(lambda m, x: F.embedding((x[..., 0] > 0).long(), m.p,
                                                                           scale_grad_by_freq=True), p=(2, 3))),
@@ -361,6 +375,7 @@ ROWS: dict[str, Row] = {
     "check: one example": (lambda: mixed(one(nn.Linear(3, 3)), lambda m, x: losses(m(x)), X[:1]), "", "got 1",
                            "at least two examples"),
     **ragged_refusals.ROWS,
+    **expert_refusals.ROWS,
 }  # fmt: skip
 
 

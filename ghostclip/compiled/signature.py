@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as torch_module
 
 __all__ = ["CompileRequest", "ModelState", "capacity_for", "function_key", "pad", "settings_of"]
 
@@ -113,7 +113,7 @@ class ModelState:
             for name in CONTENTS:
                 if inside := own.get(name):
                     objects += inside.values()
-        settings: list[Any] = [bool(_has_any_global_hook()), torch.are_deterministic_algorithms_enabled()]
+        settings: list[Any] = [_has_global_hooks(), torch.are_deterministic_algorithms_enabled()]
         for kind in ("cpu", "cuda"):
             settings += (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for tensor in self.held:
@@ -124,9 +124,21 @@ class ModelState:
     def hooked(self) -> str | None:
         """The name of a module with hooks, which want to be called at each step; None where there is none."""
         for name, module in self._model.named_modules():
-            if any(vars(module).get(kind) for kind in HOOKS) or _has_any_global_hook():
+            if any(vars(module).get(kind) for kind in HOOKS) or _has_global_hooks():
                 return name or "the model"
         return None
+
+
+def _has_global_hooks() -> bool:
+    """Whether hooks are called for every module of the process."""
+    return any(
+        (
+            torch_module._global_forward_pre_hooks,
+            torch_module._global_forward_hooks,
+            torch_module._global_backward_pre_hooks,
+            torch_module._global_backward_hooks,
+        )
+    )
 
 
 def _described(module: nn.Module) -> tuple:

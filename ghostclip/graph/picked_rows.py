@@ -154,7 +154,7 @@ class PickedRows:
             self._end((node, told[0][0] or 0), len(owners))
             return
         if len(told) < self._uses[node]:
-            raise _NotFollowed(f"{name}, whose rows are used in another way, too")
+            raise _NotFollowed(f"{_described(node)}, whose rows are used in another way, too")
         self.owners[node] = owners
         if node not in self._shared:
             self._go_down(node, owners)
@@ -193,7 +193,7 @@ class PickedRows:
             if other is first:
                 continue
             if len(other) != len(first) or bool(((other != first) & (other != NOBODY) & (first != NOBODY)).any()):
-                raise _NotFollowed(f"{node.name()}, of which several examples use the same rows")
+                raise _NotFollowed(f"{_described(node)}, of which several examples use the same rows")
             first = torch.maximum(first, other)
         return first
 
@@ -206,7 +206,7 @@ class PickedRows:
         elif dim is None:
             raise _NotFollowed(name)
         elif isinstance(call, LayerCall):
-            self._through_layer(name, call, dim, owners)
+            self._through_layer(node, call, dim, owners)
         elif name in POINTWISE:
             for edge in below:
                 place = dim + len(shape_of(edge)) - len(shape_of((node, 0))) if edge[0] is not None else -1
@@ -234,12 +234,12 @@ class PickedRows:
         else:
             raise _NotFollowed(name)
 
-    def _through_layer(self, name: str, call: LayerCall, dim: int, owners: Tensor) -> None:
+    def _through_layer(self, node: Any, call: LayerCall, dim: int, owners: Tensor) -> None:
         if not call.sources:
-            raise _NotFollowed(f"{name}, {OUTSIDE}")
+            raise _NotFollowed(f"{_described(node)}, {OUTSIDE}")
         call.batch_dim = dim if call.layer.row_by_row else call.batch_dim
         if call.shape[call.batch_dim] != len(owners):
-            raise _NotFollowed(name)
+            raise _NotFollowed(_described(node))
         for each in call.sources:
             self._tell((get_gradient_edge(each).node if isinstance(each, Tensor) else each, None), owners)
 
@@ -281,7 +281,7 @@ class PickedRows:
         found = torch.full((rows,), NOBODY, device=self._device)
         found[index[used]] = owners[used]
         if not torch.equal(found[index[used]], owners[used]):
-            raise _NotFollowed(f"{edge[0].name()}, of which several examples pick the same rows")
+            raise _NotFollowed(f"{_described(edge[0])}, of which several examples pick the same rows")
         self._picked_from.add(edge[0])
         self._tell(edge, found)
 
@@ -343,6 +343,12 @@ class PickedLayouts:
                 return picked
             picked.problem, picked.mixes = "examples mix", True
         return tried[0]
+
+
+def _described(node: Any) -> str:
+    """What a refusal calls an operation: the path of a layer, or the name that autograd has for it."""
+    layer = getattr(getattr(node, "call", None), "layer", None)
+    return node.name() if layer is None else getattr(layer, "ghost_path", type(layer).__name__)
 
 
 def _row_dim(shape: torch.Size, rows: int) -> int | None:

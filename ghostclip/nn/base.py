@@ -38,7 +38,8 @@ __all__ = [
 ]
 
 # What packs saved tensors now, or None.
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+# torch 2.6 and 2.7 don't tell whether there are hooks; they are assumed then, which costs time and nothing else.
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 # A leaf that every captured pre-activation leads to: asking autograd for its gradient runs a backward that goes
 # to the pre-activations and no further, and so forms no weight gradient. It never has a value and never changes.
@@ -170,7 +171,7 @@ _apply_capture = super(torch.autograd.Function, _Capture).apply
 
 def has_saved_tensor_hooks() -> bool:
     """Whether hooks pack what operations save now, as under activation checkpointing."""
-    return _top_hooks(False) is not None
+    return _top_hooks is None or _top_hooks(False) is not None
 
 
 def is_capturing() -> bool:

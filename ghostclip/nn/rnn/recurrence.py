@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ghostclip.native.custom_ops import is_traced
-from ghostclip.nn.base import NOTHING, LayerCall, _top_hooks
+from ghostclip.nn.base import NOTHING, LayerCall, has_saved_tensor_hooks
 from ghostclip.norms.term import to_float32
 
 from .fused import native
@@ -142,7 +142,7 @@ class Recurrence(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.mode, ctx.order, ctx.found, ctx.output = call, mode, order, None, None
         repeatable = not (is_traced() or torch.is_autocast_enabled(x.device.type))
-        if order is None and repeatable and _top_hooks(False) is None:
+        if order is None and repeatable and not has_saved_tensor_hooks():
             # One memory for both; whether the output was changed, its version tells. What was computed in other types
             # than it came in could not be had again.
             results = (states[1:].data, *results[1:])
