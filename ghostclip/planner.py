@@ -109,7 +109,7 @@ class Planner:
     def answer(
         self, term: PerExampleGrads, keep: bool, room: int | None = None, exact: bool = False
     ) -> tuple[NormResult, StrategyChoice]:
-        """Squared norms of ``term`` the chosen way.
+        """Squared norms of ``term`` the chosen way, and `PerExampleGrads.absolute` where the sum is formed of the term.
 
         Args:
             term: of any kind.
@@ -117,9 +117,17 @@ class Planner:
             room: bytes that kept gradients may take; None for no more than what they replace.
             exact: in no form that may cancel, which on a GPU would become NaN.
         """
-        if exact:
-            squared = term.exact_squared_norms()
-            return (NormResult(squared), EXACT) if squared is not None else self._direct.answer(term, False)
+        answer, choice = self._exact_answer(term) if exact else self._answer(term, keep, room)
+        # Materialised gradients are summed as they were measured.
+        if answer.kept is None and answer.absolute is None:
+            answer.absolute = term.absolute()
+        return answer, choice
+
+    def _exact_answer(self, term: PerExampleGrads) -> tuple[NormResult, StrategyChoice]:
+        squared = term.exact_squared_norms()
+        return (NormResult(squared), EXACT) if squared is not None else self._direct.answer(term, False)
+
+    def _answer(self, term: PerExampleGrads, keep: bool, room: int | None) -> tuple[NormResult, StrategyChoice]:
         answer = term.closed_form(keep)
         if answer is not None:
             return answer, SOLE

@@ -23,7 +23,7 @@ PLACES: dict[str, Callable[[PrivacyEngine, pytest.MonkeyPatch], object]] = {
     "charge": lambda engine, patch: patch.setattr(engine._steps.release, "charge", broken),
     "noise": lambda engine, patch: patch.setattr(engine._steps.release._noise, "release", broken),
     "zero_grad": lambda engine, patch: patch.setattr(engine.optimizer, "zero_grad", broken),
-    "sums": lambda engine, patch: patch.setattr("ghostclip.clipper.collector.weighted_sums_of", broken),
+    "sums": lambda engine, patch: patch.setattr("ghostclip.norms.affine.LinearPair.weighted_sums", broken),
     # Small layers are kept, and go without it.
     "second backward": lambda engine, patch: (
         patch.setattr(engine._steps._clipper.passes, "_memory_budget", 1),

@@ -105,7 +105,7 @@ def test_the_second_backward_ends_at_the_lowest_layer_that_has_to_be_summed(seed
         run = original(losses, retain_graph=True)
         run.holds_graph = True
         other = original(losses, Keep.MATERIALISED, retain_graph=True)
-        run._terms = {part: term for part, term in other._terms.items() if parameters[part[0]]}
+        run.kept = {parts: term for parts, term in other.kept.items() if parameters[parts[0][0]]}
         return run
 
     passes.first_pass = keeps_some

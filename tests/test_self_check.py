@@ -16,10 +16,10 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import PrivacyEngine, VerificationError
-from ghostclip.clipper.collector import NormCollector
 from ghostclip.clipper.replay import Replay
 from ghostclip.clipping import Custom, PerLayer
 from ghostclip.nn import GhostLayer
+from ghostclip.norms.affine import LinearPair
 from ghostclip.norms.outer import OuterProduct
 from ghostclip.self_check import agreement
 
@@ -103,10 +103,8 @@ def test_a_check_that_was_switched_off_does_not_run() -> None:
 
 
 def test_wrong_sums_of_right_norms_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    sums = NormCollector.weighted_sums
-    monkeypatch.setattr(
-        NormCollector, "weighted_sums", lambda self, *given: ((part, 2 * each) for part, each in sums(self, *given))
-    )
+    sums = LinearPair.weighted_sums
+    monkeypatch.setattr(LinearPair, "weighted_sums", lambda self, weights: [2 * each for each in sums(self, weights)])
     assert_refused(whole_batches(runs.network(), second_pass="cached"), r"0\.weight \(1\)", by_step)
 
 

@@ -30,11 +30,9 @@ __all__ = ["DTYPES", "KNOBS", "Setting", "draw_setting", "forced", "missing_knob
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Values = tuple[Any, ...]
-SETTLE = (0, 256)
 # "module:name" -> values besides its own. Names that belong together are set together.
 KNOBS: dict[str, dict[str, Values]] = {
     "all strategies": {"planner:HOPELESS": (float("inf"),)},
-    "groups wait": {"clipper.collector:POSTPONED_BYTES": SETTLE},
     "small": {"clipper.first_pass:SMALL_SHARE": (0.0, 10.0)},
     "no host sync": {
         f"{module}:may_sync": (lambda device: False,)

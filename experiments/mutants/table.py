@@ -57,8 +57,8 @@ CLIPPING = [
     Mutant(
         "square of the norm",
         "ghostclip/clipper/collector.py",
-        "        return self._unscaled(norms(squared, self._dtype))\n",
-        "        return self._unscaled(norms(squared, self._dtype)) ** 2\n",
+        "        found = norms(squared, self._dtype)\n",
+        "        found = norms(squared, self._dtype) ** 2\n",
         CLIPPER,
     ),
     Mutant(
@@ -127,16 +127,17 @@ CLIPPING = [
     Mutant(
         "mean-loss factor",
         PASSES,
-        "sink = Reweighting(run, kept, by_owner, finite, add)",
-        "sink = Reweighting(run, kept, {owner: each / len(losses) for owner, each in by_owner.items()}, finite, add)",
+        "sink = Reweighting(run.layout, done, sums, add)",
+        "means = {owner: each / len(losses) for owner, each in by_owner.items()}\n"
+        "                    sink = Reweighting(run.layout, done, replace(sums, weights=means), add)",
         ("tests/test_layers.py", "-k", "encoder_layer"),
     ),
     Mutant("[B, 1] losses broadcast", FIRST, "    if losses.dim() != 1:\n", "    if losses.dim() > 2:\n", PITFALLS),
     Mutant(
         "stale norm of a repeated layer",
         "ghostclip/clipper/collector.py",
-        "            if self._left[part] != 1 or",
-        "            if self._left[part] > 9 or",
+        "            and all(self._left[part] == 1 for part",
+        "            and all(self._left[part] < 9 for part",
         ("tests/test_layers.py", "-k", "same_layer or one_module"),
     ),
     Mutant(
@@ -178,15 +179,15 @@ CLIPPING = [
     Mutant(
         "rounding margin left out of groups",
         "ghostclip/clipper/collector.py",
-        "norms[group], bounds[group] = self._with_margin(whole, [each for owner in own for each in absolute[owner]])",
-        "norms[group] = bounds[group] = whole",
+        "both = {group: self._bounded(own)",
+        "both = {group: (self._root([each[1] for each in own]),) * 2",
         ROUNDING,
     ),
     Mutant(
         "rounding margin left out where another term is kept",
-        "ghostclip/clipper/collector.py",
-        "        if answer.kept is not None:\n            return\n",
-        "        if self._room > 0:\n            return\n",
+        "ghostclip/planner.py",
+        "        if answer.kept is None and answer.absolute is None:\n",
+        "        if not keep and answer.absolute is None:\n",
         ROUNDING,
     ),
     Mutant(
@@ -199,9 +200,10 @@ CLIPPING = [
     Mutant(
         "a second backward from weighted losses",
         PASSES,
-        "                    sink = Reweighting(run, kept, by_owner, finite, add)\n",
+        "                    sink = Reweighting(run.layout, done, sums, add)\n",
         "                    losses, ones = losses * weights, weights / weights / self.scale\n"
-        "                    sink = Reweighting(run, kept, dict.fromkeys(by_owner, ones), finite, add)\n",
+        "                    sums = replace(sums, weights=dict.fromkeys(by_owner, ones))\n"
+        "                    sink = Reweighting(run.layout, done, sums, add)\n",
         (*ROUNDING, "-k", "branches"),
     ),
     Mutant(
@@ -214,7 +216,7 @@ CLIPPING = [
     Mutant(
         "rows of an example that is not finite in a sum by rules",
         "ghostclip/clipper/second_pass.py",
-        "            term = term if self._finite is None else term.keep_only(self._finite)\n",
+        "        term = term if self.finite is None else term.keep_only(self.finite)\n",
         "",
         ("tests/test_nonfinite.py", "tests/test_kept_grads.py"),
     ),
@@ -263,8 +265,8 @@ CLIPPING = [
     Mutant(
         "norms that are to be exact may cancel",
         "ghostclip/planner.py",
-        "        if exact:\n",
-        "        if False:\n",
+        "if exact else self._answer",
+        "if False else self._answer",
         ("tests/test_host_sync.py",),
     ),
     Mutant(
@@ -979,7 +981,7 @@ PROVED = [
     ),
     Mutant(
         "first gradients go unnoticed",
-        "ghostclip/clipper/collector.py",
+        "ghostclip/graph/row_layout.py",
         "        return bool(self._arrived) and ",
         "        return bool(self._arrived) and False and ",
         (*LATE, "switched_on_late"),
@@ -1001,8 +1003,8 @@ PROVED = [
     Mutant(
         "steps are compiled before gradients reach all layers",
         "ghostclip/clipper/first_pass.py",
-        "            self.is_open = not layout.proved\n",
-        "            watched = []\n",
+        "self.is_open = layout.calls, layout.check, not layout.proved\n",
+        "self.is_open = layout.calls, None, False\n",
         (*LATE, "compiled"),
     ),
     Mutant(
@@ -1374,7 +1376,7 @@ MISUSE = [
     ),
     Mutant(
         "a part of a parameter and the whole of it are measured apart",
-        "ghostclip/graph/row_layout.py",
+        "ghostclip/clipper/collector.py",
         "    return None in parts or any(",
         "    return any(",
         ("tests/test_shared_parameters.py", "-k", "as_a_whole_and_by_parts"),

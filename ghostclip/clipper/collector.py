@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
-from ghostclip.graph.row_layout import RowLayout, overlapping_parts, row_count
+from ghostclip.graph.row_layout import RowLayout
 from ghostclip.nn.base import LayerCall, Repeat
-from ghostclip.norms.affine import LinearPair, squared_norms_of, weighted_sums_of
-from ghostclip.norms.ragged import RowIndex, RowOrder, combined, regrouped
+from ghostclip.norms.affine import LinearPair
+from ghostclip.norms.ragged import combined, regrouped
 from ghostclip.norms.reduce import norms, rounding_margin
-from ghostclip.norms.term import Dense, NormResult, PerExampleGrads, to_float32
+from ghostclip.norms.term import Dense, PerExampleGrads, to_float32
 from ghostclip.planner import SOLE, Planner, StrategyChoice, kept_bytes
 
-__all__ = ["Keep", "NormCollector", "PairQueue", "Part", "has_one_row", "norm_dtype", "sums_of_pairs", "term_of"]
+__all__ = ["Keep", "Kept", "NormCollector", "Part", "TermReceiver", "norm_dtype"]
 
 # A trained parameter by its id, or the (start, stop) of its first axis: what one term is about.
 Part = tuple[int, tuple[int, int] | None]
-# Linear layers, each with the ids of the parameters that its pair is of.
-Pairs = list[tuple[list[int], LinearPair]]
-
-# Linear layers wait for each other until they take so many bytes: small operations cost what it takes to call them, and
-# one serves all.
-POSTPONED_BYTES = 1 << 20
+# Terms by the parts that they are of.
+Kept = dict[tuple[Part, ...], PerExampleGrads | LinearPair]
+# The id of a parameter, squared norms [B] of its gradients, and what their rounding margin follows from.
+Measured = tuple[int, Tensor, Tensor | None]
 
 
 class Keep(enum.Enum):
@@ -49,63 +47,58 @@ class Keep(enum.Enum):
     MATERIALISED = enum.auto()
 
 
-class PairQueue:
-    """Linear layers that wait to be answered for together, until they take POSTPONED_BYTES."""
+class TermReceiver(ABC):
+    """The sink of a backward to the pre-activations: makes terms of the gradients that arrive there.
 
-    def __init__(self, answer: Callable[[Pairs], None]) -> None:
-        self._answer = answer
-        self._waiting: Pairs = []
-        self._bytes = 0
+    Args:
+        layout: whose rows are whose; all uses are in it, so that it is known which is the last of a parameter.
+        without: ids of parameters that no term is wanted of.
+        whole: ids of parameters of which each part counts as the whole.
+    """
 
-    def add(self, owners: list[int], pair: LinearPair) -> None:
-        """Takes the pair of parameters with these ids."""
-        self._waiting.append((owners, pair))
-        self._bytes += pair.nbytes
-        if self._bytes > POSTPONED_BYTES:
-            self.flush()
+    def __init__(self, layout: RowLayout, without: Collection[int] = (), whole: Collection[int] = ()) -> None:
+        self.layout, self.calls = layout, layout.calls
+        self._parts: dict[int, dict[str, Part]] = {}
+        for call in layout.calls:
+            # The largest first, the last to be worth keeping: what it holds is there for the others.
+            names = sorted(call.own, key=lambda name, own=call.owners: -own[name].numel())  # type: ignore[misc]
+            owners = {name: owner for name in names if (owner := id(call.owners[name])) not in without}
+            self._parts[id(call)] = {
+                name: (owner, None if owner in whole else call.rows.get(name)) for name, owner in owners.items()
+            }
+        # How many uses of each part are still to come.
+        self._left = Counter([part for parts in self._parts.values() for part in parts.values()])
+        # Calls that may answer for all their parameters at once: each is wanted, whole, and has this one use.
+        self._single = {
+            id(call)
+            for call in layout.calls
+            if len(parts := self._parts[id(call)]) == len(call.parameters)
+            and not (call.rows or id(call) in layout.folded)
+            and all(self._left[part] == 1 for part in parts.values())
+        }
 
-    def flush(self) -> None:
-        """Answers for what waits; to be called when the gradients of all calls have come."""
-        waiting, self._waiting, self._bytes = self._waiting, [], 0
-        if waiting:
-            self._answer(waiting)
+    def receive(self, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
+        """Takes the gradient at one pre-activation; called by the layer's node in the graph."""
+        # Saved inputs still know their history; what is held must not keep that part of the graph alive.
+        inputs = tuple([tensor.detach() if tensor.requires_grad else tensor for tensor in inputs])
+        parts = self._parts[id(call)]
+        if id(call) in self._single and (pair := call.linear_pair(inputs, grad)) is not None:
+            self._take_pair([parts[name] for name in pair.names], pair)
+            return
+        folded = self.layout.folded.get(id(call))
+        terms = []
+        for name, part in parts.items():
+            term = call.term(name, inputs, grad)
+            terms.append((name, part, term if folded is None else regrouped(term, *folded)))
+        self._take(call, terms)
 
+    @abstractmethod
+    def _take_pair(self, parts: Sequence[Part], pair: LinearPair) -> None:
+        """Takes a linear layer's terms, in one."""
 
-@torch.no_grad()
-def sums_of_pairs(waiting: Pairs, weights: Mapping[int, Tensor], finite: Tensor | None) -> list[tuple[Part, Tensor]]:
-    """Clipped sums of linear layers, all at once; see `NormCollector.weighted_sums`."""
-    # A weight and a bias in two groups have weights of their own.
-    taken: Pairs = []
-    for owners, pair in waiting:
-        if all(weights[owner] is weights[owners[0]] for owner in owners):
-            taken.append((owners, pair))
-        else:
-            taken += [([owner], replace(pair, names=(name,))) for owner, name in zip(owners, pair.names, strict=True)]
-    pairs = [pair if finite is None else pair.keep_only(finite) for _, pair in taken]
-    sums = weighted_sums_of(pairs, [weights[owners[0]] for owners, _ in taken])
-    return [
-        ((owner, None), amount)
-        for (owners, _), amounts in zip(taken, sums, strict=True)
-        for owner, amount in zip(owners, amounts, strict=True)
-    ]
-
-
-def term_of(
-    call: LayerCall,
-    name: str,
-    inputs: tuple[Tensor, ...],
-    grad: Tensor,
-    examples: int,
-    row_orders: Mapping[int, RowOrder],
-) -> PerExampleGrads:
-    """The gradients of one of the call's parameters, of each of ``examples`` examples."""
-    term, order = call.term(name, inputs, grad), row_orders.get(id(call), "example")
-    return regrouped(term, 1 if isinstance(order, RowIndex) else row_count(call, examples, name), order)
-
-
-def has_one_row(call: LayerCall, examples: int, row_orders: Mapping[int, RowOrder]) -> bool:
-    """Whether the call has one row for each example, in their order."""
-    return call.shape[call.batch_dim] == examples and not isinstance(row_orders.get(id(call)), RowIndex)
+    @abstractmethod
+    def _take(self, call: LayerCall, terms: Sequence[tuple[str, Part, PerExampleGrads]]) -> None:
+        """Takes the terms of one use, each with the parameter's name in the layer."""
 
 
 def norm_dtype(trained: Sequence[tuple[str, nn.Parameter]]) -> torch.dtype:
@@ -114,12 +107,12 @@ def norm_dtype(trained: Sequence[tuple[str, nn.Parameter]]) -> torch.dtype:
     return torch.float64 if double else torch.float32
 
 
-class NormCollector:
-    """Answers for a parameter as soon as the gradient of its last use has come, and knows the norms when all came.
+class NormCollector(TermReceiver):
+    """Measures a parameter's gradients as soon as that of its last use has come; knows the norms when all came.
 
     Args:
         losses: [B].
-        layout: whose rows are whose; all uses are in it, so that it is known which is the last.
+        layout: whose rows are whose.
         planner: chooses the way to each squared norm.
         trained: the model's trained parameters by name.
         scale: what the losses were multiplied with, and norms and gradients are divided by.
@@ -128,9 +121,8 @@ class NormCollector:
         exact: use no form of a norm that may cancel, and wait for a GPU where that takes it.
 
     Attributes:
-        calls, row_orders: those of the layout.
-        examples: B.
-        planner: as given.
+        layout, calls: as given, and the calls in it.
+        kept: terms by the parts that they are of: what clipped sums are formed from without a second backward.
         choices: what the planner chose, by the id of the parameter.
         holds_graph: whether the graph is still there, though it may not have been asked for.
         repeat: what a second backward over this graph repeats; None where none may follow.
@@ -148,233 +140,175 @@ class NormCollector:
         room: int,
         exact: bool,
     ) -> None:
-        self.calls, self.row_orders = layout.calls, layout.row_orders
-        self.examples, self.planner = len(losses), planner
+        self._padded = overlapping_parts(layout.calls)
+        super().__init__(layout, whole=self._padded)
+        self.kept: Kept = {}
         self.choices: dict[int, StrategyChoice] = {}
         self.holds_graph = True
         self.repeat: Repeat | None = None
-        self._device, self._dtype = losses.device, norm_dtype(trained)
-        self._trained, self._scale = trained, scale
+        self._examples, self._device, self._dtype = len(losses), losses.device, norm_dtype(trained)
+        self._planner, self._trained, self._scale = planner, trained, scale
         self._keep, self._room, self._exact = keep, room, exact
-        # Squared norms [B], or [parameters, B], and what rounding margins follow from, by the ids of the parameters.
-        self._squared: list[tuple[list[int], Tensor]] = []
-        self._absolute: list[tuple[int, Tensor]] = []
-        self._terms: dict[Part, PerExampleGrads] = {}
-        self._pairs: Pairs = []
-        self._queue = PairQueue(self._add_pairs)
+        self._measured: list[Measured] = []
+        if keep is Keep.MATERIALISED:
+            self._single = set()
         # What is computed again in order not to be kept is not kept here, either.
-        hooked = any(call.has_saved_tensor_hooks for call in self.calls) and keep is not Keep.MATERIALISED
-        again = [call for call in self.calls if call.has_saved_tensor_hooks or call.rows] if hooked else []
+        hooked = any(call.has_saved_tensor_hooks for call in layout.calls) and keep is not Keep.MATERIALISED
+        again = [call for call in layout.calls if call.has_saved_tensor_hooks or call.rows] if hooked else []
         self._not_kept = {owner for call in again for owner in owners_of(call)}
-        self._padded = overlapping_parts(self.calls)
-        # What each call used of parameters that are ours.
-        self._own = {id(call): self._used(call) for call in self.calls}
-        self._left = Counter([part for used in self._own.values() for part in used.values()])
         self._waiting: dict[Part, list[PerExampleGrads]] = {}
-        self._watched, self._arrived = set(map(id, layout.watched)), list[Tensor]()
 
-    def _used(self, call: LayerCall) -> dict[str, Part]:
-        """Parts by name, the largest first, the last to be worth keeping: what it holds is there for the others."""
-        own: Mapping[str, Any] = call.owners
-        names = sorted(call.own, key=lambda name: -own[name].numel())
-        owners = {name: id(own[name]) for name in names}
-        return {name: (owner, None if owner in self._padded else call.rows.get(name)) for name, owner in owners.items()}
+    def _take_pair(self, parts: Sequence[Part], pair: LinearPair) -> None:
+        for (owner, _), squared in zip(parts, pair.squared_norms(), strict=True):
+            self._measured.append((owner, squared, None))
+            self.choices[owner] = SOLE
+        if self._keep is Keep.ALL and parts[0][0] not in self._not_kept:
+            self.kept[tuple(parts)] = pair
 
-    def receive(self, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
-        """Takes the gradient at one pre-activation; called by the layer's node in the graph."""
-        if self._watched and id(call) in self._watched:
-            self._arrived.append(grad.any())
-        # Saved inputs still know their history; what is held must not keep that part of the graph alive.
-        inputs = tuple([tensor.detach() if tensor.requires_grad else tensor for tensor in inputs])
-        used = self._own[id(call)]
-        if self._is_only_use(call, used) and (pair := call.linear_pair(inputs, grad)) is not None:
-            self._left.subtract(used.values())
-            self._queue.add([used[name][0] for name in pair.names], pair)
-            return
-        held: set[int] = set()
-        for name, part in used.items():
-            term = self._term(call, name, inputs, grad)
+    def _take(self, call: LayerCall, terms: Sequence[tuple[str, Part, PerExampleGrads]]) -> None:
+        held = set[int]()
+        for name, part, term in terms:
+            if part[0] in self._padded:
+                term = _padded(call, name, term)
             self._left[part] -= 1
             if self._left[part] or part in self._waiting:
                 self._waiting.setdefault(part, []).append(term)
                 if self._left[part]:
                     continue
                 term = combined(self._waiting.pop(part))
-            self._add(part, term, call.nbytes, held)
+            self._measure(call, part, term, held)
 
-    def reached(self) -> bool:
-        """Whether a use that was to be watched was given a gradient that isn't zero."""
-        return bool(self._arrived) and bool(torch.stack(self._arrived).any())
+    def _measure(self, call: LayerCall, part: Part, term: PerExampleGrads, held: set[int]) -> None:
+        """Measures the term of all uses of a part, and keeps what is to be kept of it.
 
-    def finish(self) -> None:
-        """Answers for what waits; to be called when the gradients of all calls have come."""
-        self._queue.flush()
-
-    def _is_only_use(self, call: LayerCall, used: Mapping[str, Part]) -> bool:
-        """Whether the layer may answer for all its parameters at once: each is ours, and has this one use."""
-        if self._keep is Keep.MATERIALISED or not has_one_row(call, self.examples, self.row_orders):
-            return False
-        for part in used.values():
-            if self._left[part] != 1 or part in self._waiting or part[0] in self._not_kept:
-                return False
-        return len(used) == len(call.parameters)
-
-    def _add_pairs(self, waiting: Pairs) -> None:
-        """Takes linear layers that waited for each other."""
-        owners = [owner for own, _ in waiting for owner in own]
-        self._squared.append((owners, squared_norms_of([pair for _, pair in waiting])))
-        self.choices.update(dict.fromkeys(owners, SOLE))
-        if self._keep is Keep.ALL:
-            self._pairs += waiting
-
-    def _term(self, call: LayerCall, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
-        term = term_of(call, name, inputs, grad, self.examples, self.row_orders)
-        parameter: Any = call.owners[name]
-        if id(parameter) in self._padded:
-            gradients = term.per_example()
-            start, stop = call.rows.get(name, (0, parameter.shape[0]))
-            full = gradients.new_zeros(gradients.shape[0], *parameter.shape)
-            full[:, start:stop] = gradients
-            term = Dense(full, term.absolute())
-        return term
-
-    def _note(self, part: Part, term: PerExampleGrads, answer: NormResult, choice: StrategyChoice) -> None:
-        """Takes the squared norms of a term, and what their rounding margin follows from."""
-        self.choices[part[0]] = choice
-        self._squared.append(([part[0]], answer.squared_norms))
-        # Materialised gradients are summed as they were measured.
-        if answer.kept is not None:
-            return
-        absolute = term.absolute() if answer.absolute is None else answer.absolute
-        if absolute is not None:
-            self._absolute.append((part[0], absolute))
-
-    @torch.no_grad()
-    def measure_exactly(self) -> None:
-        """Squared norms of all parameters once more, from what is kept of them all, in no form that may cancel."""
-        self._squared, self._absolute = [], []
-        for part, term in self._terms.items():
-            self._note(part, term, *self.planner.answer(term, False, exact=True))
-        self._squared += [(owners, squared_norms_of([pair])) for owners, pair in self._pairs]
-
-    def _add(self, part: Part, term: PerExampleGrads, layer_bytes: int, held: set[int]) -> None:
-        """Takes the term of all uses of a parameter, or its rows, with the last of them.
-
-        ``layer_bytes`` is what the layer's pre-activation takes, ``held`` has the addresses of tensors that kept terms
-        of the same use hold on to; those of this one are added.
+        ``held`` has the addresses of tensors that kept terms of the same use hold on to; those of this one are added.
         """
         if self._keep is Keep.MATERIALISED:
-            self._terms[part] = Dense(term.per_example())
+            self.kept[part,] = Dense(term.per_example())
             return
-        room, own = None, dict[int, int]()
+        room, own = None, set[int]()
         if self._keep is Keep.SMALL:
             nbytes = kept_bytes(term)
-            room = nbytes if part[1] is None and nbytes <= min(self._room, layer_bytes) else None
+            room = nbytes if part[1] is None and nbytes <= min(self._room, call.nbytes) else None
         elif self._keep is Keep.ALL and part[0] not in self._not_kept:
             # Materialised gradients may take no more than the tensors that they let go of.
-            own = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in term.tensors}
-            room = sum([nbytes for address, nbytes in own.items() if address not in held])
-        answer, choice = self.planner.answer(term, room is not None, room, exact=self._exact)
-        self._note(part, term, answer, choice)
+            room = 0
+            for tensor in term.tensors:
+                address = tensor.untyped_storage().data_ptr()
+                room += 0 if address in held or address in own else tensor.nbytes
+                own.add(address)
+        answer, self.choices[part[0]] = self._planner.answer(term, room is not None, room, exact=self._exact)
+        self._measured.append((part[0], answer.squared_norms, answer.absolute))
         if room is None:
             return
         if answer.kept is not None:
             term = Dense(answer.kept)
         else:
-            held.update(own)
-        if self._keep is Keep.ALL:
-            self._terms[part] = term
-        elif isinstance(term, Dense):
-            self._terms[part] = term
+            held |= own
+        if self._keep is Keep.ALL or isinstance(term, Dense):
+            self.kept[part,] = term
             self._room -= term.nbytes
 
+    @torch.no_grad()
+    def measure_exactly(self) -> None:
+        """Squared norms of all parameters once more, from what is kept of them all, in no form that may cancel."""
+        self._measured = []
+        for parts, term in self.kept.items():
+            if isinstance(term, LinearPair):
+                self._take_pair(parts, term)
+            else:
+                answer, self.choices[parts[0][0]] = self._planner.answer(term, False, exact=True)
+                self._measured.append((parts[0][0], answer.squared_norms, answer.absolute))
+
     @property
-    def kept(self) -> frozenset[int]:
+    def kept_owners(self) -> frozenset[int]:
         """Ids of parameters whose clipped sums need no second backward."""
-        together = [owner for owners, _ in self._pairs for owner in owners]
-        return frozenset((*together, *(owner for owner, _ in self._terms)))
+        return frozenset([owner for parts in self.kept for owner, _ in parts])
 
     def unkept_calls(self) -> list[LayerCall]:
         """Uses of layers with parameters that are not among those."""
-        kept = self.kept
-        return [call for call in self.calls if not kept.issuperset(owners_of(call))]
+        kept = self.kept_owners
+        return [call for call in self.layout.calls if not kept.issuperset(owners_of(call))]
 
     def norms(self) -> Tensor:
         """||g_i||, [B]."""
-        return self._root([squared for _, squared in self._squared])
+        return self._root([squared for _, squared, _ in self._measured])
 
     def norms_and_bounds(self) -> tuple[Tensor, Tensor]:
         """||g_i|| [B] as measured, and with the rounding margin that weights are computed with.
 
         Where the margin is not finite, neither is the norm.
         """
-        return self._with_margin(self.norms(), [each for _, each in self._absolute])
+        return self._bounded(self._measured)
 
     def norms_by_group(self, group_of: Mapping[int, str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The same for each group of {id of a trained parameter: group}; zeros for one that took no part."""
-        squared, absolute = defaultdict[int, list[Tensor]](list), defaultdict[int, list[Tensor]](list)
-        for owners, rows in self._squared:
-            for owner, row in zip(owners, rows if rows.dim() == 2 else [rows], strict=True):
-                squared[owner].append(row)
-        for owner, each in self._absolute:
-            absolute[owner].append(each)
-        members = defaultdict[str, list[int]](list)
-        for owner, group in group_of.items():
-            members[group].append(owner)
-        norms, bounds = dict[str, Tensor](), dict[str, Tensor]()
-        for group, own in members.items():
-            whole = self._root([row for owner in own for row in squared[owner]])
-            norms[group], bounds[group] = self._with_margin(whole, [each for owner in own for each in absolute[owner]])
-        return norms, bounds
+        members: dict[str, list[Measured]] = {group: [] for group in group_of.values()}
+        for each in self._measured:
+            if each[0] in group_of:
+                members[group_of[each[0]]].append(each)
+        both = {group: self._bounded(own) for group, own in members.items()}
+        return {group: norms for group, (norms, _) in both.items()}, {
+            group: bounds for group, (_, bounds) in both.items()
+        }
 
     def _root(self, squared: Sequence[Tensor]) -> Tensor:
         if not squared:
-            return torch.zeros(self.examples, dtype=self._dtype, device=self._device)
-        return self._unscaled(norms(squared, self._dtype))
-
-    def _with_margin(self, norms: Tensor, absolute: list[Tensor]) -> tuple[Tensor, Tensor]:
-        if not absolute:
-            return norms, norms
-        margin = self._unscaled(rounding_margin(absolute)).to(norms.dtype)
-        return norms + 0.0 * margin, norms + margin
-
-    def _unscaled(self, found: Tensor) -> Tensor:
+            return torch.zeros(self._examples, dtype=self._dtype, device=self._device)
+        found = norms(squared, self._dtype)
         return found if self._scale == 1.0 else found / self._scale
+
+    def _bounded(self, measured: Sequence[Measured]) -> tuple[Tensor, Tensor]:
+        """Norms and bounds [B] of some parameters together."""
+        squared, absolute = [each for _, each, _ in measured], [each for *_, each in measured if each is not None]
+        found = self._root(squared)
+        if not absolute:
+            return found, found
+        margin = (rounding_margin(absolute) / self._scale).to(found.dtype)
+        return found + 0.0 * margin, found + margin
 
     @torch.no_grad()
     def per_example_grads(self) -> dict[str, Tensor]:
         """{parameter name: [B, *shape]}, zeros for parameters that took no part."""
-        found: dict[str, Tensor] = {}
-        for name, parameter in self._trained:
-            parts = {rows: term.per_example() for (owner, rows), term in self._terms.items() if owner == id(parameter)}
-            if list(parts) != [None]:
-                full = to_float32(parameter.detach()).new_zeros(self.examples, *parameter.shape)
-                for rows, gradients in parts.items():
-                    full[:, slice(*rows) if rows else slice(None)] += gradients
-                parts = {None: full}
-            found[name] = self._unscaled(parts[None])
-        return found
+        found: dict[Part, Tensor] = {}
+        for parts, term in self.kept.items():
+            assert isinstance(term, Dense)
+            found[parts[0]] = term.per_example()
+        for _, parameter in self._trained:
+            whole = (id(parameter), None)
+            if whole not in found:
+                found[whole] = to_float32(parameter.detach()).new_zeros(self._examples, *parameter.shape)
+        for (owner, rows), gradients in found.items():
+            if rows is not None:
+                found[owner, None][:, slice(*rows)] += gradients
+        every = {name: found[id(parameter), None] for name, parameter in self._trained}
+        return {name: each if self._scale == 1.0 else each / self._scale for name, each in every.items()}
 
-    def weighted_sums(self, weights: Mapping[int, Tensor], finite: Tensor | None) -> Iterator[tuple[Part, Tensor]]:
-        """``sum_i weights[i] g_i`` of each part that is kept, letting go of the terms one after another.
 
-        Args:
-            weights: [B] by the id of the parameter, zero for examples that are left out.
-            finite: [B] bool, False where an example must not touch the sum (0 * inf would be NaN); None when all may.
-        """
-        for part in list(self._terms):
-            term = self._terms.pop(part)
-            with torch.no_grad():
-                term = term if finite is None else term.keep_only(finite)
-                amount = term.weighted_sum(weights[part[0]])
-            yield part, amount
-        while self._pairs:
-            taken, left = [self._pairs.pop()], POSTPONED_BYTES
-            while self._pairs and (left := left - taken[-1][1].nbytes) > 0:
-                taken.append(self._pairs.pop())
-            yield from sums_of_pairs(taken, weights, finite)
+def _padded(call: LayerCall, name: str, term: PerExampleGrads) -> Dense:
+    """The gradients of a part of a parameter as those of the whole."""
+    parameter, gradients = call.owners[name], term.per_example()
+    start, stop = call.rows.get(name, (0, parameter.shape[0]))
+    full = gradients.new_zeros(gradients.shape[0], *parameter.shape)
+    full[:, start:stop] = gradients
+    return Dense(full, term.absolute())
 
 
 def owners_of(call: LayerCall) -> list[int]:
     """Ids of the parameters a call used."""
     return [id(call.owners[name]) for name in call.parameters]
+
+
+def overlapping_parts(calls: Iterable[LayerCall]) -> set[int]:
+    """Ids of parameters that were used by parts which overlap without being the same."""
+    used: dict[int, set[tuple[int, int] | None]] = {}
+    for call in calls:
+        for name in call.parameters:
+            used.setdefault(id(call.owners[name]), set()).add(call.rows.get(name))
+    return {owner for owner, parts in used.items() if len(parts) > 1 and _overlap(parts)}
+
+
+def _overlap(parts: set[tuple[int, int] | None]) -> bool:
+    """Whether two of several parts (start, stop) have rows in common; None is the whole."""
+    spans = sorted(part for part in parts if part is not None)
+    return None in parts or any(left[1] > right[0] for left, right in pairwise(spans))

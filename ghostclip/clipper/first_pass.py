@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from ghostclip.clipper.collector import Keep, NormCollector
 from ghostclip.clipping import Groupwise, Policy
-from ghostclip.errors import LossShapeError, StaleInputError, UnsupportedModelError
+from ghostclip.errors import LossShapeError, StaleInputError
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.ragged_layout import RaggedLayouts, read_indices
 from ghostclip.graph.reader import first_pass, free_graph, read_graph
 from ghostclip.graph.row_layout import RowLayouts
-from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import LayerCall, Repeat
 from ghostclip.nn.fallback import FallbackCall
 from ghostclip.norms.ragged import RowIndex
@@ -120,10 +119,7 @@ class FirstPasses:
                 if self._indices
                 else self._grouping.lay_out(losses, uses, self.index, reached=reached)
             )
-            calls, watched, check = layout.calls, layout.watched, layout.check
-            self.is_open = not layout.proved
-            if watched and is_traced():
-                raise UnsupportedModelError(f"no gradient has reached {self.index.layer(watched[0])} yet")
+            calls, check, self.is_open = layout.calls, layout.check, not layout.proved
             chosen, keep = keep is Keep.CHOSEN, self._keep_of(keep, calls)
             small = keep is Keep.SMALL
             collector = NormCollector(
@@ -136,10 +132,9 @@ class FirstPasses:
             collector.repeat = Repeat() if once else None
             _expect_again(losses, calls, collector.repeat)
             sink = collector.receive if check is None else check.watched(collector.receive)
-            first_pass(losses, calls, sink, retain_graph=collector.holds_graph or bool(watched) or check is not None)
-            collector.finish()
-            if watched or check is not None:
-                if collector.reached() or (check is not None and check.fails()):
+            first_pass(losses, calls, sink, retain_graph=collector.holds_graph or check is not None)
+            if check is not None:
+                if check.fails():
                     return None
                 if not collector.holds_graph:
                     free_graph(losses, calls)

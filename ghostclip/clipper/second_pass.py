@@ -5,8 +5,8 @@ Norms come from a first pass (first_pass.py); here they become weights, and weig
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,16 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ghostclip.clipper.collector import Keep, NormCollector, PairQueue, Pairs, Part, has_one_row, sums_of_pairs, term_of
+from ghostclip.clipper.collector import Keep, Kept, NormCollector, Part, TermReceiver
 from ghostclip.clipper.first_pass import FirstPasses, in_our_words, without_autocast
 from ghostclip.clipper.gradient_guard import have_hooks, is_distributed
 from ghostclip.clipping import Groupwise
 from ghostclip.errors import PrivacyError
 from ghostclip.graph.reader import AT_LEAST_FLOAT32, first_pass, free_graph
+from ghostclip.graph.row_layout import RowLayout
 from ghostclip.nn.base import LayerCall
 from ghostclip.nn.fallback import FallbackCall
+from ghostclip.norms.affine import LinearPair
 from ghostclip.norms.reduce import all_finite
-from ghostclip.norms.term import may_sync
+from ghostclip.norms.term import PerExampleGrads, may_sync
 
 __all__ = ["Reweighting", "TwoPasses", "add_to_gradient"]
 
@@ -150,16 +152,16 @@ class TwoPasses(FirstPasses):
         """Hands the clipped sums to ``add``: of what the first pass kept, and of the rest by a second backward.
 
         That ends at the lowest layer that it is needed for. ``weights`` are [B] or {group: [B]}, ``finite`` is as
-        `NormCollector.weighted_sums` has it.
+        `WeightedSums` has it.
         """
         scaled = weights if self.scale == 1.0 else tree_map(lambda each: each / self.scale, weights)
         if isinstance(scaled, Tensor):
             by_owner = dict.fromkeys(self._parameters, scaled)
         else:
             by_owner = {owner: scaled[group] for owner, group in self.group_of().items()}
-        kept, wanted, repeat = run.kept, run.unkept_calls(), run.repeat
-        for part, amount in run.weighted_sums(by_owner, finite):
-            add(part, amount)
+        sums, repeat = WeightedSums(by_owner, finite), run.repeat
+        done, wanted = run.kept_owners, run.unkept_calls()
+        sums.of_kept(run.kept, add)
         losses = self._scaled(losses)
         whole = len(wanted) == len(run.calls)
         if repeat is not None:
@@ -167,12 +169,11 @@ class TwoPasses(FirstPasses):
         try:
             with in_our_words(), self.placed():
                 if wanted:
-                    sink = Reweighting(run, kept, by_owner, finite, add)
+                    sink = Reweighting(run.layout, done, sums, add)
                     # What all examples share is found by a pass over the whole graph.
                     ends = None if whole or isinstance(run.calls[-1], FallbackCall) else wanted
                     keep = retain_graph or not whole
                     first_pass(losses, run.calls, sink.receive, retain_graph=keep, wanted=ends)
-                    sink.finish()
                 if run.holds_graph and not retain_graph and not whole:
                     free_graph(losses, run.calls)
         finally:
@@ -211,7 +212,47 @@ def add_to_gradient(parameter: nn.Parameter, rows: tuple[int, int] | None, amoun
     parameter.grad[slice(*rows)] += amount
 
 
-class Reweighting:
+@dataclass(frozen=True)
+class WeightedSums:
+    """Clipped sums of terms.
+
+    Attributes:
+        weights: [B] by the id of the parameter, zero for examples that are left out.
+        finite: [B] bool, False for examples whose rows are replaced by zeros (0 * NaN is NaN); None when all count.
+    """
+
+    weights: Mapping[int, Tensor]
+    finite: Tensor | None
+
+    @torch.no_grad()
+    def of_kept(self, kept: Kept, add: Add) -> None:
+        """Those of what a first pass kept, which is let go of one after another."""
+        while kept:
+            parts, term = kept.popitem()
+            if isinstance(term, LinearPair):
+                self.of_pair(parts, term, add)
+            else:
+                add(parts[0], self.of(parts[0], term))
+
+    def of(self, part: Part, term: PerExampleGrads) -> Tensor:
+        """That of one term."""
+        term = term if self.finite is None else term.keep_only(self.finite)
+        return term.weighted_sum(self.weights[part[0]])
+
+    def of_pair(self, parts: Sequence[Part], pair: LinearPair, add: Add) -> None:
+        """Those of a linear layer's parameters, at once where they have the same weights."""
+        pair = pair if self.finite is None else pair.keep_only(self.finite)
+        weights = [self.weights[owner] for owner, _ in parts]
+        if all(each is weights[0] for each in weights):
+            found = pair.weighted_sums(weights[0])
+        else:
+            alone = [replace(pair, names=(name,)) for name in pair.names]
+            found = [one.weighted_sums(each)[0] for one, each in zip(alone, weights, strict=True)]
+        for part, amount in zip(parts, found, strict=True):
+            add(part, amount)
+
+
+class Reweighting(TermReceiver):
     """The sink of a second backward: clipped sums by each layer's rule, from the gradients that were measured.
 
     It starts from the losses as they are, not from weighted ones, so that every rounding error is the first pass's:
@@ -221,67 +262,33 @@ class Reweighting:
     many times the bound. Sums in narrow types are float32's here.
 
     Args:
-        run: the first pass. The sums of a parameter's uses are added up here, and rounded to its type once.
+        layout: the first pass's.
         done: ids of parameters whose sums are known already.
-        weights: [B], by the id of the parameter.
-        finite: [B] bool, False for examples whose rows are replaced by zeros (0 * NaN is NaN); None when all count.
-        add: takes a part and what is to be added to its sum.
+        sums: how terms are summed.
+        add: takes a part and what is to be added to its sum: that of all uses, to be rounded to its type once.
     """
 
-    def __init__(
-        self,
-        run: NormCollector,
-        done: frozenset[int],
-        weights: Mapping[int, Tensor],
-        finite: Tensor | None,
-        add: Add,
-    ) -> None:
-        self._run, self._done, self._weights, self._finite, self._add = run, done, weights, finite, add
-        self._queue = PairQueue(self._add_pairs)
-        self._left = Counter([_part(call, name) for call in run.calls for name in call.own])
+    def __init__(self, layout: RowLayout, done: frozenset[int], sums: WeightedSums, add: Add) -> None:
+        super().__init__(layout, without=done)
+        self._sums, self._add = sums, add
         self._gathered: dict[Part, Tensor] = {}
 
-    @torch.no_grad()
-    def receive(self, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
-        """Takes the gradient at one pre-activation; called by the layer's node in the graph."""
-        parts = {name: part for name in call.own if (part := _part(call, name))[0] not in self._done}
-        inputs = tuple([tensor.detach() if tensor.requires_grad else tensor for tensor in inputs])
-        alone = has_one_row(call, self._run.examples, self._run.row_orders)
-        if len(parts) == len(call.parameters) and alone and not call.rows:
-            pair = call.linear_pair(inputs, grad)
-            if pair is not None:
-                self._queue.add([parts[name][0] for name in pair.names], pair)
-                return
-        for name, part in parts.items():
-            term = term_of(call, name, inputs, grad, self._run.examples, self._run.row_orders)
-            term = term if self._finite is None else term.keep_only(self._finite)
-            self._take(part, term.weighted_sum(self._weights[part[0]]))
+    def _take_pair(self, parts: Sequence[Part], pair: LinearPair) -> None:
+        self._sums.of_pair(parts, pair, self._add)
 
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Answers for what waited; to be called when all gradients have come."""
-        self._queue.flush()
-
-    def _add_pairs(self, waiting: Pairs) -> None:
-        for part, amount in sums_of_pairs(waiting, self._weights, self._finite):
-            self._take(part, amount)
-
-    def _take(self, part: Part, amount: Tensor) -> None:
-        """Takes the sum of one use; hands on that of all uses with the last."""
-        self._left[part] -= 1
-        if part in self._gathered:
-            amount = self._gathered.pop(part).add_(amount)
-        if self._left[part] > 0:
-            self._gathered[part] = amount
-        else:
-            self._add(part, amount)
+    def _take(self, call: LayerCall, terms: Sequence[tuple[str, Part, PerExampleGrads]]) -> None:
+        for _, part, term in terms:
+            amount = self._sums.of(part, term)
+            self._left[part] -= 1
+            if part in self._gathered:
+                amount = self._gathered.pop(part).add_(amount)
+            if self._left[part]:
+                self._gathered[part] = amount
+            else:
+                self._add(part, amount)
 
 
 def _finite(norms: Any, losses: Tensor) -> Tensor | None:
     """[B] bool, False for an example whose loss or norm, in any group, isn't finite; None where all are."""
     found = [*(norms.values() if isinstance(norms, dict) else [norms]), losses.detach()]
     return None if all_finite(*found) else torch.stack([each.isfinite() for each in found]).all(0)
-
-
-def _part(call: LayerCall, name: str) -> Part:
-    return id(call.owners[name]), call.rows.get(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -80,15 +81,21 @@ class ParameterNames:
         """(name, Parameter) of every parameter that requires a gradient now."""
         return [item for item in self._named if item[1].requires_grad]
 
-    def own_parameters(self, call: LayerCall) -> list[str]:
-        """Those of the call's parameters that are this model's; none for a layer of another model in the graph.
+    def own_calls(self, calls: Sequence[LayerCall]) -> dict[LayerCall, int]:
+        """{call: serial number of its layer} of those that used parameters of this model, which are noted as `own`.
 
-        Reads the model again for a layer or parameter it doesn't know.
+        Reads the model again for a layer or parameter it doesn't know. Calls of another model in the graph are left
+        out.
         """
-        own = call.owners
-        if id(call.layer) not in self.layers or any(id(own[name]) not in self.names for name in call.parameters):
-            self.refresh()
-        return [name for name in call.parameters if id(own[name]) in self.names]
+        found = {}
+        for call in calls:
+            owners = [id(call.owners[name]) for name in call.parameters]
+            if id(call.layer) not in self.layers or not self.names.keys() >= set(owners):
+                self.refresh()
+            call.own = [name for name, owner in zip(call.parameters, owners, strict=True) if owner in self.names]
+            if call.own:
+                found[call] = serial_number(call.layer)
+        return found
 
     def name_of(self, leaf: Tensor) -> str | None:
         """The name of a leaf that is a parameter of the model; reads the model again for an unknown Parameter."""

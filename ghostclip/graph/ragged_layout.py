@@ -113,7 +113,8 @@ class RaggedLayouts:
             self._met.add(key)
         elif len(losses) > 1:
             check = IndexCheck(losses, calls, region, indices, self._factors(losses, calls))
-        return RowLayout(calls if region is None else [*calls, *region.uses], orders, [], True, check)
+        folded = {each: (1, order) for each, order in orders.items() if order != "example"}
+        return RowLayout(calls if region is None else [*calls, *region.uses], folded, True, check)
 
     def _region(
         self, losses: Tensor, uses: Uses, odd: list[LayerCall], names: ParameterNames, indices: Sequence[RowIndex],

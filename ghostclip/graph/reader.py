@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +65,7 @@ class Uses:
 
     Attributes:
         calls: every use of a wrapper layer that the losses depend on.
+        layers: {call: serial number of its layer}.
         leaves: nodes at which trained parameters enter outside of every layer.
         reorders: whether something between the layers may order the examples differently from batch to batch.
         picked: rows that are picked by index (`ghostclip.graph.picked_rows`); None before they are looked for.
@@ -73,6 +74,7 @@ class Uses:
     """
 
     calls: list[LayerCall]
+    layers: Mapping[LayerCall, int]
     leaves: list[Any]
     reorders: bool
     size: tuple[int, int]
@@ -106,9 +108,7 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
         elif isinstance(node, Tensor):
             stack.append(get_gradient_edge(node).node)
         elif isinstance(call := getattr(node, "call", None), LayerCall):
-            call.own = index.own_parameters(call)
-            if call.own:
-                calls.append(call)
+            calls.append(call)
             stack += call.sources
         else:
             reorders = reorders or (kind.__name__ in REORDERING and moves_first_dimension(node, len(losses)))
@@ -128,7 +128,8 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
             if kind.__name__ in BATCH_STATISTICS:
                 _refuse_statistics(node)
             stack += [edge[0] for edge in node.next_functions]
-    return Uses(calls, leaves, reorders, (len(seen), index.version))
+    own = index.own_calls(calls)
+    return Uses(list(own), own, leaves, reorders, (len(seen), index.version))
 
 
 @functools.cache

@@ -9,36 +9,26 @@ examples, and parameters used outside of layers, are followed to where they meet
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ghostclip.errors import LossShapeError, UnsupportedModelError
 from ghostclip.graph.mixing_test import Verdict, check_mixing
-from ghostclip.graph.parameter_names import ParameterNames, serial_number
+from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.picked_rows import PickedLayouts
 from ghostclip.graph.reader import Uses, from_below
 from ghostclip.graph.shared.positions import are_positions
 from ghostclip.graph.shared.search import TOO_SMALL, DecisionCache, Search, not_a_batch
 from ghostclip.graph.shared.subgraph import SharedSubgraph, parameters_of
-from ghostclip.nn.base import LayerCall
+from ghostclip.native.custom_ops import is_traced
+from ghostclip.nn.base import LayerCall, Sink
 from ghostclip.norms.ragged import RowIndex, RowOrder
 
-__all__ = ["RowLayout", "RowLayouts", "overlapping_parts", "row_count", "without_boundaries"]
-
-
-def row_count(call: LayerCall, examples: int, name: str) -> int:
-    """Rows of each of ``examples`` examples in the batch dimension of ``call``; raises where that isn't whole."""
-    rows = call.shape[call.batch_dim]
-    if examples == 0:
-        return 1
-    if rows % examples or rows == 0:
-        raise not_a_batch(call, examples, name)
-    return rows // examples
+__all__ = ["RowLayout", "RowLayouts", "without_boundaries"]
 
 
 @dataclass(frozen=True)
@@ -47,18 +37,54 @@ class RowLayout:
 
     Attributes:
         calls: every use of a parameter.
-        row_orders: how each call's rows are grouped ("example", "row", or by an index), by id(call).
-        watched: calls that no gradient had reached so far: once one does, they are to be proved, and nothing clipped
-            before.
+        folded: {id(call): (rows of each example, their order)} of calls that have other than one row of each example,
+            in the order of the losses; with an index, the first number means nothing.
         proved: whether all calls are proved.
-        check: what is left to be compared, with the gradients of the pass itself (`ghostclip.graph.ragged_layout`).
+        check: what is left to be seen in the gradients of the pass itself; nothing is clipped before.
     """
 
     calls: list[LayerCall]
-    row_orders: Mapping[int, RowOrder]
-    watched: list[LayerCall]
+    folded: Mapping[int, tuple[int, RowOrder]]
     proved: bool
-    check: Any = None
+    check: LayoutCheck | None = None
+
+
+class LayoutCheck(Protocol):
+    """What a layout takes for granted until the gradients of a first pass were seen."""
+
+    def watched(self, sink: Sink) -> Sink:
+        """A sink for the pass, which is told what ``sink`` is to be told."""
+
+    def fails(self) -> bool:
+        """Whether it does not hold, after the pass; the graph must be there still."""
+
+
+class FirstGradients:
+    """Sees whether a gradient reaches calls that none had reached so far: then they are to be proved.
+
+    Args:
+        calls: these.
+        names: of the model.
+    """
+
+    def __init__(self, calls: Sequence[LayerCall], names: ParameterNames) -> None:
+        if is_traced():
+            raise UnsupportedModelError(f"no gradient has reached {names.layer(calls[0])} yet")
+        self._calls, self._arrived = set(map(id, calls)), list[Tensor]()
+
+    def watched(self, sink: Sink) -> Sink:
+        """See `LayoutCheck.watched`."""
+
+        def look(call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
+            if id(call) in self._calls:
+                self._arrived.append(grad.any())
+            sink(call, inputs, grad)
+
+        return look
+
+    def fails(self) -> bool:
+        """Whether one of them was given a gradient that isn't zero."""
+        return bool(self._arrived) and bool(torch.stack(self._arrived).any())
 
 
 class RowLayouts:
@@ -133,26 +159,31 @@ class RowLayouts:
                 self._constant |= _alike([call for call in odd if _is_odd(call, examples)], uses).items()
             shared = set() if region is None else {id(call) for call in region.calls.values()}
             calls = [call for call in uses.calls if id(call) not in shared and call not in picked]
-            keys = {call: (uses.size, *_key(call, row_count(call, examples, index.layer(call)))) for call in calls}
+            if unfit := [call for call in calls if examples and (_is_odd(call, examples) or not _rows(call))]:
+                raise not_a_batch(unfit[0], examples, index.layer(unfit[0]))
+            keys = {call: (uses.size, *_key(call, uses, examples)) for call in calls}
             pending = self._pending(keys, examples, uses.reorders or rehearsal or reached)
             found = check_mixing(losses, calls, pending) if pending else {}
             # Of layers that saw data, a row of zeros is nothing unusual, and its input may not be finite.
             lone = [call for call, v in found.items() if v.lone and not call.sources and call.layer.reads_indices]
-            tables = {*self._tables(losses, found, index), *lone}
+            tables = {*self._tables(losses, uses, found, index), *lone}
             if not tables:
                 break
             odd, unsure = [*odd, *(call for call in calls if call in tables)], bool(lone)
         if not rehearsal:  # whose examples are copies, which may meet unseen
             self._proved |= {keys[call]: v.best.row_order for call, v in found.items() if v.best and v.sure}
             self._tried |= {keys[call]: max(examples, self._tried.get(keys[call], 0)) for call in pending}
-        row_orders: dict[int, RowOrder] = {
-            id(call): self._row_order(call, key, found.get(call), index) for call, key in keys.items()
+        folded: dict[int, tuple[int, RowOrder]] = {
+            id(call): (key[-1], self._row_order(call, key, found.get(call), index))
+            for call, key in keys.items()
+            if key[-1] != 1
         }
         left = [call for call in calls if keys[call] not in self._proved] if examples > 1 else []
-        row_orders |= {id(call): rows for call, rows in picked.items()}
+        unreached = [call for call in left if call not in pending]
+        folded |= {id(call): (1, rows) for call, rows in picked.items()}
         calls += [call for call in picked if id(call) not in shared]
         calls = calls if region is None else [*calls, *region.uses]
-        return RowLayout(calls, row_orders, [call for call in left if call not in pending], not left)
+        return RowLayout(calls, folded, not left, FirstGradients(unreached, index) if unreached else None)
 
     def _odd(self, uses: Uses, examples: int) -> list[LayerCall]:
         """The calls that saw no examples, as far as is known."""
@@ -165,7 +196,7 @@ class RowLayouts:
             if call not in picked
             and (
                 _is_odd(call, examples)
-                or (self._positions and examples and _key(call, _rows(call) // examples) in self._positions)
+                or (self._positions and examples and _key(call, uses, examples) in self._positions)
                 or (tables and _use(call, uses) in tables)
             )
         ]
@@ -179,7 +210,9 @@ class RowLayouts:
             return []
         return [call for call, key in keys.items() if anew or examples >= 2 * self._tried.get(key, 0)]
 
-    def _tables(self, losses: Tensor, found: dict[LayerCall, Verdict], index: ParameterNames) -> list[LayerCall]:
+    def _tables(
+        self, losses: Tensor, uses: Uses, found: dict[LayerCall, Verdict], index: ParameterNames
+    ) -> list[LayerCall]:
         """The calls that are tables of positions as long as a batch; raises where examples mix in truth."""
         # Of all examples, a table has a row that isn't finite where one example's is. As a tensor that all share,
         # examples' own rows have the same norms.
@@ -203,7 +236,7 @@ class RowLayouts:
                 f"{table}",
                 name=index.layer(call), place=call,
             )  # fmt: skip
-        self._positions |= {_key(call, _rows(call) // len(losses)) for call in mixing}
+        self._positions |= {_key(call, uses, len(losses)) for call in mixing}
         return [*mixing, *dark]
 
     def _region(
@@ -227,7 +260,7 @@ class RowLayouts:
     def _row_order(self, call: LayerCall, key: tuple, verdict: Verdict | None, index: ParameterNames) -> RowOrder:
         """How the call's rows are grouped, as was proved or this batch shows."""
         # No verdict: all of its gradient is zero, or will be looked at when it isn't.
-        if key[-1] == 1 or (key not in self._proved and verdict is None):
+        if key not in self._proved and verdict is None:
             return "example"
         if key in self._proved:
             return self._proved[key]
@@ -253,7 +286,7 @@ def _is_odd(call: LayerCall, examples: int) -> bool:
 
 def _use(call: LayerCall, uses: Uses) -> tuple:
     """What a layer's use that sees no examples has in common in all batches."""
-    return (uses.size, serial_number(call.layer), call.parameters, call.batch_dim, call.shape)
+    return (uses.size, uses.layers[call], call.parameters, call.batch_dim, call.shape)
 
 
 def _alike(calls: list[LayerCall], uses: Uses) -> dict[tuple, int]:
@@ -261,9 +294,10 @@ def _alike(calls: list[LayerCall], uses: Uses) -> dict[tuple, int]:
     return Counter(_use(call, uses) for call in calls if not call.sources)
 
 
-def _key(call: LayerCall, count: int) -> tuple:
-    """What a layer's use with so many rows an example has in common in all batches."""
-    return (serial_number(call.layer), call.parameters, call.batch_dim, len(call.shape), count)
+def _key(call: LayerCall, uses: Uses, examples: int) -> tuple:
+    """What a layer's use with so many rows an example, the last of these, has in common in all batches."""
+    count = _rows(call) // examples if examples else 1
+    return (uses.layers[call], call.parameters, call.batch_dim, len(call.shape), count)
 
 
 def without_boundaries(losses: Tensor, uses: Uses, shared: list[LayerCall]) -> SharedSubgraph:
@@ -286,18 +320,3 @@ def without_boundaries(losses: Tensor, uses: Uses, shared: list[LayerCall]) -> S
 def _may_be_a_table(call: LayerCall, examples: int) -> bool:
     """Whether a layer may give the same rows for all examples together, as one that reads position ids [T] does."""
     return not call.sources and (call.layer.reads_indices or len(call.shape) == 2 or _rows(call) > examples)
-
-
-def overlapping_parts(calls: Iterable[LayerCall]) -> set[int]:
-    """Ids of parameters that were used by parts which overlap without being the same."""
-    used: dict[int, set[tuple[int, int] | None]] = {}
-    for call in calls:
-        for name in call.parameters:
-            used.setdefault(id(call.owners[name]), set()).add(call.rows.get(name))
-    return {owner for owner, parts in used.items() if len(parts) > 1 and _overlap(parts)}
-
-
-def _overlap(parts: set[tuple[int, int] | None]) -> bool:
-    """Whether two of several parts (start, stop) have rows in common; None is the whole."""
-    spans = sorted(part for part in parts if part is not None)
-    return None in parts or any(left[1] > right[0] for left, right in pairwise(spans))
