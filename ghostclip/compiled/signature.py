@@ -131,14 +131,8 @@ class ModelState:
 
 def _has_global_hooks() -> bool:
     """Whether hooks are called for every module of the process."""
-    return any(
-        (
-            torch_module._global_forward_pre_hooks,
-            torch_module._global_forward_hooks,
-            torch_module._global_backward_pre_hooks,
-            torch_module._global_backward_hooks,
-        )
-    )
+    names = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+    return any(getattr(torch_module, f"_global_{name}") for name in names)
 
 
 def _described(module: nn.Module) -> tuple:
