@@ -27,8 +27,11 @@ __all__ = ["LossComparison"]
 
 # Logical batches at the start that are compared, and one in how many physical batches later.
 STEPS, SELDOM = 6, 400
-# Times that a difference must come back, in an order by chance, lest it be one from call to call.
-TOSSES = 16
+# Times that a difference must come back, in an order by chance, lest it be one from call to call. Only a loss that is
+# about to be refused is called so often.
+TOSSES = 40
+# Random choices of examples for which the same random numbers must be drawn.
+CHOICES = 16
 # Relative change of a loss, and the fewest losses that must change alike, to say that it depends on their number.
 OF_NUMBER, FEWEST = 0.1, 4
 
@@ -157,7 +160,7 @@ class LossComparison:
         """Whether the same random numbers are drawn whatever the examples, as far as some random choices show."""
         rows = range(trial.batch.rows)
         _, expected = trial.watched(trial.every)
-        chosen = [torch.tensor(self._dice.choices(rows, k=len(rows))) for _ in range(TOSSES)]
+        chosen = [torch.tensor(self._dice.choices(rows, k=len(rows))) for _ in range(CHOICES)]
         return all(trial.watched(index)[1] == expected for index in chosen)
 
     def _depends_on_number(self, trial: TrialLosses, parts: list[Tensor]) -> bool:
