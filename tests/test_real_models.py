@@ -167,14 +167,15 @@ def test_transformers_conv1d_has_a_rule():
     assert type(ghostclip.unwrap(module)) is Theirs
 
 
-# Of each kind, as many run in every suite; all of them are in docs/supported_models.md.
-QUICK = 6
+# Of each kind, as many run in every suite, but for one that takes as long as ten others (test_experts_families.py has a
+# smaller one); all of them are in docs/supported_models.md.
+QUICK, LONG = 4, {"Switch"}
 KINDS = [subject.kind for subject in SUBJECTS]
 MARKED = [
     pytest.param(
         subject,
         id=subject.name.replace(" ", "_"),
-        marks=[pytest.mark.slow] if KINDS[:place].count(subject.kind) >= QUICK else [],
+        marks=[pytest.mark.slow] if subject.name in LONG or KINDS[:place].count(subject.kind) >= QUICK else [],
     )
     for place, subject in enumerate(SUBJECTS)
 ]

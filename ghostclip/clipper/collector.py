@@ -85,19 +85,19 @@ class TermReceiver(ABC):
         if id(call) in self._single and (pair := call.linear_pair(inputs, grad)) is not None:
             self._take_pair([parts[name] for name in pair.names], pair)
             return
-        folded = self.layout.folded.get(id(call))
-        terms = []
-        for name, part in parts.items():
-            term = call.term(name, inputs, grad)
-            terms.append((name, part, term if folded is None else regrouped(term, *folded)))
-        self._take(call, terms)
+        # One after another: a term may hold tensors of its own, which go when the next is made.
+        self._take(call, ((name, part, self._term(call, name, inputs, grad)) for name, part in parts.items()))
+
+    def _term(self, call: LayerCall, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
+        term, folded = call.term(name, inputs, grad), self.layout.folded.get(id(call))
+        return term if folded is None else regrouped(term, *folded)
 
     @abstractmethod
     def _take_pair(self, parts: Sequence[Part], pair: LinearPair) -> None:
         """Takes a linear layer's terms, in one."""
 
     @abstractmethod
-    def _take(self, call: LayerCall, terms: Sequence[tuple[str, Part, PerExampleGrads]]) -> None:
+    def _take(self, call: LayerCall, terms: Iterable[tuple[str, Part, PerExampleGrads]]) -> None:
         """Takes the terms of one use, each with the parameter's name in the layer."""
 
 
@@ -165,7 +165,7 @@ class NormCollector(TermReceiver):
         if self._keep is Keep.ALL and parts[0][0] not in self._not_kept:
             self.kept[tuple(parts)] = pair
 
-    def _take(self, call: LayerCall, terms: Sequence[tuple[str, Part, PerExampleGrads]]) -> None:
+    def _take(self, call: LayerCall, terms: Iterable[tuple[str, Part, PerExampleGrads]]) -> None:
         held = set[int]()
         for name, part, term in terms:
             if part[0] in self._padded:

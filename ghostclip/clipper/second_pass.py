@@ -5,7 +5,7 @@ Norms come from a first pass (first_pass.py); here they become weights, and weig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -276,7 +276,7 @@ class Reweighting(TermReceiver):
     def _take_pair(self, parts: Sequence[Part], pair: LinearPair) -> None:
         self._sums.of_pair(parts, pair, self._add)
 
-    def _take(self, call: LayerCall, terms: Sequence[tuple[str, Part, PerExampleGrads]]) -> None:
+    def _take(self, call: LayerCall, terms: Iterable[tuple[str, Part, PerExampleGrads]]) -> None:
         for _, part, term in terms:
             amount = self._sums.of(part, term)
             self._left[part] -= 1
