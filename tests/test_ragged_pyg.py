@@ -96,6 +96,29 @@ def test_an_edge_between_graphs_is_refused(layer):
         GhostClipper(model).norms(losses(model, batch), batch_index=index_of(batch))
 
 
+def test_every_edge_that_has_an_influence_behind_a_trained_layer_is_refused_in_its_batch():
+    """In a later batch, too, which one backward is compared for. One onto a node whose units are all off has none."""
+    refused = 0
+    for seed in range(20):
+        torch.manual_seed(seed)
+        batch = Batch.from_data_list([graph(size, torch.float32) for size in (4, 3, 5, 3, 6, 4)])
+        layer, head = gnn.GCNConv(FEATURES, WIDTH), nn.Linear(WIDTH, 3)
+        clipper = GhostClipper(nn.ModuleList([layer, head]))
+
+        def of_graphs(edges, x, layer=layer, head=head, batch=batch):
+            return head(gnn.global_mean_pool(layer(x, edges).relu(), batch.batch, 6)).logsumexp(1)
+
+        for _ in range(2):
+            clipper.backward(of_graphs(batch.edge_index, batch.x), batch_index=batch.batch)
+        edges, x = connected(batch.clone()).edge_index, batch.x.clone().requires_grad_()
+        influence = torch.autograd.grad(of_graphs(edges, x)[5], x)[0][0].any()
+        if influence:
+            with pytest.raises(UnsupportedModelError):
+                clipper.backward(of_graphs(edges, batch.x), batch_index=batch.batch)
+            refused += 1
+    assert refused >= 10
+
+
 class OneLayer(nn.Module):
     """Sums features before its only layer: no gradient shows whose they are."""
 
