@@ -1,5 +1,8 @@
 """What a user waits for first: imports, ``--version``, ``--help``, the first private step; and the size of the wheel.
 
+The first private step is measured with the kernels compiled before, and with none, as on a new machine; so is the
+longest time in which a terminal shows nothing new.
+
     python experiments/first_minutes.py [--before REVISION]
 
 measures the checkout, and REVISION beside it, in turns; writes results/first_minutes.json and .md. Each time is the
@@ -25,6 +28,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
 PROCESSES = 10
+NEW_MACHINES = 3
+EXAMPLE = "README's example up to its first private step"
 FIRST_STEP = """\
 engine = ghostclip.PrivacyEngine(model, optimizer, data, batch_size=64, target_epsilon=3.0, target_delta=1e-5, epochs=4)
 engine.step(next(iter(engine.batches())), lambda model, batch: criterion(model(batch[0]), batch[1]))
@@ -40,17 +45,44 @@ def commands() -> dict[str, list[str]]:
         "import torch, ghostclip": ["-c", "import torch, ghostclip"],
         "python -m ghostclip --version": ["-m", "ghostclip", "--version"],
         "python -m ghostclip --help": ["-m", "ghostclip", "--help"],
-        "README's example up to its first private step": ["-c", example[1] + FIRST_STEP],
+        EXAMPLE: ["-c", example[1] + FIRST_STEP],
     }
 
 
-def seconds(command: list[str], source: Path, cache: str) -> float:
-    """Of one process on one core that finds the package in ``source``."""
+def environment(source: Path, cache: str) -> dict[str, str]:
+    """Of a process on one core that finds the package in ``source``."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    environment = kept | {"PYTHONPATH": str(source), "PYTHONPYCACHEPREFIX": cache, "OMP_NUM_THREADS": "1"}
+    return kept | {"PYTHONPATH": str(source), "PYTHONPYCACHEPREFIX": cache, "OMP_NUM_THREADS": "1"}
+
+
+def seconds(command: list[str], source: Path, cache: str) -> float:
+    """Of one process."""
     start = time.perf_counter()
-    subprocess.run([sys.executable, *command], env=environment, cwd=cache, stdout=subprocess.DEVNULL, check=True)
+    kept = environment(source, cache)
+    subprocess.run([sys.executable, *command], env=kept, cwd=cache, stdout=subprocess.DEVNULL, check=True)
     return time.perf_counter() - start
+
+
+def on_a_terminal(command: list[str], source: Path, cache: str, kernels: str | None = None) -> tuple[float, float]:
+    """Seconds of one process, and the longest of them without output; ``kernels`` is where compiled kernels are."""
+    kept = environment(source, cache) | ({} if kernels is None else {"XDG_CACHE_HOME": kernels})
+    ours, its = os.openpty()
+    start = last = time.perf_counter()
+    process = subprocess.Popen([sys.executable, *command], env=kept, cwd=cache, stdin=its, stdout=its, stderr=its)
+    os.close(its)
+    silent = 0.0
+    with open(ours, "rb", buffering=0) as output:
+        shown = True
+        while shown:
+            try:
+                shown = bool(output.read(1 << 16))
+            except OSError:  # what Linux says when the process has closed its end
+                shown = False
+            now = time.perf_counter()
+            silent, last = max(silent, now - last), now
+    if process.wait():
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return last - start, silent
 
 
 def wheel_bytes(source: Path) -> int:
@@ -59,6 +91,21 @@ def wheel_bytes(source: Path) -> int:
         command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, str(source)]
         subprocess.run(command, check=True)
         return next(Path(folder).glob("*.whl")).stat().st_size
+
+
+def first_steps(source: Path, cache: str) -> dict[str, float]:
+    """The example's first step on a terminal: medians with kernels compiled before, and on new machines."""
+    command = commands()[EXAMPLE]
+    warm = [on_a_terminal(command, source, cache) for _ in range(PROCESSES)]
+    new = []
+    for _ in range(NEW_MACHINES):
+        with tempfile.TemporaryDirectory() as kernels:
+            new.append(on_a_terminal(command, source, cache, kernels))
+    return {
+        "silent": median(silent for _, silent in warm),
+        "new_seconds": median(whole for whole, _ in new),
+        "new_silent": median(silent for _, silent in new),
+    }
 
 
 def measured(sources: dict[str, Path]) -> dict[str, dict[str, Any]]:
@@ -71,13 +118,14 @@ def measured(sources: dict[str, Path]) -> dict[str, dict[str, Any]]:
                     each = seconds(command, source, cache)
                     if turn:  # the first writes bytecode
                         taken[name][what].append(each)
-    return {
-        name: {
-            "seconds": {what: median(each) for what, each in taken[name].items()},
-            "wheel_bytes": wheel_bytes(source),
+        return {
+            name: {
+                "seconds": {what: median(each) for what, each in taken[name].items()},
+                "first_step": first_steps(source, cache),
+                "wheel_bytes": wheel_bytes(source),
+            }
+            for name, source in sources.items()
         }
-        for name, source in sources.items()
-    }
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -89,6 +137,12 @@ def markdown(results: dict[str, Any]) -> str:
     ]
     for what in next(iter(found.values()))["seconds"]:
         lines.append(f"| `{what}` | " + " | ".join(f"{row['seconds'][what]:.2f}" for row in found.values()) + " |")
+    for what, title in (
+        ("silent", "longest time without output in it"),
+        ("new_seconds", "the same where no kernel is compiled yet"),
+        ("new_silent", "longest time without output in that"),
+    ):
+        lines.append(f"| {title} | " + " | ".join(f"{row['first_step'][what]:.2f}" for row in found.values()) + " |")
     added = [row["seconds"]["import torch, ghostclip"] - row["seconds"]["import torch"] for row in found.values()]
     lines.append("| added by `import ghostclip` | " + " | ".join(f"{each:.2f}" for each in added) + " |")
     lines.append(
