@@ -82,13 +82,15 @@ def vgg(width: int = 8) -> nn.Module:
     return VGG(cfg=[width, "M", width, width, "M"], num_classes=CLASSES, mlp_ratio=0.01)
 
 
-def mixer(img_size: int = 32, patch_size: int = 8, num_blocks: int = 2, embed_dim: int = 16) -> nn.Module:
-    """timm's MLP-Mixer of two blocks."""
-    from timm.models.mlp_mixer import MlpMixer
+def mixer(
+    img_size: int = 32, num_blocks: int = 2, embed_dim: int = 16, ratio: Any = (0.5, 4.0), **parts: str
+) -> nn.Module:
+    """timm's MLP-Mixer of two blocks, with parts of it by their names; ``ratio`` is of widths inside of a block."""
+    from timm.models import mlp_mixer
 
-    return MlpMixer(
-        num_classes=CLASSES, img_size=img_size, patch_size=patch_size, num_blocks=num_blocks, embed_dim=embed_dim
-    )
+    options = {part: getattr(mlp_mixer, name) for part, name in parts.items()}
+    options |= {"img_size": img_size, "patch_size": 8, "num_blocks": num_blocks, "embed_dim": embed_dim}
+    return mlp_mixer.MlpMixer(CLASSES, mlp_ratio=ratio, **options)
 
 
 def of_torchvision(name: str, **options: Any) -> nn.Module:
@@ -147,7 +149,8 @@ SWIN_OF_TIMM = {"img_size": 32, "patch_size": 2, "embed_dim": 8, "depths": (2, 2
                 "window_size": 4} | STILL  # fmt: skip
 VIT_OF_TORCHVISION = {"image_size": 16, "patch_size": 4, "num_layers": 2, "num_heads": 2, "hidden_dim": 16,
                       "mlp_dim": 24}  # fmt: skip
-MLP_OF_TIMM = {"img_size": 32, "patch_size": 8, "num_blocks": 2, "embed_dim": 16}
+RES_MLP = {"ratio": 4, "block_layer": "ResBlock", "norm_layer": "Affine"}
+GATED_MLP = {"ratio": 4, "block_layer": "SpatialGatingBlock", "mlp_layer": "GatedMlp"}
 SMALL_RESNET = {"layers": (1, 1, 1, 1), "channels": (32, 32, 64, 64)}
 TINY_RESNET = {"layers": (1, 1), "channels": (32, 64), "stem_chs": 32}
 # name: (library, what is particular, what builds it, side of the images, options of wrap)
@@ -176,8 +179,8 @@ PIXELS: dict[str, tuple[str, str, Callable[[], nn.Module], int, dict[str, Any]]]
     "XCiT (timm)": ("timm", "attention across channels", partial(of_timm, "xcit_nano_12_p8_224", **VIT_OF_TIMM
                     | {"patch_size": 8, "img_size": 32, "use_pos_embed": True}), 32,
                     GROUPNORM),
-    "ResMLP (timm)": ("timm", "learned shifts and scales", partial(of_timm, "resmlp_12_224", **MLP_OF_TIMM), 32, {}),
-    "gMLP (timm)": ("timm", "gates across positions", partial(of_timm, "gmlp_s16_224", **MLP_OF_TIMM), 32, {}),
+    "ResMLP (timm)": ("timm", "learned shifts and scales", partial(mixer, **RES_MLP), 32, {}),
+    "gMLP (timm)": ("timm", "gates across positions", partial(mixer, **GATED_MLP), 32, {}),
     "NF-ResNet (timm)": ("timm", "scaled weight standardisation, no norm",
                          partial(of_timm, "nf_resnet26"), 64, {}),
     "MobileNetV3 (timm)": ("timm", "squeeze and excite, built with GroupNorm",
@@ -215,7 +218,7 @@ def pixel_losses(model: nn.Module, batch: Batch) -> Tensor:
 
 # Larger ones of those whose small ones are too small to be timed: what builds them.
 WIDE_VIT = VIT_OF_TIMM | {"img_size": 32, "embed_dim": 96, "num_heads": 4}
-WIDE_MLP = MLP_OF_TIMM | {"img_size": 64, "embed_dim": 96}
+WIDE_MLP = {"img_size": 64, "embed_dim": 96}
 WIDE_SWIN = SWIN_OF_TIMM | {"img_size": 64, "embed_dim": 48}
 WIDE: dict[str, Callable[[], nn.Module]] = {
     "ViT (timm)": partial(of_timm, "vit_tiny_patch16_224", **WIDE_VIT),
@@ -226,8 +229,8 @@ WIDE: dict[str, Callable[[], nn.Module]] = {
     "Swin (timm)": partial(of_timm, "swin_tiny_patch4_window7_224", **WIDE_SWIN),
     "ConvNeXt (timm)": partial(of_timm, "convnext_atto", depths=(1, 1, 1, 1), dims=(32, 64, 96, 128)),
     "MLP-Mixer (timm)": partial(mixer, **WIDE_MLP),
-    "ResMLP (timm)": partial(of_timm, "resmlp_12_224", **WIDE_MLP),
-    "gMLP (timm)": partial(of_timm, "gmlp_s16_224", **WIDE_MLP),
+    "ResMLP (timm)": partial(mixer, **WIDE_MLP, **RES_MLP),
+    "gMLP (timm)": partial(mixer, **WIDE_MLP, **GATED_MLP),
     "VGG (timm)": partial(vgg, 32),
     "ConvNeXt (torchvision)": partial(convnext, 48),
     "Swin (torchvision)": partial(swin, 48),
