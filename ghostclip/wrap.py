@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from dataclasses import replace as replace_of
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -28,7 +30,8 @@ __all__ = ["Finding", "check_module", "obstacles", "unwrap", "wrap", "wrapped"]
 ELSEWHERE = {"transformers": "ghostclip.integrations.huggingface_layers"}
 # What `wrap` leaves in a module.
 OWN = ("ghost_path", "ghost_batch_dim")
-BATCHNORM = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
+# What `replace` takes; timm's BatchNormAct2d has dropout and an activation behind it, as children.
+BATCHNORM = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm", "BatchNormAct2d")
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,8 @@ def wrap(
         model: any torch module. Wrapping it twice changes nothing.
         batch_dim: the dimension of inputs and outputs that holds examples, for layers without a ``batch_first``
             option: an int, or {name pattern: int} for some modules.
-        replace: such as {"BatchNorm2d": "GroupNorm"}: replaces layers that mix examples. New modules have new
-            parameters, so build the optimizer afterwards.
+        replace: such as {"BatchNorm2d": "GroupNorm"}: replaces layers that mix examples (timm's "BatchNormAct2d" too).
+            New modules have new parameters, so build the optimizer afterwards.
 
     Returns:
         The same model.
@@ -83,8 +86,7 @@ def wrap(
     swaps = _replacements(model, replace or {})
     findings = [f for f in obstacles(model) if f.path not in swaps]
     if findings:
-        listed = "\n".join(f"  {number}. {finding}" for number, finding in enumerate(findings, 1))
-        raise UnsupportedModelError(f"the model can't be clipped exactly as it is:\n{listed}")
+        raise UnsupportedModelError(f"the model can't be clipped exactly as it is:\n{_listed(findings)}")
     for path, new in swaps.items():
         parent, _, child = path.rpartition(".")
         setattr(model.get_submodule(parent), child, new)
@@ -140,6 +142,15 @@ def obstacles(model: torch_nn.Module) -> list[Finding]:
     for path, module in model.named_modules():
         findings += [Finding(path, problem, remedy) for problem, remedy in _obstacles(module)]
     return findings
+
+
+def _listed(findings: Sequence[Finding]) -> str:
+    """A numbered line for each problem, with the names of all modules that have it."""
+    places: dict[Finding, list[str]] = {}
+    for finding in findings:
+        places.setdefault(replace_of(finding, path=""), []).append(finding.path or "the model itself")
+    lines = [replace_of(finding, path=", ".join(paths)) for finding, paths in places.items()]
+    return "\n".join(f"  {number}. {line}" for number, line in enumerate(lines, 1))
 
 
 def _wrapper_for(module: torch_nn.Module) -> type | None:
@@ -251,7 +262,9 @@ def _replacements(model: torch_nn.Module, replace: Mapping[str, str]) -> dict[st
         # LayerNorm over channels and positions is GroupNorm with one group, and needs no spatial size.
         groups = 1 if wanted == "LayerNorm" else max(g for g in range(1, min(32, channels) + 1) if channels % g == 0)
         norm = torch_nn.GroupNorm(groups, channels, module.eps, module.affine, reference.device, reference.dtype)
-        found[path] = torch_nn.Identity() if wanted == "Identity" else norm
+        new = torch_nn.Identity() if wanted == "Identity" else norm
+        behind = dict(module.named_children())
+        found[path] = torch_nn.Sequential(OrderedDict(norm=new, **behind)) if behind else new
     if replace and not found:
         warnings.warn(f"replace named {', '.join(replace)}, but the model has none", stacklevel=3)
     return found

@@ -166,6 +166,37 @@ def test_batchnorm_is_replaced_on_request(new):
     assert clipper.norms(model(torch.randn(2, 3, 5, 5).double()).square().sum((1, 2, 3))).shape == (2,)
 
 
+class BatchNormAct2d(nn.BatchNorm2d):
+    """As timm's, whose forward doesn't call its parent's."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.drop, self.act = nn.Identity(), nn.ReLU()
+
+    def forward(self, input):
+        normal = nn.functional.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+        return self.act(self.drop(normal))
+
+
+def test_what_follows_a_replaced_batchnorm_stays():
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), BatchNormAct2d(6))
+    with pytest.raises(ghostclip.UnsupportedModelError, match=r"1: BatchNormAct2d .*\"BatchNormAct2d\": \"GroupNorm\""):
+        ghostclip.wrap(model)
+    ghostclip.wrap(model, replace={"BatchNormAct2d": "GroupNorm"})
+    assert [type(module).__name__ for module in model[1]] == ["GroupNorm", "Identity", "ReLU"]
+    assert model[1].act(torch.tensor(-1.0)) == 0
+    assert ghostclip.check(model) == []
+
+
+def test_layers_with_the_same_problem_share_a_line():
+    layers = [nn.BatchNorm2d(3), nn.BatchNorm2d(3), nn.DataParallel(nn.Conv2d(3, 3, 1)), nn.BatchNorm2d(3)]
+    with pytest.raises(ghostclip.UnsupportedModelError) as refusal:
+        ghostclip.wrap(nn.Sequential(*layers))
+    _, norms, parallel = str(refusal.value).splitlines()
+    assert norms.startswith("  1. 0, 1, 3: BatchNorm2d")
+    assert parallel.startswith("  2. 2: DataParallel")
+
+
 @pytest.mark.parametrize(
     "options",
     [

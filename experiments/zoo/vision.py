@@ -16,6 +16,7 @@ from .subject import CLASSES, Batch, Subject, Timed, class_losses, images
 __all__ = ["SUBJECTS"]
 
 GROUPNORM = {"replace": {"BatchNorm2d": "GroupNorm"}}
+GROUPNORM_OF_TIMM = {"replace": {"BatchNormAct2d": "GroupNorm"}}
 REPLACED = "BatchNorm replaced by GroupNorm"
 VIT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "image_size": 16,
        "patch_size": 4, "num_labels": CLASSES}  # fmt: skip
@@ -183,9 +184,10 @@ PIXELS: dict[str, tuple[str, str, Callable[[], nn.Module], int, dict[str, Any]]]
     "gMLP (timm)": ("timm", "gates across positions", partial(mixer, **GATED_MLP), 32, {}),
     "NF-ResNet (timm)": ("timm", "scaled weight standardisation, no norm",
                          partial(of_timm, "nf_resnet26"), 64, {}),
-    "MobileNetV3 (timm)": ("timm", "squeeze and excite, built with GroupNorm",
-                           partial(of_timm, "mobilenetv3_small_050", "GroupNorm1"), 64, {}),
-    "RegNetY (timm)": ("timm", f"grouped convolutions, {REPLACED}", partial(of_timm, "regnety_002"), 64, GROUPNORM),
+    "MobileNetV3 (timm)": ("timm", f"squeeze and excite, {REPLACED}",
+                           partial(of_timm, "mobilenetv3_small_050"), 64, GROUPNORM_OF_TIMM),
+    "RegNetY (timm)": ("timm", f"grouped convolutions, {REPLACED}", partial(of_timm, "regnety_002"), 64,
+                       GROUPNORM_OF_TIMM),
     "DenseNet (torchvision)": ("torchvision", f"concatenated features, {REPLACED}", densenet, 64, GROUPNORM),
     "SqueezeNet (torchvision)": ("torchvision", "no norms",
                                  partial(of_torchvision, "squeezenet1_1", dropout=0.0), 64, {}),
