@@ -262,9 +262,9 @@ def _replacements(model: torch_nn.Module, replace: Mapping[str, str]) -> dict[st
         # LayerNorm over channels and positions is GroupNorm with one group, and needs no spatial size.
         groups = 1 if wanted == "LayerNorm" else max(g for g in range(1, min(32, channels) + 1) if channels % g == 0)
         norm = torch_nn.GroupNorm(groups, channels, module.eps, module.affine, reference.device, reference.dtype)
-        new = torch_nn.Identity() if wanted == "Identity" else norm
-        behind = dict(module.named_children())
-        found[path] = torch_nn.Sequential(OrderedDict(norm=new, **behind)) if behind else new
+        found[path] = torch_nn.Identity() if wanted == "Identity" else norm
+        if behind := dict(module.named_children()):
+            found[path] = torch_nn.Sequential(OrderedDict({"norm": found[path], **behind}))
     if replace and not found:
         warnings.warn(f"replace named {', '.join(replace)}, but the model has none", stacklevel=3)
     return found
