@@ -118,6 +118,23 @@ BARE: dict[str, tuple[Any, dict[str, tuple[int, ...]]]] = {
     "product with transpose": (lambda m, x: F.linear(m.layer(x[:, 0]), m.p, m.q), {"p": (3, 5), "q": (3,)}),
     "einsum": (lambda m, x: torch.einsum("btd,dp->btp", m.layer(x), m.p), {"p": (5, 3)}),
     "product from the left": (lambda m, x: m.p @ m.layer(x), {"p": (3, 6)}),
+    "product with columns": (lambda m, x: (m.p @ m.layer(x[:, 0]).T).T, {"p": (3, 5)}),
+    "product with heads": (lambda m, x: torch.einsum("btd,dnh->btnh", m.layer(x), m.p), {"p": (5, 2, 4)}),
+    "product in heads": (lambda m, x: torch.einsum("btnd,ndh->btnh", m.layer(x)[..., None, :], m.p), {"p": (1, 5, 4)}),
+    "product of each head": (
+        lambda m, x: torch.einsum("btnd,ndh->btnh", m.layer(x).unflatten(1, (3, 2)), m.p),
+        {"p": (2, 5, 4)},
+    ),
+    "product of each head, time first": (
+        lambda m, x: torch.einsum("tbnd,ndh->tbnh", m.layer(x).unflatten(1, (3, 2)).transpose(0, 1), m.p).transpose(
+            0, 1
+        ),
+        {"p": (2, 5, 4)},
+    ),
+    "product of each head from the left": (
+        lambda m, x: torch.bmm(m.p, m.layer(x)[:, :2].permute(1, 2, 0)).permute(2, 0, 1),
+        {"p": (2, 4, 5)},
+    ),
     "convolved": (lambda m, x: F.conv1d(m.layer(x), m.p, m.q, padding=1), {"p": (4, 6, 3), "q": (4,)}),
     "convolved in groups": (lambda m, x: F.conv1d(x, m.p, stride=2, groups=3), {"p": (3, 2, 2)}),
     "layer_norm": (lambda m, x: F.layer_norm(m.layer(x), (5,), m.p, m.q), {"p": (5,), "q": (5,)}),

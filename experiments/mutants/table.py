@@ -845,6 +845,7 @@ AROUND = [
 SHARED_NONFINITE = ("tests/test_nonfinite_shared.py", "-k")
 LATE = ("tests/test_first_gradients.py", "-k")
 COINCIDING = ("tests/test_coinciding_sizes.py", "-k")
+OPEN = ("tests/test_open_boundaries.py", "-k")
 PROVED = [
     Mutant(
         "rows that are not finite count as zeros",
@@ -981,7 +982,7 @@ PROVED = [
     ),
     Mutant(
         "first gradients go unnoticed",
-        "ghostclip/graph/row_layout.py",
+        "ghostclip/graph/layout_check.py",
         "        return bool(self._arrived) and ",
         "        return bool(self._arrived) and False and ",
         (*LATE, "switched_on_late"),
@@ -1006,6 +1007,34 @@ PROVED = [
         "self.is_open = layout.calls, layout.check, not layout.proved\n",
         "self.is_open = layout.calls, None, False\n",
         (*LATE, "compiled"),
+    ),
+    Mutant(
+        "first gradients outside of layers go unnoticed",
+        "ghostclip/graph/shared/boundary.py",
+        "        if self.alternatives is None:\n            return grad.any()\n",
+        "        if self.alternatives is None:\n            return grad.any() & False\n",
+        (*OPEN, "reaches_at_first"),
+    ),
+    Mutant(
+        "what a diagonal leaves open is settled",
+        "ghostclip/graph/shared/boundary.py",
+        "[(differs & (grad != 0)).any() for differs in others]",
+        "[(differs & (grad != 0)).any() & False for differs in others]",
+        (*OPEN, "settles_nothing"),
+    ),
+    Mutant(
+        "what is left open once is not looked for again",
+        "ghostclip/graph/row_layout.py",
+        "            self._places[uses.size].drop_open()\n",
+        "            pass\n",
+        (*OPEN, "settles_nothing"),
+    ),
+    Mutant(
+        "rows of a product of heads are in the order of examples",
+        "ghostclip/graph/shared/boundary.py",
+        "split_examples(to_float32(each).movedim(1, 0), self.count, self.row_order)",
+        "split_examples(to_float32(each).movedim(1, 0), self.count, 'example')",
+        ("tests/test_layers.py", "-k", "bare and product"),
     ),
     Mutant(
         "what is spoilt in part only is the examples' own",

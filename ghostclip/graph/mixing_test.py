@@ -116,6 +116,9 @@ class Verdict:
         spoilt: whether some numbers weren't finite.
         unclear: whether some numbers weren't finite, or too small.
         sure: whether the best holds for other batches, too.
+        alternatives: (dimension, rows of each example, order) of others that all rows follow as well; None where there
+            are no gradients. Where this isn't empty the best holds for other batches as long as gradients are zero
+            where these differ from it.
         dark: nothing was shown, for what is unclear.
         spreads: numbers of every example whose loss is finite weren't.
         lone: rows of a single example were shown. A table's row that one large example dominates looks like that.
@@ -134,6 +137,11 @@ class Verdict:
         self.unclear = self.spoilt or any(test.faint for test in shown or left)
         alone = len(shown) == len(left) == 1 and not self.unclear
         self.sure = alone or (len(complete) == 1 and not self.spoilt)
+        self.alternatives: tuple[tuple[int, int, RowOrder], ...] | None = ()
+        if self.best is not None and not self.unclear and not self.reached:
+            self.alternatives = None
+        elif not self.unclear and len(complete) == len(left) > 1:
+            self.alternatives = tuple((t.dim, t.count, t.row_order) for t in left if t is not self.best)
         self.dark = self.best is not None and not shown and (self.spoilt or self.best.faint)
         self.spreads = all(test.spreads for test in left)
         self.lone = self.best is not None and self.best.lone

@@ -9,14 +9,14 @@ examples, and parameters used outside of layers, are followed to where they meet
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ghostclip.errors import LossShapeError, UnsupportedModelError
+from ghostclip.graph.layout_check import FirstGradients, LayoutCheck
 from ghostclip.graph.mixing_test import Verdict, check_mixing
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.picked_rows import PickedLayouts
@@ -24,8 +24,7 @@ from ghostclip.graph.reader import Uses, from_below
 from ghostclip.graph.shared.positions import are_positions
 from ghostclip.graph.shared.search import TOO_SMALL, DecisionCache, Search, not_a_batch
 from ghostclip.graph.shared.subgraph import SharedSubgraph, parameters_of
-from ghostclip.native.custom_ops import is_traced
-from ghostclip.nn.base import LayerCall, Sink
+from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex, RowOrder
 
 __all__ = ["RowLayout", "RowLayouts", "without_boundaries"]
@@ -47,44 +46,6 @@ class RowLayout:
     folded: Mapping[int, tuple[int, RowOrder]]
     proved: bool
     check: LayoutCheck | None = None
-
-
-class LayoutCheck(Protocol):
-    """What a layout takes for granted until the gradients of a first pass were seen."""
-
-    def watched(self, sink: Sink) -> Sink:
-        """A sink for the pass, which is told what ``sink`` is to be told."""
-
-    def fails(self) -> bool:
-        """Whether it does not hold, after the pass; the graph must be there still."""
-
-
-class FirstGradients:
-    """Sees whether a gradient reaches calls that none had reached so far: then they are to be proved.
-
-    Args:
-        calls: these.
-        names: of the model.
-    """
-
-    def __init__(self, calls: Sequence[LayerCall], names: ParameterNames) -> None:
-        if is_traced():
-            raise UnsupportedModelError(f"no gradient has reached {names.layer(calls[0])} yet")
-        self._calls, self._arrived = set(map(id, calls)), list[Tensor]()
-
-    def watched(self, sink: Sink) -> Sink:
-        """See `LayoutCheck.watched`."""
-
-        def look(call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
-            if id(call) in self._calls:
-                self._arrived.append(grad.any())
-            sink(call, inputs, grad)
-
-        return look
-
-    def fails(self) -> bool:
-        """Whether one of them was given a gradient that isn't zero."""
-        return bool(self._arrived) and bool(torch.stack(self._arrived).any())
 
 
 class RowLayouts:
@@ -148,6 +109,8 @@ class RowLayouts:
 
     def _lay_out(self, losses: Tensor, uses: Uses, index: ParameterNames, rehearsal: bool, reached: bool) -> RowLayout:
         examples, odd, unsure = losses.shape[0], self._odd(uses, losses.shape[0]), False
+        if reached and uses.size in self._places:
+            self._places[uses.size].drop_open()
         picked = {} if uses.picked is None else uses.picked.calls
         if examples == 1:  # an expert that no token met
             picked = {
@@ -183,7 +146,9 @@ class RowLayouts:
         folded |= {id(call): (1, rows) for call, rows in picked.items()}
         calls += [call for call in picked if id(call) not in shared]
         calls = calls if region is None else [*calls, *region.uses]
-        return RowLayout(calls, folded, not left, FirstGradients(unreached, index) if unreached else None)
+        boundaries = () if region is None else [each for each in region.boundaries if each.alternatives != ()]
+        check = FirstGradients(unreached, region, index) if unreached or boundaries else None
+        return RowLayout(calls, folded, not left and not boundaries, check)
 
     def _odd(self, uses: Uses, examples: int) -> list[LayerCall]:
         """The calls that saw no examples, as far as is known."""

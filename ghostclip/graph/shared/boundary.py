@@ -25,7 +25,10 @@ from ghostclip.norms.ragged import RowIndex, RowOrder, regrouped
 from ghostclip.norms.rows import LookupGrads
 from ghostclip.norms.term import Dense, PerExampleGrads, split_examples, to_float32
 
-__all__ = ["ELEMENTWISE", "EXPAND", "REPEAT", "BroadcastBoundary", "broadcasts"]
+__all__ = ["ELEMENTWISE", "EXPAND", "REPEAT", "Alternatives", "BroadcastBoundary", "broadcasts"]
+
+# (dimension, how many times the batch goes into it, order) of what may be whose examples as well; None for anything.
+Alternatives = tuple[tuple[int, int, RowOrder], ...] | None
 
 # Their backward gives a gradient of the output's shape to an input that was broadcast, and leaves summing to autograd.
 ELEMENTWISE = {
@@ -55,6 +58,8 @@ class BroadcastBoundary:
         count: entries of that dimension for each example.
         row_order: "example" or "row", as in `ghostclip.graph.row_layout`, or whose the entries are.
         shared: (place among the node's inputs, tensor) of what it was given for all examples.
+        alternatives: to ``dim``, ``count`` and ``row_order``, as far as gradients of earlier batches showed; None where
+            these were zero. They are as right as long as gradients are zero where they differ.
     """
 
     node: Any
@@ -63,6 +68,7 @@ class BroadcastBoundary:
     count: int
     row_order: RowOrder
     shared: list[tuple[int, Edge]]
+    alternatives: Alternatives = ()
 
     @property
     def edge(self) -> Edge:
@@ -79,6 +85,20 @@ class BroadcastBoundary:
     def factor(self) -> Tensor:
         """The x [rows, d] of a product x @ P."""
         return self.node._saved_mat1 if self.node.name() == "AddmmBackward0" else self.node._saved_self
+
+    def _product_factors(self, grad: Tensor, place: int) -> tuple[Tensor, Tensor] | None:
+        """[G, R, d] and [G, R, p] of a real product of G pairs of matrices, whose R rows or columns are the examples'.
+
+        The gradient of the factor at ``place`` is the sum of their outer products over the rows. None for another one.
+        """
+        dim = self.dim + 3 - grad.dim()
+        if self.node.name() not in ("BmmBackward0", "MmBackward0") or dim != (2, 1)[place] or grad.is_complex():
+            return None
+        if isinstance(self.row_order, RowIndex):
+            return None
+        factors = (grad.mT, self.node._saved_mat2.mT) if place == 0 else (self.node._saved_self, grad)
+        left, right = (each if each.dim() == 3 else each.unsqueeze(0) for each in factors)
+        return left, right
 
     def experts(self, expert: int | None) -> list[tuple[int, int]]:
         """(expert, how many rows) of a product with one expert's matrix, or with those of all, one after another."""
@@ -99,6 +119,25 @@ class BroadcastBoundary:
         whole = self.node._input_metadata[self.number]
         return RowIndex(RowIndex.in_order(whole.shape[self.dim], examples, self.row_order, whole.device), examples)
 
+    def tells_apart(self, grad: Tensor, examples: int) -> Tensor:
+        """Whether a gradient of the output isn't zero where one of the alternatives gives an entry to another example.
+
+        As a bool without dimensions.
+        """
+        if self.alternatives is None:
+            return grad.any()
+
+        def owners(dim: int, order: RowOrder) -> Tensor:
+            if isinstance(order, RowIndex):
+                index = order.index
+            else:
+                index = RowIndex.in_order(grad.shape[dim], examples, order, grad.device)
+            return index.view(-1, *[1] * (grad.dim() - dim - 1))
+
+        own = owners(self.dim, self.row_order)
+        others = [own != owners(dim, row_order) for dim, _, row_order in self.alternatives]
+        return torch.stack([(differs & (grad != 0)).any() for differs in others]).any()
+
     def per_example(self, grad: Tensor, places: list[tuple[int, Edge]]) -> Iterator[tuple[Edge, Tensor]]:
         """(shared tensor, [B, *its shape]) for those of ``shared`` that are asked for.
 
@@ -117,6 +156,9 @@ class BroadcastBoundary:
             elif self.is_product(place):
                 x, dz = (to_float32(each).unsqueeze(1) for each in (self.factor(), grad))
                 yield edge, self._per_example(OuterProduct(x, dz, shape_of(edge)))
+            elif (factors := self._product_factors(grad, place)) is not None:
+                own = [split_examples(to_float32(each).movedim(1, 0), self.count, self.row_order) for each in factors]  # type: ignore[arg-type]
+                yield edge, torch.einsum("btgd,btgp->bgdp", *own).reshape(-1, *shape_of(edge))
             elif (indices := self._rows_read()) is not None:
                 yield edge, self._of_table(grad, indices, shape_of(edge))
             elif name == "ConvolutionBackward0" and place > 0 and self.dim == 0:

@@ -8,7 +8,7 @@ counts as shared where nothing else entered but constants, and is refused otherw
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ghostclip.errors import LossShapeError, UnsupportedModelError
 from ghostclip.graph.mixing_test import Verdict, verdicts
 from ghostclip.graph.parameter_names import ParameterNames, serial_number
 from ghostclip.graph.reader import Edge, Uses, from_below, inputs_of, saved_dimensions, shape_of
-from ghostclip.graph.shared.boundary import ELEMENTWISE, EXPAND, REPEAT, BroadcastBoundary, broadcasts
+from ghostclip.graph.shared.boundary import ELEMENTWISE, EXPAND, REPEAT, Alternatives, BroadcastBoundary, broadcasts
 from ghostclip.graph.shared.subgraph import SharedSubgraph
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex, RowOrder
@@ -50,12 +50,14 @@ class Decision:
         dim, count, row_order: as in `BroadcastBoundary`.
         batch: how many times the batch went into each dimension, and its number of examples; a shared tensor is looked
             at again where another batch has as many rows as it has.
+        alternatives: as in `BroadcastBoundary`; of what was decided in another batch.
     """
 
     dim: int | None
     count: int = 0
     row_order: RowOrder = "example"
     batch: tuple[tuple[int, ...], int] = ((), 0)
+    alternatives: Alternatives = ()
 
 
 @dataclass
@@ -76,6 +78,10 @@ class DecisionCache:
     def number(self, *made_of: Any) -> int:
         """The number of a place, the same in every batch."""
         return self._numbers.setdefault(made_of, len(self._numbers))
+
+    def drop_open(self) -> None:
+        """Forgets decisions that have alternatives."""
+        self.decisions = {place: each for place, each in self.decisions.items() if each.alternatives == ()}
 
 
 class Search:
@@ -127,6 +133,9 @@ class Search:
                 dark = dark or (not sure and (verdict.spoilt or verdict.lone))
                 if sure:
                     self._places.decisions[self._key(edge)] = self._decided[edge]
+                elif self._decided[edge].dim is not None and verdict.alternatives != () and not self._places.rehearses:
+                    left = replace(self._decided[edge], alternatives=verdict.alternatives)
+                    self._places.decisions[self._key(edge)] = left
             self.dark = dark
         shared, losses = self._status[self._losses.grad_fn] >= 0, len(self._losses)
         untold = [call for call in self.calls.values() if not call.sources]
@@ -230,7 +239,8 @@ class Search:
             for edge, found in known.items():
                 if found.dim is None:
                     raise self._refusal(edge, "only some of its results are the examples'")
-                self._boundaries.append(BroadcastBoundary(*edge, found.dim, found.count, found.row_order, shared))
+                boundary = BroadcastBoundary(*edge, found.dim, found.count, found.row_order, shared, found.alternatives)
+                self._boundaries.append(boundary)
         return unknown
 
     def _has_none(self, edge: Edge, dims: list[int]) -> bool:
@@ -258,7 +268,8 @@ class Search:
         if known.dim is None:
             holds = known.batch == (multiples, len(self._losses))
         else:
-            holds = known.dim in dims and multiples[known.dim] == known.count
+            places = [(known.dim, known.count), *((dim, count) for dim, count, _ in known.alternatives or ())]
+            holds = all(dim in dims and multiples[dim] == count for dim, count in places)
         return known if holds else None
 
     def _decide(self, edge: Edge, dims: list[int], verdict: Verdict) -> tuple[Decision, bool]:
