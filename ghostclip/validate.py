@@ -77,7 +77,8 @@ def one_of(choices: Sequence[str], **argument: Any) -> str:
     """The one keyword argument, which must be among ``choices``. Raises ValueError naming it and them."""
     ((name, value),) = argument.items()
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+        instead = "; pld bounds what Opacus's prv estimates" if value == "prv" else ""
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}{instead}")
     return value
 
 

@@ -256,7 +256,7 @@ def test_every_format_trains(capsys, tmp_path, data, write, model):
 
 def test_a_delta_that_promises_nothing_is_warned_about(capsys):
     assert main(["train", "--model", "mlp", "--noise-multiplier", "1", "--delta", "1e-3", *QUICK]) == 0
-    assert "warning: delta 0.001 is at least one over the 1437 training examples" in capsys.readouterr().err
+    assert "delta 0.001 is not below 1 / 1437 examples" in capsys.readouterr().err
 
 
 def test_default_rate_keeps_a_step_s_noise_the_same():

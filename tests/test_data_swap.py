@@ -85,6 +85,36 @@ def test_nothing_is_left_behind():
     assert model.training
 
 
+class Remembers(nn.Module):
+    """Keeps a mean of what it has seen, in place or in a new tensor, and how often it was called."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("mean", torch.zeros(2, 6, 6))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        if self.training and self.in_place:
+            self.mean.copy_(x.mean(0))
+        elif self.training:
+            self.mean = x.mean(0)
+        return x
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_buffer_that_keeps_something_of_the_data_is_found(in_place):
+    model = nn.Sequential(Remembers(in_place), *network(nn.Identity()))
+    mean, calls = model[0].mean, model[0].calls
+    (finding,) = ghostclip.check(model, class_losses, batch())
+    assert finding.path == "0"
+    assert "buffer 'mean'" in finding.problem
+    assert model[0].mean is mean
+    assert mean.abs().sum() == calls == 0
+    assert ghostclip.check(model.eval(), class_losses, batch()) == []
+
+
 def test_words_and_nested_batches():
     model = nn.Sequential(nn.Embedding(50, 4), nn.Flatten(), nn.Linear(12, CLASSES))
     words = {"words": torch.randint(50, (4, 3)), "labels": [torch.randint(CLASSES, (4,))]}

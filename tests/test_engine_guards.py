@@ -311,6 +311,22 @@ def test_batches_out_of_their_turn(engine: PrivacyEngine) -> None:
     assert engine.steps_taken == 0
 
 
+def test_what_is_no_logical_batch_of_its_own_turn(engine: PrivacyEngine) -> None:
+    batches = iter(engine.batches())
+    batch = next(batches)
+    with pytest.raises(PrivacyError, match=r"got function first, are they swapped\?"):
+        engine.step(runs.losses_of, batch)  # type: ignore[arg-type]
+    with pytest.raises(PrivacyError, match=r"got tuple \(of physical batches: engine\.backward\(losses\)\)"):
+        engine.step((torch.zeros(2, 3), torch.zeros(2)), runs.losses_of)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"called as loss_fn\(model, examples\), which it can't be: too many"):
+        engine.step(batch, lambda model: model)  # type: ignore[arg-type, misc]
+    engine.step(batch, runs.losses_of)
+    next(batches)
+    with pytest.raises(PrivacyError, match="got a logical batch that had its step; take the next one"):
+        engine.step(batch, runs.losses_of)
+    assert engine.steps_taken == 1
+
+
 def test_a_closure_that_runs_twice_or_without_a_backward(engine: PrivacyEngine, model: nn.Module) -> None:
     class Twice(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:

@@ -154,5 +154,5 @@ def test_precisions_and_strategies_of_fabric_are_refused():
     fabric.strategy.__class__ = type("DeepSpeedStrategy", (type(fabric.strategy),), {})
     with pytest.raises(PrivacyError, match="DeepSpeedStrategy"):
         setup_fabric(fabric, model, optimizer, runs.data())
-    with pytest.raises(TypeError, match="'sigma' is no option"):
-        setup_fabric(lightning.Fabric(accelerator="cpu", devices=1), model, optimizer, runs.data(), sigma=1.0)
+    with pytest.raises(TypeError, match="'sigmas' is no option"):
+        setup_fabric(lightning.Fabric(accelerator="cpu", devices=1), model, optimizer, runs.data(), sigmas=1.0)

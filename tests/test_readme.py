@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,9 @@ def folder(tmp_path, monkeypatch):
     for name, value in address.items():
         monkeypatch.setenv(name, str(value))
     torch.manual_seed(0)
+    if (accelerate := sys.modules.get("accelerate")) is not None:  # what other tests left in this process
+        accelerate.state.AcceleratorState._reset_state(True)
+        accelerate.state.GradientState._reset_state()
     yield tmp_path
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

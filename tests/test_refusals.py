@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import ghostclip
 from ghostclip import GhostClipError, GhostClipper, check, wrap
 from ghostclip.graph.picked_rows import DIRECTED, FUNCTIONS
+from ghostclip.norms.outer import OuterProduct
 
 ROOT = Path(ghostclip.__file__).parent
 # test_same_as_refusals.py reads what is said of declared classes; test_sharding.py and test_fsdp.py of sharded models.
@@ -340,6 +341,8 @@ ROWS: dict[str, Row] = {
                     "compute each loss from its own example"),
     "own rule": (lambda: clip(with_rule(lambda grad, x: (grad * x).sum(0))), "layer (Ruled)",
                  "a gradient for each example, of shape [4, 3]", "got [6, 3]"),
+    "own rule's term": (lambda: clip(with_rule(lambda grad, x: None)), "layer (Ruled)",
+                        "must return a term of shape [3]", "or the gradients as a tensor; got NoneType"),
     "centred in float16": (lambda: clip(with_parameters(half, {}, layer=nn.Linear(3, 3)).half()), "layer",
                            "examples mix", "give loss_scale=1024.0"),
     "not shown": (lambda: clip(Wired(faint, layer=nn.Linear(3, 3), head=nn.Linear(3, 3))), "layer",
@@ -439,6 +442,8 @@ RULES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "one for all": lambda grad, x: (grad * x).sum((0, 1)).unsqueeze(0),
     "wider": lambda grad, x: F.pad((grad * x).sum(1), (0, 1)),
     "as a row": lambda grad, x: (grad * x).sum(1, keepdim=True),
+    "a term of a matrix": lambda grad, x: OuterProduct(x, grad, torch.Size((3, 3))),
+    "nothing": lambda grad, x: None,
 }
 
 

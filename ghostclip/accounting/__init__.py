@@ -18,6 +18,7 @@ from ghostclip.accounting.spent import (
     guarantee,
     neighbours,
     samples,
+    warn_of_delta,
 )
 
 __all__ = [
@@ -36,4 +37,5 @@ __all__ = [
     "noise_for",
     "noise_multiplier",
     "samples",
+    "warn_of_delta",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +34,10 @@ __all__ = [
     "neighbours",
     "sampled_releases",
     "samples",
+    "warn_of_delta",
 ]
+
+log = logging.getLogger("ghostclip")
 
 ACCOUNTANTS = ("pld", "rdp")
 # What floating point can square: less noise protects nothing, and more counts as this much.
@@ -227,6 +231,16 @@ def accountants_for(event: Event) -> tuple[str, ...]:
 
 def _as_sampled(event: Event) -> SampledRelease:
     return event.together if isinstance(event, JointGaussian) else event
+
+
+def warn_of_delta(delta: float, units: int, unit: str = "example") -> None:
+    """Logs a warning where ``delta`` is no less than one over the number of examples (or users)."""
+    if 1 / units <= delta < 1:
+        log.warning(
+            "delta %g is not below 1 / %d %ss: the guarantee then allows that one of them is published as it is; "
+            "take well below %.1g",
+            delta, units, unit, 1 / units,
+        )  # fmt: skip
 
 
 def guarantee(events: Sequence[Event], *, delta: float, accountant: str = "pld") -> str:

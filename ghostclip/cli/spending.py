@@ -173,6 +173,7 @@ def _sampling_of(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
         examples, batch = positive_int(examples=arguments.examples), positive_int(batch_size=arguments.batch_size)
         if batch > examples:
             raise ValueError(f"batch_size must be at most the number of examples, {examples}; got {batch}")
+        accounting.warn_of_delta(arguments.delta, examples)
         rate, steps = batch / examples, whole(epochs=arguments.epochs) * max(1, round(examples / batch))
     else:
         raise UsageError("give --sample-rate and --steps, or --examples, --batch-size and --epochs")

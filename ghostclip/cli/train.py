@@ -119,7 +119,6 @@ def run_train(arguments: argparse.Namespace) -> int:
     data = load_data(arguments)
     # A network that does not take such inputs is told before anything runs.
     build(arguments.model, data, arguments.seed)
-    _warn(arguments, len(data.train))
     outcomes: list[Outcome] = []
     # Epsilon is computed after a few steps: among them the first, which may spend most, and the last.
     shares = [part / MARKS for part in range(1, MARKS + 1)]
@@ -233,16 +232,6 @@ def _print(record: Record, page: Path | None, delta: float) -> None:
         print("\n" + speed_table(record.speeds, record.speed_batch_size))
     if page is not None:
         print(f"\nreport: {page}")
-
-
-def _warn(arguments: argparse.Namespace, examples: int) -> None:
-    """A line about a delta that promises next to nothing."""
-    if arguments.method != "nonprivate" and arguments.delta * examples >= 1:
-        print(
-            f"warning: delta {arguments.delta:g} is at least one over the {examples} training examples, which allows "
-            "releasing one of them; use a smaller one",
-            file=sys.stderr,
-        )
 
 
 def load_data(arguments: argparse.Namespace) -> Data:

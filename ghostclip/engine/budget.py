@@ -248,6 +248,7 @@ class Spending:
             raise BudgetExceededError(
                 f"all {plan.steps} planned steps were taken{where}, which spend epsilon = {plan.target_epsilon} at "
                 f"delta = {plan.target_delta}; stop here (a new PrivacyEngine would add to what is spent already)"
+                + ("" if self.ledger is None else f". For other data, name another ledger than {self.ledger.path}")
             )
         name = "target_epsilon" if self.max_epsilon is None else "max_epsilon"
         epsilon = accounting.epsilon_of(spent, delta=plan.target_delta)

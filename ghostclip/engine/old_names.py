@@ -34,12 +34,20 @@ class OpacusNames(RefusesNames):
     refused_names: ClassVar = {
         "accountant": 'engine.epsilon(accountant="pld") or "rdp"',
         "data_loader": "data",
+        "delta": "target_delta",
+        "epsilon": "target_epsilon=... with epochs=... (or steps=...)",
         "expected_batch_size": "batch_size",
+        "grad_sample_mode": "second_pass=..., or leave it out",
+        "l2_norm_clip": "clipping",
         "max_grad_norm": "clipping",
+        "max_norm": "clipping",
         "module": "model",
         "noise_generator": 'noise="test" with seed=..., which reports epsilon = inf',
+        "physical_batch_size": "max_physical_batch_size",
         "poisson_sampling": 'sampling="poisson" or "without_replacement"',
+        "sample_rate": "batch_size=..., the rate times len(data)",
         "secure_mode": 'noise="hardened"',
+        "sigma": "noise_multiplier",
     }
     without_arguments: ClassVar = BUILD
 

@@ -187,6 +187,8 @@ class PrivacyEngine(OpacusNames):
         self._snapshots.start_alike()
         self._synchronise = keep_unsynchronised(model)
         warn_of_earlier(self)
+        if ranks.leads and self._spending.private:
+            accounting.warn_of_delta(self.target_delta, loader.units, self._spending.unit)
 
     def __repr__(self) -> str:
         told = ", ".join(f"{name}={getattr(self, name)!r}" for name in TOLD)
@@ -302,7 +304,12 @@ class PrivacyEngine(OpacusNames):
 
     def guarantee(self, delta: float | None = None, accountant: str = "pld") -> str:
         """The guarantee in a sentence: epsilon, delta, sampling, noise and neighbouring data sets; see `epsilon`."""
-        return accounting.guarantee(self.events, delta=self._delta(delta), accountant=accountant)
+        found = accounting.guarantee(self.events, delta=self._delta(delta), accountant=accountant)
+        return (
+            found
+            if self.noise != "test" or not self.steps_taken
+            else f"{found} (The noise of noise='test' counts as none.)"
+        )
 
     def accept_parameters(self) -> None:
         """Accepts trained parameters that were changed outside of steps, if no private data went into the change.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -120,9 +122,16 @@ class LogicalStep:
 
     def start(self, batch: LogicalBatch, loss_fn: LossFunction, batch_index: BatchIndexOf = None) -> None:
         """Checks the arguments of `PrivacyEngine.step`; all ranks begin it."""
+        if not isinstance(batch, LogicalBatch):
+            raise PrivacyError(
+                f"engine.step() takes a logical batch of engine.batches(), then loss_fn; got {type(batch).__name__} "
+                + ("first, are they swapped?" if callable(batch) else "(of physical batches: engine.backward(losses))")
+            )
         if batch is not self.release.current("engine.step()"):
             raise PrivacyError(
-                "engine.step() got another logical batch than engine.batches() gave last; use each in its turn"
+                "engine.step() got a logical batch that had its step; take the next one of engine.batches()"
+                if batch.stepped
+                else "engine.step() got another logical batch than engine.batches() gave last; use each in its turn"
             )
         _check_loss_function(loss_fn)
         if batch_index is not None:
@@ -191,6 +200,7 @@ class LogicalStep:
             self.check_turn()
             self.micro_batches.check_found()
             self._batch_index = batch_index
+            self._self_check.cannot_compare()
             return self._gather_losses(self._scaling.unscaled(losses), retain_graph)
         except BaseException:
             self.release.failed()
@@ -291,6 +301,12 @@ def _check_loss_function(loss_fn: Any) -> None:
             "criterion(model(batch[0]), batch[1]); for losses that are computed already: "
             "engine.backward(losses)"
         )
+    with contextlib.suppress(ValueError):  # a function in C may have no signature
+        signature = inspect.signature(loss_fn)
+        try:
+            signature.bind(None, None)
+        except TypeError as error:
+            raise TypeError(f"loss_fn is called as loss_fn(model, examples), which it can't be: {error}") from None
 
 
 def _check_batch_index(batch_index: Any, others: Mapping[str, bool]) -> None:

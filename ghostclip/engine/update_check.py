@@ -125,9 +125,9 @@ class UpdateCheck:
     def _refuse(self, name: str) -> NoReturn:
         raise PrivacyError(
             f"the parameter {name!r} was changed outside of this engine's charged steps (by a second optimizer, an "
-            "assignment, or an optimizer without the engine's hooks), so epsilon may not cover the model. Step with "
-            "the engine's optimizer only; where only public data or released weights went into the change, call "
-            "engine.accept_parameters()"
+            "assignment, load_state_dict, or an optimizer without the engine's hooks), so epsilon may not cover the "
+            "model. Step with the engine's optimizer only; where only public data or released weights went into the "
+            "change, call engine.accept_parameters()"
         )
 
     def check_model(self) -> None:

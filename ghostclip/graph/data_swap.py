@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from ghostclip.graph.operation_log import OperationLog, first_moved
 
-__all__ = ["Mixed", "mixed_examples"]
+__all__ = ["Mixed", "exchanged", "exchanges", "mixed_examples"]
 
 LOSS_REMEDY = 'compute each loss from its own example only (reduction="none"), one number for each'
 MODULE_REMEDY = (
@@ -60,8 +60,8 @@ def mixed_examples(model: nn.Module, loss_fn: LossFunction, batch: Any) -> list[
     examples = len(losses)
     if examples < 2:
         raise ValueError(f"batch must have at least two examples, to see whether they mix; got {examples}")
-    for changed in sorted({0, examples // 2, examples - 1}):
-        other = tree_map(lambda leaf, i=changed: _exchanged(leaf, i, examples), batch)
+    for changed in exchanges(examples):
+        other = exchanged(batch, changed, examples)
         moved = first_moved(losses, _losses(model, loss_fn, other), changed)
         if moved is not None:
             before = OperationLog(model, examples)
@@ -81,13 +81,22 @@ def _first_place(model: nn.Module, log: OperationLog, changed: int, moved: int) 
     return Mixed(log.path, problem, MODULE_REMEDY, log.line)
 
 
-def _exchanged(leaf: Any, example: int, examples: int) -> Any:
-    """The leaf with the neighbour's row in place of the example's own."""
-    if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != examples:
+def exchanges(examples: int) -> list[int]:
+    """The examples whose data are exchanged, one after another: the first, the middle and the last."""
+    return sorted({0, examples // 2, examples - 1})
+
+
+def exchanged(batch: Any, example: int, examples: int) -> Any:
+    """The batch with the neighbour's rows in place of the example's own."""
+
+    def other(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != examples:
+            return leaf
+        leaf = leaf.clone()
+        leaf[example] = leaf[(example + 1) % examples]
         return leaf
-    leaf = leaf.clone()
-    leaf[example] = leaf[(example + 1) % examples]
-    return leaf
+
+    return tree_map(other, batch)
 
 
 def _losses(

@@ -33,7 +33,7 @@ from ghostclip.integrations.huggingface_loop import (
     is_whole,
 )
 from ghostclip.integrations.huggingface_losses import ComputeLosses, losses_for
-from ghostclip.integrations.huggingface_refusals import check_arguments, check_trainer, warn_of_metrics
+from ghostclip.integrations.huggingface_refusals import check_arguments, check_noise, check_trainer, warn_of_metrics
 from ghostclip.ledger import Ledger
 from ghostclip.sampling import LogicalBatch
 from ghostclip.sampling.loading import size_of
@@ -66,6 +66,7 @@ class PrivacyArguments(RefusesNames):
 
     refused_names: ClassVar = {
         "max_grad_norm": "clipping", "epsilon": "target_epsilon", "delta": "target_delta",
+        "epochs": "num_train_epochs of TrainingArguments", "steps": "max_steps of TrainingArguments",
         "batch_size": "per_device_train_batch_size and gradient_accumulation_steps of TrainingArguments",
         "max_physical_batch_size": "per_device_train_batch_size of TrainingArguments",
     }  # fmt: skip
@@ -127,6 +128,7 @@ class PrivateTrainer(Trainer):
     ) -> None:
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         check_arguments(args)
+        check_noise(privacy.noise_multiplier, privacy.target_epsilon)
         if options.get("train_dataset") is not None:
             size_of(options["train_dataset"])
         if args.max_grad_norm:

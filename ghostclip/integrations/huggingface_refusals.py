@@ -9,7 +9,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
 from ghostclip.errors import PrivacyError
 
-__all__ = ["check_arguments", "check_trainer", "warn_of_metrics"]
+__all__ = ["check_arguments", "check_noise", "check_trainer", "warn_of_metrics"]
 
 log = logging.getLogger("ghostclip")
 
@@ -87,6 +87,15 @@ def check_arguments(args: TrainingArguments) -> None:
             raise PrivacyError(f'{name}: use_reentrant=True hides the graph; use {{"use_reentrant": False}}')
     if "num_steps" in (getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}):
         raise PrivacyError("num_steps of accelerator_config isn't followed; use gradient_accumulation_steps")
+
+
+def check_noise(noise_multiplier: float | None, target_epsilon: float | None) -> None:
+    """Raises ValueError unless one of them is given."""
+    if (noise_multiplier is None) == (target_epsilon is None):
+        raise ValueError(
+            "PrivacyArguments takes either noise_multiplier, or target_epsilon to have it calibrated for the steps "
+            f"of the training; got {'neither' if noise_multiplier is None else 'both'}"
+        )
 
 
 def check_trainer(trainer: Trainer, private: type[Trainer]) -> None:

@@ -129,14 +129,25 @@ class LayerCall:
         if isinstance(found, Tensor):
             self._check_shape(name, found)
             return Dense(found)
+        if getattr(found, "shape", None) != self._shape_of(name):
+            shape = list(found.shape) if isinstance(found, PerExampleGrads) else type(found).__name__
+            raise UnsupportedModelError(
+                f"{place_of(self.layer)}: its rule, per_example({name!r}), must return a term of shape "
+                f"{list(self._shape_of(name))}, the parameter's, or the gradients as a tensor; got {shape}"
+            )
         return found
+
+    def _shape_of(self, name: str) -> torch.Size:
+        """The shape of the parameter, or of the part that was used."""
+        shape: torch.Size = self.owners[name].shape
+        if name not in self.rows:
+            return shape
+        start, stop = self.rows[name]
+        return torch.Size((stop - start, *shape[1:]))
 
     def _check_shape(self, name: str, found: Tensor) -> None:
         """Raises UnsupportedModelError unless there is a gradient of the parameter for each example."""
-        shape: Any = self.owners[name].shape
-        if name in self.rows:
-            start, stop = self.rows[name]
-            shape = (stop - start, *shape[1:])
+        shape = self._shape_of(name)
         if found.shape != (self.shape[self.batch_dim], *shape):
             raise UnsupportedModelError(
                 f"{place_of(self.layer)}: its rule, per_example({name!r}), must return a gradient for each example, "

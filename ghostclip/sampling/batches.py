@@ -126,6 +126,11 @@ class LogicalBatches:
         )
 
     @property
+    def units(self) -> int:
+        """How many examples, or users, the data have."""
+        return self.scheme.population
+
+    @property
     def units_digest(self) -> str:
         """Tells data sets whose rows belong to other users apart; "" where rows are units of their own."""
         return "" if self._users is None else self._users.digest

@@ -90,7 +90,8 @@ def say_sampler_is_replaced(loader: DataLoader[Any], words: str) -> None:
     sampler = type(getattr(loader.batch_sampler, "sampler", loader.sampler)).__name__
     warnings.warn(
         f"the DataLoader's {sampler} is replaced by {words}, which the privacy accounting is about; its dataset, "
-        "collate_fn, workers and pinning are kept",
+        "collate_fn, workers and pinning are kept"
+        + ("; its drop_last has no effect: len(engine.batches()) is the steps of an epoch" if loader.drop_last else ""),
         stacklevel=4,
     )
 

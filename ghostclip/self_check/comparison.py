@@ -51,11 +51,15 @@ class LossComparison:
 
     Args:
         model: in training. Its buffers, modes and torch's, numpy's and Python's random numbers are put back.
+
+    Attributes:
+        begun: whether the user was told of it, or of why there is none.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._dims, self._dice = model, ExampleDims(), random.Random()
         self._left, self._seen = STEPS, object()
+        self.begun = False
         self._said: set[str] = set()
 
     def compare(
@@ -105,7 +109,7 @@ class LossComparison:
                 "in %d physical batches later; self_check=False turns it off",
                 STEPS, SELDOM,
             )  # fmt: skip
-        self._seen, self._left = logical, self._left - 1
+        self._seen, self._left, self.begun = logical, self._left - 1, True
         return 2
 
     def _say(self, reason: str) -> None:

@@ -103,6 +103,16 @@ class SelfCheck:
             if self._movement is not None:
                 self._movement.unused = unused
 
+    def cannot_compare(self) -> None:
+        """Says once that losses came without a loss function; not where a step with one was taken before."""
+        if self._comparison is not None and not self._comparison.begun:
+            self._comparison.begun = True
+            log.warning(
+                "engine.backward() gets no loss function, so the self-check can't test whether a loss depends on other "
+                "examples of its batch, nor whether buffers keep something of them: call ghostclip.check(model, "
+                "loss_fn, batch) once, or take the first steps by engine.step(batch, loss_fn)"
+            )
+
     def released(self, held: Collection[nn.Parameter]) -> None:
         """To be called when the noisy gradients of the optimizer's parameters ``held`` are in place."""
         if self._movement is not None and self._saw_examples:
