@@ -64,6 +64,16 @@ def clip(
     GhostClipper(model).backward(loss(model, batch), batch_index=rows)
 
 
+def clip_later(index: Callable[[dict[str, Any]], Any]) -> None:
+    """In a batch after the first, which has no mistake."""
+    model = plain()
+    clipper = GhostClipper(model)
+    for change in (lambda batch: batch["rows"], index):
+        batch = graphs(SIZES, torch.float32)
+        rows = change(batch)
+        clipper.norms(losses(model, batch), batch_index=rows)
+
+
 FOLLOW = "let each row meet rows of its own example only"
 
 
@@ -87,6 +97,8 @@ def plain() -> nn.Module:
 ROWS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
     **{f"ragged: {name}": (partial(clip, plain, change), "", "the loss of another example depends on them", FOLLOW)
        for name, change in CONNECTED.items()},
+    "ragged: an edge in a later batch": (lambda: clip_later(connected), "first",
+                                         "By the graph, rows of the examples 0 and 5 meet at Index", FOLLOW),
     "ragged: a token in two texts": (lambda: clip(PackedText, loss=shared_token), "out",
                                      "the loss of another example depends on them", FOLLOW),
     "ragged: a bare parameter": (lambda: clip(index=one_row), "bias", "what belongs to others", "correct it"),

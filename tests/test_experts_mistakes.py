@@ -1,5 +1,7 @@
 """Experts that connect examples are refused in the batch where they do, or caught by the engine's self-check."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 from expert_models import LOSSES, MISTAKES, WAYS, Experts, misplaced
@@ -59,6 +61,27 @@ def test_one_token_sent_to_another_examples_row():
     model.wrong = True
     with pytest.raises(ghostclip.UnsupportedModelError):
         clipper.backward(losses_of(model, tokens()))
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_tokens_of_an_expert_that_meet_in_a_product(many):
+    """Four picked tokens of four features are four of both, in whichever dimension."""
+
+    def way(m, h, weights, chosen):
+        picked = torch.tensor([0, 6, 11, 16] if m.wrong else [0, 1, 2, 3])
+        inside = m.layers[0](h[picked])
+        pairs = m.layers[1](h[picked]).softmax(1)
+        met = torch.bmm(pairs.unsqueeze(0), inside.unsqueeze(0))[0] if many else pairs @ inside
+        return torch.zeros_like(h).index_add(0, picked, met)
+
+    model = Experts(way).double()
+    clipper = ghostclip.GhostClipper(model)
+    model.wrong = False
+    with suppress(ghostclip.UnsupportedModelError):  # which may refuse all of it
+        clipper.norms(losses_of(model, tokens()))
+    model.wrong = True
+    with pytest.raises(ghostclip.UnsupportedModelError):
+        clipper.norms(losses_of(model, tokens()))
 
 
 @pytest.mark.parametrize("back", [[0, 1, 6, 12], [0, 1, 6, 2], [0, 1, 2, 6]])

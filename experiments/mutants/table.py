@@ -1699,9 +1699,9 @@ INTEGRATED = [
     Mutant(
         "later ragged batches aren't compared with their index",
         "ghostclip/graph/ragged_layout.py",
-        "        elif len(losses) > 1:\n            check = IndexCheck(",
-        "        elif len(losses) < 1:\n            check = IndexCheck(",
-        ("tests/test_ragged_mistakes.py",),
+        "            if not followed or self._met[key] != RemovableHandle.next_id:",
+        "            if self._met[key] != RemovableHandle.next_id:",
+        ("tests/test_ragged_rows.py",),
     ),
     Mutant(
         "a weight normalization's direction keeps what lies along it",
@@ -1890,7 +1890,96 @@ FOLLOWED = [
     ),
 ]
 
+# Rows of ragged examples that are followed through the graph, with no other test after the first batch.
+RAGGED, OWNERS = "ghostclip/graph/ragged_rows.py", ("tests/test_ragged_rows.py",)
+OWNED = [
+    Mutant(
+        "a row that two examples own is no matter",
+        RAGGED,
+        "        if owners is not others:\n",
+        "        if False:\n",
+        OWNERS,
+    ),
+    Mutant(
+        "rows that two examples meet at in the graph pass",
+        "ghostclip/graph/ragged_layout.py",
+        "if rows is not None and (meeting := rows.meeting()):",
+        "if rows is None and (meeting := rows.meeting()):",
+        OWNERS,
+    ),
+    Mutant(
+        "hooks that came after the first batch are overlooked",
+        "ghostclip/graph/ragged_layout.py",
+        "if not followed or self._met[key] != RemovableHandle.next_id:",
+        "if not followed:",
+        OWNERS,
+    ),
+    Mutant(
+        "a row that two examples pick is one of theirs",
+        RAGGED,
+        "                self._compare(node, found[places], own)\n",
+        "",
+        OWNERS,
+    ),
+    Mutant(
+        "a row that is put into rows of two examples is one of theirs",
+        RAGGED,
+        "        self._compare(node, owners, found.view(-1, *[1] * (owners.dim() - 1)).expand_as(owners))\n",
+        "",
+        OWNERS,
+    ),
+    Mutant(
+        "attention may go over a border",
+        RAGGED,
+        "        if bool(((owners.unsqueeze(1) != owners) & (mask != -torch.inf)).any()):",
+        "        if False:",
+        OWNERS,
+    ),
+    Mutant(
+        "a tensor that is repeated over the rows has them",
+        RAGGED,
+        "if shape_of(edge) != given or first < dim < first + taken:",
+        "if first < dim < first + taken:",
+        OWNERS,
+    ),
+    Mutant(
+        "a product from the left keeps rows apart",
+        RAGGED,
+        "if place != PRODUCTS.get(node.name(), 0) or dim >= kept:",
+        "if dim >= kept:",
+        OWNERS,
+    ),
+    Mutant(
+        "a batch of products keeps the rows of each apart",
+        RAGGED,
+        "            if dim != 0:\n",
+        "            if False:\n",
+        OWNERS,
+    ),
+    Mutant(
+        "operations along rows keep them apart",
+        RAGGED,
+        "            if kept[dim] in along:\n",
+        "            if False:\n",
+        OWNERS,
+    ),
+    Mutant(
+        "a dimension as long is the same one",
+        RAGGED,
+        "        if size == shape[dim] and other[:place].numel() == before:",
+        "        if size == shape[dim]:",
+        OWNERS,
+    ),
+    Mutant(
+        "a Function is known by its name",
+        RAGGED,
+        "        elif name in self.STEPS and not isinstance(node, torch.autograd.function.BackwardCFunction):",
+        "        elif name in self.STEPS:",
+        OWNERS,
+    ),
+]
+
 MUTANTS = [
     *CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *PROVED, *SHARDED, *MIXED, *COMPILED, *MISUSE,
-    *SAME, *OBSERVED, *INTEGRATED, *CHECKED, *FOLLOWED,
+    *SAME, *OBSERVED, *INTEGRATED, *CHECKED, *FOLLOWED, *OWNED,
 ]  # fmt: skip

@@ -201,6 +201,7 @@ class PickedRows:
         """Follows rows into what they were computed from."""
         name, below, call = node.name(), inputs_of(node), getattr(node, "call", None)
         dim = _row_dim(shape_of((node, 0)), len(owners))
+        keeps = name in PICKS or (name in ROW_BY_ROW and dim == 0)
         if name in VIEWS:
             self._through_view(node, owners)
         elif dim is None:
@@ -216,12 +217,12 @@ class PickedRows:
         elif name in PUTS and (picked := _index(node, dim)):
             self._tell(below[0], owners)
             self._tell(below[1], owners[picked[1]])
-        elif name in PRODUCTS:
+        elif name in PRODUCTS and dim == 0:
             if below[PRODUCTS[name]][0] is None:
                 raise _NotFollowed(f"{name}, {OUTSIDE}")
             for place, edge in enumerate(below):
                 self._tell_or_share(name, edge, owners, place == PRODUCTS[name])
-        elif name in ROW_BY_ROW or name in PICKS or (name in ALONG and not _is_along_rows(node, len(owners))):
+        elif keeps or (name in ALONG and not _is_along_rows(node, len(owners))):
             for edge in below:
                 self._tell(edge, owners)
         elif name == "CatBackward0" and all(each is not None for each, _ in below):

@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from ghostclip.errors import LossShapeError, UnsupportedModelError
 from ghostclip.graph.mixing_test import NOISE, TOLERANCE, check_mixing, projected, row_orders
 from ghostclip.graph.parameter_names import ParameterNames, serial_number
+from ghostclip.graph.ragged_rows import RaggedRows
 from ghostclip.graph.reader import Edge, Uses, first_pass, shape_of
 from ghostclip.graph.row_layout import RowLayout, without_boundaries
 from ghostclip.graph.shared.positions import are_positions
@@ -73,7 +75,8 @@ class RaggedLayouts:
     """Lays out batches whose rows belong to examples by indices."""
 
     def __init__(self) -> None:
-        self._met: set[tuple] = set()
+        # By what graphs of a kind have in common: how many hooks had been registered when one of them was tested.
+        self._met: dict[tuple, int] = {}
         self._dice = random.Random()
 
     def lay_out(
@@ -110,11 +113,26 @@ class RaggedLayouts:
         orders |= {id(call): verdict.best.row_order for call, verdict in found.items() if verdict.best}
         check = None
         if in_full:
-            self._met.add(key)
+            self._met[key] = RemovableHandle.next_id
         elif len(losses) > 1:
-            check = IndexCheck(losses, calls, region, indices, self._factors(losses, calls))
+            rows = None if any(call.has_saved_tensor_hooks for call in calls) else RaggedRows(losses, region, indices)
+            followed = rows is not None and rows.follow([(call, orders[id(call)]) for call in calls])
+            if rows is not None and (meeting := rows.meeting()):
+                return self._meeting(losses, uses, names, indices, meeting)
+            if not followed or self._met[key] != RemovableHandle.next_id:
+                check = IndexCheck(losses, calls, region, indices, self._factors(losses, calls))
         folded = {each: (1, order) for each, order in orders.items() if order != "example"}
         return RowLayout(calls if region is None else [*calls, *region.uses], folded, True, check)
+
+    def _meeting(
+        self, losses: Tensor, uses: Uses, names: ParameterNames, indices: Sequence[RowIndex], meeting: tuple[Any, str]
+    ) -> RowLayout:
+        """The layout of a batch in whose graph rows of two examples meet, if no gradient shows it."""
+        node, where = meeting
+        try:
+            return self.lay_out(losses, uses, names, indices, again=True)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{error}. By the graph, {where}", name=error.name, place=node) from error
 
     def _region(
         self, losses: Tensor, uses: Uses, odd: list[LayerCall], names: ParameterNames, indices: Sequence[RowIndex],
