@@ -72,7 +72,7 @@ def test_what_is_tested_on_the_processor_holds_there(file, library):
 
 
 def test_the_host_waits_once_for_each_physical_batch(library):
-    assert run_tests(library, str(PRETENDED / "waiting.py")) > 40
+    assert run_tests(library, str(PRETENDED / "waiting.py")) > 25
 
 
 @pytest.mark.parametrize(("operation", "refusal"), [
