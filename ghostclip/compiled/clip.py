@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,8 +28,6 @@ __all__ = [
     "GraphPlan",
     "LossFunction",
     "in_a_line",
-    "random_numbers",
-    "random_state",
     "rolled",
 ]
 
@@ -272,15 +269,15 @@ class CompiledClip:
 
     def _try(self, plan: GraphPlan, loss_fn: LossFunction, batch: Any, asked: CompileRequest) -> Clipped:
         """Both ways on one batch from the same random numbers: compares their results, and their times."""
-        before, reason = random_state(asked), None
+        replay, reason = Replay(self.model), None
         try:
-            with random_numbers(asked, before):
+            with replay.again():
                 found, compiled = timed(lambda: plan.run(asked, (), [self.keep_rows(asked)]))
         except Exception as failure:
             found, compiled, reason = None, float("inf"), in_a_line(failure)
         expected, taken = timed(lambda: self.eager(loss_fn, batch))
         # Padding shifts which random number is whose, so that only whole batches of a random model can be compared.
-        comparable = found is not None and (asked.examples == asked.key[0] or torch.equal(before, random_state(asked)))
+        comparable = found is not None and (asked.examples == asked.key[0] or not replay.drew())
         error = difference(found.sums, expected.sums) if found is not None and comparable else 0.0
         reason = reason or plan.trial.note(compiled, taken, error, expected.losses.dtype)
         if reason is not None:
@@ -292,24 +289,6 @@ class CompiledClip:
 def in_a_line(error: Exception) -> str:
     """An error's type and the first line of what it says."""
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-
-
-@contextmanager
-def random_numbers(asked: CompileRequest, state: Tensor) -> Iterator[None]:
-    """What is inside draws random numbers from a state that `random_state` gave; what comes after, as if it hadn't."""
-    device = asked.leaves[0].device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(state, device)
-        else:
-            torch.random.set_rng_state(state)
-        yield
-
-
-def random_state(asked: CompileRequest) -> Tensor:
-    """The state of torch's generator where the batch is."""
-    device = asked.leaves[0].device
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.random.get_rng_state()
 
 
 def _step_by_step(model: nn.Module) -> str | None:

@@ -138,8 +138,7 @@ def _has_global_hooks() -> bool:
 def _described(module: nn.Module) -> tuple:
     """Plain attributes by their values, all others by their ids."""
     own = vars(module)
-    ignored: list[Any] = []
-    parts = [(name, _part(value, ignored, 0)) for name, value in own.items()]
+    parts = [(name, _part(value, [], 0)) for name, value in own.items()]
     inside = [(kind, name, id(value)) for kind in CONTENTS for name, value in own.get(kind, {}).items()]
     return (id(module), type(module), *parts, *inside)
 

@@ -7,6 +7,7 @@ and passes, and noise and update have one. Graphs are tried first on copies of w
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +16,9 @@ from torch.optim import Optimizer
 
 from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.clipper.gradient_guard import is_distributed
+from ghostclip.clipper.replay import Replay
 from ghostclip.compiled import NOT_YET, CompiledStep, GraphPlan, Update, UpdateReader
-from ghostclip.compiled.clip import LossFunction, in_a_line, random_numbers, random_state
+from ghostclip.compiled.clip import LossFunction, in_a_line
 from ghostclip.compiled.signature import CompileRequest
 from ghostclip.compiled.trial import drift, movement, timed
 from ghostclip.sampling import LogicalBatch
@@ -121,16 +123,15 @@ class CompiledSteps:
             return self._steps.in_pieces(self._steps.clip, loss_fn, examples)
 
         if plan.trial.left:
-            before = random_state(asked)
+            replay = Replay(self._clip.model)
             seen, clipping = timed(clip)
             # Padding shifts which random number is whose, so that only whole batches of a random model are compared.
-            comparable = asked.examples == asked.key[0] or torch.equal(before, random_state(asked))
+            comparable = asked.examples == asked.key[0] or not replay.drew()
 
             def run(written: list[Tensor], noise: Tensor, numbers: Tensor) -> bool:
-                with random_numbers(asked, before):
-                    return plan.run(asked, written, [keep, noise, numbers]) is not None
+                return plan.run(asked, written, [keep, noise, numbers]) is not None
 
-            if (reason := self._try(plan, update, clipping, comparable, run)) is not None:
+            if (reason := self._try(plan, update, clipping, comparable, run, replay)) is not None:
                 self.graphs.refuse(plan, reason, asked)
             return seen
         held = self._release.check(missing=1)
@@ -188,6 +189,7 @@ class CompiledSteps:
         clipping: float,
         comparable: bool,
         run: Callable[[list[Tensor], Tensor, Tensor], bool],
+        replay: Replay | None = None,
     ) -> str | None:
         """The optimizer's own step with what was gathered, and beside it ``run``; says why the graph is to be refused.
 
@@ -197,13 +199,15 @@ class CompiledSteps:
             clipping: seconds that were taken before, and are part of the graph.
             comparable: whether both must come to the same.
             run: (what is written, noise, numbers) -> whether the step was taken.
+            replay: from which it draws the random numbers that the passes drew.
         """
         held = self._release.check()
         self._release.spend()
         noise, numbers = self._draw(update)
         copies, failure = plan.trial.copy(update.written), None
         try:
-            taken, compiled = timed(lambda: run(copies, noise, numbers))
+            with nullcontext() if replay is None else replay.again():
+                taken, compiled = timed(lambda: run(copies, noise, numbers))
         except Exception as problem:
             taken, compiled, failure = False, float("inf"), in_a_line(problem)
         count = len(update.parameters)
