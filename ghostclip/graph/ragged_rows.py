@@ -71,7 +71,11 @@ class RaggedRows:
     def __init__(self, losses: Tensor, region: SharedSubgraph | None, indices: Sequence[RowIndex]) -> None:
         self._device, self.problem = losses.device, ""
         self._boundaries = [] if region is None else region.boundaries
-        self._known = [torch.arange(len(losses), device=self._device), *(rows.index for rows in indices)]
+        self._examples = torch.arange(len(losses), device=self._device)
+        # {rows: whose they are}, where just one index is as long.
+        self._known: dict[int, Tensor | None] = {len(losses): self._examples}
+        for rows in indices:
+            self._known[len(rows)] = None if len(rows) in self._known else rows.index
         self._shared = {(boundary.node, place) for boundary in self._boundaries for place, _ in boundary.shared}
         # (dimension, owners) of rows of layers and of the outputs of operations.
         self._calls: dict[LayerCall, tuple[int, Tensor]] = {}
@@ -83,7 +87,7 @@ class RaggedRows:
         self._found: dict[tuple, tuple[Tensor, Tensor, Tensor]] = {}
         nodes = from_below(losses.grad_fn)
         self._nodes = set(nodes)
-        self._tell((losses.grad_fn, losses.output_nr), 0, self._known[0])
+        self._tell((losses.grad_fn, losses.output_nr), 0, self._examples)
         try:
             for node in reversed(nodes):
                 if (told := self._told.pop(node, None)) is not None:
@@ -100,7 +104,7 @@ class RaggedRows:
         wanted = [(call, self._calls.get(call), call.batch_dim, order) for call, order in orders]
         wanted += [(each.node, self._rows.get(each.node), each.dim, each.row_order) for each in self._boundaries]
         for subject, found, dim, order in wanted:
-            index = order.index if isinstance(order, RowIndex) else self._known[0]
+            index = order.index if isinstance(order, RowIndex) else self._examples
             if self.problem or found is None or found[0] != dim or len(found[1]) != len(index):
                 self.problem = self.problem or _described(subject)
                 return False
@@ -126,7 +130,7 @@ class RaggedRows:
         if node is None or type(node) is ACCUMULATE:
             return
         shape = shape_of((node, number or 0))
-        if dim >= len(shape) or shape[dim] != len(owners):  # autograd sums for a tensor that was repeated
+        if dim >= len(shape) or shape[dim] != owners.shape[0]:  # autograd sums for a tensor that was repeated
             raise _NotFollowed(_described(node))
         if node in self._nodes:
             self._told[node].append((number, dim, owners))
@@ -148,11 +152,11 @@ class RaggedRows:
 
     def _settled(self, node: Any, owners: Tensor) -> Tensor:
         """An index of the batch itself where just one is as long: these rows have to be owned as it says."""
-        same = [known for known in self._known if len(known) == len(owners)]
-        if len(same) != 1:
+        known = self._known.get(owners.shape[0])
+        if known is None or known is owners:
             return owners
-        self._compare(node, owners, same[0])
-        return same[0]
+        self._compare(node, owners, known)
+        return known
 
     def _go_down(self, node: Any, dim: int, owners: Tensor) -> None:
         """Follows rows into what they were computed from."""

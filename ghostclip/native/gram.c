@@ -127,6 +127,19 @@ int NAME(gram)(const REAL *left, long left_example, long left_position, const RE
     return 0;
 }
 
+/* The same where positions are rows of all examples one after another: those of example i are starts[i] to starts[i+1]. */
+int NAME(ragged_gram)(const REAL *left, long left_row, const REAL *right, long right_row, const int64_t *starts,
+                      REAL *squared, REAL *scale, long outputs, long inputs, long first, long last) {
+    for (long example = first; example < last; example++) {
+        const long start = starts[example], rows = starts[example + 1] - start;
+        squared[example] = scale[example] = 0;
+        if (rows && NAME(gram)(left + start * left_row, 0, left_row, right + start * right_row, 0, right_row,
+                               squared + example, scale + example, rows, outputs, inputs, 0, 1))
+            return 1;
+    }
+    return 0;
+}
+
 #undef COLUMNS
 
 #endif

@@ -13,7 +13,7 @@ from ghostclip.native.build import library
 from ghostclip.native.calls import run_examples
 from ghostclip.native.custom_ops import traceable
 
-__all__ = ["half_gram", "half_gram_is_there"]
+__all__ = ["half_gram", "half_gram_is_there", "ragged_gram"]
 
 
 def half_gram_is_there(like: Tensor) -> bool:
@@ -35,4 +35,21 @@ def half_gram(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     sides = (left, *left.stride()[:2], right, *right.stride()[:2])
     work = batch * positions**2 * (outputs + inputs) // 2
     run_examples("gram", "gram", left.dtype, batch, work, (*sides, squared, scale, positions, outputs, inputs))
+    return squared, scale
+
+
+def ragged_gram(left: Tensor, right: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """As `half_gram`, for examples whose positions are rows, one example's after another's.
+
+    Args:
+        left, right: [rows, p] and [rows, d] of float32 or float64, on the CPU.
+        starts: [B + 1] int64, where each example's rows begin; the last is the number of rows.
+    """
+    left, right = (side if side.stride(1) == 1 else side.contiguous() for side in (left, right))
+    (rows, outputs), inputs, batch = left.shape, right.shape[1], len(starts) - 1
+    squared, scale = left.new_empty(batch), left.new_empty(batch)
+    sides = (left, left.stride(0), right, right.stride(0))
+    work = rows**2 // max(1, batch) * (outputs + inputs) // 2
+    arguments = (*sides, starts.contiguous(), squared, scale, outputs, inputs)
+    run_examples("gram", "ragged_gram", left.dtype, batch, work, arguments)
     return squared, scale
