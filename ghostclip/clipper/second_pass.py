@@ -22,7 +22,6 @@ from ghostclip.errors import PrivacyError
 from ghostclip.graph.reader import AT_LEAST_FLOAT32, first_pass, free_graph
 from ghostclip.graph.row_layout import RowLayout
 from ghostclip.nn.base import LayerCall
-from ghostclip.nn.fallback import FallbackCall
 from ghostclip.norms.affine import LinearPair
 from ghostclip.norms.reduce import all_finite
 from ghostclip.norms.term import PerExampleGrads, may_sync
@@ -170,9 +169,7 @@ class TwoPasses(FirstPasses):
             with in_our_words(), self.placed():
                 if wanted:
                     sink = Reweighting(run.layout, done, sums, add)
-                    # What all examples share is found by a pass over the whole graph.
-                    ends = None if whole or isinstance(run.calls[-1], FallbackCall) else wanted
-                    keep = retain_graph or not whole
+                    keep, ends = retain_graph or not whole, None if whole else wanted
                     first_pass(losses, run.calls, sink.receive, retain_graph=keep, wanted=ends)
                 if run.holds_graph and not retain_graph and not whole:
                     free_graph(losses, run.calls)

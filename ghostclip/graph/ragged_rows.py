@@ -389,7 +389,7 @@ def _described(subject: Any) -> str:
 
 
 def _differ(owners: Tensor, others: Tensor) -> Tensor:
-    return (owners != others) & (owners != NOBODY) & (others != NOBODY)
+    return (owners != others) & (torch.minimum(owners, others) != NOBODY)
 
 
 def _in_view(shape: torch.Size, dim: int, other: torch.Size) -> int | None:

@@ -242,7 +242,7 @@ def first_pass(
     """
     seed = torch.ones_like(losses) if seed is None else seed
     if calls and isinstance(calls[-1], FallbackCall):
-        _pass_with_region(losses, calls, sink, seed, retain_graph)
+        _pass_with_region(losses, calls, sink, seed, retain_graph, wanted)
         return []
     for call in calls:
         call.sink = sink
@@ -257,14 +257,17 @@ def first_pass(
             call.sink, call.ends = None, False
 
 
-def _pass_with_region(losses: Tensor, calls: Sequence[LayerCall], sink: Any, seed: Tensor, retain_graph: bool) -> None:
-    """A first pass where parameters are used outside of layers, too."""
+def _pass_with_region(
+    losses: Tensor, calls: Sequence[LayerCall], sink: Any, seed: Tensor, retain_graph: bool,
+    wanted: Collection[LayerCall] | None,
+) -> None:  # fmt: skip
+    """A first pass where parameters are used outside of layers, too; it goes over all of the graph."""
     region = calls[-1].region  # type: ignore[attr-defined]
     layers = [call for call in calls if not isinstance(call, FallbackCall)]
     if sink is not NOTHING:
         edges = [boundary.edge for boundary in region.boundaries]
         grads = first_pass(losses, layers, sink, seed, retain_graph=True, edges=edges)
-        region.hand_over(grads, losses, seed, sink)
+        region.hand_over(grads, losses, seed, sink, wanted)
     if not retain_graph:
         leaves = list(region.leaves.values())
         with without_hooks(leaves):

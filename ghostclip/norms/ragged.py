@@ -78,6 +78,10 @@ class RowIndex:
         return self._counts.cumsum(0) - self._counts
 
     @functools.cached_property
+    def _starts_and_end(self) -> Tensor:
+        return torch.cat([self._starts, self._starts.new_tensor([len(self)])])
+
+    @functools.cached_property
     def _pairs(self) -> int:
         """How many pairs of rows are of one example."""
         return int(self._counts.square().sum())
@@ -97,8 +101,7 @@ class RowIndex:
             return None
         term = term if self._is_sorted else term.pick(self._order)
         left, right = (to_float32(side).flatten(0, 1) for side in (term.left, term.right))
-        starts = positions * torch.cat([self._starts, self._starts.new_tensor([len(self)])])
-        squared, scale = ragged_gram(left, right, starts)
+        squared, scale = ragged_gram(left, right, positions * self._starts_and_end)
         return (squared, scale * positions * self._counts) if bool(gram_is_reliable(squared, scale).all()) else None
 
     def entries(self) -> Sequence[Tensor]:

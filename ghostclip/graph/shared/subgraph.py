@@ -7,7 +7,7 @@ together with the examples is found by `ghostclip.graph.shared.search`; the grad
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,13 +112,15 @@ class SharedSubgraph:
         return [number for number, _, _ in parts], use
 
     @torch.no_grad()
-    def hand_over(self, grads: list[Any], losses: Tensor, seed: Tensor, sink: Sink) -> None:
+    def hand_over(
+        self, grads: list[Any], losses: Tensor, seed: Tensor, sink: Sink, wanted: Collection[LayerCall] | None
+    ) -> None:
         """Tells the sink of every use, given the gradients at the boundaries; the graph must be there still.
 
         Args:
             grads: one for each of ``boundaries``; None where none arrived.
             losses, seed: [B], and their gradient.
-            sink: as in a first pass.
+            sink, wanted: as in a first pass.
         """
         for boundary, grad in zip(self.boundaries, grads, strict=True):
             if self.watch is not None and grad is not None:
@@ -131,6 +133,8 @@ class SharedSubgraph:
                 for number, factor, shape in zip(numbers, factors, shapes, strict=True)
             ]
             sink(use, (_joined(factors),), _joined(own))
+        if wanted is not None and not any(use in wanted for use in (*self._bare, *self._tables)):
+            return
         shares: dict[Edge, Tensor] = {}
         if not self.boundaries and self.examples:
             # All there is belongs to the one example.
