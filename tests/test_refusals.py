@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ghostclip
 from ghostclip import GhostClipError, GhostClipper, check, wrap
-from ghostclip.graph.picked_rows import DIRECTED, FUNCTIONS
+from ghostclip.graph.row_operations import DIRECTED, FUNCTIONS
 from ghostclip.norms.outer import OuterProduct
 
 ROOT = Path(ghostclip.__file__).parent

@@ -1413,8 +1413,8 @@ MISUSE = [
     Mutant(
         "the first dimension, counted from the last, is another one",
         "ghostclip/graph/reader.py",
-        "- (1 << 63)) % max(1, total) for dim",
-        "- (1 << 63)) for dim",
+        "[signed(dim) % max(1, total) for dim",
+        "[signed(dim) for dim",
         ("tests/test_mixing.py", "-k", "order_that_changes"),
     ),
     Mutant(
@@ -1699,8 +1699,8 @@ INTEGRATED = [
     Mutant(
         "later ragged batches aren't compared with their index",
         "ghostclip/graph/ragged_layout.py",
-        "            if not followed or self._met[key] != RemovableHandle.next_id:",
-        "            if self._met[key] != RemovableHandle.next_id:",
+        "            if not followed or self._met[key] != hooks:",
+        "            if self._met[key] != hooks:",
         ("tests/test_ragged_rows.py",),
     ),
     Mutant(
@@ -1970,7 +1970,7 @@ OWNED = [
     Mutant(
         "hooks that came after the first batch are overlooked",
         "ghostclip/graph/ragged_layout.py",
-        "if not followed or self._met[key] != RemovableHandle.next_id:",
+        "if not followed or self._met[key] != hooks:",
         "if not followed:",
         OWNERS,
     ),
@@ -2025,7 +2025,7 @@ OWNED = [
     ),
     Mutant(
         "a dimension as long is the same one",
-        RAGGED,
+        "ghostclip/graph/row_operations.py",
         "        if size == shape[dim] and other[:place].numel() == before:",
         "        if size == shape[dim]:",
         OWNERS,

@@ -20,8 +20,29 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ghostclip.graph.mixing_test import verdicts
-from ghostclip.graph.reader import REORDERING, Edge, Uses, from_below, inputs_of, moves_first_dimension, shape_of
-from ghostclip.graph.shared.boundary import ELEMENTWISE, EXPAND
+from ghostclip.graph.reader import (
+    REORDERING,
+    Edge,
+    Uses,
+    from_below,
+    inputs_of,
+    moves_first_dimension,
+    shape_of,
+    signed,
+)
+from ghostclip.graph.row_operations import (
+    ALONG,
+    NOBODY,
+    PICKS,
+    POINTWISE,
+    PRODUCTS,
+    PUTS,
+    RELAYING,
+    ROW_BY_ROW,
+    SPLITS,
+    VIEWS,
+    NotFollowed,
+)  # fmt: skip
 from ghostclip.graph.shared.search import CREATORS
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import LayerCall
@@ -29,36 +50,11 @@ from ghostclip.norms.ragged import RowIndex
 
 __all__ = ["PickedLayouts", "PickedRows"]
 
-RELAYING = {f"{name}Backward0" for name in ("Alias", "Clone", "ToCopy")}
-FUNCTIONS = (
-    "Abs Celu Clamp ClampMax ClampMin Elu Erf Exp Gelu Hardsigmoid Hardswish Hardtanh LeakyRelu Log LogSigmoidForward "
-    "MaskedFill Mish NativeDropout Neg Reciprocal Relu Rsqrt Sigmoid Silu Softplus Sqrt Tanh"
-)
-POINTWISE = ELEMENTWISE | RELAYING | {EXPAND, "ClampBackward1"} | {f"{name}Backward0" for name in FUNCTIONS.split()}
-# All numbers in their order, in another shape.
-VIEWS = {f"{name}Backward0" for name in ("ReshapeAlias", "Squeeze", "UnsafeView", "Unsqueeze", "View")}
-VIEWS |= {"SqueezeBackward1", "SqueezeBackward2"}
-SPLITS = {"SplitBackward0", "SplitWithSizesBackward0"}
-# Along dimensions that they keep, of what they were given.
-DIRECTED = "Amax Cat Gather Glu LogSoftmax Logsumexp Max Select Slice Softmax Topk Unbind"
-ALONG = SPLITS | {"MeanBackward1", "SumBackward1"} | {f"{name}Backward0" for name in DIRECTED.split()}
-# In the place of a row's example: nothing uses it.
-NOBODY = -1
-# The place of the input that has the rows; all others are shared.
-PRODUCTS = {"MmBackward0": 0, "AddmmBackward0": 1, "GroupedMmBackward0": 0, "NllLossBackward0": 0}
-ROW_BY_ROW = {"BmmBackward0"}
-PICKS = {"IndexBackward0", "IndexSelectBackward0"}
-PUTS = {"IndexAddBackward0", "IndexPutBackward0"}
-
 OUTSIDE = "whose rows come from outside of the graph"
 LOAD_BALANCE = (
     "The model picks rows by index, as a mixture of experts does: a loss that balances experts over the batch mixes "
     "examples; leave it out (output_router_logits=False, or a coefficient of 0 in the config)"
 )
-
-
-class _NotFollowed(Exception):
-    """Rows get into an operation that isn't known to keep them apart."""
 
 
 class PickedRows:
@@ -100,7 +96,7 @@ class PickedRows:
         try:
             for node in reversed(nodes):
                 self._visit(node)
-        except _NotFollowed as end:
+        except NotFollowed as end:
             self.problem, self.owners = str(end), {}
         self.calls = {node.call: self.index(node) for node in self.owners if hasattr(node, "call") and node.call.own}
         known = self._shared.union(self._passed, self.owners)
@@ -154,7 +150,7 @@ class PickedRows:
             self._end((node, told[0][0] or 0), len(owners))
             return
         if len(told) < self._uses[node]:
-            raise _NotFollowed(f"{_described(node)}, whose rows are used in another way, too")
+            raise NotFollowed(f"{_described(node)}, whose rows are used in another way, too")
         self.owners[node] = owners
         if node not in self._shared:
             self._go_down(node, owners)
@@ -193,7 +189,7 @@ class PickedRows:
             if other is first:
                 continue
             if len(other) != len(first) or bool(((other != first) & (other != NOBODY) & (first != NOBODY)).any()):
-                raise _NotFollowed(f"{_described(node)}, of which several examples use the same rows")
+                raise NotFollowed(f"{_described(node)}, of which several examples use the same rows")
             first = torch.maximum(first, other)
         return first
 
@@ -205,7 +201,7 @@ class PickedRows:
         if name in VIEWS:
             self._through_view(node, owners)
         elif dim is None:
-            raise _NotFollowed(name)
+            raise NotFollowed(name)
         elif isinstance(call, LayerCall):
             self._through_layer(node, call, dim, owners)
         elif name in POINTWISE:
@@ -219,7 +215,7 @@ class PickedRows:
             self._tell(below[1], owners[picked[1]])
         elif name in PRODUCTS and dim == 0:
             if below[PRODUCTS[name]][0] is None:
-                raise _NotFollowed(f"{name}, {OUTSIDE}")
+                raise NotFollowed(f"{name}, {OUTSIDE}")
             for place, edge in enumerate(below):
                 self._tell_or_share(name, edge, owners, place == PRODUCTS[name])
         elif keeps or (name in ALONG and not _is_along_rows(node, len(owners))):
@@ -230,17 +226,17 @@ class PickedRows:
                 self._tell(edge, part)
         elif name == "SliceBackward0":
             places = torch.arange(shape_of(below[0])[dim], device=self._device)
-            places = places[_signed(node._saved_start) : _signed(node._saved_end) : node._saved_step]
+            places = places[signed(node._saved_start) : signed(node._saved_end) : node._saved_step]
             self._follow(below[0], dim, places, owners)
         else:
-            raise _NotFollowed(name)
+            raise NotFollowed(name)
 
     def _through_layer(self, node: Any, call: LayerCall, dim: int, owners: Tensor) -> None:
         if not call.sources:
-            raise _NotFollowed(f"{_described(node)}, {OUTSIDE}")
+            raise NotFollowed(f"{_described(node)}, {OUTSIDE}")
         call.batch_dim = dim if call.layer.row_by_row else call.batch_dim
         if call.shape[call.batch_dim] != len(owners):
-            raise _NotFollowed(_described(node))
+            raise NotFollowed(_described(node))
         for each in call.sources:
             self._tell((get_gradient_edge(each).node if isinstance(each, Tensor) else each, None), owners)
 
@@ -258,7 +254,7 @@ class PickedRows:
             parts = owners.view(given, -1) if rows % given == 0 else owners.view(1, -1)
             found = parts.amax(1)
             if len(found) != given or not bool(((parts == found.unsqueeze(1)) | (parts == NOBODY)).all()):
-                raise _NotFollowed(node.name())
+                raise NotFollowed(node.name())
         self._picked_from.add(edge[0])
         self._tell(edge, found)
 
@@ -270,7 +266,7 @@ class PickedRows:
         if has_rows:
             self._tell(edge, owners)
         elif edge[0] is not None and edge[0] not in self._shared:
-            raise _NotFollowed(f"{name}, with a tensor of other rows")
+            raise NotFollowed(f"{name}, with a tensor of other rows")
 
     def _follow(self, edge: Edge, dim: int, index: Tensor, owners: Tensor) -> None:
         """Follows rows to where they were picked, ``index`` [n, ...] along ``dim``."""
@@ -282,7 +278,7 @@ class PickedRows:
         found = torch.full((rows,), NOBODY, device=self._device)
         found[index[used]] = owners[used]
         if not torch.equal(found[index[used]], owners[used]):
-            raise _NotFollowed(f"{_described(edge[0])}, of which several examples pick the same rows")
+            raise NotFollowed(f"{_described(edge[0])}, of which several examples pick the same rows")
         self._picked_from.add(edge[0])
         self._tell(edge, found)
 
@@ -294,7 +290,7 @@ class PickedRows:
         found = torch.full((rows,), NOBODY, device=self._device)
         for number, owners in told:
             if number is None:
-                raise _NotFollowed(node.name())
+                raise NotFollowed(node.name())
             start = sum(sizes[:number]) + number * size
             part = found[start : start + len(owners)]
             part.copy_(self._merged(node, [owners, part.clone()]))
@@ -366,14 +362,14 @@ def _index(node: Any, dim: int) -> tuple[int, Tensor] | None:
     """(dimension, [n, ...]), the places that rows are picked from or put to; None where ``dim`` has others."""
     shape = shape_of((node, 0))
     if hasattr(node, "_saved_dim"):
-        return (dim, node._saved_index) if _signed(node._saved_dim) % len(shape) == dim else None
+        return (dim, node._saved_index) if signed(node._saved_dim) % len(shape) == dim else None
     places = [place for place, index in enumerate(node._saved_indices) if index is not None]
     indices = [node._saved_indices[place] for place in places]
     first, masks = places[0], [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
     if first < dim or any(size != 1 for size in shape[:first]):
         return None
     if places != list(range(first, first + len(places))) or (masks and len(indices) > 1):
-        raise _NotFollowed(node.name())
+        raise NotFollowed(node.name())
     return first, masks[0].nonzero()[:, 0] if masks else torch.broadcast_tensors(*indices)[0]
 
 
@@ -382,9 +378,4 @@ def _is_along_rows(node: Any, rows: int) -> bool:
     shape = next(shape_of(edge) for edge in node.next_functions if edge[0] is not None)
     dims = node._saved_dim if isinstance(node._saved_dim, tuple) else (node._saved_dim,)
     own = _row_dim(shape, rows)
-    return own is None or not dims or own in [_signed(dim) % len(shape) for dim in dims]
-
-
-def _signed(number: int) -> int:
-    """A number that was saved as one of 64 bits without a sign."""
-    return number - (1 << 64) if number >= 1 << 63 else number
+    return own is None or dims in ((), (None,)) or own in [signed(dim) % len(shape) for dim in dims]

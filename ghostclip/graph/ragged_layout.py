@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ class RaggedLayouts:
     """Lays out batches whose rows belong to examples by indices."""
 
     def __init__(self) -> None:
-        # By what graphs of a kind have in common: how many hooks had been registered when one of them was tested.
+        # {what graphs of a kind have in common: how many hooks the process had registered by the last one's test}
         self._met: dict[tuple, int] = {}
         self._dice = random.Random()
 
@@ -111,16 +111,17 @@ class RaggedLayouts:
             odd += mixing
         orders = {id(call): _orders(call, losses, indices)[0] for call in calls}
         orders |= {id(call): verdict.best.row_order for call, verdict in found.items() if verdict.best}
-        check = None
-        if in_full:
-            self._met[key] = RemovableHandle.next_id
-        elif len(losses) > 1:
+        check, hooks = None, RemovableHandle.next_id
+        if len(losses) > 1 and not in_full:
             rows = None if any(call.has_saved_tensor_hooks for call in calls) else RaggedRows(losses, region, indices)
             followed = rows is not None and rows.follow([(call, orders[id(call)]) for call in calls])
             if rows is not None and (meeting := rows.meeting()):
                 return self._meeting(losses, uses, names, indices, meeting)
-            if not followed or self._met[key] != RemovableHandle.next_id:
-                check = IndexCheck(losses, calls, region, indices, self._factors(losses, calls))
+            if not followed or self._met[key] != hooks:
+                passed = functools.partial(self._met.__setitem__, key, hooks)
+                check = IndexCheck(losses, calls, region, indices, self._factors(losses, calls), passed)
+        elif in_full:
+            self._met[key] = hooks
         folded = {each: (1, order) for each, order in orders.items() if order != "example"}
         return RowLayout(calls if region is None else [*calls, *region.uses], folded, True, check)
 
@@ -168,14 +169,15 @@ class IndexCheck:
         region: with the operations that bring parameters to rows; None where there are none.
         indices: of the batch.
         factors: [B].
+        passed: called once nothing was found.
     """
 
     def __init__(
         self, losses: Tensor, calls: Sequence[LayerCall], region: SharedSubgraph | None, indices: Sequence[RowIndex],
-        factors: Tensor,
+        factors: Tensor, passed: Callable[[], None],
     ) -> None:  # fmt: skip
         self._losses, self._calls, self._indices, self._factors = losses, calls, indices, factors
-        self._region, self._dtype = region, losses.dtype
+        self._region, self._dtype, self._passed = region, losses.dtype, passed
         self._dims = {} if region is None else {boundary.edge: boundary.dim for boundary in region.boundaries}
         self._base: dict[Any, Tensor] = {}
         if region is not None:
@@ -213,7 +215,10 @@ class IndexCheck:
         for edge, grad in zip(edges, grads, strict=True):
             seen[edge] = projected(grad, self._dims[edge])
         own = [rows for rows in [None, *self._indices] if self._of(rows)]
-        return bool(torch.stack([self._wrong(rows, seen) for rows in own]).any()) if own else False
+        failed = bool(torch.stack([self._wrong(rows, seen) for rows in own]).any()) if own else False
+        if not failed:
+            self._passed()
+        return failed
 
     def _of(self, rows: RowIndex | None) -> list[Any]:
         """What has rows by that index; None: one for each example."""

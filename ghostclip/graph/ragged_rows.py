@@ -18,42 +18,36 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ghostclip.graph.picked_rows import ALONG, NOBODY, PICKS, POINTWISE, PRODUCTS, PUTS, ROW_BY_ROW, SPLITS, VIEWS
-from ghostclip.graph.reader import ACCUMULATE, Edge, from_below, inputs_of, saved_dimensions, shape_of
-from ghostclip.graph.shared.boundary import GROUP_NORM, LAYER_NORM
+from ghostclip.graph.reader import ACCUMULATE, Edge, from_below, inputs_of, saved_dimensions, shape_of, signed
+from ghostclip.graph.row_operations import (
+    ATTENTION,
+    FIRST,
+    LOSS_FUNCTIONS,
+    NOBODY,
+    OTHERS_ALONG,
+    PERMUTATIONS,
+    PICKS,
+    POINTWISE,
+    PRODUCTS,
+    PUTS,
+    SCATTERS,
+    SPLITS,
+    VIEWS,
+    WITH_A_TABLE,
+    NotFollowed,
+    in_view,
+    narrowed,
+    saved_places,
+)  # fmt: skip
+from ghostclip.graph.shared.boundary import LAYER_NORM
 from ghostclip.graph.shared.subgraph import SharedSubgraph
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex, RowOrder
 
 __all__ = ["RaggedRows"]
 
-LOSSES = {
-    f"{name}Backward0"
-    for name in ("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "HuberLoss", "MseLoss", "PreluKernel",
-                 "SmoothL1Loss", "SoftMarginLoss")
-}  # fmt: skip
-ELEMENTWISE = POINTWISE | LOSSES
-POOLS = {
-    f"{name}Backward0"
-    for name in ("AdaptiveAvgPool2D", "AdaptiveAvgPool3D", "AvgPool2D", "AvgPool3D", "MaxPool2DWithIndices",
-                 "MaxPool3DWithIndices")
-}  # fmt: skip
-# Along their first dimension: what they are given has it, too.
-FIRST = ROW_BY_ROW | POOLS
-# Operations of rows with a matrix, a filter or a scale.
-WITH_A_TABLE = {*PRODUCTS, "ConvolutionBackward0", GROUP_NORM, LAYER_NORM}
-OTHERS_ALONG = ALONG - SPLITS | {f"{name}Backward0" for name in ("Cumsum", "LinalgVectorNorm", "SafeSoftmax")}
-SCATTERS = {"ScatterAddBackward0", "ScatterReduceBackward0"}
-PERMUTATIONS = {f"{name}Backward0" for name in ("Permute", "T", "Transpose")}
-# Its mask is added to the scores.
-ATTENTION = "ScaledDotProductFlashAttentionForCpuBackward0"
-
 # What uses a tensor says of its rows: (number of the output, dimension, owners).
 Told = tuple[int | None, int, Tensor]
-
-
-class _NotFollowed(Exception):
-    """Rows get into an operation that isn't known to keep them apart."""
 
 
 class RaggedRows:
@@ -92,7 +86,7 @@ class RaggedRows:
             for node in reversed(nodes):
                 if (told := self._told.pop(node, None)) is not None:
                     self._visit(node, told)
-        except _NotFollowed as end:
+        except NotFollowed as end:
             self.problem = str(end)
 
     def follow(self, orders: Sequence[tuple[LayerCall, RowOrder]]) -> bool:
@@ -131,7 +125,7 @@ class RaggedRows:
             return
         shape = shape_of((node, number or 0))
         if dim >= len(shape) or shape[dim] != owners.shape[0]:  # autograd sums for a tensor that was repeated
-            raise _NotFollowed(_described(node))
+            raise NotFollowed(_described(node))
         if node in self._nodes:
             self._told[node].append((number, dim, owners))
         else:  # inside of a layer
@@ -144,7 +138,7 @@ class RaggedRows:
         _, dim, owners = told[0]
         for _, other_dim, other in told[1:]:
             if other_dim != dim or len(other) != len(owners):
-                raise _NotFollowed(_described(node))
+                raise NotFollowed(_described(node))
             if other is not owners:
                 self._compare(node, owners, other)
                 owners = torch.maximum(owners, other)
@@ -167,7 +161,7 @@ class RaggedRows:
         elif name in self.STEPS and not isinstance(node, torch.autograd.function.BackwardCFunction):
             self.STEPS[name](self, node, dim, owners)
         else:
-            raise _NotFollowed(name)
+            raise NotFollowed(name)
 
     def _inputs(self, node: Any) -> Iterator[tuple[int, Edge]]:
         """The tensors that an operation was given, by place, without leaves and what all examples share."""
@@ -177,9 +171,9 @@ class RaggedRows:
 
     def _through_layer(self, node: Any, call: LayerCall, dim: int, owners: Tensor) -> None:
         """A layer that works row by row has its rows in one dimension; of another, its own graph is followed."""
-        own = _in_view(shape_of((node, 0)), dim, call.shape)
+        own = in_view(shape_of((node, 0)), dim, call.shape)
         if own != call.batch_dim:
-            raise _NotFollowed(_described(node))
+            raise NotFollowed(_described(node))
         self._calls[call] = own, owners
         if call.layer.row_by_row:
             for below, _ in inputs_of(node):
@@ -193,32 +187,32 @@ class RaggedRows:
         for _, edge in self._inputs(node):
             own = dim + len(shape_of(edge)) - whole
             if own < 0:
-                raise _NotFollowed(node.name())
+                raise NotFollowed(node.name())
             self._tell(edge, own, owners)
 
     def _view(self, node: Any, dim: int, owners: Tensor) -> None:
         shape = shape_of((node, 0))
         for _, edge in self._inputs(node):
             given = shape_of(edge)
-            if (own := _in_view(shape, dim, given)) is not None:
+            if (own := in_view(shape, dim, given)) is not None:
                 self._tell(edge, own, owners)
                 continue
             first = next((place for place, size in enumerate(given) if size != 1), None)
             if first is None or shape[:dim].numel() != 1 or not len(owners):
-                raise _NotFollowed(node.name())
+                raise NotFollowed(node.name())
             if given[first] % len(owners) == 0:
                 self._tell(edge, first, owners.repeat_interleave(given[first] // len(owners)))
             elif len(owners) % given[first] == 0:
                 self._tell(edge, first, self._one_each(node, owners.view(given[first], -1)))
             else:
-                raise _NotFollowed(node.name())
+                raise NotFollowed(node.name())
 
     def _one_each(self, node: Any, owners: Tensor) -> Tensor:
         """[n], the owner of rows made of several, [n, ...], which have to be the same one's."""
         if owners.dim() == 1:
             return owners
         if not owners.numel():
-            raise _NotFollowed(node.name())
+            raise NotFollowed(node.name())
         found = owners.flatten(1).amax(1)
         self._compare(node, owners, found.view(-1, *[1] * (owners.dim() - 1)).expand_as(owners))
         return found
@@ -230,7 +224,7 @@ class RaggedRows:
             order = saved_dimensions(node, whole)
         else:
             ends = (0, -1) if node.name() == "TBackward0" else (node._saved_dim0, node._saved_dim1)
-            first, second = (_signed(end) % whole for end in ends)
+            first, second = (signed(end) % whole for end in ends)
             order[first], order[second] = second, first
         for _, edge in self._inputs(node):
             self._tell(edge, order[dim], owners)
@@ -239,13 +233,13 @@ class RaggedRows:
         kept = len(shape_of((node, 0))) - len(node._saved_normalized_shape) if node.name() == LAYER_NORM else 1
         for place, edge in self._inputs(node):
             if place != PRODUCTS.get(node.name(), 0) or dim >= kept:
-                raise _NotFollowed(node.name())
+                raise NotFollowed(node.name())
             self._tell(edge, dim, owners)
 
     def _along_first(self, node: Any, dim: int, owners: Tensor) -> None:
         for _, edge in self._inputs(node):
             if dim != 0:
-                raise _NotFollowed(node.name())
+                raise NotFollowed(node.name())
             self._tell(edge, 0, owners)
 
     def _split(self, node: Any, dim: int, owners: Tensor) -> None:
@@ -254,14 +248,14 @@ class RaggedRows:
     def _unsplit(self, node: Any, told: list[Told]) -> list[Told]:
         """What is said of parts along rows, of the whole."""
         shape = shape_of(node.next_functions[0])
-        along = _signed(node._saved_dim) % len(shape)
+        along = signed(node._saved_dim) % len(shape)
         if any(dim != along for _, dim, _ in told):
             return told
         size, sizes = getattr(node, "_saved_split_size", 0), getattr(node, "_saved_split_sizes", ())
         found = torch.full((shape[along],), NOBODY, device=self._device)
         for number, _, owners in told:
             if number is None:
-                raise _NotFollowed(node.name())
+                raise NotFollowed(node.name())
             start = sum(sizes[:number]) + number * size
             part = found[start : start + len(owners)]
             self._compare(node, part.clone(), owners)
@@ -273,9 +267,11 @@ class RaggedRows:
         saved, whole = node._saved_dim, len(shape_of((node, 0)))
         for _, edge in self._inputs(node):
             total = len(shape_of(edge))
-            along = [_signed(each) % total for each in (saved if isinstance(saved, tuple) else [saved])]
+            along = [
+                signed(each) % total for each in (saved if isinstance(saved, tuple) else [saved]) if each is not None
+            ]
             if not along or total - whole not in (0, len(along)):
-                raise _NotFollowed(node.name())
+                raise NotFollowed(node.name())
             kept = range(total) if total == whole else [place for place in range(total) if place not in along]
             if kept[dim] in along:
                 self._along_rows(node, dim, owners)
@@ -288,30 +284,30 @@ class RaggedRows:
             for edge, part in zip(edges, owners.split([shape_of(edge)[dim] for edge in edges]), strict=True):
                 self._tell(edge, dim, part)
         elif name == "SliceBackward0":
-            part = slice(_signed(node._saved_start), _signed(node._saved_end), node._saved_step)
+            part = slice(signed(node._saved_start), signed(node._saved_end), node._saved_step)
             self._pick(node, dim, torch.arange(shape_of(edges[0])[dim], device=self._device)[part], owners)
         elif name == "GatherBackward0":
             self._pick(node, dim, node._saved_index.movedim(dim, 0), owners)
         else:
-            raise _NotFollowed(name)
+            raise NotFollowed(name)
 
     def _picking(self, node: Any, dim: int, owners: Tensor) -> None:
-        first, index, taken = _places(node)
+        first, index, taken = saved_places(node)
         if dim == first and index.dim():
             self._pick(node, first, index, owners)
             return
         if first < dim < first + index.dim():
-            raise _NotFollowed(node.name())
+            raise NotFollowed(node.name())
         for _, edge in self._inputs(node):
             self._tell(edge, dim if dim < first else dim - index.dim() + taken, owners)
 
     def _pick(self, node: Any, dim: int, index: Tensor, owners: Tensor) -> None:
         """Follows rows to where they were picked, ``index`` [n, ...] along ``dim``."""
-        index = _narrowed(index)
+        index = narrowed(index)
         for _, edge in self._inputs(node):
             rows = shape_of(edge)[dim]
             if len(index) != len(owners):
-                raise _NotFollowed(node.name())
+                raise NotFollowed(node.name())
 
             def find(rows: int = rows) -> Tensor:
                 own = owners.view(-1, *[1] * (index.dim() - 1)).expand_as(index).flatten()
@@ -324,7 +320,7 @@ class RaggedRows:
 
     def _putting(self, node: Any, dim: int, owners: Tensor) -> None:
         """Rows are put into a tensor with such rows, by an index along one dimension."""
-        shape, (first, index, taken) = shape_of((node, 0)), _places(node)
+        shape, (first, index, taken) = shape_of((node, 0)), saved_places(node)
         for place, edge in self._inputs(node):
             if place == 0:
                 self._tell(edge, dim, owners)
@@ -336,12 +332,12 @@ class RaggedRows:
                 given = torch.Size((*shape[:first], *index.shape, *shape[first + taken :]))
                 own = dim if dim < first + taken else dim - taken + index.dim()
             if shape_of(edge) != given or first < dim < first + taken:
-                raise _NotFollowed(node.name())
+                raise NotFollowed(node.name())
             self._tell(edge, own, self._put(node, index, owners) if dim == first else owners)
 
     def _put(self, node: Any, index: Tensor, owners: Tensor) -> Tensor:
         """The owners of the rows that are put at ``index`` [n, ...]."""
-        index = _narrowed(index)
+        index = narrowed(index)
 
         def find() -> Tensor:
             found = self._one_each(node, owners[index.long() % max(1, len(owners))])
@@ -360,14 +356,14 @@ class RaggedRows:
         """Rows that attend to rows of their own example, for the mask shuts out all others."""
         mask = node._saved_attn_mask
         if mask is None or dim != len(shape_of((node, 0))) - 2 or mask.shape[-2:] != (len(owners),) * 2:
-            raise _NotFollowed(node.name())
+            raise NotFollowed(node.name())
         if bool(((owners.unsqueeze(1) != owners) & (mask != -torch.inf)).any()):
-            raise _NotFollowed(node.name())
+            raise NotFollowed(node.name())
         for _, edge in self._inputs(node):
             self._tell(edge, dim, owners)
 
     STEPS: ClassVar[dict[str, Callable[[RaggedRows, Any, int, Tensor], None]]] = {
-        **dict.fromkeys(ELEMENTWISE, _elementwise),
+        **dict.fromkeys(POINTWISE | LOSS_FUNCTIONS, _elementwise),
         **dict.fromkeys(VIEWS, _view),
         **dict.fromkeys(PERMUTATIONS, _permuted),
         **dict.fromkeys(FIRST, _along_first),
@@ -390,41 +386,3 @@ def _described(subject: Any) -> str:
 
 def _differ(owners: Tensor, others: Tensor) -> Tensor:
     return (owners != others) & (torch.minimum(owners, others) != NOBODY)
-
-
-def _in_view(shape: torch.Size, dim: int, other: torch.Size) -> int | None:
-    """Where a dimension is in the same numbers, in their order, of another shape; None where it isn't one there."""
-    before = shape[:dim].numel()
-    for place, size in enumerate(other):
-        if size == shape[dim] and other[:place].numel() == before:
-            return place
-    return None
-
-
-def _narrowed(index: Tensor) -> Tensor:
-    """An index [n, ...] without the dimensions along which it is repeated."""
-    while index.dim() > 1 and (index.shape[-1] == 1 or (index.shape[-1] > 1 and index.stride(-1) == 0)):
-        index = index.select(-1, 0)
-    return index
-
-
-def _places(node: Any) -> tuple[int, Tensor, int]:
-    """(dimension, [n, ...], how many dimensions the index is of) of the places that rows are picked from or put to."""
-    if hasattr(node, "_saved_dim"):
-        index = node._saved_index
-        if not index.dim():
-            raise _NotFollowed(node.name())
-        return _signed(node._saved_dim) % len(shape_of((node, 0))), index, 1
-    places = [place for place, index in enumerate(node._saved_indices) if index is not None]
-    indices = [node._saved_indices[place] for place in places]
-    masks = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
-    if places != list(range(places[0], places[0] + len(places))) or (masks and len(indices) > 1):
-        raise _NotFollowed(node.name())
-    if masks:
-        return places[0], masks[0].nonzero()[:, 0], masks[0].dim()
-    return places[0], torch.broadcast_tensors(*indices)[0], len(places)
-
-
-def _signed(number: int) -> int:
-    """A number that was saved as one of 64 bits without a sign."""
-    return number - (1 << 64) if number >= 1 << 63 else number

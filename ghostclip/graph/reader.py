@@ -37,6 +37,7 @@ __all__ = [
     "read_graph",
     "saved_dimensions",
     "shape_of",
+    "signed",
     "without_hooks",
 ]
 
@@ -188,8 +189,12 @@ def saved_dimensions(node: Any, total: int) -> list[int]:
     """Along which of so many dimensions an operation went, counted from the front; [] where it doesn't say."""
     saved = getattr(node, "_saved_dims", None)
     saved = [node._saved_dim] if saved is None and hasattr(node, "_saved_dim") else saved or []
-    # Where they were negative they are saved as numbers of 64 bits that wrapped around.
-    return [((dim + (1 << 63)) % (1 << 64) - (1 << 63)) % max(1, total) for dim in saved]
+    return [signed(dim) % max(1, total) for dim in saved]
+
+
+def signed(number: int) -> int:
+    """A number that was saved as one of 64 bits without a sign, around which negative ones wrap."""
+    return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def inputs_of(node: Any) -> Sequence[Edge]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.graph.reader import Edge, from_below, shape_of, without_hooks
+from ghostclip.graph.reader import Edge, from_below, shape_of, signed, without_hooks
 from ghostclip.graph.shared.boundary import BroadcastBoundary
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import CAPTURE, LayerCall
@@ -173,7 +173,7 @@ def _swapped(node: Any) -> tuple[int, ...]:
     if node.name() == "TBackward0":
         return (-1, -2)
     dims = len(shape_of((node, 0)))
-    return tuple(((dim + (1 << 63)) % (1 << 64) - (1 << 63)) % dims for dim in (node._saved_dim0, node._saved_dim1))
+    return tuple(signed(dim) % dims for dim in (node._saved_dim0, node._saved_dim1))
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
