@@ -16,6 +16,8 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIES = "repository"
+# Pages without anything beside them: the first one, and tables of fourteen columns.
+WHOLE = {"index.md": ["navigation", "toc"], "supported_models.md": ["toc"]}
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)")
 # A list right after a paragraph, which is a list on GitHub and none in Python-Markdown.
 LIST = re.compile(r"^(?![-\s|>#`]).+\n(?=- )", re.MULTILINE)
@@ -43,9 +45,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links between docs/ and the copies as they are on the site, and Markdown as GitHub reads it."""
-    if page.is_homepage:
-        page.meta["hide"] = ["navigation", "toc"]
     here = page.file.src_uri
+    if here in WHOLE:
+        page.meta["hide"] = WHOLE[here]
     copied = here.startswith(f"{COPIES}/")
     folder = posixpath.dirname(here.removeprefix(f"{COPIES}/") if copied else f"docs/{here}")
 

@@ -127,3 +127,19 @@ def test_the_table_has_the_workload_that_gains_most():
         for kernel, workload, ratio in (("a", "mlp", 0.97), ("b", "cnn", 1.0), ("a", "cnn", 0.8), ("a", "rnn", 0.9))
     ]
     assert [row["workload"] for row in script("kernels").best(rows)] == ["cnn", "cnn"]
+
+
+def test_learning_repeats_a_setting_and_tables_are_the_results(tmp_path, monkeypatch):
+    module = script("learning")
+    monkeypatch.setattr(module, "SETTINGS", {"cnn": module.Setting("CNN", 512, 1, width=0)})
+    monkeypatch.setattr(module, "noise_for", lambda batch, epochs: 2.0)
+    assert module.main(["--runs", "1", "--out", str(tmp_path)]) == 0
+    (row,) = json.loads((tmp_path / "learning.json").read_text())["settings"].values()
+    (run,) = row["runs"]
+    assert run["noise_norm"] == pytest.approx(2.0 * 6090**0.5 / 512)
+    assert run["snr"] > 0
+    assert 0 <= run["accuracy"] <= 1
+    results = json.loads((module.RESULTS / "learning.json").read_text())
+    assert (module.RESULTS / "learning.md").read_text() == module.markdown(results)
+    rows = [line for line in module.markdown(results).splitlines() if line.startswith("|")]
+    assert "\n".join(rows) in (ROOT / "docs" / "learning.md").read_text()

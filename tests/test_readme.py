@@ -86,6 +86,7 @@ def test_every_text_block_is_compared_with_what_code_prints():
         if "```python\n" in text_of(page)
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 @pytest.mark.usefixtures("declarations")
 def test_the_code_of_a_page_runs_and_prints_what_it_says(page, folder):
     if page in NEEDS:
@@ -207,3 +208,8 @@ def test_every_page_is_in_the_navigation_of_the_site():
     assert [
         page for page in DOCS if not re.search(rf"\b{re.escape(page.removeprefix('docs/'))}$", navigation, re.M)
     ] == []
+
+
+def test_the_navigation_calls_pages_by_their_titles():
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    assert re.findall(r"- (.+): \S+\.md$", navigation, re.MULTILINE) == ["Home"]

@@ -2,7 +2,7 @@
 
 Everything is sampled (the rate is 1), there is no noise, and the learning rate is 0, so that what a step would release
 can be compared step by step. The clipped sums must differ by at most the sensitivity, within 1e-5 of it in float32 and
-float64, and what the rounding of the other examples leaves: SECURITY.md, "Rounding inside of sums". That rest is made
+float64, and what the rounding of the other examples leaves: SECURITY.md, "Rounding". That rest is made
 of their conditioning, as in truth.py, and their weights; they are well-behaved examples. In bfloat16 each of the two
 sums is rounded once more to its type: by half an eps of its size.
 """

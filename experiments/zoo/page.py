@@ -15,13 +15,16 @@ __all__ = ["page", "verdict"]
 # Relative errors in float64, and what one example may move a sum by in float32, in clipping norms.
 LIMIT, MOST_MOVED = 1e-8, 1 + 1e-5
 SLOW, SLOWEST = 3.0, 10
-INTRODUCTION = f"""\
-# Models that train exactly
+INTRODUCTION = """\
+# Supported models
 
-Written by `experiments/supported_models.py`; do not edit. Every model is the library's own code, unmodified, from a
-configuration with random weights, handed to `ghostclip.GhostClipper` as it is (*BatchNorm replaced* means by
-`ghostclip.wrap(model, replace={{"BatchNorm2d": "GroupNorm"}})`). Each is built twice: tiny, for the errors, and larger,
-so that an ordinary step takes milliseconds, for times and memory.
+Every model below is the library's own code, unmodified, from a configuration with random weights, handed to
+`ghostclip.GhostClipper` as it is (*BatchNorm replaced* means by
+`ghostclip.wrap(model, replace={"BatchNorm2d": "GroupNorm"})`).
+"""
+COLUMNS = f"""\
+Each model is built twice: tiny, for the errors, and larger, so that an ordinary step takes milliseconds, for times and
+memory. The columns of the tables:
 
 - *Error*: the worst relative error of a per-example norm, of the whole gradient or of one parameter's, and of a clipped
   sum by either second pass, for {EXAMPLES} examples in float64, against one plain backward an example. A parameter
@@ -35,6 +38,8 @@ so that an ordinary step takes milliseconds, for times and memory.
   milliseconds on one thread. *auto*, *cached*: a private step (clipping, noise, Adam) by the default and by
   `second_pass="cached"` over the ordinary one, median of ratios of steps taken in turn, in the processor's seconds.
 - *Memory*: the most that an ordinary step allocates beside model and optimizer, and what private steps do over it.
+
+This page is written by `experiments/supported_models.py`.
 """
 
 
@@ -53,7 +58,10 @@ def page(results: dict[str, Any]) -> str:
     """The page of what was measured."""
     rows = results["models"]
     exact = {name: row for name, row in rows.items() if "worst" in row.get("errors", {})}
-    return "\n".join([INTRODUCTION, *_summary(results), "", *_exact(exact), *_slowest(exact), *_others(rows)]) + "\n"
+    return (
+        "\n".join([INTRODUCTION, *_summary(results), "", COLUMNS, *_exact(exact), *_slowest(exact), *_others(rows)])
+        + "\n"
+    )
 
 
 def _summary(results: dict[str, Any]) -> Iterator[str]:
