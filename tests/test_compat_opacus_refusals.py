@@ -218,7 +218,7 @@ def test_a_data_set_without_a_length() -> None:
         ({"grad_sample_mode": "no_op"}, ValueError, "per_example_grads"),
         ({"wrap_model": False}, ValueError, "same object"),
         ({"rand_on_empty": True}, ValueError, "without rows"),
-        ({"max_grad_nrom": 1.0}, TypeError, "max_grad_nrom"),
+        ({"max_grad_nrom": 1.0}, TypeError, r"make_private\(\) has no option 'max_grad_nrom'; it takes batch_first"),
     ],
 )
 def test_options_without_a_meaning(options: dict[str, Any], error: Any, says: str) -> None:

@@ -40,13 +40,15 @@ def noise_multiplier(
     dataset_size: int | None = None,
     max_batch_size: int | None = None,
 ) -> float:
-    """The least noise multiplier with which ``steps`` releases stay within ``target_epsilon`` at ``delta``.
+    """The least noise multiplier that keeps ``steps`` releases within ``target_epsilon`` at ``delta``.
 
-    ``target_epsilon`` is finite and > 0. The other arguments are those of `epsilon`.
+    Args:
+        target_epsilon: finite, > 0.
+        sample_rate, steps, delta, accountant, sampling, neighboring, dataset_size, max_batch_size: as for `epsilon`.
 
     Returns:
-        A noise multiplier for which `epsilon` is at most ``target_epsilon``; at most a relative 1e-5 above the least
-        one, and at least 0.01. 0.0 for zero steps.
+        A noise multiplier for which `epsilon` is at most ``target_epsilon``. It is at most a relative 1e-5 above the
+        least one, and at least 0.01; 0.0 for zero steps.
 
     Raises:
         ValueError, TypeError: an argument is out of range, or no noise reaches the target.
@@ -61,12 +63,17 @@ def noise_multiplier(
 def noise_for(
     events_of: Callable[[float], Sequence[Event]], *, target_epsilon: float, delta: float, accountant: str = "pld"
 ) -> float:
-    """`noise_multiplier` for steps of any kind.
+    """The least noise multiplier for steps of any kind; `noise_multiplier` is for steps that are all alike.
 
     Args:
-        events_of: noise multiplier -> the events that all steps are charged as.
+        events_of: noise multiplier -> the events that all steps together are charged as.
+        target_epsilon, delta, accountant: as for `noise_multiplier`.
 
-    Other arguments, result and errors are those of `noise_multiplier`.
+    Returns:
+        As `noise_multiplier`.
+
+    Raises:
+        ValueError, TypeError: as `noise_multiplier`.
     """
     target_epsilon = positive(target_epsilon=target_epsilon)
     delta, accountant = open_fraction(delta=delta), one_of(ACCOUNTANTS, accountant=accountant)
@@ -127,9 +134,12 @@ def max_steps(
     dataset_size: int | None = None,
     max_batch_size: int | None = None,
 ) -> int:
-    """The largest number of steps that stay within ``target_epsilon`` at ``delta``; 0 if one step exceeds it.
+    """The largest number of steps that stays within ``target_epsilon`` at ``delta``; 0 if one step exceeds it.
 
-    ``target_epsilon`` is finite and > 0. The other arguments are those of `epsilon`.
+    Args:
+        target_epsilon: finite, > 0.
+        noise_multiplier, sample_rate, delta, accountant, sampling, neighboring, dataset_size, max_batch_size: as for
+            `epsilon`.
 
     Raises:
         ValueError, TypeError: an argument is out of range, or more than 10**9 steps would stay within the target.
@@ -157,16 +167,19 @@ def affordable(
     most: int = MOST_STEPS,
     accountant: str = "pld",
 ) -> int:
-    """How many of ``event``, up to ``most``, stay within ``max_epsilon`` at ``delta``, together with ``spent``.
+    """The number of further steps, up to ``most``, that keep everything within ``max_epsilon`` at ``delta``.
 
-    It takes half a dozen evaluations of epsilon, one when ``most`` is affordable.
+    It takes about six evaluations of epsilon, or one if ``most`` steps are within.
 
     Args:
-        spent: events with their counts.
+        spent: the events so far, with their counts.
         event: one further step, with a count of 1.
-        max_epsilon: finite and > 0.
-        delta, accountant: as in `epsilon`.
-        most: steps that are asked about, at most.
+        max_epsilon: finite, > 0.
+        delta, accountant: as for `epsilon`.
+        most: the largest answer, >= 0.
+
+    Raises:
+        ValueError, TypeError: as `epsilon_of`.
     """
     spent = list(spent)
 

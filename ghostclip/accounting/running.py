@@ -38,10 +38,11 @@ ROUNDING = 1e-6
 
 
 class RunningEpsilon:
-    """`epsilon_of` by PLD, fast for repeated calls between which only the count of one event grows.
+    """Computes `epsilon_of` by PLD again and again while training goes on, in milliseconds a call.
 
-    Such calls take milliseconds. Their result is never below that of `epsilon_of`, and above it by at most a relative
-    1e-3. The first call, and each after another change, takes up to twice the time of `epsilon_of`.
+    That is for calls between which only the count of one event grows. The first call, and each one after another
+    change, takes up to twice the time of `epsilon_of`. Results are never below those of `epsilon_of`, and at most a
+    relative 1e-3 above them (discrete Fourier transform, Koskela et al. 2020).
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,14 @@ class RunningEpsilon:
         self._growing: tuple[SampledRelease, Growing] | None = None
 
     def epsilon(self, events: Iterable[Event], delta: float) -> float:
-        """Epsilon at ``delta`` of all ``events``; raises what `epsilon_of` raises."""
+        """Epsilon at ``delta`` of several releases together.
+
+        Args:
+            events, delta: as for `epsilon_of`.
+
+        Raises:
+            ValueError, TypeError: as `epsilon_of`.
+        """
         counts = {replace(release, count=1): release.count for release in sampled_releases(events)}
         if delta == self._delta and counts == self._counts:
             return self._found

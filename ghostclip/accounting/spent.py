@@ -40,6 +40,7 @@ __all__ = [
 log = logging.getLogger("ghostclip")
 
 ACCOUNTANTS = ("pld", "rdp")
+"""The values of ``accountant=``: privacy loss distributions and Rényi differential privacy."""
 # What floating point can square: less noise protects nothing, and more counts as this much.
 LEAST_NOISE, MOST_NOISE = 1e-6, 1e12
 KINDS: dict[str, type[Any]] = {kind.sampling: kind for kind in (SampledGaussian, FixedSizeGaussian, TruncatedGaussian)}
@@ -52,14 +53,14 @@ SAMPLES = {
 
 @dataclass(frozen=True)
 class Setting:
-    """How the examples of each step are drawn, and which data sets are neighbours.
+    """How each step draws its examples, and how neighbouring data sets differ.
 
     Args:
         sample_rate: the expected size of a batch over that of the data set; in (0, 1].
-        sampling: "poisson", "without_replacement" (batches of one size), or "truncated" (Poisson batches that are cut
+        sampling: "poisson", "without_replacement" (batches of one size), or "truncated" (Poisson samples that are cut
             down to ``max_batch_size``).
-        neighboring: "add_or_remove_one" or "replace_one".
-        dataset_size, max_batch_size: with "truncated", and with nothing else; the batch is smaller than the data set.
+        neighboring: "add_or_remove_one" or "replace_one", as for `epsilon`.
+        dataset_size, max_batch_size: numbers of examples; given with "truncated" only.
 
     Raises:
         ValueError, TypeError: an argument is out of range; the message names it.
@@ -85,7 +86,7 @@ class Setting:
                 raise ValueError(f'{name} must be left out unless sampling="truncated"; got {value!r}')
 
     def event(self, noise_multiplier: float, steps: int = 1) -> SampledRelease:
-        """The event to charge for that many steps."""
+        """The event that ``steps`` steps are charged as, for `epsilon_of` and `Account.charge`."""
         truncated = self.sampling == "truncated"
         cut = {"dataset_size": self.dataset_size, "max_batch_size": self.max_batch_size} if truncated else {}
         return KINDS[self.sampling](self.sample_rate, noise_multiplier, steps, self.neighboring, **cut)
@@ -103,22 +104,23 @@ def epsilon(
     dataset_size: int | None = None,
     max_batch_size: int | None = None,
 ) -> float:
-    """Epsilon at ``delta`` of ``steps`` sampled Gaussian releases.
+    """Epsilon at ``delta`` of ``steps`` releases of a noisy sum over a random sample (DP-SGD, Abadi et al. 2016).
 
     Args:
-        noise_multiplier: standard deviation of the noise over the bound on one example's term; finite, > 0.
+        noise_multiplier: standard deviation of the noise over the bound on one example's contribution; finite, > 0.
         sample_rate: the expected size of a batch over that of the data set; in (0, 1].
         steps: a whole number >= 0; zero steps cost nothing.
         delta: in (0, 1).
-        accountant: "pld" or "rdp".
+        accountant: "pld": privacy loss distributions, composed numerically (Koskela et al. 2020; Doroshenko et al.
+            2022), the tighter bound. "rdp": Rényi divergences (Mironov 2017; Mironov et al. 2019), the faster one.
         sampling: how a batch is drawn. "poisson": each example joins independently. "without_replacement": a fixed
             number of examples. "truncated": Poisson; a larger sample is cut down at random to ``max_batch_size``.
         neighboring: how neighbouring data sets differ. "add_or_remove_one": by the presence of one example.
             "replace_one": in the content of one example.
-        dataset_size, max_batch_size: with ``sampling="truncated"`` only.
+        dataset_size, max_batch_size: numbers of examples; with ``sampling="truncated"`` only.
 
     Returns:
-        An upper bound; inf if the accountant has none (PLD for a delta below about 1e-15).
+        An upper bound on epsilon; inf if the accountant has none (PLD for a delta below about 1e-15).
 
     Raises:
         ValueError, TypeError: an argument is out of range, or the accountant has no bound; the message names it.
@@ -142,12 +144,18 @@ def epsilon_over_time(
     max_batch_size: int | None = None,
     points: int = 25,
 ) -> tuple[list[int], list[float]]:
-    """Epsilon as training goes on: (numbers of steps, the epsilon of each), for 0, 1 and evenly spaced numbers.
+    """Epsilon after 0 steps, after 1 step, and after evenly spaced numbers of steps up to ``steps``.
 
     Args:
-        points: the number of points after 1, approximately. Each takes a quarter of a second by PLD.
+        points: the number of evenly spaced numbers, >= 1. Each takes a quarter of a second by PLD.
 
-    Other arguments and errors are those of `epsilon`.
+    Other arguments are those of `epsilon`.
+
+    Returns:
+        (numbers of steps, the epsilon after each).
+
+    Raises:
+        ValueError, TypeError: as `epsilon`.
     """
     positive(noise_multiplier=noise_multiplier)
     steps, points = whole(steps=steps), positive_int(points=points)
@@ -160,7 +168,16 @@ def epsilon_over_time(
 def epsilons_of(
     before: Iterable[Event], event: Event, marks: Sequence[int], *, delta: float, accountant: str = "pld"
 ) -> list[float]:
-    """For each number in ``marks``: epsilon of ``before`` and that many of ``event`` together.
+    """Epsilon of ``before`` followed by a number of steps, for each of several numbers.
+
+    Args:
+        before: the events so far.
+        event: one step.
+        marks: numbers of such steps, >= 0.
+        delta, accountant: as for `epsilon`.
+
+    Returns:
+        One epsilon for each number in ``marks``.
 
     Raises:
         ValueError, TypeError: as `epsilon_of`.
@@ -173,19 +190,20 @@ def epsilons_of(
 
 
 def epsilon_of(events: Iterable[Event], *, delta: float, accountant: str = "pld", coarser: int = 1) -> float:
-    """Epsilon at ``delta`` of everything in ``events`` together: 0 for no events, inf when one of them had no noise.
-
-    Each distinct mechanism is composed once, with its count.
+    """Epsilon at ``delta`` of several releases together.
 
     Args:
-        events: what was released.
+        events: the releases, such as `PrivacyEngine.events`, `Ledger.events` or results of `Setting.event`.
         delta: in (0, 1).
-        accountant: "pld" or "rdp".
-        coarser: factor on the distance of points in PLD's grid of losses. A larger one is faster, its bound less tight.
+        accountant: "pld" or "rdp", as for `epsilon`.
+        coarser: factor on the width of PLD's grid of losses, >= 1. A larger one is faster and gives a larger bound.
+
+    Returns:
+        An upper bound: 0 for no events, inf if one of them had no noise.
 
     Raises:
-        ValueError, TypeError: an argument is out of range, the accountant has no bound for an event, or the events are
-            about different neighbours, so that no single guarantee covers them.
+        ValueError, TypeError: an argument is out of range, the accountant has no bound for an event, or the events have
+            different ``neighboring`` or units of privacy, so that no single guarantee covers them.
     """
     open_fraction(delta=delta)
     one_of(ACCOUNTANTS, accountant=accountant)
@@ -223,7 +241,7 @@ def sampled_releases(events: Iterable[Event]) -> list[SampledRelease]:
 
 
 def accountants_for(event: Event) -> tuple[str, ...]:
-    """The accountants that have a bound for ``event``."""
+    """The accountants that have a bound for ``event``: "pld" always, "rdp" for some kinds of sampling."""
     sampled = _as_sampled(event)
     fixed = isinstance(sampled, FixedSizeGaussian)
     return ACCOUNTANTS if fixed or sampled.relation == "add_or_remove_one" else ("pld",)
@@ -244,7 +262,10 @@ def warn_of_delta(delta: float, units: int, unit: str = "example") -> None:
 
 
 def guarantee(events: Sequence[Event], *, delta: float, accountant: str = "pld") -> str:
-    """States the guarantee in one or two sentences: epsilon, delta, sampling, noise and neighbouring data sets.
+    """The guarantee in one or two sentences: epsilon, delta, sampling, noise and neighbouring data sets.
+
+    Args:
+        events, delta, accountant: as for `epsilon_of`.
 
     Raises:
         ValueError, TypeError: as `epsilon_of`.
@@ -259,7 +280,7 @@ def guarantee(events: Sequence[Event], *, delta: float, accountant: str = "pld")
 
 
 def samples(event: Event) -> str:
-    """States sampling and noise of ``event``, as the words that follow "steps over"."""
+    """Words for the sampling and noise of ``event``: "Poisson samples at rate 0.01 with noise multiplier 1"."""
     once = event.events[0] if isinstance(event, JointGaussian) else event
     cap = f"{once.max_batch_size:,}" if isinstance(once, TruncatedGaussian) else ""
     noise = f"noise multiplier {event.noise_multiplier:.4g}"
@@ -270,7 +291,7 @@ def samples(event: Event) -> str:
 
 
 def neighbours(event: Event) -> str:
-    """A sentence that states how neighbouring data sets differ."""
+    """A sentence that says how neighbouring data sets differ, by the event's ``neighboring`` and unit."""
     what = "example" if event.unit == "example" else "user (all examples of theirs)"
     if event.relation == "replace_one":
         return f"Neighbouring data sets differ in what one {what} is (replace_one)."

@@ -64,7 +64,7 @@ class GhostClipper(RefusesNames):
         second_pass: how the clipped sum is formed; it changes no result beyond rounding.
             "cached": from tensors that the first pass kept: each layer's input and pre-activation gradient, or its
             per-example gradients where these take no more bytes (book-keeping, Bu et al. 2023).
-            "reweight": by a second backward in which each layer weights its rows (Lee & Kifer 2020); least memory.
+            "reweight": by a second backward in which each layer weights its rows (Lee & Kifer 2020). It keeps fewest.
             "auto": "cached" if the kept tensors fit into ``memory_budget``, else "reweight".
             Layers under activation checkpointing always use a second backward, since nothing of them is kept.
         norm_strategy: "gram", "direct", or "auto", which takes the one measured to be faster for each layer. It changes

@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -50,21 +50,27 @@ PRIVATE = {"loss": "private_loss", "train_loss": "private_train_loss", "grad_nor
 
 @dataclass
 class PrivacyArguments(RefusesNames):
-    """The privacy settings of a training. `transformers.HfArgumentParser` turns them into command line options.
+    """The privacy settings of a `PrivateTrainer`. `transformers.HfArgumentParser` makes command line options of them.
+
+    Values are checked when training starts.
 
     Args:
-        noise_multiplier, target_epsilon: one of them, as for `PrivacyEngine`; with ``target_epsilon`` the noise is
-            the least that keeps all steps of the training within it.
+        noise_multiplier: standard deviation of the noise over the sensitivity. Give this or ``target_epsilon``.
+        target_epsilon: the noise is the least that keeps all steps of the training within it.
         target_delta: the delta of the guarantee; it should be well below 1 / len(train_dataset).
-        max_epsilon: training ends before a step that would pass it; None: no limit but ``target_epsilon``.
-        clipping: a max norm, or a policy of `ghostclip.clipping`.
+        max_epsilon: training ends before a step that would exceed it. None: no limit but ``target_epsilon``.
+        clipping: a max norm or a policy of `ghostclip.clipping`.
         second_pass, noise, seed, self_check, sampling, neighboring: as for `PrivacyEngine`.
-        ledger: the file that every step is charged to before it is released; None: ``privacy.ledger`` in the
-            ``output_dir``. One that exists is continued, and what it holds counts.
-        log_private_loss: keeps the training loss, as ``private_loss``, in log rows and checkpoints: private data.
+        ledger: the file to which each step is charged before its release. An existing file is continued: its charges
+            count. None: ``privacy.ledger`` in ``output_dir``.
+        log_private_loss: keep the training loss in log rows and checkpoints, under the name ``private_loss``. It is
+            private data.
+
+    Raises:
+        TypeError: an argument has the name that another library gives it; the message names ours.
     """
 
-    refused_names: ClassVar = {
+    refused_names: ClassVar[Mapping[str, str]] = {
         "max_grad_norm": "clipping", "epsilon": "target_epsilon", "delta": "target_delta",
         "epochs": "num_train_epochs of TrainingArguments", "steps": "max_steps of TrainingArguments",
         "batch_size": "per_device_train_batch_size and gradient_accumulation_steps of TrainingArguments",
@@ -86,7 +92,12 @@ class PrivacyArguments(RefusesNames):
     log_private_loss: bool = False
 
     def for_engine(self, steps: int, folder: str) -> dict[str, Any]:
-        """The arguments of `PrivacyEngine` for a training of so many ``steps``."""
+        """The keyword arguments of `PrivacyEngine`.
+
+        Args:
+            steps: of the whole training.
+            folder: where the default ledger is.
+        """
         given = dict(vars(self))
         del given["log_private_loss"]
         if self.target_epsilon is not None:
@@ -97,24 +108,28 @@ class PrivacyArguments(RefusesNames):
 
 
 class PrivateTrainer(Trainer):
-    """The Trainer of transformers with differentially private training (DP-SGD).
+    """transformers' Trainer with differentially private training (DP-SGD).
 
-    A logical batch is one random sample of ``per_device_train_batch_size * gradient_accumulation_steps`` examples,
-    expected, times the number of processes; ``per_device_train_batch_size`` examples are processed at once.
+    Each step draws a random sample of the data, a logical batch. Its expected size is
+    ``per_device_train_batch_size * gradient_accumulation_steps`` times the number of processes. At most
+    ``per_device_train_batch_size`` examples are processed at once. ``max_grad_norm`` of TrainingArguments is ignored,
+    and the log says so: ``clipping`` of `PrivacyArguments` takes its place.
 
     Args:
         model, args, others, options: as for Trainer.
-        privacy: how private it is to be.
-        compute_losses: (model, inputs) -> losses [B], one for each example; None: derived from the model's task.
+        privacy: noise or target, clipping and ledger.
+        compute_losses: (model, inputs) -> losses [B], one per example. None: the loss of the model's task, which is
+            known for language modelling, sequence to sequence, and classification of sequences, tokens, images, audio
+            and video.
 
     Attributes:
-        engine: the `PrivacyEngine` of the training that runs, or of the last one; None before the first.
+        engine: the `PrivacyEngine` of the current or last training; None before the first.
         privacy: as given.
         batch_size: the expected number of examples in a logical batch.
 
     Raises:
-        PrivacyError: an option of Trainer that can't be private; the message says what to do.
-        UnsupportedModelError: the loss of one example isn't known for the model.
+        PrivacyError: an option of Trainer can't be private; the message says what to do.
+        UnsupportedModelError: ``compute_losses`` is None, and the model's task isn't among those above.
     """
 
     def __init__(
@@ -136,7 +151,8 @@ class PrivateTrainer(Trainer):
                 "max_grad_norm=%s of TrainingArguments is overridden: each example's gradient is clipped by "
                 "clipping=%s of PrivacyArguments", args.max_grad_norm, privacy.clipping,
             )  # fmt: skip
-        self.privacy, self.engine = privacy, None
+        self.privacy = privacy
+        self.engine = None
         self.batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         self._resume: str | None = None
         super().__init__(model, for_the_loop(args), *others, **options)
@@ -150,11 +166,19 @@ class PrivateTrainer(Trainer):
     engine: PrivacyEngine | None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *others: Any, **options: Any) -> Any:
-        """As Trainer's; the engine is taken off the optimizer at the end.
+        """Trains as Trainer does, with private steps. It ends early, with a log line, when the budget is spent.
+
+        Args:
+            resume_from_checkpoint: a checkpoint of a PrivateTrainer. True: the last whole one in ``output_dir``.
+            others, options: as for Trainer.
+
+        Returns:
+            As Trainer; ``training_loss`` is nan unless ``log_private_loss`` is set.
 
         Raises:
-            BudgetExceededError: not one step is left; training that ends early for it says so in the log.
-            PrivacyError: the checkpoint has no privacy state, or is of another configuration; as `PrivacyEngine`.
+            BudgetExceededError: the budget has no room for a single step.
+            PrivacyError: the checkpoint has no privacy state or is of another configuration, or `PrivacyEngine` raises
+                it.
         """
         self._resume = self._whole_checkpoint(resume_from_checkpoint)
         try:
@@ -167,7 +191,7 @@ class PrivateTrainer(Trainer):
         return output if self.privacy.log_private_loss else output._replace(training_loss=math.nan)
 
     def get_train_dataloader(self) -> Any:
-        """One logical batch a step, for Trainer's loop only; ``len()`` is the number of steps in an epoch."""
+        """The logical batches, for Trainer's own loop; ``len()`` is the number of steps in an epoch."""
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset")
         return LogicalSteps(self._physical_loader(), self.batch_size, self._batches)
@@ -198,11 +222,14 @@ class PrivateTrainer(Trainer):
         return ([] if batch is None else [batch]), None
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """0: what a step computes depends on how many examples were drawn, which is private."""
+        """Returns 0, since the operations of a step depend on the number of examples drawn, which is private."""
         return 0
 
     def log(self, logs: dict[str, float], *others: Any, **options: Any) -> None:
-        """Logs the ``epsilon`` spent with each row, and no private data of the training unless asked for."""
+        """Logs a row with the ``epsilon`` spent, without training loss, gradient norm and operation counts.
+
+        With ``log_private_loss`` the training loss is kept, as ``private_loss`` and ``private_train_loss``.
+        """
         for name, kept in PRIVATE.items():
             value = logs.pop(name, None)
             if value is not None and kept and self.privacy.log_private_loss:
@@ -212,7 +239,7 @@ class PrivateTrainer(Trainer):
         super().log(logs, *others, **options)
 
     def create_model_card(self, *others: Any, **options: Any) -> None:
-        """As Trainer's, with the guarantee."""
+        """Writes Trainer's model card with a section that states the guarantee."""
         super().create_model_card(*others, **options)
         if self.engine is not None and self.is_world_process_zero():
             card = Path(str(self.args.output_dir), "README.md")
@@ -221,7 +248,7 @@ class PrivateTrainer(Trainer):
             )
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises PrivacyError: choosing among trainings spends more than any of them."""
+        """Raises PrivacyError: choosing among trainings spends more privacy than each of them."""
         raise PrivacyError(
             "hyperparameter_search trains on the data many times, and each training spends privacy; search on public "
             "data, or train each setting by a PrivateTrainer of its own with the same ledger=..., which adds them up"
@@ -247,10 +274,10 @@ class PrivateTrainer(Trainer):
         )
 
     def build_engine(self, steps: LogicalSteps) -> None:
-        """The engine of this training, over model and optimizer as Trainer prepared them; resumed where asked for.
+        """Builds the engine over the model and optimizer that Trainer prepared, and restores a checkpoint's state.
 
         Args:
-            steps: as `get_train_dataloader` gave them.
+            steps: the result of `get_train_dataloader`.
         """
         options = self.privacy.for_engine(self.state.max_steps, str(self.args.output_dir))
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)

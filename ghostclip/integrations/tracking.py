@@ -1,7 +1,7 @@
-"""Trackers: what may be published of a training with an engine, sent to TensorBoard, Weights & Biases or MLflow.
+"""Trackers send the public values of a private training to TensorBoard, Weights & Biases or MLflow.
 
-That is epsilon, steps and noise. Losses, norms and the sizes of batches are private data, and none of them is sent.
-Nothing is imported here: a tracker calls the methods of the writer, run or module that it is given.
+Public values are epsilon, delta, the noise multiplier and the number of steps. Losses, norms and sizes of batches are
+private data and are never sent. These packages are not imported: a tracker calls the writer, run or module it is given.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ Send = Callable[[Mapping[str, float], int], Any]
 
 
 def public_values(engine: PrivacyEngine) -> dict[str, float]:
-    """{"privacy/epsilon", "privacy/delta", "privacy/noise_multiplier", "privacy/steps"} of an engine as it is now."""
+    """The values that may be published: the privacy spent so far, and how.
+
+    Returns:
+        {"privacy/epsilon", "privacy/delta", "privacy/noise_multiplier", "privacy/steps": number}.
+
+    Raises:
+        PrivacyError: trained parameters changed outside of steps.
+    """
     return {
         "privacy/epsilon": engine.epsilon(),
         "privacy/delta": engine.target_delta,
@@ -29,25 +36,33 @@ def public_values(engine: PrivacyEngine) -> dict[str, float]:
 
 
 class Tracker:
-    """Sends `public_values`; to be called with the engine after each step, in the training loop.
+    """Sends `public_values` after every n-th step: call ``tracker(engine)`` after each step of the training loop.
 
     Args:
-        send: takes {name: value} and the number of steps taken.
-        every: sends after each so many steps; the other calls do nothing.
+        send: ({name: number}, number of steps taken) -> anything.
+        every: n, >= 1; the other calls do nothing.
+
+    Raises:
+        ValueError, TypeError: ``every`` is out of range.
     """
 
     def __init__(self, send: Send, every: int = 1) -> None:
         self._send, self._every = send, positive_int(every=every)
 
     def __call__(self, engine: PrivacyEngine) -> None:
-        """Raises what `PrivacyEngine.epsilon` and the receiver raise."""
+        """Sends the values if a multiple of ``every`` steps was taken; raises as `public_values` and ``send``."""
         steps = engine.steps_taken
         if steps % self._every == 0:
             self._send(public_values(engine), steps)
 
 
 def tensorboard(writer: Any, every: int = 1) -> Tracker:
-    """To a ``torch.utils.tensorboard.SummaryWriter``, as scalars."""
+    """A `Tracker` that writes scalars to TensorBoard.
+
+    Args:
+        writer: a ``torch.utils.tensorboard.SummaryWriter``.
+        every: as for `Tracker`.
+    """
 
     def send(values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
@@ -57,10 +72,20 @@ def tensorboard(writer: Any, every: int = 1) -> Tracker:
 
 
 def wandb(run: Any, every: int = 1) -> Tracker:
-    """To a run of Weights & Biases, as ``wandb.init()`` returns it."""
+    """A `Tracker` that logs to Weights & Biases.
+
+    Args:
+        run: the result of ``wandb.init()``.
+        every: as for `Tracker`.
+    """
     return Tracker(lambda values, step: run.log(dict(values), step=step), every)
 
 
 def mlflow(client: Any, every: int = 1) -> Tracker:
-    """To MLflow's active run: ``client`` is the module ``mlflow``, or what has its ``log_metrics``."""
+    """A `Tracker` that logs metrics to MLflow's active run.
+
+    Args:
+        client: the module ``mlflow``, or an object with its ``log_metrics``.
+        every: as for `Tracker`.
+    """
     return Tracker(lambda values, step: client.log_metrics(dict(values), step=step), every)

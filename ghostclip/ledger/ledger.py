@@ -23,27 +23,26 @@ BLOCK = 32
 
 
 class Ledger:
-    """A file that says what was spent: whatever happens to the process, never less than was released.
+    """A file that records the privacy spent. It never records less than was released, even after a crash.
 
-    Steps are reserved in blocks: an intent for a whole block is written and flushed to the disk (fsync) before the
-    first of its steps is released, and counts as spent from then on. So a crash makes the ledger over-count, by less
-    than a block, and never under-count. A run that ends as it should gives back what it has left of its block: the
-    record that says so is written after nobody can take those steps any more, by the process that reserved them, and
-    only when the file is as that process left it.
+    Steps are reserved in blocks. The record of a whole block is on the disk (fsync) before the first of its steps is
+    released, and all its steps count as spent from then on. So a crash makes the ledger count too much, by less than a
+    block, and never too little. A run that ends normally gives the rest of its block back.
 
-    A last line that a crash cut short was never flushed as a whole, so nothing was released on it. It is counted all
-    the same when only its end is missing, and taken away otherwise.
+    A crash may leave an incomplete last line. It was never flushed, so nothing was released on it. The ledger completes
+    and counts the line if only its end is missing, and removes it otherwise.
 
-    One process at a time may write (a lock on the file tells the others); its engines may share the ledger. A forked
-    process can't write through what its parent opened. CRC and hash chain show damage and careless edits; they are no
-    signature. How far it had come is noted in an extended attribute of the file too, so that one which was cut or
-    written over with an older copy is refused; one that was replaced by another file is told by `contains`, with a
-    `head` that was kept elsewhere.
+    One process at a time may write; a lock on the file stops others, and forked processes too. Engines of one process
+    may share a ledger.
+
+    Checksums and a hash chain show damage and careless edits. They are no signature. The last hash is also in an
+    extended attribute of the file, so a file that was cut or overwritten by an older copy is refused. To notice that
+    the file was replaced by another one, keep its `head` elsewhere and compare by `contains`.
 
     Args:
-        path: of the file. The first account creates it. Use a local disk: locks and fsync of network file systems may
-            be unreliable.
-        block: the number of steps reserved at a time, >= 1; 1 flushes every step to the disk.
+        path: of the file, which the first account creates. Use a local disk: locks and fsync of network file systems
+            may be unreliable.
+        block: the number of steps reserved at a time, >= 1. With 1 each step waits for the disk.
 
     Raises:
         ValueError, TypeError: an argument is out of range.
@@ -59,7 +58,7 @@ class Ledger:
         """Opens an account, through which one run charges its steps.
 
         Args:
-            noise: the mode of the run's noise; it is recorded.
+            noise: the run's noise mode, which is recorded: "standard", "hardened" or "test".
 
         Raises:
             LedgerError: another process uses the file, or it is damaged, of another version, or can't be created.
@@ -68,10 +67,10 @@ class Ledger:
 
     @property
     def contents(self) -> Contents:
-        """The records of the file.
+        """The records of the file, with ``charges`` ({number of the record: `Charge`}) and ``hashes`` among them.
 
         Raises:
-            LedgerError: the file can't be read or is damaged. The other properties raise it, too.
+            LedgerError: the file can't be read or is damaged. The other properties raise it too.
         """
         if (used := _in_use(self.path)) is not None:
             return used[0]
@@ -83,26 +82,33 @@ class Ledger:
 
     @property
     def head(self) -> Head:
-        """The number of records and the last record's hash. `contains` compares a later copy of the file with it."""
+        """The number of records and the hash of the last one, for `contains`."""
         return self.contents.head
 
     def contains(self, head: Head) -> bool:
-        """Whether the ledger continues the one that had this ``head``; False for an older copy or another ledger."""
+        """Whether this is the ledger that had ``head``, unchanged up to there; False for an older copy or another one.
+
+        Raises:
+            LedgerError: the file can't be read or is damaged.
+        """
         return self.contents.contains(head)
 
     @property
     def events(self) -> list[Event]:
-        """What was spent, one event a mechanism; blocks in use by this process count as far as they were taken."""
+        """The releases that count as spent, one event per mechanism, for `ghostclip.accounting.epsilon_of`.
+
+        Of a block that a run of this process has reserved, only the steps it took count.
+        """
         used = _in_use(self.path)
         runs = self.contents.totals if used is None else used[1]
         return merged(replace(event, count=count) for spent in runs.values() for event, count in spent.items())
 
 
 class Account:
-    """What one run spends from a ledger. Made by `Ledger.account`.
+    """The part of a ledger that one run charges its steps to; `Ledger.account` returns it.
 
     Attributes:
-        run: its random name.
+        run: a random name of the run, which its records have.
     """
 
     def __init__(self, ledger: Ledger, noise: str) -> None:
@@ -113,14 +119,15 @@ class Account:
 
     @in_turn
     def charge(self, event: Event, most: Most | None = None) -> None:
-        """Charges one release; when this returns, the charge is on the disk and the release may happen.
+        """Charges one release. It returns when the charge is on the disk; only then may the release happen.
 
         Args:
-            event: with a count of 1.
-            most: asked before a new block is reserved, how many steps it may have; see `check`.
+            event: the release, with a count of 1.
+            most: limits a new block, as for `check`; None: no limit.
 
         Raises:
-            LedgerError: the charge can't be written; nothing may be released.
+            LedgerError: the charge can't be written, or the account is closed. Nothing may be released.
+            BudgetExceededError: or any other error that ``most`` raises. Nothing may be released.
         """
         self._check_open()
         if not self._journal.take(self.run, event):
@@ -129,12 +136,15 @@ class Account:
 
     @in_turn
     def check(self, event: Event, most: Most) -> None:
-        """Raises what `charge` would raise for want of budget.
+        """Calls ``most`` if the next `charge` would reserve a new block, so that its error comes early.
 
         Args:
-            event: with a count of 1.
-            most: (records that aren't the run's own, {run: how often each event was charged}) -> the most steps that
-                it may reserve, at least 1, or it raises. The first argument changes whenever others spend.
+            event: the release, with a count of 1.
+            most: (number of records of other runs, {run: {event: how often it was charged}}) -> the most steps that the
+                run may reserve, >= 1. It raises an error, such as BudgetExceededError, if there is no step left.
+
+        Raises:
+            LedgerError: the account is closed, or was opened by the process that this one was forked from.
         """
         self._check_open()
         self._journal.check(self.run, event, most)
@@ -142,14 +152,17 @@ class Account:
     @property
     @in_turn
     def runs(self) -> dict[str, Counter[Event]]:
-        """{run: how often each event (of count 1) was charged}, blocks in use as far as they were taken."""
+        """{run: {event with a count of 1: how often it was charged}}, of all runs in the ledger.
+
+        Of a block that a run of this process has reserved, only the steps it took count.
+        """
         return self._journal.taken()
 
     def close(self) -> None:
-        """Gives back what is left of the block (not in a forked process). Nothing can be charged from here on.
+        """Gives the rest of the reserved block back and ends the account. In a forked process nothing is given back.
 
         Raises:
-            LedgerError: the file isn't as it was left, or can't be written; what is left of the block stays spent.
+            LedgerError: the file was changed by others or can't be written; the rest of the block stays spent.
         """
         if self._forgotten.detach() is not None and self._journal.is_ours():
             in_turn(end)(self._journal, self.run)

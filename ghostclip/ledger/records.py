@@ -46,7 +46,7 @@ LINE = re.compile(rb'\{"record":(\{.*\}),"crc":"([0-9a-f]{8})","hash":"([0-9a-f]
 
 @dataclass(frozen=True)
 class Head:
-    """The state of a ledger at some time, to compare a later copy with (`Ledger.contains`).
+    """The state of a ledger at some time. ``str()`` of it is a line to keep; `Ledger.contains` compares a later copy.
 
     Attributes:
         records: the number of records.
@@ -61,21 +61,21 @@ class Head:
 
     @classmethod
     def read(cls, text: str) -> Head | None:
-        """What `str` wrote; None for anything else."""
+        """The head from its ``str()``; None for any other text."""
         records, _, hash = text.partition(" ")
         return cls(int(records), hash) if records.isdecimal() and records.isascii() else None
 
 
 @dataclass(frozen=True)
 class Charge:
-    """One intent.
+    """A block of steps that a run reserved in a ledger.
 
     Attributes:
-        event: what was reserved, with its count.
-        returned: how many of them will never be released.
-        run: a random name of the run that reserved them.
-        noise: the mode of the noise.
-        time: when, in UTC.
+        event: the steps, with their count.
+        returned: the number of these steps that the run gave back.
+        run: a random name of the run.
+        noise: the run's noise mode: "standard", "hardened" or "test".
+        time: when they were reserved, in UTC (ISO 8601).
     """
 
     event: Event
@@ -86,7 +86,7 @@ class Charge:
 
     @property
     def spent(self) -> Event:
-        """What counts as spent."""
+        """The steps that count as spent: ``event`` without those given back."""
         return replace(self.event, count=self.event.count - self.returned)
 
 

@@ -57,10 +57,13 @@ class _Meaning(NamedTuple):
 
 
 def prepare(folder: str | Path) -> Path:
-    """Makes ``folder`` and checks that a report can be written there, so that hours of training do not end in an error.
+    """Makes ``folder`` and checks that a report can be written there; call it before a long training.
+
+    Returns:
+        The folder's path.
 
     Raises:
-        OSError: it cannot be made or written to, or its disk has less than 4 MiB left; the message names it.
+        OSError: the folder can't be made or written to, or its disk has less than 4 MiB left; the message names it.
         ModuleNotFoundError: matplotlib or jinja2 is not installed.
     """
     import jinja2  # noqa: F401
@@ -79,10 +82,19 @@ def prepare(folder: str | Path) -> Path:
 
 
 def write(record: Record, folder: str | Path) -> Path:
-    """Writes ``index.html``, ``report.json`` and the plots as PNG files; returns the page's path.
+    """Writes a report: the page ``index.html``, which needs no network, ``report.json`` and the plots as PNG files.
+
+    Loss and norms are private data; the page marks them, and the JSON has them under "not_private".
+
+    Args:
+        record: the data.
+        folder: made if it doesn't exist; files of an older report are overwritten.
+
+    Returns:
+        The page's path.
 
     Raises:
-        OSError: a file cannot be written.
+        OSError: a file can't be written.
         ModuleNotFoundError: matplotlib or jinja2 is not installed.
     """
     path, images = prepare(folder), []

@@ -31,6 +31,8 @@ __all__ = [
 
 # Okabe & Ito's colours, told apart by colour-blind readers too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# The same without the dark blue, on dark ground.
+ON_DARK = ("#56B4E9", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#F0E442")
 # Seen on light and on dark ground.
 GREY = "#808080"
 INK, GROUND = "#e8e8ea", "#1c1c1e"  # of dark plots; the page has the same
@@ -49,6 +51,13 @@ def dark() -> Iterator[None]:
         yield
 
 
+def _colours() -> tuple[str, ...]:
+    """Of lines and bars on the ground that `dark` sets, or on light ground."""
+    import matplotlib
+
+    return ON_DARK if matplotlib.rcParams["figure.facecolor"] == GROUND else COLOURS
+
+
 def accuracy_plot(accuracies: Mapping[str, Sequence[Sequence[float]]]) -> bytes:
     """Test accuracy after each epoch: a line for the mean of a training's runs, a band from the least to the greatest.
 
@@ -56,7 +65,7 @@ def accuracy_plot(accuracies: Mapping[str, Sequence[Sequence[float]]]) -> bytes:
         accuracies: {training: one sequence for each run, all of one length}; NaN leaves a gap.
     """
     figure, axes = _axes("Test accuracy by epoch", "epoch", "test accuracy (%)")
-    for colour, (name, runs) in zip(cycle(COLOURS), accuracies.items(), strict=False):
+    for colour, (name, runs) in zip(cycle(_colours()), accuracies.items(), strict=False):
         shares = 100 * np.asarray(runs, dtype=float)
         epochs = np.arange(1, shares.shape[1] + 1)
         axes.fill_between(epochs, shares.min(0), shares.max(0), color=colour, alpha=0.2, linewidth=0)
@@ -76,11 +85,11 @@ def accuracy_by_epsilon_plot(accuracies: Mapping[float, Sequence[float]], baseli
     """
     figure, axes = _axes("Test accuracy by privacy spent", "epsilon (log scale)", "test accuracy (%)")
     epsilons = sorted(accuracies)
-    means = [100 * float(np.mean(accuracies[epsilon])) for epsilon in epsilons]
-    axes.plot(epsilons, means, color=COLOURS[0], linewidth=1.8, label="private: mean of the runs")
+    means, colour = [100 * float(np.mean(accuracies[epsilon])) for epsilon in epsilons], _colours()[0]
+    axes.plot(epsilons, means, color=colour, linewidth=1.8, label="private: mean of the runs")
     for epsilon in epsilons:
         shares = [100 * share for share in accuracies[epsilon]]
-        axes.plot([epsilon] * len(shares), shares, "o", color=COLOURS[0], markersize=5)
+        axes.plot([epsilon] * len(shares), shares, "o", color=colour, markersize=5)
     if baseline:
         axes.axhline(100 * float(np.mean(baseline)), color=GREY, linewidth=1.2, linestyle="--", label="without privacy")
     axes.set_xscale("log")
@@ -98,7 +107,7 @@ def loss_plot(losses: Mapping[str, tuple[int, Sequence[float]]]) -> bytes:
         losses: {run: (epochs, loss of each step)}; a loss that is not finite (an empty batch has none) leaves a gap.
     """
     figure, axes = _axes(f"Training loss\n({NOT_PRIVATE})", "epoch", "mean cross-entropy (nats)")
-    for colour, (run, (epochs, values)) in zip(cycle(COLOURS), losses.items(), strict=False):
+    for colour, (run, (epochs, values)) in zip(cycle(_colours()), losses.items(), strict=False):
         passed = epochs * (np.arange(len(values)) + 1) / max(len(values), 1)
         axes.plot(passed, values, color=colour, alpha=0.25, linewidth=0.8)
         axes.plot(passed, _smoothed(values), color=colour, linewidth=1.8, label=run)
@@ -128,7 +137,7 @@ def epsilon_plot(
     """
     title = f"Privacy spent (delta = {delta:g})" + (f"\n{about}" if about else "")
     figure, axes = _axes(title, "steps", "epsilon")
-    for colour, (accountant, values) in zip(cycle(COLOURS), epsilons.items(), strict=False):
+    for colour, (accountant, values) in zip(cycle(_colours()), epsilons.items(), strict=False):
         axes.plot(steps, values, color=colour, linewidth=1.8, marker="o", markersize=3, label=accountant)
         if forecast is not None:
             axes.plot(forecast[0], forecast[1][accountant], color=colour, linewidth=1.4, linestyle=":")
@@ -151,14 +160,15 @@ def norm_plot(norms: Sequence[float], max_norm: float) -> bytes:
     figure, axes = _axes(f"Per-example gradient norms\n({NOT_PRIVATE})", "gradient norm before clipping", "examples")
     edges = _log_edges(finite, max_norm)
     counts, _ = np.histogram(np.maximum(finite, edges[0]), bins=edges)
-    colours = [COLOURS[0] if left < max_norm * 0.999 else COLOURS[1] for left in edges[:-1]]
+    below, above = _colours()[:2]
+    colours = [below if left < max_norm * 0.999 else above for left in edges[:-1]]
     axes.bar(edges[:-1], counts, width=np.diff(edges), align="edge", color=colours)
     axes.set_xscale("log")
     axes.set_xlim(edges[0], edges[-1])
     axes.set_ylim(0, max(1.0, float(np.max(counts, initial=0))) * 1.35)
     axes.axvline(max_norm, color=GREY, linewidth=1.2, linestyle="--", label=f"clipping norm C = {max_norm:g}")
     clipped = NormSnapshot(norms, max_norm).clipped
-    axes.plot([], [], color=COLOURS[1], linewidth=6, label=f"clipped: {clipped:.0%} of examples")
+    axes.plot([], [], color=above, linewidth=6, label=f"clipped: {clipped:.0%} of examples")
     _legend(axes, location="upper left")
     return _png(figure)
 
@@ -198,7 +208,7 @@ def _draw(axes: Axes, panel: AuditPanel) -> None:
     """One panel: the claim as a dashed line, bounds with markers, levels dotted."""
     _label(axes, panel.title, "audited releases" if panel.lines else "", "epsilon")
     axes.axhline(panel.claimed, color=GREY, linewidth=1.2, linestyle="--", label=f"claimed: {panel.claimed:.3g}")
-    colours = iter(COLOURS)
+    colours = iter(_colours())
     for method, values in panel.lines.items():
         shown = [value if math.isfinite(value) else math.nan for value in values]
         last = f"{method}: {values[-1]:.3g}"

@@ -15,7 +15,7 @@ class TrainingRun:
     """One trained model.
 
     Attributes:
-        name: as tables and legends call it; runs that differ in their seed alone have the same one.
+        name: in tables and legends; runs that differ in their seed alone have the same name.
         method: "nonprivate", "nxbp", "multiloss", "auto", "cached" or "reweight".
         accuracy: share of the test examples it classifies correctly.
         epochs: passes over the training data (expected ones, where batches are sampled).
@@ -26,11 +26,11 @@ class TrainingRun:
         epsilons: {accountant: epsilon}; empty for non-private training.
         losses: mean training loss of each step's batch; private data.
         noise: the mode the noise was made in, "standard", "hardened" or "test"; None without noise.
-        optimizer, learning_rate, batch_size: what the runs of a report may differ in; None where that isn't told.
-        seed: of the initial weights; None where that isn't told.
-        accuracies: the same share after each epoch; NaN where it is not known, empty where nothing is.
-        calibration_seconds: that finding the noise for a target took; 0 in all but one of the runs of a name.
-        compilation_seconds: that training waited for the C compiler.
+        optimizer, learning_rate, batch_size: settings in which the runs of a report may differ; None: not shown.
+        seed: of the initial weights; None: not shown.
+        accuracies: accuracy after each epoch; NaN for an epoch without evaluation, empty for none.
+        calibration_seconds: time to find the noise for a target; 0 in all runs of a name but the first.
+        compilation_seconds: time for which training waited for the C compiler.
     """
 
     name: str
@@ -55,37 +55,44 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Runs that differ in their seed alone, one or more, the first one first."""
+    """Runs that differ in their seed alone.
+
+    Attributes:
+        runs: one or more, in order.
+    """
 
     runs: Sequence[TrainingRun]
 
     @property
     def first(self) -> TrainingRun:
-        """The run that stands for what all have in common."""
+        """The first run, from which a report takes what all runs have in common."""
         return self.runs[0]
 
     @property
     def accuracies(self) -> list[float]:
-        """The runs' accuracies at the end of training."""
+        """Each run's accuracy at the end of training."""
         return [run.accuracy for run in self.runs]
 
     def mean(self, name: str) -> float:
-        """The mean of an attribute over the runs."""
+        """The mean over the runs of their attribute ``name``, a number."""
         return self.total(name) / len(self.runs)
 
     def total(self, name: str) -> float:
-        """The sum of an attribute over the runs."""
+        """The sum over the runs of their attribute ``name``, a number."""
         return float(sum(getattr(run, name) for run in self.runs))
 
 
 @dataclass(frozen=True)
 class PrivacyCurve:
-    """Epsilon at ``delta`` after so many steps, by accountant.
+    """How epsilon grew during training, by accountant.
 
     Attributes:
-        target: what noise was calibrated to.
-        forecast_steps, forecasts: the same as ``steps`` and ``epsilons``, from the last step taken on, if training went
-            on as before; empty where that isn't known.
+        steps: S numbers of steps taken.
+        epsilons: {accountant: S epsilons at ``delta``, one after each number of steps}.
+        delta: of the guarantee.
+        target: the epsilon that noise was calibrated to; None for noise that was given.
+        forecast_steps, forecasts: like ``steps`` and ``epsilons``, from the last step on, if training goes on with the
+            same settings; empty: not known.
     """
 
     steps: Sequence[int]
@@ -98,7 +105,12 @@ class PrivacyCurve:
 
 @dataclass(frozen=True)
 class NormSnapshot:
-    """Per-example gradient norms at the end of training and the clipping norm; private data."""
+    """Norms of the examples' gradients at the end of training. They are private data.
+
+    Attributes:
+        norms: one per example, before clipping.
+        max_norm: the clipping norm.
+    """
 
     norms: Sequence[float]
     max_norm: float
@@ -112,20 +124,20 @@ class NormSnapshot:
 
 @dataclass(frozen=True)
 class Record:
-    """Everything a report is written from.
+    """The data of a report.
 
     Attributes:
         title: of the page.
-        settings: what was asked for, by name.
+        settings: {name: value} of the main run.
         runs: the trained models, the main one first.
-        speeds: {method: examples a second} of training steps, measured in turns on this machine.
-        speed_batch_size: examples in the batch they were measured on.
-        privacy: how epsilon grew in the main run; None when it was not private.
-        norms: the main run's per-example norms; None when it was not private.
-        machine: {fact: value} about where it ran.
-        versions: {program: version} of what it ran with.
-        command: that made the report; None where that isn't told.
-        date: when; None where that isn't told.
+        speeds: {method: examples a second} of training steps that took turns on one machine.
+        speed_batch_size: examples in the batch of these steps.
+        privacy: how epsilon grew in the main run; None if it was not private.
+        norms: the main run's per-example norms; None if it was not private.
+        machine: {fact: value} about the machine.
+        versions: {program: version}.
+        command: the command line that made the report; None: not shown.
+        date: of the report; None: not shown.
     """
 
     title: str
@@ -142,7 +154,7 @@ class Record:
 
 
 def grouped(runs: Sequence[TrainingRun]) -> list[RunGroup]:
-    """The runs by their names, in the order in which these first come."""
+    """Groups runs of the same name, in the order of each name's first run."""
     names = dict.fromkeys(run.name for run in runs)
     return [RunGroup([run for run in runs if run.name == name]) for name in names]
 

@@ -1,7 +1,4 @@
-"""Plots of a trace as PNG bytes: groups over steps, norms with thresholds, thresholds over steps.
-
-The guarantee covers none of them, as their titles say: don't publish them.
-"""
+"""Plots of a trace as PNG bytes. They show private data, as their titles say: don't publish them."""
 
 from __future__ import annotations
 
@@ -34,11 +31,15 @@ LOGARITHMIC = ("median_norm", "snr")
 
 
 def heatmap(found: Mapping[str, Any], value: str = "median_norm") -> bytes:
-    """One row for each group, one column for each traced step.
+    """A heatmap of one value, with a row for each group and a column for each traced step.
 
     Args:
-        found: as `ghostclip.traces.read` returns it.
-        value: "median_norm", "fraction_clipped", "cosine" or "snr".
+        found: the result of `ghostclip.traces.read`.
+        value: "median_norm" (of the examples), "fraction_clipped", "cosine" (of clipped and unclipped sum) or "snr"
+            (norm of the clipped sum over that of the noise).
+
+    Returns:
+        A PNG file's bytes.
 
     Raises:
         ValueError: ``value`` is none of these.
@@ -85,14 +86,17 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def histograms(found: Mapping[str, Any], groups: Sequence[str] | None = None) -> bytes:
-    """Norms of the examples of all traced steps, by group, with the range of thresholds they were clipped to.
+    """A histogram for each group of its examples' norms in all traced steps, with the range of its thresholds.
 
     Args:
-        found: as `ghostclip.traces.read` returns it.
-        groups: which are shown; None: "all" and the first five others.
+        found: the result of `ghostclip.traces.read`.
+        groups: the groups to show; None: "all" and the first five others.
+
+    Returns:
+        A PNG file's bytes.
 
     Raises:
-        ValueError: a group is none of the trace's.
+        ValueError: a group is not in the trace.
         ModuleNotFoundError: matplotlib is not installed.
     """
     from matplotlib.figure import Figure
@@ -134,10 +138,13 @@ def _histogram(axes: Axes, norms: np.ndarray, thresholds: np.ndarray) -> None:
 
 
 def threshold_paths(found: Mapping[str, Any]) -> bytes:
-    """Each group's threshold over the steps, and the median norm of its examples as a thin line of the same colour.
+    """Thresholds over the steps, one line per group, with a thin line of the same colour for its median norm.
 
     Args:
-        found: as `ghostclip.traces.read` returns it.
+        found: the result of `ghostclip.traces.read`.
+
+    Returns:
+        A PNG file's bytes.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -157,10 +164,18 @@ def threshold_paths(found: Mapping[str, Any]) -> bytes:
 
 
 def write(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> list[Path]:
-    """Writes all plots of the trace at ``path`` to ``folder`` as PNG files, and returns their paths.
+    """Writes all plots of a trace as PNG files.
+
+    Args:
+        path: of the trace.
+        folder: for the files; made if it doesn't exist.
+
+    Returns:
+        The files' paths.
 
     Raises:
-        ValueError, OSError: the trace can't be read, or a file can't be written.
+        ValueError: there is no trace at ``path``, or it has no step yet.
+        OSError: a file can't be written.
         ModuleNotFoundError: matplotlib, or pyarrow for a trace of Parquet files, is not installed.
     """
     found, place = traces.read(path), Path(folder)

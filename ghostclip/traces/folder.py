@@ -30,14 +30,15 @@ NOTICE_FILE, BEGUN = "_PRIVATE.txt", "."
 
 @dataclass(frozen=True)
 class TracedStep:
-    """What is kept of one step.
+    """The record of one traced step, for B examples and G groups of parameters. It is private data.
 
     Attributes:
         step: its number, from 1.
-        groups: names of groups of parameters; the last is "all", the whole gradient.
-        norms: [G, B], ||g_i|| in each group before clipping; inf or nan for an example that was left out.
-        by_group: {name of BY_GROUP: [G]}.
-        by_step: {name of BY_STEP: number}.
+        groups: names of the groups; the last is "all", the whole gradient.
+        norms: [G, B], norm of each example's gradient in each group before clipping; inf or nan for an example that was
+            left out.
+        by_group: {"threshold", "fraction_clipped", "cosine", "clipped_norm", "noise_norm", "snr": [G]}.
+        by_step: {"squared_gradient", "gradient_variance", "noise_scale": number}.
     """
 
     step: int
@@ -48,15 +49,15 @@ class TracedStep:
 
 
 class TraceFolder:
-    """A folder that takes traced steps.
+    """A new folder with one file per traced step, and a notice that the files are private data.
 
     Args:
-        path: where it is made; its suffix is ".parquet" (needs pyarrow) or ".npz".
+        path: of the folder, whose suffix is ".parquet" (needs pyarrow) or ".npz".
 
     Raises:
-        ValueError: the suffix is another.
-        FileExistsError: there is something already.
-        ModuleNotFoundError: pyarrow is not installed.
+        ValueError: the suffix is another one.
+        FileExistsError: the path exists.
+        ModuleNotFoundError: pyarrow is not installed, and the suffix is ".parquet".
         OSError: the folder can't be made.
     """
 
@@ -69,7 +70,7 @@ class TraceFolder:
         (self.path / NOTICE_FILE).write_text(f"{PRIVATE}\n", encoding="utf-8")
 
     def write(self, traced: TracedStep) -> None:
-        """Adds one step; raises OSError, and leaves the others as they are, where that can't be."""
+        """Writes the file of one step, or raises OSError and leaves the other files as they are."""
         name = f"step-{traced.step:010d}{self.path.suffix}"
         begun = self.path / f"{BEGUN}{name}"
         self._write(traced, begun)
@@ -77,19 +78,25 @@ class TraceFolder:
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """A trace as numpy arrays, for S traced steps and G groups. It is private data.
+    """Reads a trace as numpy arrays, for S traced steps and G groups of parameters. It is private data.
 
     Args:
-        path: the folder, as given to `PrivacyEngine.trace`; of a run that goes on or was interrupted, too.
+        path: the folder that was given to `PrivacyEngine.trace`. The run may still go on or may have been interrupted.
 
     Returns:
-        "privacy": what the files say of themselves. "groups": their names, the last is "all". "step", "examples": [S].
-        "norms": a list of S arrays [G, B], B being that step's examples. Each name of BY_GROUP: [S, G]. Each of
-        BY_STEP: [S].
+        A dictionary with these entries, which docs/observation.md defines
+
+        - "privacy": the files' notice that they are private data
+        - "groups": list of G names; the last is "all", the whole gradient
+        - "step": [S], numbers of the traced steps, from 1
+        - "examples": [S], number of examples in each
+        - "norms": list of S arrays [G, B], norms before clipping of that step's B examples
+        - "threshold", "fraction_clipped", "cosine", "clipped_norm", "noise_norm", "snr": [S, G]
+        - "squared_gradient", "gradient_variance", "noise_scale": [S] (McCandlish et al. 2018, appendix A.1)
 
     Raises:
-        ValueError: it is no trace, or has no step yet.
-        ModuleNotFoundError: pyarrow is not installed, and these are Parquet files.
+        ValueError: the folder is no trace, or has no step yet.
+        ModuleNotFoundError: pyarrow is not installed, and the files are Parquet files.
     """
     folder = Path(path)
     _suffix(folder)

@@ -33,23 +33,24 @@ log = logging.getLogger("ghostclip")
 
 
 class StepTrace:
-    """Observes every n-th logical step and writes it to a folder; see `ghostclip.traces.read` for what is in it.
+    """Records every n-th step of an engine in a folder, which `ghostclip.traces.read` reads; see `PrivacyEngine.trace`.
 
-    Groups are the policy's own where it is group-wise, else the layers; after them comes "all", the whole gradient.
+    Groups are those of a group-wise clipping policy, else the layers. The last one is "all", the whole gradient. If a
+    file can't be written, the trace ends with a warning and training goes on.
 
     Args:
-        path: the folder to make; its suffix is ".parquet" or ".npz".
-        every: n. The first logical batch taken from now on is traced, and each n-th step after it; the one after a
-            batch that had no step takes its turn.
+        path: of the folder to make, whose suffix is ".parquet" (needs pyarrow) or ".npz".
+        every: n, >= 1. The next logical batch is traced, and each n-th step after it. If a batch had no step, the one
+            after it is traced in its place.
         passes: the engine's own.
-        steps: how many steps the engine was charged.
+        steps: () -> the number of steps the engine was charged.
 
     Attributes:
-        path: as given.
+        path: of the folder.
 
     Raises:
         ValueError, TypeError: an argument is out of range, or one of several groups is called "all".
-        FileExistsError, ModuleNotFoundError, OSError: as `TraceFolder` raises them.
+        FileExistsError, ModuleNotFoundError, OSError: as `TraceFolder`.
     """
 
     def __init__(self, path: str | os.PathLike[str], every: int, passes: TwoPasses, steps: Callable[[], int]) -> None:
@@ -65,12 +66,12 @@ class StepTrace:
         log.warning("tracing every %d steps to %s: %s", self._every, self.path, PRIVATE)
 
     def close(self) -> None:
-        """Ends it; what was written stays."""
+        """Ends the trace; its files stay."""
         self._folder, self._due = None, False
         self._clear()
 
     def begin(self) -> None:
-        """A logical batch starts, or none; what an earlier one left is dropped."""
+        """To be called when a logical batch starts or is left; drops what was recorded of the one before."""
         self._due = self._folder is not None and self._taken % self._every == 0
         self._clear()
 

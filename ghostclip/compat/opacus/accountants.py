@@ -29,9 +29,9 @@ MOST_NOISE = 1e6
 
 
 class Accountant(ABC):
-    """What was spent: the steps charged by engines, and those that were loaded or noted by hand.
+    """Counts the steps that engines charged, and those that were loaded or noted by hand.
 
-    Nothing of it is ever taken back: loading a state adds to what engines were charged, also where it is their own.
+    Nothing is ever taken back. Loading a state adds its steps, even if the state is this accountant's own.
     """
 
     name: ClassVar[str]
@@ -41,26 +41,34 @@ class Accountant(ABC):
         self._engines: list[Callable[[], Sequence[Event]]] = []
 
     def follow(self, events: Callable[[], Sequence[Event]]) -> None:
-        """From now on what ``events`` gives counts, too."""
+        """Counts the events that ``events()`` returns, now and later."""
         self._engines.append(events)
 
     def take_over(self, other: Accountant) -> None:
-        """Counts what ``other`` counts, from now on too."""
+        """Counts all that ``other`` counted, and what its engines charge later."""
         self._noted += other._noted
         self._engines += other._engines
 
     @property
     def events(self) -> list[Event]:
-        """Everything, one event a mechanism."""
+        """All steps, one event with its count for each mechanism."""
         return merged([*self._noted, *(event for events in self._engines for event in events())])
 
     @property
     def history(self) -> History:
-        """[(noise multiplier, sample rate, steps)]."""
+        """All steps as Opacus lists them: (noise multiplier, sample rate, number of steps)."""
         return [(event.noise_multiplier, event.sample_rate, event.count) for event in self.events]
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
-        """Notes a step over a Poisson sample that no engine of this package charges."""
+        """Adds one step over a Poisson sample that no engine of this package took.
+
+        Args:
+            noise_multiplier: standard deviation of the noise over the sensitivity; >= 0.
+            sample_rate: the probability with which each example joined the batch; in (0, 1].
+
+        Raises:
+            ValueError, TypeError: an argument is out of range.
+        """
         self._noted.append(SampledGaussian(sample_rate, noise_multiplier))
 
     @abstractmethod
@@ -68,11 +76,15 @@ class Accountant(ABC):
         """Epsilon of at least one event, all with noise."""
 
     def get_epsilon(self, delta: float, **options: Any) -> float:
-        """Epsilon spent so far at ``delta``: 0 for no steps, inf as soon as one had no noise.
+        """The epsilon spent so far at ``delta``: 0 for no steps, inf as soon as one step had no noise.
+
+        Args:
+            delta: in (0, 1).
+            options: Opacus's: ``alphas``, the orders of `RDPAccountant`. `PRVAccountant` ignores its options.
 
         Raises:
-            ValueError: ``delta`` isn't in (0, 1).
-            PrivacyError: trained parameters moved outside of charged steps.
+            ValueError: an argument is out of range.
+            PrivacyError: trained parameters changed outside of steps, or the accountant has no bound for a step.
         """
         return self._epsilon(self.events, open_fraction(delta=delta), **options)
 
@@ -94,15 +106,15 @@ class Accountant(ABC):
 
     @classmethod
     def mechanism(cls) -> str:
-        """Its name."""
+        """The accountant's name: "rdp" or "prv"."""
         return cls.name
 
     def state_dict(self) -> dict[str, Any]:
-        """``history`` and ``mechanism``, as Opacus has them, and ``events``, which tell how examples were drawn."""
+        """Opacus's ``history`` and ``mechanism``, and ``events``, which also say how examples were drawn."""
         return {"history": self.history, "mechanism": self.name, "events": [encoded(each) for each in self.events]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Adds what a ``state_dict()`` of this class or of Opacus holds, of whichever mechanism.
+        """Adds the steps of a ``state_dict()``, of an accountant of this module or of Opacus, of either mechanism.
 
         Raises:
             ValueError: it holds no history.
@@ -111,13 +123,29 @@ class Accountant(ABC):
 
 
 class RDPAccountant(Accountant):
-    """Rényi DP with Opacus's orders and conversion (Mironov et al. 2019; Canonne et al. 2020, proposition 12)."""
+    """Epsilon by Rényi divergences at Opacus's orders.
+
+    The divergences are those of the sampled Gaussian mechanism (Mironov et al. 2019, section 3.3), converted to
+    (epsilon, delta) by Canonne et al. 2020, proposition 12. `DEFAULT_ALPHAS` are the orders.
+    """
 
     name = "rdp"
     DEFAULT_ALPHAS = [1 + x / 10.0 for x in range(1, 100)] + list(range(12, 64))
 
     def get_privacy_spent(self, *, delta: float, alphas: Sequence[float] | None = None) -> tuple[float, float]:
-        """(epsilon, the order that gives it); (0, 0) for no steps."""
+        """The epsilon spent so far, with the Rényi order that gives it.
+
+        Args:
+            delta: in (0, 1).
+            alphas: the orders to try, each above 1; None: `DEFAULT_ALPHAS`.
+
+        Returns:
+            (epsilon, order); (0, 0) for no steps, (inf, 0) if a step had no noise.
+
+        Raises:
+            ValueError: an argument is out of range.
+            PrivacyError: trained parameters changed outside of steps, or the accountant has no bound for a step.
+        """
         events = self.events
         if not events:
             return 0.0, 0.0
@@ -126,11 +154,11 @@ class RDPAccountant(Accountant):
         return _best(events, open_fraction(delta=delta), self.DEFAULT_ALPHAS if alphas is None else alphas)
 
     def epsilon_of(self, events: Sequence[Event], delta: float, alphas: Sequence[float] | None = None) -> float:
-        """By these orders."""
+        """The least epsilon over the orders."""
         return _best(events, delta, self.DEFAULT_ALPHAS if alphas is None else alphas)[0]
 
     def noise_for(self, event: SampledRelease, target_epsilon: float, delta: float) -> float:
-        """By bisection."""
+        """The noise is found by bisection."""
         target, delta = positive(target_epsilon=target_epsilon), open_fraction(delta=delta)
 
         def within(noise: float) -> bool:
@@ -149,19 +177,20 @@ class RDPAccountant(Accountant):
 
 
 class PRVAccountant(Accountant):
-    """The default: privacy loss distributions, as `ghostclip.accounting` composes them ("pld").
+    """Epsilon by privacy loss distributions, as ``accountant="pld"`` of `ghostclip.accounting`; the default.
 
-    They are upper bounds. Opacus's PRV figure is an estimate plus its error of 0.01, and a little larger.
+    It is an upper bound. Opacus's PRV accountant adds its error bound of 0.01 to an estimate, so its epsilon is
+    slightly larger.
     """
 
     name = "prv"
 
     def epsilon_of(self, events: Sequence[Event], delta: float, **_: Any) -> float:
-        """By PLD; ``eps_error`` and ``delta_error`` aren't needed."""
+        """Epsilon by PLD; Opacus's ``eps_error`` and ``delta_error`` are ignored."""
         return epsilon_of(events, delta=delta)
 
     def noise_for(self, event: SampledRelease, target_epsilon: float, delta: float) -> float:
-        """By PLD."""
+        """The noise is found by `ghostclip.accounting.noise_for`."""
         return noise_for(
             lambda noise: [replace(event, noise_multiplier=noise)], target_epsilon=target_epsilon, delta=delta
         )
@@ -191,15 +220,20 @@ def events_in(state_dict: Mapping[str, Any]) -> list[Event]:
 
 
 def import_history(accountant: Any, path: str | os.PathLike[str]) -> Ledger:
-    """Charges what an accountant counted to a ledger file, for engines with ``ledger=path``; each call adds it again.
+    """Charges the steps that an accountant counted to a ledger file, which engines with ``ledger=path`` then count.
+
+    Each call charges all of them again.
 
     Args:
-        accountant: Opacus's or one of this module's, or its ``state_dict()``.
-        path: of the ledger, made or continued.
+        accountant: an accountant of Opacus or of this module, or its ``state_dict()``.
+        path: of the ledger; an existing one is continued.
+
+    Returns:
+        The ledger.
 
     Raises:
-        LedgerError: the file is in use or damaged.
-        ValueError: there is no history, or a number of it is out of range.
+        LedgerError: the file is in use, is damaged or can't be written.
+        ValueError: the accountant holds no history, or a number in it is out of range.
     """
     state = accountant if isinstance(accountant, Mapping) else accountant.state_dict()
     for event in events_in(state):

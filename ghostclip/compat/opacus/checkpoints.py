@@ -19,15 +19,16 @@ PROJECTIONS = ("qlinear", "klinear", "vlinear")
 
 
 def from_opacus(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict of a model under torch's names; one that has these already comes back as it is.
+    """Renames the entries of a state dict that Opacus saved to torch's names. Other names stay.
 
     Args:
-        state_dict: {name: value} from ``state_dict()`` of a model that Opacus wrapped (every name begins with
-            "_module.") or of one with its layers: DPRNN, DPLSTM, DPGRU, DPMultiheadAttention.
+        state_dict: {name: value} of a model that Opacus wrapped (every name begins with "_module.") or that has its
+            layers DPRNN, DPLSTM, DPGRU, DPMultiheadAttention.
 
     Returns:
-        {name: value}: "_module." is gone, recurrent layers have ``weight_ih_l0`` and the like once, attention has
-        ``in_proj_weight``, ``in_proj_bias``, ``bias_k`` and ``bias_v``.
+        {name: value} without "_module.". Recurrent layers have ``weight_ih_l0`` and the like, each once; attention has
+        ``in_proj_weight`` (or ``q_proj_weight``, ``k_proj_weight``, ``v_proj_weight`` if their shapes differ),
+        ``in_proj_bias``, ``bias_k`` and ``bias_v``.
     """
     found = dict(state_dict)
     if found and all(name.startswith(PREFIX) for name in found):

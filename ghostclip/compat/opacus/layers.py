@@ -20,16 +20,16 @@ class _OpacusNames:
 
 
 class DPRNN(_OpacusNames, nn.RNN):
-    """`torch.nn.RNN` that can be clipped."""
+    """`torch.nn.RNN` with exact per-example clipping; it also loads state dicts of Opacus's layer."""
 
 
 class DPLSTM(_OpacusNames, nn.LSTM):
-    """`torch.nn.LSTM` that can be clipped."""
+    """`torch.nn.LSTM` with exact per-example clipping; it also loads state dicts of Opacus's layer."""
 
 
 class DPGRU(_OpacusNames, nn.GRU):
-    """`torch.nn.GRU` that can be clipped."""
+    """`torch.nn.GRU` with exact per-example clipping; it also loads state dicts of Opacus's layer."""
 
 
 class DPMultiheadAttention(_OpacusNames, nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` that can be clipped."""
+    """`torch.nn.MultiheadAttention` with exact per-example clipping; it also loads state dicts of Opacus's layer."""

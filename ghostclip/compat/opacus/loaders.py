@@ -21,17 +21,21 @@ __all__ = ["BatchMemoryManager", "DPDataLoader"]
 
 
 class DPDataLoader:
-    """One epoch of batches each time it is iterated; each needs its ``loss.backward()`` and ``optimizer.step()``.
+    """The data loader that ``make_private`` returns: each iteration over it is one epoch of random batches.
+
+    A batch is what ``collate_fn`` returns. An empty batch has tensors without rows. Every batch, even an empty one,
+    needs its ``loss.backward()`` and ``optimizer.step()``, or `discard`. The next batch raises PrivacyError otherwise.
 
     Args:
-        engine: which draws them.
-        given: the loader whose dataset and ``collate_fn`` they have.
-        batch_dim: the dimension of the tensors that holds examples.
-        limit: the most examples at once; None: all of a logical batch.
+        engine: draws the batches.
+        given: the user's loader, whose dataset and ``collate_fn`` are kept.
+        batch_dim: the dimension of the tensors that holds the examples.
+        limit: the most examples in a physical batch; None: all of a logical batch.
 
     Attributes:
         dataset: as given.
-        sample_rate: the expected share of the data in a logical batch.
+        collate_fn: as given.
+        sample_rate: the probability with which each example joins a logical batch.
     """
 
     def __init__(self, engine: CoreEngine, given: DataLoader[Any], batch_dim: int, limit: int | None = None) -> None:
@@ -41,15 +45,16 @@ class DPDataLoader:
         self._examples = len(given.dataset)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
-        """Batches in an epoch; with a limit, about how many parts of them."""
+        """The number of batches in an epoch; with a limit, the expected number of physical batches."""
         steps = len(self._engine.batches())
         return steps if self._limit is None else math.ceil(steps * self.sample_rate * self._examples / self._limit)
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches as ``collate_fn`` makes them.
+        """The batches of an epoch.
 
         Raises:
-            PrivacyError: the batch before had no step; or trained parameters moved outside of charged steps.
+            PrivacyError: the batch before had no step, or trained parameters changed outside of steps.
+            TypeError: a batch is empty, and ``collate_fn`` doesn't return tensors in tuples, lists and dicts only.
         """
         batches = self._engine.batches()
         batches.limit_physical(self._limit or self._examples)
@@ -61,11 +66,15 @@ class DPDataLoader:
                 self._check_gathered(batch)
 
     def limited(self, most: int) -> DPDataLoader:
-        """This loader, with parts of at most so many examples."""
+        """The same loader with physical batches of at most ``most`` examples."""
         return DPDataLoader(self._engine, self._given, self._batch_dim, most)
 
     def discard(self) -> None:
-        """Abandons the batch handed out last, on purpose: nothing of it is released, and its step is charged."""
+        """Leaves the last batch out on purpose. Nothing of it is released, and its step is charged.
+
+        The charge is needed because the choice of a batch may depend on the data. It does nothing if the batch had its
+        step.
+        """
         self._engine.batches().discard()
 
     def _check_gathered(self, batch: LogicalBatch) -> None:
@@ -91,14 +100,18 @@ class DPDataLoader:
 
 
 class BatchMemoryManager:
-    """Splits logical batches into parts that fit in memory: ``with BatchMemoryManager(...) as loader:``.
+    """Splits logical batches into physical batches that fit in memory: ``with BatchMemoryManager(...) as loader:``.
 
-    Each part has its forward, ``loss.backward()`` and ``optimizer.step()``, which updates after the last one only.
+    Each physical batch needs its forward, ``loss.backward()`` and ``optimizer.step()``. Only the last step of a logical
+    batch adds noise, updates the parameters and is charged.
 
     Args:
-        data_loader: from ``make_private``.
-        max_physical_batch_size: the most examples in a part.
-        optimizer: from ``make_private``.
+        data_loader, optimizer: as returned by ``make_private``.
+        max_physical_batch_size: the most examples in a physical batch, >= 1.
+
+    Raises:
+        TypeError: ``data_loader`` or ``optimizer`` didn't come from ``make_private``.
+        ValueError: ``max_physical_batch_size`` is less than 1.
     """
 
     def __init__(self, *, data_loader: DPDataLoader, max_physical_batch_size: int, optimizer: DPOptimizer) -> None:

@@ -23,19 +23,22 @@ FIXED = "is what charges and noise are made for; call privacy_engine.detach() an
 
 
 class DPOptimizer(Optimizer):
-    """A torch optimizer with the attributes of Opacus's. ``state``, ``param_groups`` and all else are the optimizer's.
+    """The optimizer that ``make_private`` returns: the user's own, with the attributes of Opacus's.
+
+    ``state``, ``param_groups`` and all other attributes are those of the user's optimizer. No per-example gradient is
+    stored, so reading ``grad_samples`` raises AttributeError.
 
     Args:
-        optimizer: to be wrapped; the engine's hooks are on it.
-        engine: which clips, charges and adds noise.
-        losses: of the physical batch.
-        loss_reduction: "mean" or "sum".
-        expected_batch_size: what noisy sums of means are divided by.
+        optimizer: the user's own, with the engine's hooks on it.
+        engine: clips, charges and adds noise.
+        losses: recovers the losses [B] of a physical batch.
+        loss_reduction: "mean" or "sum", as given to ``make_private``.
+        expected_batch_size: divides the noisy sums if ``loss_reduction`` is "mean".
 
     Attributes:
-        original_optimizer: as given.
-        handle: removes the hook for ``step_hook`` from it.
-        step_hook: called with this optimizer when the noisy gradients are in place, before the update; or None.
+        original_optimizer: the user's own.
+        handle: removes the ``step_hook`` from it.
+        step_hook: called with this optimizer before each update, when noisy gradients are in place; or None.
     """
 
     def __init__(
@@ -61,17 +64,17 @@ class DPOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the optimizer."""
+        """The parameter groups of the user's optimizer."""
         return self.original_optimizer.param_groups
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """Its parameters."""
+        """The parameters in these groups."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     @property
     def noise_multiplier(self) -> float:
-        """Standard deviation of the noise over the sensitivity."""
+        """Standard deviation of the noise over the sensitivity. Assigning it raises AttributeError."""
         return self._engine.noise_multiplier
 
     @noise_multiplier.setter
@@ -80,7 +83,7 @@ class DPOptimizer(Optimizer):
 
     @property
     def max_grad_norm(self) -> float:
-        """The bound on one example's part in the sum."""
+        """The L2 bound on one example's contribution to the sum. Assigning it raises AttributeError."""
         return self._engine.clipping.sensitivity
 
     @max_grad_norm.setter
@@ -89,33 +92,45 @@ class DPOptimizer(Optimizer):
 
     @property
     def loss_reduction(self) -> str:
-        """As given."""
+        """The reduction that ``make_private`` was given: "mean" or "sum"."""
         return self._loss_reduction
 
     @property
     def expected_batch_size(self) -> int:
-        """As given."""
+        """The size of the data set over the length of its loader, rounded down; at least 1."""
         return self._expected_batch_size
 
     @property
     def accumulated_iterations(self) -> int:
-        """1: there is a step for each logical batch."""
+        """Always 1: each logical batch has one step."""
         return 1
 
     def attach_step_hook(self, fn: Callable[[DPOptimizer], None]) -> None:
-        """Calls ``fn`` with this optimizer in each step, between noise and update; charges don't depend on it."""
+        """Calls ``fn(optimizer)`` in each step, between noise and update. It doesn't affect the accountant."""
         self.step_hook = fn
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
-        """Says whether the next step is to clip only; it must agree with where the logical batch ends."""
+        """States whether the next `step` only clips, as Opacus's BatchMemoryManager does; not needed here.
+
+        The next `step` raises PrivacyError if the statement doesn't agree with the end of the logical batch.
+        """
         self._signals.append(do_skip)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Clips and gathers the physical batch; at the last one of a logical batch charges, adds noise and updates.
+        """Clips the physical batch and adds it to the sum; after the last one charges, adds noise and updates.
+
+        Args:
+            closure: called first, with gradients on; it may run forward and ``loss.backward()``.
+
+        Returns:
+            What ``closure`` returned, or None.
 
         Raises:
-            PrivacyError: outside of the loop over the data loader, or without ``loss.backward()`` of this batch.
-            BudgetExceededError, GradientLeakError, LossShapeError, UnsupportedModelError: as `GhostClipper.backward`.
+            PrivacyError: the call is outside of the loop over the data loader, or this batch had no
+                ``loss.backward()``.
+            LossShapeError: an output of the model has no dimension with a row for each example.
+            GradientLeakError: gradients came from elsewhere than the private loss.
+            UnsupportedModelError: the model can't be clipped exactly.
         """
         result = None
         if closure is not None:
@@ -150,21 +165,25 @@ class DPOptimizer(Optimizer):
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets what was run backward since the last step; the sums of a logical batch in the making stay."""
+        """Drops the gradients since the last `step`; clipped sums of an unfinished logical batch stay.
+
+        Args:
+            set_to_none: as for torch's optimizers.
+        """
         self._losses.drop()
         if not self._engine.gathered:
             self.original_optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the optimizer."""
+        """The state dict of the user's optimizer."""
         return self.original_optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Gives it to the optimizer."""
+        """Loads a state dict into the user's optimizer."""
         self.original_optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Gives it to the optimizer."""
+        """Adds a parameter group to the user's optimizer."""
         self.original_optimizer.add_param_group(param_group)
 
     def _call_step_hook(self, *_: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -35,21 +35,10 @@ MODES = ("hooks", "functorch", "ew", "ghost")
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `OpacusEngine.make_private`, as Opacus names them.
-
-    Args:
-        batch_first: whether examples are in dimension 0 of what layers take that don't say it themselves; else in 1.
-        loss_reduction: what ``loss.backward()`` is called on: the "mean" of the examples' losses, or their "sum",
-            whose noisy gradients aren't divided by the expected batch size.
-        poisson_sampling: False draws batches of one size without replacement, anew each time, and is charged as that.
-        clipping: "flat", or "per_layer": a threshold for each trained parameter.
-        noise_generator: makes noise and samples repeatable, by its initial seed, and epsilon infinite.
-        grad_sample_mode: "hooks", "functorch", "ew" or "ghost".
-        wrap_model: True; the model is the same object in either case.
-        rand_on_empty: False; an empty batch has no rows.
+    """The keyword options of `OpacusEngine.make_private`, where they are described, checked when they are built.
 
     Raises:
-        ValueError: a value that has no meaning here.
+        ValueError: a value that this engine doesn't support.
     """
 
     batch_first: bool = True
@@ -85,17 +74,20 @@ class Options:
 
 
 class OpacusEngine:
-    """Makes model, optimizer and data loader private, for a loop with a plain ``loss.backward()``.
+    """Opacus's PrivacyEngine: makes model, optimizer and data loader private, for a loop with ``loss.backward()``.
 
-    The loss must be the mean (or sum) of one loss for each example: a single number doesn't show where it isn't, as
-    the losses [B] that `ghostclip.PrivacyEngine` takes do.
+    The loss must be the mean, or the sum, of one loss per example. A loss that mixes examples (a mean over all tokens
+    of the batch, a contrastive loss) makes the guarantee wrong. The engine can't see this in a single number;
+    `ghostclip.PrivacyEngine` takes the losses [B] and can.
 
     Args:
-        accountant: "prv" (privacy loss distributions here) or "rdp".
-        secure_mode: noise from a cipher on a lattice (``noise="hardened"`` of `ghostclip.PrivacyEngine`).
+        accountant: how `get_epsilon` computes epsilon: "prv" (by privacy loss distributions) or "rdp" (by Rényi
+            divergences).
+        secure_mode: draw the noise from a cipher and release numbers on a lattice, as ``noise="hardened"`` of
+            `ghostclip.PrivacyEngine`. It needs the `cryptography` package.
 
     Raises:
-        ValueError: another accountant.
+        ValueError: ``accountant`` has another value.
     """
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
@@ -106,7 +98,11 @@ class OpacusEngine:
 
     @property
     def accountant(self) -> Accountant:
-        """What was spent by all that this engine made private. Another one in its place takes over what it counted."""
+        """The accountant of all models that this engine made private.
+
+        An `RDPAccountant` or `PRVAccountant` that is assigned takes over what the one before it counted. Any other
+        object raises TypeError.
+        """
         return self._accountant
 
     @accountant.setter
@@ -124,25 +120,44 @@ class OpacusEngine:
         self, *, module: nn.Module, optimizer: Optimizer, data_loader: DataLoader[Any], noise_multiplier: float,
         max_grad_norm: float | list[float], criterion: Any = None, **options: Any,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """The objects of a private training loop.
+        """Makes a model, its optimizer and its data loader private, and returns them.
+
+        An epoch has ``len(data_loader)`` steps. Each draws a random batch, to which each example belongs with
+        probability ``1 / len(data_loader)``.
 
         Args:
-            module: wrapped in place: what is returned is the same object, and so is its ``_module``.
+            module: any torch model. Its layers are wrapped in place. The returned model is the same object, and so is
+                its attribute ``_module``.
             optimizer: over parameters of ``module``.
-            data_loader: of a map-style dataset; all but its sampling is kept.
+            data_loader: of a map-style dataset. Its ``collate_fn`` is kept and its sampler replaced.
             noise_multiplier: standard deviation of the noise over the sensitivity.
-            max_grad_norm: the clipping norm; with ``clipping="per_layer"`` one for each trained parameter.
-            criterion: with ``grad_sample_mode="ghost"``; returned as it is.
-            options: fields of `Options`.
+            max_grad_norm: the clipping norm; with ``clipping="per_layer"`` a list of norms, one per trained parameter.
+            criterion: with ``grad_sample_mode="ghost"`` only; it is returned unchanged. None: CrossEntropyLoss.
+            options: Opacus's keyword arguments.
+                ``batch_first`` (True): whether dimension 0 holds the examples in layers that have no ``batch_first``
+                of their own; else dimension 1 does.
+                ``loss_reduction`` ("mean"): the loss is the "mean" or the "sum" of the examples' losses. Noisy sums
+                aren't divided by the expected batch size.
+                ``poisson_sampling`` (True): False draws batches of one size without replacement, anew for each
+                step, and charges them as such.
+                ``clipping`` ("flat"): or "per_layer", a threshold for each trained parameter.
+                ``noise_generator`` (None): a generator whose initial seed makes noise and batches repeatable. Then
+                epsilon is inf.
+                ``grad_sample_mode`` ("hooks"): also "functorch", "ew" or "ghost". All give the same sums; "ghost"
+                returns the criterion too.
+                ``wrap_model`` (True) and ``rand_on_empty`` (False) take no other value.
 
         Returns:
-            (module, optimizer, data_loader); (module, optimizer, criterion, data_loader) in the mode "ghost".
+            (module, optimizer, data_loader), or (module, optimizer, criterion, data_loader) with
+            ``grad_sample_mode="ghost"``. The optimizer is a `DPOptimizer`, the data loader a `DPDataLoader`.
 
         Raises:
-            PrivacyError, UnsupportedModelError: as `ghostclip.PrivacyEngine`; PrivacyError for several processes.
-            ValueError, TypeError: an argument is unknown, out of range, or has no meaning here.
+            PrivacyError: several processes train together, or `ghostclip.PrivacyEngine` raises it.
+            UnsupportedModelError: the model can't be clipped exactly; every obstacle is listed.
+            ValueError, TypeError: an argument is unknown, out of range or not supported.
+            ModuleNotFoundError: ``secure_mode`` without the `cryptography` package.
         """
-        chosen = Options(**options)
+        chosen = _chosen(options)
         optimizer = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
         expected = expected_batch_size(_examples_in(data_loader), len(data_loader))
         mean, batch_dims = chosen.loss_reduction == "mean", (0,) if chosen.batch_first else (1, 0)
@@ -167,12 +182,23 @@ class OpacusEngine:
         self, *, module: nn.Module, optimizer: Optimizer, data_loader: DataLoader[Any], target_epsilon: float,
         target_delta: float, epochs: int, max_grad_norm: float | list[float], **options: Any,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """`make_private` with the least noise by which ``epochs`` epochs spend ``target_epsilon`` by the accountant.
+        """Calls `make_private` with the least noise that keeps ``epochs`` epochs within ``target_epsilon``.
 
-        What was spent before isn't counted, and training longer isn't refused: see ``get_epsilon``.
+        As in Opacus, steps taken before aren't counted in the target, and further epochs are not refused: they spend
+        more than the target, which `get_epsilon` tells.
+
+        Args:
+            target_epsilon: by this engine's accountant; finite, > 0.
+            target_delta: in (0, 1).
+            epochs: passes over ``data_loader``, >= 1.
+            module, optimizer, data_loader, max_grad_norm, options: as for `make_private`.
+
+        Returns:
+            As `make_private`.
 
         Raises:
-            ValueError: no noise reaches the target; and what `make_private` raises.
+            ValueError: no noise reaches the target, or an argument is out of range.
+            PrivacyError, UnsupportedModelError, TypeError, ModuleNotFoundError: as `make_private`.
         """
         examples, steps = _examples_in(data_loader), len(data_loader)
         kind: type[SampledRelease] = SampledGaussian
@@ -187,39 +213,69 @@ class OpacusEngine:
         )  # fmt: skip
 
     def get_epsilon(self, delta: float) -> float:
-        """What was spent so far, by the accountant."""
+        """The epsilon spent so far at ``delta``, by this engine's accountant: 0 before the first step.
+
+        It is inf as soon as one step had no noise or ``noise_generator`` noise.
+
+        Raises:
+            ValueError: ``delta`` isn't in (0, 1).
+            PrivacyError: trained parameters changed outside of steps, see `accept_parameters`.
+        """
         return self.accountant.get_epsilon(delta)
 
     def accept_parameters(self) -> None:
-        """Takes the models' parameters as they are, after they were set from outside by public means."""
+        """Accepts trained parameters that were changed outside of steps, if no private data went into the change.
+
+        Examples: a loaded state dict, steps on public data.
+
+        Raises:
+            PrivacyError: a logical batch is unfinished, or parameters were replaced or changed their type.
+        """
         for engine in self._engines:
             engine.accept_parameters()
 
     def detach(self) -> None:
-        """Takes this engine off its models and optimizers, whose steps are unprotected from then on."""
+        """Removes the hooks from all models and optimizers, whose later steps are not private.
+
+        The accountant keeps what was spent.
+        """
         while self._engines:
             self._engines.pop().detach()
         while self._undo:
             self._undo.pop().remove()
 
     def is_compatible(self, *, module: nn.Module, **_: Any) -> bool:
-        """Whether the model can be trained privately."""
+        """Whether the model can be trained privately; see `ModuleValidator.is_valid`."""
         return ModuleValidator.is_valid(module)
 
     def validate(self, *, module: nn.Module, **_: Any) -> None:
-        """Raises UnsupportedModelError where the model can't be trained privately."""
+        """Checks that the model can be trained privately.
+
+        Raises:
+            UnsupportedModelError: it can't; every obstacle is listed.
+        """
         ModuleValidator.validate(module, strict=True)
 
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
-        """A copy of the model with what can be replaced replaced; see `ModuleValidator.fix`."""
+        """A copy of the model that can be trained privately; see `ModuleValidator.fix`.
+
+        Raises:
+            UnsupportedModelError: an obstacle remains after the replacements.
+        """
         return ModuleValidator.fix_and_validate(module)
 
     def save_checkpoint(
         self, *, path: str | os.PathLike[str], module: nn.Module, optimizer: Optimizer | None = None,
         checkpoint_dict: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """Writes the states of model, accountant and optimizer, and ``checkpoint_dict``, with ``torch.save``."""
+        """Writes the state dicts of model, accountant and optimizer to a file, by ``torch.save``.
+
+        Args:
+            path: of the file, or what else ``torch.save`` takes.
+            module, optimizer: whose states are saved; an optimizer of None is left out.
+            checkpoint_dict: {name: value} to save beside them.
+        """
         states = {
             "module_state_dict": module.state_dict(),
             "privacy_accountant_state_dict": self.accountant.state_dict(),
@@ -231,10 +287,20 @@ class OpacusEngine:
     def load_checkpoint(
         self, *, path: str | os.PathLike[str], module: nn.Module, optimizer: Optimizer | None = None
     ) -> dict[str, Any]:
-        """Reads what `save_checkpoint`, or Opacus's, wrote (tensors and plain data only); its history is added.
+        """Loads a file that `save_checkpoint`, of this class or of Opacus, wrote.
+
+        Steps in the file are added to those that the accountant counted, never put in their place.
+
+        Args:
+            path: of the file. It is read with ``weights_only=True``: tensors and plain data.
+            module, optimizer: whose states are loaded; parameters may have Opacus's names.
+
+        Returns:
+            All that the file holds.
 
         Raises:
-            PrivacyError: called inside of a batch, before its step.
+            PrivacyError: a logical batch is unfinished.
+            KeyError: the file lacks the state of the model, the accountant or the optimizer.
         """
         stored = torch.load(path, weights_only=True)
         self.accountant.load_state_dict(stored["privacy_accountant_state_dict"])
@@ -262,6 +328,14 @@ class OpacusEngine:
         # As a plain attribute: a submodule would be one of itself.
         vars(module)["_module"] = module
         return losses
+
+
+def _chosen(options: Mapping[str, Any]) -> Options:
+    """The options of ``make_private``; TypeError for a name that isn't among them."""
+    known = [each.name for each in fields(Options)]
+    if unknown := [name for name in options if name not in known]:
+        raise TypeError(f"make_private() has no option {unknown[0]!r}; it takes {', '.join(known)}")
+    return Options(**options)
 
 
 def _examples_in(loader: DataLoader[Any]) -> int:

@@ -18,14 +18,21 @@ __all__ = ["ModuleValidator"]
 
 
 class ModuleValidator:
-    """What keeps a model from being trained privately, and the model with replacements for it."""
+    """Checks whether a model can be trained privately, and replaces layers that can't."""
 
     @classmethod
     def validate(cls, module: nn.Module, *, strict: bool = False) -> list[UnsupportedModelError]:
-        """An error for each thing that stands in the way; [] where nothing does.
+        """Lists the obstacles to private training.
+
+        Args:
+            module: any model; eval mode is an obstacle too.
+            strict: raise the obstacles in place of returning them.
+
+        Returns:
+            One error per obstacle; [] if there is none.
 
         Raises:
-            UnsupportedModelError: there is one, and ``strict`` is set; all are listed.
+            UnsupportedModelError: ``strict`` is set and there is an obstacle; all are listed.
         """
         errors = [UnsupportedModelError(str(finding)) for finding in obstacles(module)]
         if not module.training:
@@ -36,22 +43,27 @@ class ModuleValidator:
 
     @classmethod
     def is_valid(cls, module: nn.Module) -> bool:
-        """Whether `validate` finds nothing."""
+        """Whether `validate` finds no obstacle."""
         return not cls.validate(module)
 
     @classmethod
     def fix(cls, module: nn.Module, **options: Any) -> nn.Module:
-        """A copy of the model with GroupNorm for every BatchNorm, and InstanceNorm without running statistics.
+        """A copy of the model with GroupNorm in place of BatchNorm, and InstanceNorm without running statistics.
 
-        GroupNorm has gcd(32, channels) groups and new parameters, so make the optimizer afterwards. Recurrent layers
-        and attention stay torch's.
+        The GroupNorm layers have new parameters, so build the optimizer afterwards. Recurrent layers and attention need
+        no replacement.
 
         Args:
-            module: any model; it is left as it was.
-            num_groups: as an option, the number of groups.
+            module: any model; it stays as it is.
+            options: ``num_groups``, the groups of each GroupNorm; by default the greatest common divisor of 32 and the
+                number of channels.
+
+        Returns:
+            The copy.
 
         Raises:
-            TypeError: another option.
+            TypeError: an option has another name.
+            ValueError: ``num_groups`` doesn't divide the number of channels.
         """
         groups = options.pop("num_groups", None)
         if options:
@@ -70,7 +82,12 @@ class ModuleValidator:
 
     @classmethod
     def fix_and_validate(cls, module: nn.Module, **options: Any) -> nn.Module:
-        """`fix`, then `validate` with ``strict``."""
+        """Calls `fix`, then `validate` with ``strict`` on the copy, which it returns.
+
+        Raises:
+            UnsupportedModelError: an obstacle remains.
+            TypeError, ValueError: as `fix`.
+        """
         fixed = cls.fix(module, **options)
         cls.validate(fixed, strict=True)
         return fixed

@@ -20,24 +20,25 @@ __all__ = ["PrivacyCallback"]
 
 
 class PrivacyCallback(lightning.Callback):
-    """Makes ``trainer.fit`` differentially private training, one logical batch for each ``global_step``.
+    """Makes ``trainer.fit`` differentially private training (DP-SGD). Each ``global_step`` is one logical batch.
 
-    ``training_step`` returns one loss for each example. With automatic optimization it gets physical batches; with
-    manual optimization a logical batch, over whose ``physical()`` it loops. After each epoch ``epsilon`` and
-    ``privacy_step`` are logged.
+    ``training_step`` returns one loss per example. With automatic optimization it is called with physical batches. With
+    manual optimization it is called with a logical batch, and loops over its ``physical()``. After each epoch
+    ``epsilon`` and ``privacy_step`` (the number of steps charged) are logged.
 
     Args:
-        options: of `PrivacyEngine`, by name. ``batch_size`` is by default the training loader's; ``epochs`` or
-            ``steps``, with ``target_epsilon``, the Trainer's.
+        options: keyword arguments of `PrivacyEngine`. By default ``batch_size`` is the training loader's, and with
+            ``target_epsilon`` the length of training is the Trainer's ``max_epochs`` or ``max_steps``.
 
     Attributes:
-        engine: of the last fit, None before; detached from the optimizer when the fit is over.
+        engine: the `PrivacyEngine` of the current or last fit; None before the first. After a fit it is detached from
+            the optimizer.
 
     Raises:
-        TypeError: an option that `PrivacyEngine` doesn't have.
-        PrivacyError: in fit: a setting of the Trainer or a hook of the module that can't be kept; the message says
-            what to do instead. And all that `PrivacyEngine` raises.
-        LossShapeError: in fit: ``training_step`` doesn't return one loss for each example.
+        TypeError: an option isn't one of `PrivacyEngine`.
+        PrivacyError: in ``fit``: a setting of the Trainer or a hook of the module can't be private; the message says
+            what to do instead.
+        LossShapeError: in ``fit``: ``training_step`` doesn't return one loss per example.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -51,7 +52,7 @@ class PrivacyCallback(lightning.Callback):
         self._undo: list[Callable[[], None]] = []
 
     def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
-        """Before a fit: refuses what can't be private, and takes the place of the training loader."""
+        """Checks the Trainer and the module, and replaces the training loader."""
         if stage != "fit":
             return
         self._end()
@@ -62,7 +63,7 @@ class PrivacyCallback(lightning.Callback):
         source.instance = self._loader
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Builds the engine: weights of a checkpoint are in place, optimizers are built, no batch was taken."""
+        """Builds the engine, once optimizers are built and a checkpoint's weights are loaded."""
         if len(trainer.optimizers) != 1:
             raise PrivacyError(
                 f"configure_optimizers returned {len(trainer.optimizers)} optimizers, and a step is private for one; "
@@ -90,34 +91,34 @@ class PrivacyCallback(lightning.Callback):
     def on_train_batch_start(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Refuses accumulation that began later; manual optimization has DDP average gradients after each step."""
+        """Refuses gradient accumulation that a hook turned on, and keeps DDP from averaging gradients itself."""
         check_accumulation(trainer)
         if hasattr(trainer.strategy.model, "require_backward_grad_sync"):
             trainer.strategy.model.require_backward_grad_sync = False  # type: ignore[union-attr]
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Logs what was spent, which is public; by the epoch, since epsilon takes some tenths of a second."""
+        """Logs ``epsilon`` and ``privacy_step``, which are public."""
         assert self.engine is not None
         self._loader.charge_left_out()
         spent = {"epsilon": self.engine.epsilon(), "privacy_step": float(self.engine.steps_taken)}
         pl_module.log_dict(spent, sync_dist=trainer.world_size > 1, batch_size=1)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was spent and where training stands, for Lightning's checkpoints."""
+        """Privacy spent and position in the epoch, which Lightning stores in its checkpoints."""
         return {"states": self._states if self.engine is None else [self.engine.state_dict()]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes back what a checkpoint spent; the next fit counts it, also beside what this callback spent before."""
+        """Loads a checkpoint's state. The next fit counts its steps beside those of earlier fits of this callback."""
         self._states, self._restored = [*self._states, *state_dict["states"]], True
 
     def on_exception(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException
     ) -> None:
-        """Ends the private fit."""
+        """Removes the engine from the module and the optimizer after an error."""
         self._end()
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
-        """Ends the private fit: the module has its own methods again."""
+        """Removes the engine from the module and the optimizer after a fit."""
         if stage == "fit":
             self._end()
 

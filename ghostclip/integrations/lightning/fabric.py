@@ -17,21 +17,23 @@ __all__ = ["setup_fabric"]
 def setup_fabric(
     fabric: lightning.Fabric, model: nn.Module, optimizer: Optimizer, data: Any, **options: Any
 ) -> tuple[Any, Any, PrivacyEngine]:
-    """``fabric.setup`` of model and optimizer, and an engine over them.
+    """Calls ``fabric.setup`` and builds a `PrivacyEngine` over its results.
+
+    Physical batches stay on the loader's device: call ``fabric.to_device`` on each.
 
     Args:
         fabric: launched, on one device or with the strategy "ddp".
-        model, optimizer: before ``fabric.setup``.
-        data: a map-style data set or a DataLoader, before ``fabric.setup_dataloaders``.
-        options: of `PrivacyEngine`, by name.
+        model, optimizer: as for ``fabric.setup``.
+        data: a map-style dataset or a DataLoader, which was not passed to ``fabric.setup_dataloaders``.
+        options: keyword arguments of `PrivacyEngine`.
 
     Returns:
-        The model and the optimizer, as ``fabric.setup`` returns them, and the engine. Its physical batches are where
-        the loader puts them: call ``fabric.to_device`` on each.
+        (model, optimizer, engine), the first two as ``fabric.setup`` returns them.
 
     Raises:
-        PrivacyError: the strategy or the precision can't be kept; and all that `PrivacyEngine` raises.
-        TypeError: an option that `PrivacyEngine` doesn't have.
+        PrivacyError: the strategy or precision can't be private, or `PrivacyEngine` raises it.
+        TypeError: an option isn't one of `PrivacyEngine`.
+        UnsupportedModelError, ValueError: as `PrivacyEngine`.
     """
     check_fabric(fabric, options)
     model, optimizer = fabric.setup(model, optimizer)
