@@ -241,10 +241,10 @@ def test_later_batches_take_no_backward_where_they_are_followed(name, counts):
 @pytest.mark.parametrize("mistake", CONNECTED.values(), ids=CONNECTED)
 @pytest.mark.parametrize("build", [plain, *(CASES[name].build for name in ("gcn", "gat"))])
 def test_a_mistake_in_a_large_batch_is_refused_and_says_whose_rows_meet(build, mistake):
-    model = build().double()
+    model = build()
     clipper = GhostClipper(model)
-    for turn in range(6):
-        batch = graphs((5, 2, 3) * 30)
+    for turn in range(12):
+        batch = graphs((5, 2, 3) * 30, torch.float32)
         clipper.backward(losses(model, batch), batch_index=batch["rows"])
         model.zero_grad()
         if turn:
@@ -254,16 +254,17 @@ def test_a_mistake_in_a_large_batch_is_refused_and_says_whose_rows_meet(build, m
             assert all(p.grad is None for p in model.parameters())
 
 
-def test_an_edge_that_carries_nothing_passes():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_an_edge_that_carries_nothing_passes(dtype):
     """Its weight is zero: the graph doesn't show that, the gradients do."""
-    model = GCN().double()
+    model = GCN().to(dtype)
     model.spread = lambda h, batch: gathered(h[batch["edges"][0]] * batch["weights"], batch["edges"][1], len(h)) + h
     clipper = GhostClipper(model)
     for turn in range(3):
-        batch = graphs()
+        batch = graphs(dtype=dtype)
         if turn:
             batch["edges"] = torch.cat([batch["edges"], torch.tensor([[0], [len(batch["rows"]) - 1]])], 1)
-        batch["weights"] = torch.ones(batch["edges"].shape[1], 1).double()
+        batch["weights"] = torch.ones(batch["edges"].shape[1], 1, dtype=dtype)
         batch["weights"][-1] = float(not turn)
         clipper.norms(losses(model, batch), batch_index=batch["rows"])
 

@@ -1968,6 +1968,13 @@ OWNED = [
         OWNERS,
     ),
     Mutant(
+        "what rows meet by may be rounding",
+        "ghostclip/graph/ragged_layout.py",
+        "again=True, rounding=EXACT)",
+        "again=True)",
+        OWNERS,
+    ),
+    Mutant(
         "hooks that came after the first batch are overlooked",
         "ghostclip/graph/ragged_layout.py",
         "if not followed or self._met[key] != hooks:",

@@ -20,7 +20,18 @@ from ghostclip.graph.reader import first_pass, shape_of
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex, RowOrder
 
-__all__ = ["NOISE", "TOLERANCE", "Verdict", "check_mixing", "projected", "row_orders", "verdicts"]
+__all__ = [
+    "EXACT",
+    "NOISE",
+    "TOLERANCE",
+    "USUAL",
+    "Rounding",
+    "Verdict",
+    "check_mixing",
+    "projected",
+    "row_orders",
+    "verdicts",
+]
 
 # What share of a row's gradient may differ from what its example's factor makes of it, before the row counts as
 # another's. Factors are powers of two, which scale every rounding error along with the gradient in any floating point
@@ -38,15 +49,37 @@ NOISE = {torch.float64: 1e-10, torch.float32: 1e-3}
 ABOVE_SUBNORMAL = 2.0**14
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """What may be rounding in gradients for losses with factors.
+
+    Attributes:
+        share: of a row, by which it may differ from what its factor makes of it.
+        noise: {dtype: share} of an example's largest row, up to which its rows aren't judged.
+    """
+
+    share: float
+    noise: Mapping[torch.dtype, float]
+
+
+USUAL = Rounding(TOLERANCE, NOISE)
+# Where it is known that rows of two examples meet: a factor, a power of two, scales what is of one example exactly.
+EXACT = Rounding(0.0, dict.fromkeys(NOISE, 0.0))
+
+
 def check_mixing(
-    losses: Tensor, calls: Sequence[LayerCall], pending: Sequence[LayerCall], indices: Sequence[RowIndex] = ()
+    losses: Tensor,
+    calls: Sequence[LayerCall],
+    pending: Sequence[LayerCall],
+    indices: Sequence[RowIndex] = (),
+    rounding: Rounding = USUAL,
 ) -> dict[LayerCall, Verdict]:
     """How rows of the ``pending`` among ``calls`` are grouped; calls that no gradient reached are left out."""
-    found = verdicts(losses, calls, _batch_dims(pending), indices=indices)
+    found = verdicts(losses, calls, _batch_dims(pending), indices=indices, rounding=rounding)
     most = 2.0 ** (math.frexp(torch.finfo(losses.dtype).max)[1] - 1)
     for lift in LIFTS if any(call.dtype == torch.float16 for call in calls) else ():
         if mixing := [call for call, verdict in found.items() if verdict.best is None]:
-            again = verdicts(losses, calls, _batch_dims(mixing), min(lift, most), indices)
+            again = verdicts(losses, calls, _batch_dims(mixing), min(lift, most), indices, rounding)
             # What overflowed for the lift alone shows nothing.
             found |= {call: v for call, v in again.items() if v.best is not None and not v.spoilt}
     return {call: verdict for call, verdict in found.items() if verdict.reached}
@@ -70,6 +103,7 @@ def verdicts(
     subjects: Mapping[Any, list[int]],
     lift: float = 1.0,
     indices: Sequence[RowIndex] = (),
+    rounding: Rounding = USUAL,
 ) -> dict[Any, Verdict]:
     """What is found of each of the subjects.
 
@@ -79,6 +113,7 @@ def verdicts(
         subjects: some of ``calls``, or edges, with the dimensions that may hold examples.
         lift: a power of two, that losses are multiplied with.
         indices: by which rows may belong to examples.
+        rounding: what may be rounding.
     """
     base = _sketches(losses, {**_batch_dims(calls), **subjects}, torch.full_like(losses, lift), {})
     scale, finite = torch.zeros(losses.shape, dtype=torch.float64, device=losses.device), losses.detach().isfinite()
@@ -94,7 +129,7 @@ def verdicts(
     for (subject, dim), sketch in base.items():
         for row_order in row_orders(len(sketch.rows), len(losses), indices):
             if subject in tests:
-                tests[subject].append(RowTest(sketch, dim, row_order, finite, scale))
+                tests[subject].append(RowTest(sketch, dim, row_order, finite, scale, rounding))
     for factors in _telling_factors(losses):
         seen = _sketches(losses, subjects, lift * factors, base)
         for subject, each in tests.items():
@@ -208,6 +243,7 @@ class RowTest:
         row_order: "example" or "row", or an index.
         finite: [B] bool, of the losses.
         scale: [B], the size of each example's gradients elsewhere.
+        rounding: what may be rounding.
 
     Attributes:
         count: rows of each example.
@@ -217,7 +253,9 @@ class RowTest:
         harmed: of these, how many have a finite loss.
     """
 
-    def __init__(self, base: _Sketch, dim: int, row_order: RowOrder, finite: Tensor, scale: Tensor) -> None:
+    def __init__(
+        self, base: _Sketch, dim: int, row_order: RowOrder, finite: Tensor, scale: Tensor, rounding: Rounding = USUAL
+    ) -> None:
         examples, numbers = len(finite), torch.arange(len(base.rows), device=base.rows.device)
         self.dim, self.count, self.row_order = dim, len(numbers) // examples, row_order
         self.contradicted, self.faint = False, False
@@ -230,7 +268,7 @@ class RowTest:
         self._base = base.rows / self._unit
         self._follow = self._sizes > 0
         own = scale.scatter_reduce(0, self._owners, self._sizes, "amax")
-        self._noise = NOISE[base.dtype] * own[self._owners]
+        self._share, self._noise = rounding.share, rounding.noise[base.dtype] * own[self._owners]
         self._floor = ABOVE_SUBNORMAL * torch.finfo(base.dtype).tiny
         spoilt = self._owners[base.spoilt].unique()
         self.spoilt, self.harmed = len(spoilt), int(finite[spoilt].sum())
@@ -273,7 +311,7 @@ class RowTest:
         own = factors[self._owners].double()
         rows = seen.rows / self._unit
         apart = _sizes(rows - own[:, None] * self._base)
-        fits = torch.where((own == 0) | (self._sizes == 0), _sizes(rows) == 0, apart <= TOLERANCE * own)
+        fits = torch.where((own == 0) | (self._sizes == 0), _sizes(rows) == 0, apart <= self._share * own)
         self._follow &= fits
         sizes = torch.maximum(self._sizes, _sizes(seen.rows))
         off = (sizes > self._noise) & ~fits

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ghostclip.errors import LossShapeError, UnsupportedModelError
-from ghostclip.graph.mixing_test import NOISE, TOLERANCE, check_mixing, projected, row_orders
+from ghostclip.graph.mixing_test import EXACT, NOISE, TOLERANCE, USUAL, Rounding, check_mixing, projected, row_orders
 from ghostclip.graph.parameter_names import ParameterNames, serial_number
 from ghostclip.graph.ragged_rows import RaggedRows
 from ghostclip.graph.reader import Edge, Uses, first_pass, shape_of
@@ -80,14 +80,21 @@ class RaggedLayouts:
         self._dice = random.Random()
 
     def lay_out(
-        self, losses: Tensor, uses: Uses, names: ParameterNames, indices: Sequence[RowIndex], again: bool
+        self,
+        losses: Tensor,
+        uses: Uses,
+        names: ParameterNames,
+        indices: Sequence[RowIndex],
+        again: bool,
+        rounding: Rounding = USUAL,
     ) -> RowLayout:
         """Every use of a parameter behind ``losses`` [B], and whose its rows are.
 
         Args:
             losses, uses, names: as `RowLayouts.lay_out` has them.
             indices: of this batch.
-            again: whether the gradients of an earlier pass over this graph didn't follow the indices.
+            again: whether the gradients of an earlier pass over this graph didn't follow the indices, or rows meet.
+            rounding: what may be rounding in a test in full.
 
         Raises:
             UnsupportedModelError: a layer's rows aren't those of an index, or follow other examples' losses.
@@ -99,10 +106,14 @@ class RaggedLayouts:
         choice = any(len(_orders(call, losses, indices)) > 1 for call in uses.calls)
         in_full = len(losses) > 1 and (again or choice or key not in self._met)
         while True:
-            region = self._region(losses, uses, odd, names, indices, in_full) if odd or uses.leaves else None
+            region = (
+                self._region(losses, uses, odd, names, indices, rounding if in_full else None)
+                if odd or uses.leaves
+                else None
+            )
             shared = set() if region is None else {id(call) for call in region.calls.values()}
             calls = [call for call in uses.calls if id(call) not in shared]
-            found = check_mixing(losses, calls, calls, indices) if in_full else {}
+            found = check_mixing(losses, calls, calls, indices, rounding) if in_full else {}
             mixing = [call for call, verdict in found.items() if verdict.best is None]
             if not mixing:
                 break
@@ -131,18 +142,18 @@ class RaggedLayouts:
         """The layout of a batch in whose graph rows of two examples meet, if no gradient shows it."""
         node, where = meeting
         try:
-            return self.lay_out(losses, uses, names, indices, again=True)
+            return self.lay_out(losses, uses, names, indices, again=True, rounding=EXACT)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{error}. By the graph, {where}", name=error.name, place=node) from error
 
     def _region(
         self, losses: Tensor, uses: Uses, odd: list[LayerCall], names: ParameterNames, indices: Sequence[RowIndex],
-        in_full: bool,
+        rounding: Rounding | None,
     ) -> SharedSubgraph:  # fmt: skip
         if len(losses) <= 1:
             return without_boundaries(losses, uses, odd)
         try:
-            return _RaggedSearch(losses, odd, uses, names, indices, in_full).region()
+            return _RaggedSearch(losses, odd, uses, names, indices, rounding).region()
         except (LossShapeError, UnsupportedModelError) as error:
             lengths = ", ".join(str(len(index)) for index in indices)
             raise UnsupportedModelError(
@@ -254,15 +265,16 @@ class _RaggedSearch(Search):
     Args:
         losses, odd, uses, names: as `Search` has them.
         indices: of the batch.
-        in_full: whether an operation is tested, or taken for what its size says where that is one thing.
+        rounding: what may be rounding where an operation is tested; None: it is taken for what its size says, where
+            that is one thing.
     """
 
     def __init__(
         self, losses: Tensor, odd: Sequence[LayerCall], uses: Uses, names: ParameterNames, indices: Sequence[RowIndex],
-        in_full: bool,
+        rounding: Rounding | None,
     ) -> None:  # fmt: skip
         super().__init__(losses, odd, uses, names, DecisionCache())
-        self._indices, self._in_full = indices, in_full
+        self._indices, self._in_full, self._rounding = indices, rounding is not None, rounding or USUAL
 
     def _multiples(self, edge: Edge) -> tuple[int, ...]:
         return tuple(len(row_orders(size, len(self._losses), self._indices)) for size in shape_of(edge))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.errors import LossShapeError, UnsupportedModelError
-from ghostclip.graph.mixing_test import Verdict, verdicts
+from ghostclip.graph.mixing_test import USUAL, Verdict, verdicts
 from ghostclip.graph.parameter_names import ParameterNames, serial_number
 from ghostclip.graph.reader import Edge, Uses, from_below, inputs_of, saved_dimensions, shape_of
 from ghostclip.graph.shared.boundary import ELEMENTWISE, EXPAND, REPEAT, Alternatives, BroadcastBoundary, broadcasts
@@ -101,6 +101,8 @@ class Search:
 
     # By which the rows of a tensor may belong to examples, where not by their order.
     _indices: Sequence[RowIndex] = ()
+    # What may be rounding in gradients.
+    _rounding = USUAL
 
     def __init__(
         self, losses: Tensor, odd: Sequence[LayerCall], uses: Uses, index: ParameterNames, places: DecisionCache
@@ -128,7 +130,7 @@ class Search:
         """
         while unknown := self._walk():
             dark = self.dark
-            for edge, verdict in verdicts(self._losses, self._batched, unknown, indices=self._indices).items():
+            for edge, verdict in self._verdicts(unknown).items():
                 self._decided[edge], sure = self._decide(edge, unknown[edge], verdict)
                 dark = dark or (not sure and (verdict.spoilt or verdict.lone))
                 if sure:
@@ -148,6 +150,9 @@ class Search:
                 "graph tells; losses must have shape exactly [B], one per example"
             )
         return SharedSubgraph(losses, self._boundaries, self._leaves, self.calls)
+
+    def _verdicts(self, unknown: dict[Edge, list[int]]) -> dict[Any, Verdict]:
+        return verdicts(self._losses, self._batched, unknown, indices=self._indices, rounding=self._rounding)
 
     def _walk(self) -> dict[Edge, list[int]]:
         """Goes as far as what is known reaches; returns the outputs that have to be decided before it can go on.
