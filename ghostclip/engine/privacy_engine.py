@@ -305,11 +305,7 @@ class PrivacyEngine(OpacusNames):
     def guarantee(self, delta: float | None = None, accountant: str = "pld") -> str:
         """The guarantee in a sentence: epsilon, delta, sampling, noise and neighbouring data sets; see `epsilon`."""
         found = accounting.guarantee(self.events, delta=self._delta(delta), accountant=accountant)
-        return (
-            found
-            if self.noise != "test" or not self.steps_taken
-            else f"{found} (The noise of noise='test' counts as none.)"
-        )
+        return f"{found} (noise='test' counts as none.)" if self.noise == "test" and self.steps_taken else found
 
     def accept_parameters(self) -> None:
         """Accepts trained parameters that were changed outside of steps, if no private data went into the change.
