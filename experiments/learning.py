@@ -172,6 +172,7 @@ def _private(setting: Setting, model: nn.Module, optimizer: Any, schedule: Any) 
         "noise_multiplier": noise,
         "noise_norm": noise * setting.clipping * math.sqrt(trained) / setting.batch,
         "snr": float(np.median(trace["snr"][:, -1])),
+        "snr_first": float(trace["snr"][0, -1]),
         "clipped": float(np.median(trace["fraction_clipped"][:, -1])),
         "cosine": float(np.median(trace["cosine"][:, -1])),
         "median_norm": float(np.median(np.concatenate([norms[-1] for norms in trace["norms"]]))),
@@ -185,21 +186,21 @@ def markdown(results: dict[str, Any]) -> str:
         f"{results['runs']} runs. Noise: its norm in the mean gradient, and the same over the root of the number of "
         "steps. snr and clipped: medians of the traced steps, for the whole gradient.",
         "",
-        "| setting | trained parameters | steps | noise over clipping norm | the same over all steps | snr | clipped "
-        "| accuracy |",
-        "|" + " --- |" * 8,
+        "| setting | trained parameters | steps | noise over clipping norm | the same over all steps | snr, first step "
+        "| snr, median | clipped | accuracy |",
+        "|" + " --- |" * 9,
     ]
     for row in results["settings"].values():
         runs = row["runs"]
         accuracies = [100 * each["accuracy"] for each in runs]
         spread = f"{statistics.median(accuracies):.1f}% ({min(accuracies):.1f} to {max(accuracies):.1f})"
         steps = row["setting"]["epochs"] * round(TRAINING / row["setting"]["batch"])
-        cells = ["", f"{steps}", "", "", "", ""]
+        cells = ["", f"{steps}", "", "", "", "", ""]
         if row["setting"]["private"]:
             first, middle = runs[0], {name: statistics.median(run[name] for run in runs) for name in runs[0]}
             over = first["noise_norm"] / row["setting"]["clipping"]
             cells = [f"{first['parameters']:,}", f"{steps}", f"{over:.2f}", f"{over / math.sqrt(steps):.2f}"]
-            cells += [f"{middle['snr']:.2f}", f"{middle['clipped']:.0%}"]
+            cells += [f"{middle['snr_first']:.3f}", f"{middle['snr']:.3f}", f"{middle['clipped']:.0%}"]
         lines.append(f"| {row['setting']['about']} | {' | '.join(cells)} | {spread} |")
     return "\n".join([*lines, "", f"At commit {results['commit']}.", ""])
 
