@@ -51,7 +51,7 @@ class Setting(NamedTuple):
 
 
 SETTINGS = {
-    "start": Setting("a transformer; batch 256, 20 epochs, Adam at 0.003 that falls to 0 by a cosine"),
+    "start": Setting("start: a transformer; batch 256, 20 epochs, Adam at 0.003 that falls to 0 by a cosine"),
     "without privacy": Setting("the same without privacy", private=False),
     "constant": Setting("start, with a constant rate", cosine=False),
     "batch": Setting("start, with batch 512 and 40 epochs", 512, 40),
