@@ -174,3 +174,27 @@ def test_a_compiled_step_waits_for_what_is_open(monkeypatch: Any) -> None:
             clipper.clip(lambda m, given: m(*given), given)
             assert_dicts_close(gradients(model), wanted, 1e-10)
         assert clipper.compiled.graphs == graphs
+
+
+@every_pass
+@pytest.mark.parametrize("shares", [(1, 0, 1), (0, 1, 0), (1, 1, 0), (0, 1, 1)])
+def test_several_steps_of_which_no_gradient_reaches_some(
+    shares: tuple[int, ...], second_pass: str, monkeypatch: Any
+) -> None:
+    """A parameter is used alike at each step; what is proved of one use holds for all, and no batch is tested again."""
+
+    def wiring(m: Any, x: Tensor) -> Tensor:
+        hidden = [torch.tanh(m.layer(x)) * share for share in shares]
+        return sum((each * m.p).square().sum(1) for each in hidden)  # type: ignore[return-value]
+
+    torch.manual_seed(3)
+    model = ghostclip.wrap(with_parameters(wiring, {"p": (5,)}, layer=nn.Linear(3, 5)).double())
+    found = proofs(monkeypatch)
+    clipper = GhostClipper(model, MAX_NORM, second_pass=second_pass)
+    for seed in range(4):
+        given = batch(DIAGONAL, seed)[:1]
+        wanted = oracle.clipped_sum(oracle.per_example_grads(model, lambda losses: losses, given), MAX_NORM)
+        model.zero_grad()
+        clipper.backward(model(*given))
+        assert_dicts_close(gradients(model), wanted, 1e-10)
+    assert found == [3]

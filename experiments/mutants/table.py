@@ -846,6 +846,7 @@ SHARED_NONFINITE = ("tests/test_nonfinite_shared.py", "-k")
 LATE = ("tests/test_first_gradients.py", "-k")
 COINCIDING = ("tests/test_coinciding_sizes.py", "-k")
 OPEN = ("tests/test_open_boundaries.py", "-k")
+MOVED = ("tests/test_moved_rows.py", "-k")
 PROVED = [
     Mutant(
         "rows that are not finite count as zeros",
@@ -990,8 +991,8 @@ PROVED = [
     Mutant(
         "a new way is not looked at in layers that are proved",
         "ghostclip/graph/row_layout.py",
-        "keys, examples, uses.reorders or rehearsal or reached)",
-        "keys, examples, uses.reorders or rehearsal)",
+        "keys, examples, bool(uses.moving) or rehearsal or reached)",
+        "keys, examples, bool(uses.moving) or rehearsal)",
         (*LATE, "switched_on_late"),
     ),
     Mutant(
@@ -1014,6 +1015,49 @@ PROVED = [
         "        if self.alternatives is None:\n            return grad.any()\n",
         "        if self.alternatives is None:\n            return grad.any() & False\n",
         (*OPEN, "reaches_at_first"),
+    ),
+    Mutant(
+        "an order of examples is looked for in the first dimension alone",
+        "ghostclip/graph/moved_rows.py",
+        "if dim == 0 or (examples and shape[dim] % examples == 0)}",
+        "if dim == 0}",
+        (*MOVED, "changes_after"),
+    ),
+    Mutant(
+        "what is known to have examples there leaves them in place",
+        "ghostclip/graph/moved_rows.py",
+        "return bool(moved) if known is None else known in moved\n",
+        "return bool(moved) if known is None else False\n",
+        (*MOVED, "changes_after"),
+    ),
+    Mutant(
+        "what isn't known to move examples leaves them in place",
+        "ghostclip/graph/moved_rows.py",
+        "return bool(moved) if known is None else known in moved\n",
+        "return known is not None and known in moved\n",
+        (*MOVED, "changes_after"),
+    ),
+    Mutant(
+        "what is written into a parameter is shared, too",
+        "ghostclip/graph/moved_rows.py",
+        "if not shared.issuperset(e[0] for e in node.next_functions)",
+        "if node.next_functions[0][0] not in shared",
+        (*MOVED, "into_a_parameter"),
+    ),
+    Mutant(
+        "all operations that move rows are taken for one",
+        "ghostclip/graph/reader.py",
+        "list(enumerate(reordering))",
+        "[(0, node) for node in reordering]",
+        (*MOVED, "two_operations"),
+    ),
+    Mutant(
+        "where the examples are is learnt before it is tested that they don't mix",
+        "ghostclip/graph/row_layout.py",
+        "        picked = self._picked.find(losses, uses, remember=not rehearsal)\n",
+        "        uses = self._moved.learn(losses, uses)\n"
+        "        picked = self._picked.find(losses, uses, remember=not rehearsal)\n",
+        (*MOVED, "beside_positions"),
     ),
     Mutant(
         "what a diagonal leaves open is settled",

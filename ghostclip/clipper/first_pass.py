@@ -49,6 +49,7 @@ class FirstPasses:
         choices: what the planner chose for the last batch it was asked for, by id of parameter; None before one.
         placed: inside of what this returns the model has the parameters that its layers use.
         hold: has the values of given Parameters stay for the passes over a graph.
+        reorders: whether the last batch's forward may order examples differently from batch to batch.
         is_open: whether one of the last batch's layers isn't proved, which no gradient has reached so far.
     """
 
@@ -67,7 +68,7 @@ class FirstPasses:
         self.hold: Callable[[list[nn.Parameter]], None] = lambda _: None
         self.index = ParameterNames(model)
         self.choices: Mapping[int, StrategyChoice] | None = None
-        self.is_open = False
+        self.is_open = self.reorders = False
         self._parameters: dict[int, nn.Parameter] = {}
         self._grouping = RowLayouts(self._hold)
         self._ragged, self._indices = RaggedLayouts(), list[RowIndex]()
@@ -120,6 +121,7 @@ class FirstPasses:
                 else self._grouping.lay_out(losses, uses, self.index, reached=reached)
             )
             calls, check, self.is_open = layout.calls, layout.check, not layout.proved
+            self.reorders = layout.reorders
             chosen, keep = keep is Keep.CHOSEN, self._keep_of(keep, calls)
             small = keep is Keep.SMALL
             collector = NormCollector(

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from ghostclip.clipper.collector import Keep, norm_dtype
 from ghostclip.clipper.second_pass import TwoPasses
 from ghostclip.clipping import Automatic, Flat, Thresholds
-from ghostclip.graph.reader import AT_LEAST_FLOAT32, read_graph
+from ghostclip.graph.reader import AT_LEAST_FLOAT32
 
 __all__ = ["Clipped", "learn", "trace_friendly"]
 
@@ -39,12 +39,11 @@ def learn(passes: TwoPasses, losses: Tensor, padded: bool) -> str | None:
     alone = isinstance(policy, (Flat, Automatic, Thresholds)) or getattr(policy, "weighs_each_alone", False)
     if padded and not alone:
         return f"{type(passes.clipping).__name__} may look at all norms at once, and batches are padded"
-    uses = read_graph(losses, passes.index)
-    if uses.reorders:
-        return "its forward may order examples differently from batch to batch, which is proved anew for each"
     if any(parameter.dtype not in AT_LEAST_FLOAT32 for _, parameter in passes.index.trained()):
         return "sums of parameters narrower than float32 are gathered in float32, which a graph doesn't do"
     run = passes.first_pass(losses, Keep.ALL, retain_graph=False)
+    if passes.reorders:
+        return "its forward may order examples differently from batch to batch, which is proved anew for each"
     if run.unkept_calls():
         return "its graph keeps all gradients that it measures, and the memory budget or checkpointing forbids that"
     return "no gradient has reached some layer so far" if passes.is_open else None

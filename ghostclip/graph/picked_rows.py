@@ -26,7 +26,6 @@ from ghostclip.graph.reader import (
     Uses,
     from_below,
     inputs_of,
-    moves_first_dimension,
     shape_of,
     signed,
 )
@@ -72,7 +71,7 @@ class PickedRows:
         problem: why they aren't followed; empty where they are.
         mixes: whether that is for losses of examples that depend on rows of others.
         size: how many nodes the graph has beside these and what is shared.
-        reorders: whether examples may be ordered differently elsewhere.
+        moving: operations elsewhere that may order examples differently, as `Uses` has them.
     """
 
     def __init__(self, losses: Tensor, uses: Uses, row_order: str) -> None:
@@ -102,7 +101,9 @@ class PickedRows:
         known = self._shared.union(self._passed, self.owners)
         left = [node for node in nodes if node not in known]
         self.size = len(left)
-        self.reorders = any(node.name() in REORDERING and moves_first_dimension(node, self._examples) for node in left)
+        moving = {node for _, node in uses.moving}
+        reordering = [node for node in left if node.name() in REORDERING]
+        self.moving = [(number, node) for number, node in enumerate(reordering) if node in moving]
 
     def index(self, node: Any) -> RowIndex:
         """Whose the rows of a node's outputs are."""
@@ -170,7 +171,7 @@ class PickedRows:
         else:
             (whole, _), rows = node.next_functions
             self._chained[whole] += 1
-            self._tell(rows, owners[picked[1]])
+            self._tell(rows, _owners_at(node, owners, picked[1]))
 
     def _in_order(self, rows: int) -> Tensor | None:
         """[rows], the example of each where they are all examples' rows; None where they can't be."""
@@ -212,7 +213,7 @@ class PickedRows:
             self._follow(below[0], *picked, owners)
         elif name in PUTS and (picked := _index(node, dim)):
             self._tell(below[0], owners)
-            self._tell(below[1], owners[picked[1]])
+            self._tell(below[1], _owners_at(node, owners, picked[1]))
         elif name in PRODUCTS and dim == 0:
             if below[PRODUCTS[name]][0] is None:
                 raise NotFollowed(f"{name}, {OUTSIDE}")
@@ -317,7 +318,7 @@ class PickedLayouts:
     def find(self, losses: Tensor, uses: Uses, remember: bool) -> PickedRows | None:
         """The picked rows behind ``losses`` [B]; None where there can't be any, with a ``problem`` where they aren't
         followed. What is tested of copies of examples isn't to be remembered."""
-        if not uses.reorders or len(losses) < 2 or is_traced():
+        if not uses.moving or len(losses) < 2 or is_traced():
             return None
         tried = []
         for row_order in ("example", "row"):
@@ -371,6 +372,14 @@ def _index(node: Any, dim: int) -> tuple[int, Tensor] | None:
     if places != list(range(first, first + len(places))) or (masks and len(indices) > 1):
         raise NotFollowed(node.name())
     return first, masks[0].nonzero()[:, 0] if masks else torch.broadcast_tensors(*indices)[0]
+
+
+def _owners_at(node: Any, owners: Tensor, index: Tensor) -> Tensor:
+    """[n], the owners of rows that were put to the places ``index`` [n, ...]."""
+    found = owners[index].unsqueeze(-1).flatten(1)
+    if found.shape[1] == 0 or not bool((found == found[:, :1]).all()):
+        raise NotFollowed(f"{_described(node)}, of which several examples use the same rows")
+    return found[:, 0]
 
 
 def _is_along_rows(node: Any, rows: int) -> bool:

@@ -134,7 +134,7 @@ class RaggedLayouts:
         elif in_full:
             self._met[key] = hooks
         folded = {each: (1, order) for each, order in orders.items() if order != "example"}
-        return RowLayout(calls if region is None else [*calls, *region.uses], folded, True, check)
+        return RowLayout(calls if region is None else [*calls, *region.uses], folded, True, check=check)
 
     def _meeting(
         self, losses: Tensor, uses: Uses, names: ParameterNames, indices: Sequence[RowIndex], meeting: tuple[Any, str]

@@ -25,6 +25,7 @@ from ghostclip.nn.base import NOTHING, PROBE, LayerCall
 from ghostclip.nn.fallback import FallbackCall
 
 __all__ = [
+    "ACCUMULATE",
     "AT_LEAST_FLOAT32",
     "REORDERING",
     "Edge",
@@ -33,7 +34,6 @@ __all__ = [
     "free_graph",
     "from_below",
     "inputs_of",
-    "moves_first_dimension",
     "read_graph",
     "saved_dimensions",
     "shape_of",
@@ -49,7 +49,7 @@ ACCUMULATE = type(torch.zeros((), device="cpu", requires_grad=True).expand(1).gr
 REORDERING = {
     f"{name}Backward0"
     for name in ("Embedding", "Flip", "Gather", "Index", "IndexAdd", "IndexCopy", "IndexPut", "IndexSelect", "Roll",
-                 "Scatter", "ScatterAdd", "Sort", "Take")
+                 "Scatter", "ScatterAdd", "Sort", "Take", "Topk")
 }  # fmt: skip
 
 # Functions that normalize by the statistics of a batch, whatever module calls them.
@@ -68,7 +68,8 @@ class Uses:
         calls: every use of a wrapper layer that the losses depend on.
         layers: {call: serial number of its layer}.
         leaves: nodes at which trained parameters enter outside of every layer.
-        reorders: whether something between the layers may order the examples differently from batch to batch.
+        moving: operations of `REORDERING` kinds between the layers, each with its number among them. Those that are
+            known to leave the examples in place are left out later (`ghostclip.graph.moved_rows`).
         picked: rows that are picked by index (`ghostclip.graph.picked_rows`); None before they are looked for.
         size: how many nodes there are, by which a forward that took another way is told; and
             `ParameterNames.version`, by which another layer is told from the one in whose place it is.
@@ -77,7 +78,7 @@ class Uses:
     calls: list[LayerCall]
     layers: Mapping[LayerCall, int]
     leaves: list[Any]
-    reorders: bool
+    moving: list[tuple[int, Any]]
     size: tuple[int, int]
     picked: Any = None
 
@@ -92,7 +93,7 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
     index.watch()
     calls: list[LayerCall] = []
     leaves: list[Any] = []
-    reorders = False
+    reordering: list[Any] = []
     seen: set[Any] = set()
     stack: list[Any] = [losses.grad_fn]
     while stack:
@@ -112,7 +113,8 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
             calls.append(call)
             stack += call.sources
         else:
-            reorders = reorders or (kind.__name__ in REORDERING and moves_first_dimension(node, len(losses)))
+            if kind.__name__ in REORDERING:
+                reordering.append(node)
             if kind.__name__ == "CheckpointFunctionBackward":
                 raise UnsupportedModelError(
                     "reentrant activation checkpointing hides the layers inside it; "
@@ -130,7 +132,7 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
                 _refuse_statistics(node)
             stack += [edge[0] for edge in node.next_functions]
     own = index.own_calls(calls)
-    return Uses(list(own), own, leaves, reorders, (len(seen), index.version))
+    return Uses(list(own), own, leaves, list(enumerate(reordering)), (len(seen), index.version))
 
 
 @functools.cache
@@ -139,33 +141,6 @@ def _is_plain(kind: type) -> bool:
     return (
         kind.__module__ == "builtins" and kind is not ACCUMULATE and kind.__name__ not in REORDERING | BATCH_STATISTICS
     )
-
-
-def moves_first_dimension(node: Any, examples: int) -> bool:
-    """Whether a node of a REORDERING kind may move entries along dimension 0; where it doesn't say, it may."""
-    if _is_table(node.next_functions[0][0], examples):
-        return False  # a lookup
-    if dimensions := saved_dimensions(node, len(shape_of((node, 0)))):
-        return 0 in dimensions
-    indices = getattr(node, "_saved_indices", False)
-    first: Any = indices[0] if isinstance(indices, tuple) else False
-    if first is None:
-        return False
-    # h[torch.arange(B), lengths] is how a model picks one position of each example; the examples stay in place.
-    in_place = isinstance(first, Tensor) and first.dim() == 1 and first.dtype == torch.int64
-    return not (in_place and torch.equal(first, torch.arange(len(first), device=first.device)))
-
-
-def _is_table(node: Any, examples: int) -> bool:
-    """Whether all that went into a tensor are parameters, and layers whose rows are no multiple of the batch."""
-    for each in from_below(node):
-        call = getattr(each, "call", None)
-        if isinstance(call, LayerCall):
-            if examples and call.shape[call.batch_dim] % examples == 0:
-                return False
-        elif type(each) is not ACCUMULATE and any(below is None for below, _ in each.next_functions):
-            return False
-    return node is not None
 
 
 def _refuse_statistics(node: Any) -> None:

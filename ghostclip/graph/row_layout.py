@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ghostclip.errors import LossShapeError, UnsupportedModelError
 from ghostclip.graph.layout_check import FirstGradients, LayoutCheck
 from ghostclip.graph.mixing_test import Verdict, check_mixing
+from ghostclip.graph.moved_rows import MovedRows
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.picked_rows import PickedLayouts
 from ghostclip.graph.reader import Uses, from_below
@@ -39,12 +40,14 @@ class RowLayout:
         folded: {id(call): (rows of each example, their order)} of calls that have other than one row of each example,
             in the order of the losses; with an index, the first number means nothing.
         proved: whether all calls are proved.
+        reorders: whether something may order the examples differently from batch to batch.
         check: what is left to be seen in the gradients of the pass itself; nothing is clipped before.
     """
 
     calls: list[LayerCall]
     folded: Mapping[int, tuple[int, RowOrder]]
     proved: bool
+    reorders: bool = False
     check: LayoutCheck | None = None
 
 
@@ -66,7 +69,7 @@ class RowLayouts:
         # saw no examples.
         self._constant: set[tuple] = set()
         self._places: dict[tuple[int, int], DecisionCache] = {}
-        self._picked = PickedLayouts()
+        self._picked, self._moved = PickedLayouts(), MovedRows()
 
     @property
     def constants(self) -> int:
@@ -95,17 +98,19 @@ class RowLayouts:
         Raises:
             UnsupportedModelError: rows of other examples move with one example's loss, or the grouping can't be told.
         """
+        uses = self._moved.known(losses, uses)
         picked = self._picked.find(losses, uses, remember=not rehearsal)
-        if picked is None:
-            return self._lay_out(losses, uses, index, rehearsal, reached)
-        if not picked.problem:
-            uses = replace(uses, size=(picked.size, uses.size[1]), reorders=picked.reorders, picked=picked)
+        if picked is not None and picked.owners:
+            uses = replace(uses, size=(picked.size, uses.size[1]), moving=picked.moving, picked=picked)
+            uses = self._moved.known(losses, uses)
         try:
-            return self._lay_out(losses, uses, index, rehearsal, reached)
+            found = self._lay_out(losses, uses, index, rehearsal, reached)
         except (LossShapeError, UnsupportedModelError) as error:
-            if note := picked.note:
+            if picked is not None and (note := picked.note):
                 raise UnsupportedModelError(f"{error}. {note}") from error
             raise
+        left = uses if rehearsal else self._moved.learn(losses, uses)  # of a rehearsal, whose examples are copies
+        return replace(found, reorders=bool(left.moving))
 
     def _lay_out(self, losses: Tensor, uses: Uses, index: ParameterNames, rehearsal: bool, reached: bool) -> RowLayout:
         examples, odd, unsure = losses.shape[0], self._odd(uses, losses.shape[0]), False
@@ -125,7 +130,7 @@ class RowLayouts:
             if unfit := [call for call in calls if examples and (_is_odd(call, examples) or not _rows(call))]:
                 raise not_a_batch(unfit[0], examples, index.layer(unfit[0]))
             keys = {call: (uses.size, *_key(call, uses, examples)) for call in calls}
-            pending = self._pending(keys, examples, uses.reorders or rehearsal or reached)
+            pending = self._pending(keys, examples, bool(uses.moving) or rehearsal or reached)
             found = check_mixing(losses, calls, pending) if pending else {}
             # Of layers that saw data, a row of zeros is nothing unusual, and its input may not be finite.
             lone = [call for call, v in found.items() if v.lone and not call.sources and call.layer.reads_indices]
@@ -148,7 +153,7 @@ class RowLayouts:
         calls = calls if region is None else [*calls, *region.uses]
         boundaries = () if region is None else [each for each in region.boundaries if each.alternatives != ()]
         check = FirstGradients(unreached, region, index) if unreached or boundaries else None
-        return RowLayout(calls, folded, not left and not boundaries, check)
+        return RowLayout(calls, folded, not left and not boundaries, check=check)
 
     def _odd(self, uses: Uses, examples: int) -> list[LayerCall]:
         """The calls that saw no examples, as far as is known."""
@@ -211,7 +216,7 @@ class RowLayouts:
         self._hold([node.variable for node in uses.leaves] + [p for each in odd for p in each.layer.parameters()])
         if len(losses) <= 1:
             return without_boundaries(losses, uses, odd)
-        places = DecisionCache() if uses.reorders else self._places.setdefault(uses.size, DecisionCache())
+        places = DecisionCache() if uses.moving else self._places.setdefault(uses.size, DecisionCache())
         places.rehearses = rehearsal
         search = Search(losses, odd, uses, index, places)
         try:

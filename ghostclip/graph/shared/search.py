@@ -67,17 +67,33 @@ class DecisionCache:
     Attributes:
         decisions: by places.
         shared: (place, shape) of tensors that had this shape in a rehearsal, whose examples go into no dimension of it.
+        doubtful: places at which finite gradients left more open than `BroadcastBoundary.alternatives` say.
         rehearses: whether the batch that is looked at is one.
     """
 
     decisions: dict[tuple, Decision] = field(default_factory=dict)
     shared: set[tuple] = field(default_factory=set)
+    doubtful: set[tuple] = field(default_factory=set)
     rehearses: bool = False
     _numbers: dict[tuple, int] = field(default_factory=dict)
 
     def number(self, *made_of: Any) -> int:
         """The number of a place, the same in every batch."""
         return self._numbers.setdefault(made_of, len(self._numbers))
+
+    def keep(self, place: tuple, found: Decision, sure: bool, verdict: Verdict) -> None:
+        """Remembers what was found at a place, which several tensors of a graph may have, as far as it will hold."""
+        known = self.decisions.get(place)
+        if sure:
+            self.decisions[place] = found
+        elif known is not None and known.alternatives == ():
+            return
+        elif found.dim is None or verdict.alternatives == ():
+            self.decisions.pop(place, None)
+            if not verdict.spoilt:
+                self.doubtful.add(place)
+        elif not (self.rehearses or place in self.doubtful or (known is not None and verdict.alternatives is None)):
+            self.decisions[place] = replace(found, alternatives=verdict.alternatives)
 
     def drop_open(self) -> None:
         """Forgets decisions that have alternatives."""
@@ -133,11 +149,7 @@ class Search:
             for edge, verdict in self._verdicts(unknown).items():
                 self._decided[edge], sure = self._decide(edge, unknown[edge], verdict)
                 dark = dark or (not sure and (verdict.spoilt or verdict.lone))
-                if sure:
-                    self._places.decisions[self._key(edge)] = self._decided[edge]
-                elif self._decided[edge].dim is not None and verdict.alternatives != () and not self._places.rehearses:
-                    left = replace(self._decided[edge], alternatives=verdict.alternatives)
-                    self._places.decisions[self._key(edge)] = left
+                self._places.keep(self._key(edge), self._decided[edge], sure, verdict)
             self.dark = dark
         shared, losses = self._status[self._losses.grad_fn] >= 0, len(self._losses)
         untold = [call for call in self.calls.values() if not call.sources]

@@ -1,0 +1,150 @@
+"""Operations that move entries by indices: whether they leave each example where it is.
+
+Indices are as new as their batch, and an operation that moves entries along the dimension of the examples may order
+these differently every time. Along which dimension a tensor has the examples is the same in all batches of a kind of
+graph. It is proved once (`ghostclip.graph.mixing_test`); after that the dimensions along which an operation moves
+entries are compared with it in each batch, and no other backward is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ghostclip.graph.mixing_test import verdicts
+from ghostclip.graph.reader import ACCUMULATE, Edge, Uses, from_below, inputs_of, saved_dimensions, shape_of
+from ghostclip.native.custom_ops import is_traced
+from ghostclip.nn.base import LayerCall
+
+__all__ = ["MovedRows", "moved_dimensions"]
+
+EMBEDDING = "EmbeddingBackward0"
+# Operations whose results may have other dimensions than their first inputs.
+OTHER_DIMENSIONS = {EMBEDDING, "IndexBackward0", "TakeBackward0"}
+
+
+class MovedRows:
+    """Remembers along which dimension the tensors that such operations read or write have the examples."""
+
+    def __init__(self) -> None:
+        self._dims: dict[tuple, int] = {}
+        # Of how many examples the largest batch was on which this was tried.
+        self._tried: dict[tuple, int] = {}
+
+    def known(self, losses: Tensor, uses: Uses) -> Uses:
+        """The uses without moving operations that are known to leave the examples of ``losses`` [B] in place."""
+        examples, moving = len(losses), uses.moving
+        if examples < 2:
+            return replace(uses, moving=[])
+        if is_traced():  # no index of a table is looked at
+            moving = _of_examples(losses, moving)
+        moving = [(number, node) for number, node in moving if self._moves(uses, number, node, examples)]
+        return replace(uses, moving=_of_examples(losses, moving))
+
+    def learn(self, losses: Tensor, uses: Uses) -> Uses:
+        """Proves where the examples of ``losses`` [B] are, and returns what `known` does then.
+
+        Args:
+            losses: [B], of a batch of which it was tested that examples don't mix. In another one a dimension of the
+                same size, along which nothing moves, can look like that of the examples.
+            uses: what `known` left.
+        """
+        examples, subjects = len(losses), dict[tuple, Edge]()
+        for number, node in uses.moving:
+            key = _key(uses, number, node)
+            if key not in self._dims and examples >= 2 * self._tried.get(key, 0):
+                subjects[key], self._tried[key] = _subject(node), examples
+        if not subjects or is_traced():
+            return uses
+        dims = {
+            edge: [d for d, size in enumerate(shape_of(edge)) if size % examples == 0] for edge in subjects.values()
+        }
+        calls = [call for call in uses.calls if call.shape[call.batch_dim] == examples]
+        found = verdicts(losses, calls, {edge: each for edge, each in dims.items() if each})
+        for key, edge in subjects.items():
+            verdict = found.get(edge)
+            if verdict is not None and verdict.best is not None and verdict.sure:
+                self._dims[key] = verdict.best.dim
+        return self.known(losses, uses)
+
+    def _moves(self, uses: Uses, number: int, node: Any, examples: int) -> bool:
+        """Whether an operation may move entries along the dimension that has the examples, where that is known."""
+        moved, known = moved_dimensions(node, examples), self._dims.get(_key(uses, number, node))
+        return bool(moved) if known is None else known in moved
+
+
+def _key(uses: Uses, number: int, node: Any) -> tuple:
+    """What the same operation has in every batch's graph; beside rows that are picked it has another number."""
+    below = node.next_functions[0][0]
+    names = (node.name(), "" if below is None else below.name())
+    return uses.size, uses.picked is None, number, names, len(shape_of(_subject(node)))
+
+
+def _subject(node: Any) -> Edge:
+    """A tensor that has the examples in the dimension where the operation's first input has them."""
+    return node.next_functions[0] if node.name() in OTHER_DIMENSIONS else (node, 0)
+
+
+def moved_dimensions(node: Any, examples: int) -> set[int]:
+    """Along which dimensions that may hold examples an operation of a `REORDERING` kind may move entries.
+
+    They are those of its first input. The first dimension may hold rows of examples whatever its size is; any other,
+    a multiple of a batch.
+    """
+    shape = shape_of(node.next_functions[0] if node.next_functions[0][0] is not None else (node, 0))
+    moved = set(saved_dimensions(node, len(shape)))
+    if isinstance(indices := getattr(node, "_saved_indices", None), tuple):
+        moved = _indexed_dimensions(indices, len(shape))
+    elif not moved:
+        moved = {0} if node.name() == EMBEDDING else set(range(len(shape)))
+    return {dim for dim in moved if dim == 0 or (examples and shape[dim] % examples == 0)}
+
+
+def _indexed_dimensions(indices: tuple[Tensor | None, ...], dims: int) -> set[int]:
+    """Along which of so many dimensions entries come from other places than their own."""
+    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if any(index.dtype in (torch.bool, torch.uint8) for _, index in given):
+        return set(range(given[0][0], dims))  # a mask may have several dimensions
+    return {dim for dim, index in given if not _is_in_order(index)}
+
+
+def _is_in_order(index: Tensor) -> bool:
+    """Whether entries stay in place along one dimension of what an index is broadcast to.
+
+    h[torch.arange(B), lengths] is how a model picks a position of each example, and h[torch.arange(B)[:, None], places]
+    is how it picks several.
+    """
+    if index.dtype != torch.int64 or index.dim() == 0 or index.numel() != max(index.shape):
+        return False
+    return torch.equal(index.flatten(), torch.arange(index.numel(), device=index.device))
+
+
+def _of_examples(losses: Tensor, moving: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
+    """Those of the operations that read more than tables: parameters, and what was made of these alone."""
+    moving = [(number, node) for number, node in moving if not _are_parameters(node.next_functions)]
+    if not moving:
+        return []
+    shared = _tables(losses) | {None}
+    return [(number, node) for number, node in moving if not shared.issuperset(e[0] for e in node.next_functions)]
+
+
+def _are_parameters(edges: Sequence[Edge]) -> bool:
+    return all(below is None or type(below) is ACCUMULATE for below, _ in edges)
+
+
+def _tables(losses: Tensor) -> set[Any]:
+    """The nodes to which parameters led alone, and layers whose rows are no multiple of the batch."""
+    tables, examples = set[Any](), len(losses)
+    for node in from_below(losses.grad_fn):
+        below, call = [each for each, _ in inputs_of(node)], getattr(node, "call", None)
+        if isinstance(call, LayerCall):
+            own = call.shape[call.batch_dim] % examples != 0
+        else:
+            own = type(node) is ACCUMULATE or None not in below
+        if own and tables.issuperset(below):
+            tables.add(node)
+    return tables
