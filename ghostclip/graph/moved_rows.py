@@ -22,7 +22,7 @@ from ghostclip.nn.base import LayerCall
 
 __all__ = ["MovedRows", "moved_dimensions"]
 
-EMBEDDING = "EmbeddingBackward0"
+EMBEDDING, MASKED_SCATTER = "EmbeddingBackward0", "MaskedScatterBackward0"
 # Operations whose results may have other dimensions than their first inputs.
 OTHER_DIMENSIONS = {EMBEDDING, "IndexBackward0", "TakeBackward0"}
 
@@ -99,6 +99,8 @@ def moved_dimensions(node: Any, examples: int) -> set[int]:
     moved = set(saved_dimensions(node, len(shape)))
     if isinstance(indices := getattr(node, "_saved_indices", None), tuple):
         moved = _indexed_dimensions(indices, len(shape))
+    elif node.name() == MASKED_SCATTER:
+        moved = _scattered_dimensions(node._saved_mask.expand(shape))
     elif not moved:
         moved = {0} if node.name() == EMBEDDING else set(range(len(shape)))
     return {dim for dim in moved if dim == 0 or (examples and shape[dim] % examples == 0)}
@@ -110,6 +112,16 @@ def _indexed_dimensions(indices: tuple[Tensor | None, ...], dims: int) -> set[in
     if any(index.dtype in (torch.bool, torch.uint8) for _, index in given):
         return set(range(given[0][0], dims))  # a mask may have several dimensions
     return {dim for dim, index in given if not _is_in_order(index)}
+
+
+def _scattered_dimensions(mask: Tensor) -> set[int]:
+    """Along which dimensions entries may come from other places than their own.
+
+    Entries are taken one after another; where as many go to each row along the first dimension, rows stay in place.
+    """
+    counts = mask.flatten(1).sum(1) if mask.dim() > 1 else mask.long()
+    rows_stay = not is_traced() and bool((counts == counts[:1]).all())
+    return set(range(int(rows_stay), mask.dim()))
 
 
 def _is_in_order(index: Tensor) -> bool:

@@ -26,6 +26,7 @@ from ghostclip.graph.reader import (
     Uses,
     from_below,
     inputs_of,
+    parts_of,
     shape_of,
     signed,
 )
@@ -70,7 +71,7 @@ class PickedRows:
         anchors: {tensor: its dimension with the examples' rows}, which rows are picked from and put back to.
         problem: why they aren't followed; empty where they are.
         mixes: whether that is for losses of examples that depend on rows of others.
-        size: how many nodes the graph has beside these and what is shared.
+        size: how many nodes the graph has beside these and what is shared, and what they say of parts.
         moving: operations elsewhere that may order examples differently, as `Uses` has them.
     """
 
@@ -100,7 +101,8 @@ class PickedRows:
         self.calls = {node.call: self.index(node) for node in self.owners if hasattr(node, "call") and node.call.own}
         known = self._shared.union(self._passed, self.owners)
         left = [node for node in nodes if node not in known]
-        self.size = len(left)
+        parts = [part for node in left for part in parts_of(node, self._examples)]
+        self.size = len(left), hash(tuple(parts))
         moving = {node for _, node in uses.moving}
         reordering = [node for node in left if node.name() in REORDERING]
         self.moving = [(number, node) for number, node in enumerate(reordering) if node in moving]

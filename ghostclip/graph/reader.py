@@ -34,6 +34,7 @@ __all__ = [
     "free_graph",
     "from_below",
     "inputs_of",
+    "parts_of",
     "read_graph",
     "saved_dimensions",
     "shape_of",
@@ -48,9 +49,11 @@ ACCUMULATE = type(torch.zeros((), device="cpu", requires_grad=True).expand(1).gr
 # Operations that may put the examples of a batch into another order, differently for every batch.
 REORDERING = {
     f"{name}Backward0"
-    for name in ("Embedding", "Flip", "Gather", "Index", "IndexAdd", "IndexCopy", "IndexPut", "IndexSelect", "Roll",
-                 "Scatter", "ScatterAdd", "Sort", "Take", "Topk")
+    for name in ("Embedding", "Flip", "Gather", "Index", "IndexAdd", "IndexCopy", "IndexPut", "IndexSelect",
+                 "MaskedScatter", "Roll", "Scatter", "ScatterAdd", "Sort", "Take", "Topk")
 }  # fmt: skip
+# Operations that take a part of a tensor.
+PARTS = {"SelectBackward0": ("_saved_index",), "SliceBackward0": ("_saved_start", "_saved_end", "_saved_step")}
 
 # Functions that normalize by the statistics of a batch, whatever module calls them.
 BATCH_STATISTICS = {f"{name}BatchNormBackward0" for name in ("Native", "Cudnn", "Miopen")}
@@ -71,15 +74,15 @@ class Uses:
         moving: operations of `REORDERING` kinds between the layers, each with its number among them. Those that are
             known to leave the examples in place are left out later (`ghostclip.graph.moved_rows`).
         picked: rows that are picked by index (`ghostclip.graph.picked_rows`); None before they are looked for.
-        size: how many nodes there are, by which a forward that took another way is told; and
-            `ParameterNames.version`, by which another layer is told from the one in whose place it is.
+        size: how many nodes there are and what they say of parts (`parts_of`), by which a forward that took another
+            way is told; and `ParameterNames.version`, by which another layer is told from the one in whose place it is.
     """
 
     calls: list[LayerCall]
     layers: Mapping[LayerCall, int]
     leaves: list[Any]
     moving: list[tuple[int, Any]]
-    size: tuple[int, int]
+    size: tuple[tuple[int, int], int]
     picked: Any = None
 
 
@@ -94,6 +97,7 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
     calls: list[LayerCall] = []
     leaves: list[Any] = []
     reordering: list[Any] = []
+    parts: list[Any] = []
     seen: set[Any] = set()
     stack: list[Any] = [losses.grad_fn]
     while stack:
@@ -101,6 +105,7 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
         if node in seen or node is None:
             continue
         seen.add(node)
+        parts += parts_of(node, len(losses))
         kind: Any = type(node)
         if _is_plain(kind):
             stack += [edge[0] for edge in node.next_functions]
@@ -132,7 +137,26 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
                 _refuse_statistics(node)
             stack += [edge[0] for edge in node.next_functions]
     own = index.own_calls(calls)
-    return Uses(list(own), own, leaves, list(enumerate(reordering)), (len(seen), index.version))
+    return Uses(list(own), own, leaves, list(enumerate(reordering)), ((len(seen), hash(tuple(parts))), index.version))
+
+
+def parts_of(node: Any, examples: int) -> tuple[Any, ...]:
+    """What an operation says, beside its kind, of which parts of tensors it takes; () where it takes whole ones.
+
+    Parts that are put together in another order than in another batch may order the examples differently. That counts
+    where the dimension may hold examples: the first one, or one that is a multiple of a batch.
+    """
+    if isinstance(node, Tensor):
+        return ()
+    call = getattr(node, "call", None)
+    numbers = call.numbers if isinstance(call, LayerCall) else [number for _, number in node.next_functions]
+    found: tuple[Any, ...] = (tuple(numbers),) if any(numbers) else ()
+    if (saved := PARTS.get(type(node).__name__)) is not None:
+        shape, dim = shape_of(node.next_functions[0]), signed(node._saved_dim)
+        dim %= max(1, len(shape))
+        if dim == 0 or shape[dim] % max(1, examples) == 0:
+            found += (dim, *(getattr(node, name) for name in saved))
+    return found
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +69,7 @@ class RowLayouts:
         # Uses, and how many alike, of a shape that a batch of another size had too: as no multiple of it, so that they
         # saw no examples.
         self._constant: set[tuple] = set()
-        self._places: dict[tuple[int, int], DecisionCache] = {}
+        self._places: dict[tuple[Any, int], DecisionCache] = {}
         self._picked, self._moved = PickedLayouts(), MovedRows()
 
     @property

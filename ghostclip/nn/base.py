@@ -83,6 +83,7 @@ class LayerCall:
         owners: the parameters themselves, by these names.
         own: those of ``parameters`` that belong to the model whose graph is read; none for a layer of another model.
         sources: the gradient nodes of the inputs, or inputs that are leaves; the graph continues there.
+        numbers: which output of its source each input is.
         registered: the number of hooks registered in the process when the layer was called.
         has_saved_tensor_hooks: whether hooks replace saved tensors, as those of activation checkpointing do.
         sink: called with (call, inputs, gradient at the pre-activation) in a first pass; None outside of it.
@@ -91,8 +92,8 @@ class LayerCall:
     """
 
     __slots__ = (
-        "batch_dim", "device", "dtype", "ends", "extra", "has_saved_tensor_hooks", "layer", "nbytes", "own", "owners",
-        "parameters", "registered", "repeat", "rows", "shape", "sink", "sources",
+        "batch_dim", "device", "dtype", "ends", "extra", "has_saved_tensor_hooks", "layer", "nbytes", "numbers", "own",
+        "owners", "parameters", "registered", "repeat", "rows", "shape", "sink", "sources",
     )  # fmt: skip
 
     def __init__(
@@ -110,6 +111,7 @@ class LayerCall:
         self.dtype, self.device = preactivation.dtype, preactivation.device
         self.nbytes = preactivation.numel() * preactivation.element_size()  # of any size, as torch.compile traces it
         self.sources = [t.grad_fn or t for t in inputs if t.requires_grad]
+        self.numbers = [t.output_nr for t in inputs if t.requires_grad]
         self.has_saved_tensor_hooks = has_saved_tensor_hooks()
         self.registered = RemovableHandle.next_id
         self.sink: Sink | None = None
