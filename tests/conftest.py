@@ -1,5 +1,6 @@
 """What every test starts from: one thread and fixed seeds."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,12 @@ from ghostclip.nn.declared import DECLARED
 from ghostclip.nn.rnn.identity_input import possible
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Garbage is not looked for among the tests themselves: looking took a tenth of the time of all."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

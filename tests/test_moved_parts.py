@@ -78,6 +78,31 @@ def test_an_order_of_a_later_batch_is_refused(name: str) -> None:
     torch.testing.assert_close(clipper.norms(losses(model, x)), by_the_loop(model, x), rtol=1e-10, atol=0)
 
 
+class Choosing(nn.Module):
+    """Layers read one of two tensors, of which one has the rows moved, and one has them back in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.between, self.last = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.by = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        rows = self.between(torch.stack([h, turned(h)]).unbind()[self.by])
+        return self.last(torch.stack([rows, torch.cat([rows[-1:], rows[:-1]])]).unbind()[self.by])
+
+
+def test_another_output_of_an_operation_that_a_layer_reads_is_another_order() -> None:
+    torch.manual_seed(0)
+    model = Choosing().double()
+    clipper = GhostClipper(model)
+    for _ in range(3):
+        clipper.norms(losses(model, torch.randn(EXAMPLES, 4).double()))
+    model.by = 1
+    with pytest.raises(UnsupportedModelError, match=r"between: .*depends on rows of this output that belong to others"):
+        clipper.norms(losses(model, torch.randn(EXAMPLES, 4).double()))
+
+
 class Halves(nn.Module):
     """Parts along features and positions, as rotary positions and gates take them."""
 

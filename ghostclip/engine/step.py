@@ -123,10 +123,12 @@ class LogicalStep:
     def start(self, batch: LogicalBatch, loss_fn: LossFunction, batch_index: BatchIndexOf = None) -> None:
         """Checks the arguments of `PrivacyEngine.step`; all ranks begin it."""
         if not isinstance(batch, LogicalBatch):
-            raise PrivacyError(
-                f"engine.step() takes a logical batch of engine.batches(), then loss_fn; got {type(batch).__name__} "
-                + ("first, are they swapped?" if callable(batch) else "(of physical batches: engine.backward(losses))")
-            )
+            remedy = "are they swapped?" if callable(batch) else (
+                "call it once for each batch (not one of a DataLoader of yours), inside of `for batch in "
+                "engine.batches()`, or engine.backward(losses) for each physical one"
+            )  # fmt: skip
+            kind = type(batch).__name__
+            raise PrivacyError(f"engine.step() takes a logical batch, then loss_fn; got {kind} first: {remedy}")
         if batch is not self.release.current("engine.step()"):
             raise PrivacyError(
                 "engine.step() got a logical batch that had its step; take the next one of engine.batches()"
