@@ -78,6 +78,33 @@ def test_an_order_of_a_later_batch_is_refused(name: str) -> None:
     torch.testing.assert_close(clipper.norms(losses(model, x)), by_the_loop(model, x), rtol=1e-10, atol=0)
 
 
+class Scaling(Ordering):
+    """A bare parameter where examples are in an order."""
+
+    def __init__(self, order: Callable[[Any, Tensor, int], Tensor]) -> None:
+        super().__init__(order)
+        self.last = nn.Identity()  # type: ignore[assignment]
+        self.scale = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.order(self, self.first(x), self.by) * self.scale
+        back = len(rows) - self.by
+        return torch.cat([rows[back:], rows[:back]])
+
+
+@pytest.mark.parametrize("name", ["slices", "selected", "split"])
+def test_an_order_at_a_bare_parameter_is_refused(name: str) -> None:
+    torch.manual_seed(0)
+    model = Scaling(ORDERS[name]).double()
+    clipper = GhostClipper(model)
+    for by in (0, 0, 0):
+        model.by, x = by, torch.randn(EXAMPLES, 4).double()
+        torch.testing.assert_close(clipper.norms(losses(model, x)), by_the_loop(model, x), rtol=1e-10, atol=0)
+    model.by = 1
+    with pytest.raises(UnsupportedModelError, match="scale"):
+        clipper.norms(losses(model, torch.randn(EXAMPLES, 4).double()))
+
+
 class Choosing(nn.Module):
     """Layers read one of two tensors, of which one has the rows moved, and one has them back in place."""
 

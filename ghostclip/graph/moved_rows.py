@@ -81,7 +81,7 @@ def _key(uses: Uses, number: int, node: Any) -> tuple:
     """What the same operation has in every batch's graph; beside rows that are picked it has another number."""
     below = node.next_functions[0][0]
     names = (node.name(), "" if below is None else below.name())
-    return uses.size, uses.picked is None, number, names, len(shape_of(_subject(node)))
+    return uses.size, uses.parts, uses.picked is None, number, names, len(shape_of(_subject(node)))
 
 
 def _subject(node: Any) -> Edge:

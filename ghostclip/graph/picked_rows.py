@@ -71,7 +71,7 @@ class PickedRows:
         anchors: {tensor: its dimension with the examples' rows}, which rows are picked from and put back to.
         problem: why they aren't followed; empty where they are.
         mixes: whether that is for losses of examples that depend on rows of others.
-        size: how many nodes the graph has beside these and what is shared, and what they say of parts.
+        size, parts: how many nodes the graph has beside these and what is shared; and what they say, as in `Uses`.
         moving: operations elsewhere that may order examples differently, as `Uses` has them.
     """
 
@@ -102,7 +102,7 @@ class PickedRows:
         known = self._shared.union(self._passed, self.owners)
         left = [node for node in nodes if node not in known]
         parts = [part for node in left for part in parts_of(node, self._examples)]
-        self.size = len(left), hash(tuple(parts))
+        self.size, self.parts = len(left), hash(tuple(parts))
         moving = {node for _, node in uses.moving}
         reordering = [node for node in left if node.name() in REORDERING]
         self.moving = [(number, node) for number, node in enumerate(reordering) if node in moving]
@@ -329,7 +329,7 @@ class PickedLayouts:
             if picked.problem:
                 continue
             rows = [(edge[0].name(), dim, shape_of(edge)[dim] // len(losses)) for edge, dim in picked.anchors.items()]
-            key = (picked.size, uses.size[1], row_order, *rows)
+            key = (picked.size, picked.parts, uses.size[1], row_order, *rows)
             if len(losses) < 2 * self._tested.get(key, 0):
                 return picked
             calls = [

@@ -102,8 +102,8 @@ class RaggedLayouts:
         for call in uses.calls:
             _find_rows(call, losses, indices)
         odd = [call for call in uses.calls if not _orders(call, losses, indices)]
-        (count, _), version = uses.size  # parts are followed in each batch
-        key = (count, version, len(indices), *(_key(call) for call in uses.calls))
+        # Parts are followed in each batch.
+        key = (uses.size, len(indices), *(_key(call) for call in uses.calls))
         choice = any(len(_orders(call, losses, indices)) > 1 for call in uses.calls)
         in_full = len(losses) > 1 and (again or choice or key not in self._met)
         while True:

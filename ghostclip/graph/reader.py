@@ -74,15 +74,17 @@ class Uses:
         moving: operations of `REORDERING` kinds between the layers, each with its number among them. Those that are
             known to leave the examples in place are left out later (`ghostclip.graph.moved_rows`).
         picked: rows that are picked by index (`ghostclip.graph.picked_rows`); None before they are looked for.
-        size: how many nodes there are and what they say of parts (`parts_of`), by which a forward that took another
-            way is told; and `ParameterNames.version`, by which another layer is told from the one in whose place it is.
+        size: how many nodes there are, by which a forward that took another way is told; and
+            `ParameterNames.version`, by which another layer is told from the one in whose place it is.
+        parts: a hash of what nodes say of parts (`parts_of`): what was proved holds where it is the same.
     """
 
     calls: list[LayerCall]
     layers: Mapping[LayerCall, int]
     leaves: list[Any]
     moving: list[tuple[int, Any]]
-    size: tuple[tuple[int, int], int]
+    size: tuple[int, int]
+    parts: int
     picked: Any = None
 
 
@@ -137,7 +139,7 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
                 _refuse_statistics(node)
             stack += [edge[0] for edge in node.next_functions]
     own = index.own_calls(calls)
-    return Uses(list(own), own, leaves, list(enumerate(reordering)), ((len(seen), hash(tuple(parts))), index.version))
+    return Uses(list(own), own, leaves, list(enumerate(reordering)), (len(seen), index.version), hash(tuple(parts)))
 
 
 def parts_of(node: Any, examples: int) -> tuple[Any, ...]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +68,7 @@ class RowLayouts:
         # Uses, and how many alike, of a shape that a batch of another size had too: as no multiple of it, so that they
         # saw no examples.
         self._constant: set[tuple] = set()
-        self._places: dict[tuple[Any, int], DecisionCache] = {}
+        self._places: dict[tuple[int, int], DecisionCache] = {}
         self._picked, self._moved = PickedLayouts(), MovedRows()
 
     @property
@@ -102,7 +101,8 @@ class RowLayouts:
         uses = self._moved.known(losses, uses)
         picked = self._picked.find(losses, uses, remember=not rehearsal)
         if picked is not None and picked.owners:
-            uses = replace(uses, size=(picked.size, uses.size[1]), moving=picked.moving, picked=picked)
+            size = picked.size, uses.size[1]
+            uses = replace(uses, size=size, parts=picked.parts, moving=picked.moving, picked=picked)
             uses = self._moved.known(losses, uses)
         try:
             found = self._lay_out(losses, uses, index, rehearsal, reached)
@@ -130,7 +130,7 @@ class RowLayouts:
             calls = [call for call in uses.calls if id(call) not in shared and call not in picked]
             if unfit := [call for call in calls if examples and (_is_odd(call, examples) or not _rows(call))]:
                 raise not_a_batch(unfit[0], examples, index.layer(unfit[0]))
-            keys = {call: (uses.size, *_key(call, uses, examples)) for call in calls}
+            keys = {call: (uses.size, uses.parts, *_key(call, uses, examples)) for call in calls}
             pending = self._pending(keys, examples, bool(uses.moving) or rehearsal or reached)
             found = check_mixing(losses, calls, pending) if pending else {}
             # Of layers that saw data, a row of zeros is nothing unusual, and its input may not be finite.

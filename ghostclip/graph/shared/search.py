@@ -65,9 +65,9 @@ class DecisionCache:
     """What was found out in earlier batches, by places in the graph, which are numbered by how they are made.
 
     Attributes:
-        decisions: by places.
+        decisions: by parts that the graph takes (as `Uses` has them) and places.
         shared: (place, shape) of tensors that had this shape in a rehearsal, whose examples go into no dimension of it.
-        doubtful: places at which finite gradients left more open than `BroadcastBoundary.alternatives` say.
+        doubtful: the same, at which finite gradients left more open than `BroadcastBoundary.alternatives` say.
         rehearses: whether the batch that is looked at is one.
     """
 
@@ -81,7 +81,7 @@ class DecisionCache:
         """The number of a place, the same in every batch."""
         return self._numbers.setdefault(made_of, len(self._numbers))
 
-    def keep(self, place: tuple, found: Decision, sure: bool, verdict: Verdict) -> None:
+    def keep(self, place: tuple[int, tuple], found: Decision, sure: bool, verdict: Verdict) -> None:
         """Remembers what was found at a place, which several tensors of a graph may have, as far as it will hold."""
         known = self.decisions.get(place)
         if sure:
@@ -123,7 +123,7 @@ class Search:
     def __init__(
         self, losses: Tensor, odd: Sequence[LayerCall], uses: Uses, index: ParameterNames, places: DecisionCache
     ) -> None:
-        self._losses, self._index, self._places = losses, index, places
+        self._losses, self._index, self._places, self._parts = losses, index, places, uses.parts
         self._odd = {id(call) for call in odd}
         self._picked = uses.picked
         picked = () if uses.picked is None else uses.picked.calls
@@ -149,7 +149,7 @@ class Search:
             for edge, verdict in self._verdicts(unknown).items():
                 self._decided[edge], sure = self._decide(edge, unknown[edge], verdict)
                 dark = dark or (not sure and (verdict.spoilt or verdict.lone))
-                self._places.keep(self._key(edge), self._decided[edge], sure, verdict)
+                self._places.keep((self._parts, self._key(edge)), self._decided[edge], sure, verdict)
             self.dark = dark
         shared, losses = self._status[self._losses.grad_fn] >= 0, len(self._losses)
         untold = [call for call in self.calls.values() if not call.sources]
@@ -279,7 +279,8 @@ class Search:
 
     def _known(self, edge: Edge, dims: list[int]) -> Decision | None:
         """What was decided of the output in this batch or an earlier one, if it holds for this."""
-        known, multiples = self._decided.get(edge) or self._places.decisions.get(self._key(edge)), self._multiples(edge)
+        known = self._decided.get(edge) or self._places.decisions.get((self._parts, self._key(edge)))
+        multiples = self._multiples(edge)
         if known is None:
             return None
         if known.dim is None:
