@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missing = sorted({s.library for s in SUBJECTS} - {s.library for s in there})
     if missing:
         print(f'left out: the models of {", ".join(missing)}; pip install ".[models]"')
-    rows = known_rows(options.results, there)
+    rows, since = known_rows(options.results, there)
     chosen = [s for s in there if not options.only or any(word in s.name for word in options.only)]
     chosen = [s for s in chosen if not options.kinds or s.kind in options.kinds]
     if options.resume:
@@ -137,22 +137,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for part in () if exact else ("times", "memory"):
             row.pop(part, None)
         print(f"{number}/{len(chosen)} {subject.name}: {verdict(row)}, {in_short(row)}", flush=True)
-        write(rows, missing, options.results, options.page)
+        write(rows, since, missing, options.results, options.page)
     if "memory" in options.parts:
         counted = memories([s for s in chosen if verdict(rows[s.name]) == "exact"])
         for name, found in counted.items():
             rows[name]["memory"] = found
-    write(rows, missing, options.results, options.page)
+    write(rows, since, missing, options.results, options.page)
     return int(any(verdict(row) in ("WRONG", "fails") for row in rows.values()))
 
 
-def known_rows(path: Path, there: Sequence[Subject]) -> dict[str, Any]:
-    """What earlier calls measured of models that are still there, with the same versions."""
+def known_rows(path: Path, there: Sequence[Subject]) -> tuple[dict[str, Any], str]:
+    """What earlier calls measured of models that are still there, with the same versions, and from which commit on."""
     known = json.loads(path.read_text()) if path.exists() else {}
     if known.get("versions") != versions():
-        return {}
+        return {}, commit()
     names = {subject.name for subject in there}
-    return {name: row for name, row in known["models"].items() if name in names}
+    return {name: row for name, row in known["models"].items() if name in names}, known["commit"].split()[0]
 
 
 def is_complete(row: dict[str, Any], parts: Sequence[str]) -> bool:
@@ -169,10 +169,11 @@ def in_short(row: dict[str, Any]) -> str:
     return f"worst error {errors['worst']:.1e}, neighbours {errors['neighbours']:.7f}, {over}"
 
 
-def write(rows: dict[str, Any], missing: Sequence[str], results: Path, page_path: Path) -> None:
-    """Both files, the models in their order."""
+def write(rows: dict[str, Any], since: str, missing: Sequence[str], results: Path, page_path: Path) -> None:
+    """Both files, the models in their order; measured at the commits since that one."""
+    now = commit()
     found = {
-        "versions": versions(), "machine": describe(), "commit": commit(), "missing": list(missing),
+        "versions": versions(), "machine": describe(), "commit": now if now == since else f"{since} to {now}", "missing": list(missing),
         "models": {s.name: rows[s.name] for s in SUBJECTS if s.name in rows},
     }  # fmt: skip
     for path, text in ((results, json.dumps(found, indent=1) + "\n"), (page_path, page(found))):

@@ -1866,8 +1866,8 @@ CHECKED = [
     Mutant(
         "parts put together in another order are the same kind of graph",
         "ghostclip/graph/reader.py",
-        "        parts += parts_of(node, len(losses))\n",
-        "",
+        "hash(tuple(parts)))\n",
+        "0)\n",
         ("tests/test_moved_parts.py",),
     ),
     Mutant(
@@ -1880,8 +1880,8 @@ CHECKED = [
     Mutant(
         "which output of a split a layer reads isn't told",
         "ghostclip/graph/reader.py",
-        "numbers = call.numbers if isinstance(call, LayerCall) else",
-        "numbers = [] if isinstance(call, LayerCall) else",
+        "parts_of(node, call.numbers, len(losses))",
+        "parts_of(node, [], len(losses))",
         ("tests/test_moved_parts.py",),
     ),
     Mutant(
@@ -1889,6 +1889,13 @@ CHECKED = [
         "ghostclip/graph/moved_rows.py",
         "bool((counts == counts[:1]).all())",
         "bool((counts >= 0).all())",
+        ("tests/test_moved_parts.py",),
+    ),
+    Mutant(
+        "what was proved of a bare parameter's use holds for parts in another order",
+        "ghostclip/graph/shared/search.py",
+        "losses, index, places, uses.parts\n",
+        "losses, index, places, 0\n",
         ("tests/test_moved_parts.py",),
     ),
     Mutant(

@@ -101,7 +101,7 @@ class PickedRows:
         self.calls = {node.call: self.index(node) for node in self.owners if hasattr(node, "call") and node.call.own}
         known = self._shared.union(self._passed, self.owners)
         left = [node for node in nodes if node not in known]
-        parts = [part for node in left for part in parts_of(node, self._examples)]
+        parts = [part for node in left for part in parts_of(node, _numbers(node), self._examples)]
         self.size, self.parts = len(left), hash(tuple(parts))
         moving = {node for _, node in uses.moving}
         reordering = [node for node in left if node.name() in REORDERING]
@@ -382,6 +382,12 @@ def _owners_at(node: Any, owners: Tensor, index: Tensor) -> Tensor:
     if found.shape[1] == 0 or not bool((found == found[:, :1]).all()):
         raise NotFollowed(f"{_described(node)}, of which several examples use the same rows")
     return found[:, 0]
+
+
+def _numbers(node: Any) -> list[int]:
+    """Which outputs of other operations a node was given."""
+    call = getattr(node, "call", None)
+    return call.numbers if isinstance(call, LayerCall) else [number for _, number in node.next_functions]
 
 
 def _is_along_rows(node: Any, rows: int) -> bool:

@@ -107,10 +107,11 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
         if node in seen or node is None:
             continue
         seen.add(node)
-        parts += parts_of(node, len(losses))
         kind: Any = type(node)
         if _is_plain(kind):
-            stack += [edge[0] for edge in node.next_functions]
+            edges = node.next_functions
+            stack += [below for below, _ in edges]
+            parts += parts_of(node, [number for _, number in edges], len(losses))
         elif kind is ACCUMULATE:
             if index.name_of(node.variable) is not None:
                 leaves.append(node)
@@ -119,6 +120,7 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
         elif isinstance(call := getattr(node, "call", None), LayerCall):
             calls.append(call)
             stack += call.sources
+            parts += parts_of(node, call.numbers, len(losses))
         else:
             if kind.__name__ in REORDERING:
                 reordering.append(node)
@@ -137,21 +139,23 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
                 )
             if kind.__name__ in BATCH_STATISTICS:
                 _refuse_statistics(node)
-            stack += [edge[0] for edge in node.next_functions]
+            stack += [below for below, _ in node.next_functions]
+            parts += parts_of(node, [number for _, number in node.next_functions], len(losses))
     own = index.own_calls(calls)
     return Uses(list(own), own, leaves, list(enumerate(reordering)), (len(seen), index.version), hash(tuple(parts)))
 
 
-def parts_of(node: Any, examples: int) -> tuple[Any, ...]:
+def parts_of(node: Any, numbers: list[int], examples: int) -> tuple[Any, ...]:
     """What an operation says, beside its kind, of which parts of tensors it takes; () where it takes whole ones.
 
     Parts that are put together in another order than in another batch may order the examples differently. That counts
     where the dimension may hold examples: the first one, or one that is a multiple of a batch.
+
+    Args:
+        node: of the graph.
+        numbers: which outputs of other operations it was given.
+        examples: how many losses there are.
     """
-    if isinstance(node, Tensor):
-        return ()
-    call = getattr(node, "call", None)
-    numbers = call.numbers if isinstance(call, LayerCall) else [number for _, number in node.next_functions]
     found: tuple[Any, ...] = (tuple(numbers),) if any(numbers) else ()
     if (saved := PARTS.get(type(node).__name__)) is not None:
         shape, dim = shape_of(node.next_functions[0]), signed(node._saved_dim)
