@@ -173,8 +173,8 @@ def write(rows: dict[str, Any], since: str, missing: Sequence[str], results: Pat
     """Both files, the models in their order; measured at the commits since that one."""
     now = commit()
     found = {
-        "versions": versions(), "machine": describe(), "commit": now if now == since else f"{since} to {now}", "missing": list(missing),
-        "models": {s.name: rows[s.name] for s in SUBJECTS if s.name in rows},
+        "versions": versions(), "machine": describe(), "commit": now if now == since else f"{since} to {now}",
+        "missing": list(missing), "models": {s.name: rows[s.name] for s in SUBJECTS if s.name in rows},
     }  # fmt: skip
     for path, text in ((results, json.dumps(found, indent=1) + "\n"), (page_path, page(found))):
         path.parent.mkdir(parents=True, exist_ok=True)

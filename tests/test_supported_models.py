@@ -57,12 +57,17 @@ def test_the_page_has_figures_the_slowest_refusals_and_what_is_left_out():
 
 def test_rows_of_other_versions_and_other_models_are_dropped(tmp_path, monkeypatch):
     path, subject = tmp_path / "results.json", supported_models.SUBJECTS[0]
-    known = {"versions": supported_models.versions(), "models": {subject.name: row(), "gone": row()}}
+    known = {
+        "versions": supported_models.versions(),
+        "commit": "abc to def",
+        "models": {subject.name: row(), "gone": row()},
+    }
     path.write_text(json.dumps(known))
-    assert list(supported_models.known_rows(path, [subject])) == [subject.name]
-    assert supported_models.known_rows(path, []) == {}
+    rows, since = supported_models.known_rows(path, [subject])
+    assert (list(rows), since) == ([subject.name], "abc")
+    assert supported_models.known_rows(path, []) == ({}, "abc")
     monkeypatch.setattr(supported_models, "versions", lambda: {"torch": "1"})
-    assert supported_models.known_rows(path, [subject]) == {}
+    assert supported_models.known_rows(path, [subject])[0] == {}
 
 
 def test_a_call_writes_both_files_and_names_what_is_left_out(tmp_path, capsys, monkeypatch):

@@ -23,6 +23,10 @@ LOOP = (
     "A recurrence over time in single operations: reading a graph of thousands of them, and finding what the examples "
     "share in it, takes a quarter of a step."
 )
+SEARCHED = (
+    "Bare parameters are looked for in the graph in every batch, a fifth of a step, and a step of 8 ms is many small "
+    "operations."
+)
 PICKED = "Which rows an expert picks is followed through the graph in every batch."
 CHECKPOINTED = "The first and the second pass each compute the forward again, and nothing is kept between them."
 
@@ -32,6 +36,7 @@ REASONS: dict[str, str] = {
     **dict.fromkeys(("BiT", "NF-ResNet (timm)"), CONVOLVED),
     **dict.fromkeys(("Llama + HRA", "Llama + LoHa", "Llama + OFT"), MERGED),
     "XLNet": BARE,
+    "Funnel": SEARCHED,
     "RecurrentGemma": LOOP,
     "Switch": PICKED,
     "GPT-2, checkpointed": CHECKPOINTED,
