@@ -5,12 +5,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.utils.data
 
 from ghostclip.native import library
 from ghostclip.nn.declared import DECLARED
 from ghostclip.nn.rnn.identity_input import possible
 
 torch.set_num_threads(1)
+# Workers of a data loader that the garbage collector finds are waited for, each for 5 seconds: tests leave many behind.
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
 
 
 def pytest_collection_finish() -> None:

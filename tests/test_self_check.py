@@ -1,6 +1,7 @@
 """The first steps' self-check: wrong gradients are refused before a release, and checking changes nothing."""
 
 import logging
+import weakref
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -342,6 +343,17 @@ def test_losses_without_a_loss_function_are_said_to_be_untested(caplog: pytest.L
     by_step(tested)
     by_backward(tested)
     assert caplog.text == ""
+
+
+def test_a_batch_that_had_its_step_is_let_go_of() -> None:
+    """It holds the workers of its data loader, which end promptly where nothing else refers to them."""
+    engine = whole_batches(runs.network())
+    batches = iter(engine.batches())
+    batch = next(batches)
+    engine.step(batch, runs.losses_of)
+    seen = weakref.ref(batch)
+    del batch, batches
+    assert seen() is None
 
 
 def test_an_update_lost_in_rounding_is_named(said: Callable[[], str]) -> None:

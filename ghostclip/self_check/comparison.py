@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import random
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -58,7 +59,8 @@ class LossComparison:
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._dims, self._dice = model, ExampleDims(), random.Random()
-        self._left, self._seen = STEPS, object()
+        # Not the batch itself, which holds its data loader's workers.
+        self._left, self._seen = STEPS, weakref.ref[Any](self)
         self.begun = False
         self._said: set[str] = set()
 
@@ -101,7 +103,7 @@ class LossComparison:
         """Both groups of a batch in the first steps, and at random later one; 0: it is not its turn."""
         if self._left == 0:
             return int(self._dice.random() < 1.0 / SELDOM)
-        if logical is self._seen:
+        if logical is self._seen():
             return 0
         if self._left == STEPS:
             log.info(
@@ -109,7 +111,7 @@ class LossComparison:
                 "in %d physical batches later; self_check=False turns it off",
                 STEPS, SELDOM,
             )  # fmt: skip
-        self._seen, self._left, self.begun = logical, self._left - 1, True
+        self._seen, self._left, self.begun = weakref.ref(logical), self._left - 1, True
         return 2
 
     def _say(self, reason: str) -> None:
