@@ -1,8 +1,8 @@
 """The first steps' self-check: wrong gradients are refused before a release, and checking changes nothing."""
 
 import logging
-import weakref
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
