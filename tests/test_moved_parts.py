@@ -225,3 +225,111 @@ def test_an_engine_refuses_an_order_of_a_later_batch() -> None:
     batch = next(iter(engine.batches()))
     with pytest.raises(UnsupportedModelError, match="belong to others"):
         engine.step(batch, lambda model, batch: losses(model, batch[0]))
+
+
+B = 4
+
+
+class Free(nn.Module):
+    """Two layers and a bare parameter, used as a function says."""
+
+    def __init__(self, wiring: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.p = nn.Linear(5, 5), nn.Linear(5, 5), nn.Parameter(torch.randn(7, 5))
+        self.wiring = wiring
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return self.wiring(self, *inputs)
+
+
+def squares(h: Tensor) -> Tensor:
+    return h.square().flatten(1).sum(1)
+
+
+def chunks(m: Free, x: Tensor, other: bool) -> Tensor:
+    first, second = (part.tanh() for part in m.a(x).chunk(2))
+    return squares(m.b(torch.cat([second, first] if other else [first, second])))
+
+
+def reduced(m: Free, x: Tensor, index: Tensor) -> Tensor:
+    rows = index[:, None].expand(B, 5)
+    return squares(m.b(x.new_zeros(B, 5).scatter_reduce(0, rows, m.a(x).tanh(), "sum")))
+
+
+def bags(m: Free, x: Tensor, index: Tensor) -> Tensor:
+    return squares(m.b(nn.functional.embedding_bag(index[:, None], m.a(x).tanh(), mode="sum")))
+
+
+def doubled(m: Free, x: Tensor, index: Tensor) -> Tensor:
+    return squares(m.b(m.a(x).tanh().unsqueeze(1).expand(B, 2, 5).reshape(2 * B, 5)[index]))
+
+
+def crossed(m: Free, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    return squares(
+        m.b(
+            m.a(x.unsqueeze(1).expand(B, B, 5) * torch.arange(1.0, 5.0)[:, None]).tanh()[rows, columns].cumsum(1)[:, -1]
+        )
+    )
+
+
+def picked(m: Free, x: Tensor, index: Tensor) -> Tensor:
+    return squares(m.b(nn.functional.embedding(torch.tensor([1, 6, 3, 4]), m.p)[index] + 0 * x))
+
+
+def pictured(m: Free, x: Tensor, places: int) -> Tensor:
+    mask = (torch.arange(6) < places).view(1, 6, 1).expand(B, 6, 5)
+    text, pictures = x.unsqueeze(1).expand(B, 6, 5), x.unsqueeze(1).expand(B, 4, 5) * torch.arange(1.0, 5.0)[:, None]
+    return squares(m.b(m.a(text).masked_scatter(mask, m.a(pictures).tanh())).tanh())
+
+
+ORDER = torch.arange(B)
+LATER: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], tuple[Any, ...]]] = {
+    "chunks with an operation after each": (chunks, (False,), (True,)),
+    "scatter_reduce": (reduced, (ORDER,), (ORDER.roll(1),)),
+    "embedding_bag of activations": (bags, (ORDER,), (ORDER.roll(1),)),
+    "an index of a longer dimension": (doubled, (2 * ORDER,), (ORDER,)),
+    "an index that is broadcast the other way": (crossed, (ORDER[:, None], ORDER[None]), (ORDER[None], ORDER[:, None])),
+    "rows of a parameter, picked twice": (picked, (ORDER,), (ORDER.roll(1),)),
+    "more pictures than places": (pictured, (4,), (2,)),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_moves_examples_in_a_later_batch_is_refused_or_exact(name: str) -> None:
+    torch.manual_seed(0)
+    wiring, good, bad = LATER[name]
+    model = Free(wiring).double()
+    clipper = GhostClipper(model)
+    for _ in range(3):
+        x = torch.randn(B, 5).double()
+        torch.testing.assert_close(clipper.norms(model(x, *good)), of_each(model, model(x, *good)), rtol=1e-9, atol=0)
+    x = torch.randn(B, 5).double()
+    try:
+        found = clipper.norms(model(x, *bad))
+    except UnsupportedModelError:
+        return
+    torch.testing.assert_close(found, of_each(model, model(x, *bad)), rtol=1e-9, atol=0)
+
+
+def of_each(model: nn.Module, losses: Tensor) -> Tensor:
+    parameters = list(model.parameters())
+    found = []
+    for loss in losses:
+        grads = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        found.append(torch.cat([grad.flatten() for grad in grads if grad is not None]).norm())
+    return torch.stack(found)
+
+
+def test_two_uses_of_a_layer_whose_rows_are_grouped_in_two_ways() -> None:
+    torch.manual_seed(0)
+
+    def both_ways(m: Free, x: Tensor) -> Tensor:
+        a = m.a(x.reshape(-1, 5)).view(B, 3, 5)
+        b = m.a(x.transpose(0, 1).reshape(-1, 5)).view(3, B, 5).transpose(0, 1)
+        return squares(a) + b.sum((1, 2)).square()
+
+    model = Free(both_ways).double()
+    clipper = GhostClipper(model)
+    for _ in range(3):
+        x = torch.randn(B, 3, 5).double()
+        torch.testing.assert_close(clipper.norms(model(x)), of_each(model, model(x)), rtol=1e-9, atol=0)

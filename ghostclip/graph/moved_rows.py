@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ghostclip.graph.mixing_test import verdicts
 from ghostclip.graph.reader import ACCUMULATE, Edge, Uses, from_below, inputs_of, saved_dimensions, shape_of
+from ghostclip.graph.shared.search import CREATORS
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import LayerCall
 
@@ -98,41 +99,44 @@ def moved_dimensions(node: Any, examples: int) -> set[int]:
     shape = shape_of(node.next_functions[0] if node.next_functions[0][0] is not None else (node, 0))
     moved = set(saved_dimensions(node, len(shape)))
     if isinstance(indices := getattr(node, "_saved_indices", None), tuple):
-        moved = _indexed_dimensions(indices, len(shape))
+        moved = _indexed_dimensions(indices, shape)
     elif node.name() == MASKED_SCATTER:
-        moved = _scattered_dimensions(node._saved_mask.expand(shape))
+        moved = _scattered_dimensions(node._saved_mask.expand(shape), node.next_functions[1])
     elif not moved:
         moved = {0} if node.name() == EMBEDDING else set(range(len(shape)))
     return {dim for dim in moved if dim == 0 or (examples and shape[dim] % examples == 0)}
 
 
-def _indexed_dimensions(indices: tuple[Tensor | None, ...], dims: int) -> set[int]:
-    """Along which of so many dimensions entries come from other places than their own."""
+def _indexed_dimensions(indices: tuple[Tensor | None, ...], shape: torch.Size) -> set[int]:
+    """Along which dimensions of a tensor of that shape entries come from other places than their own."""
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if any(index.dtype in (torch.bool, torch.uint8) for _, index in given):
-        return set(range(given[0][0], dims))  # a mask may have several dimensions
-    return {dim for dim, index in given if not _is_in_order(index)}
+        return set(range(given[0][0], len(shape)))  # a mask may have several dimensions
+    most = max([index.dim() for _, index in given])
+    return {dim for dim, index in given if index.dim() != most or not _is_in_order(index, shape[dim])}
 
 
-def _scattered_dimensions(mask: Tensor) -> set[int]:
+def _scattered_dimensions(mask: Tensor, source: Edge) -> set[int]:
     """Along which dimensions entries may come from other places than their own.
 
-    Entries are taken one after another; where as many go to each row along the first dimension, rows stay in place.
+    Entries are taken one after another; where as many go to each row along the first dimension, and none are left over,
+    rows stay in place.
     """
     counts = mask.flatten(1).sum(1) if mask.dim() > 1 else mask.long()
-    rows_stay = not is_traced() and bool((counts == counts[:1]).all())
+    whole = source[0] is None or shape_of(source).numel() == int(0 if is_traced() else counts.sum())
+    rows_stay = not is_traced() and whole and bool((counts == counts[:1]).all())
     return set(range(int(rows_stay), mask.dim()))
 
 
-def _is_in_order(index: Tensor) -> bool:
-    """Whether entries stay in place along one dimension of what an index is broadcast to.
+def _is_in_order(index: Tensor, size: int) -> bool:
+    """Whether all entries along a dimension of that size stay in place, along the first that an index is broadcast to.
 
     h[torch.arange(B), lengths] is how a model picks a position of each example, and h[torch.arange(B)[:, None], places]
     is how it picks several.
     """
-    if index.dtype != torch.int64 or index.dim() == 0 or index.numel() != max(index.shape):
+    if index.dtype != torch.int64 or index.dim() == 0 or not index.numel() == index.shape[0] == size:
         return False
-    return torch.equal(index.flatten(), torch.arange(index.numel(), device=index.device))
+    return torch.equal(index.flatten(), torch.arange(size, device=index.device))
 
 
 def _of_examples(losses: Tensor, moving: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
@@ -156,7 +160,8 @@ def _tables(losses: Tensor) -> set[Any]:
         if isinstance(call, LayerCall):
             own = call.shape[call.batch_dim] % examples != 0
         else:
-            own = type(node) is ACCUMULATE or None not in below
+            # What is picked of a parameter, by a batch's indices say, has rows of examples.
+            own = type(node) is ACCUMULATE or (None not in below and node.name() not in CREATORS)
         if own and tables.issuperset(below):
             tables.add(node)
     return tables

@@ -101,7 +101,8 @@ class PickedRows:
         self.calls = {node.call: self.index(node) for node in self.owners if hasattr(node, "call") and node.call.own}
         known = self._shared.union(self._passed, self.owners)
         left = [node for node in nodes if node not in known]
-        parts = [part for node in left for part in parts_of(node, _numbers(node), self._examples)]
+        places = enumerate(left)
+        parts = [part for place, node in places for part in parts_of(node, _numbers(node), self._examples, place)]
         self.size, self.parts = len(left), hash(tuple(parts))
         moving = {node for _, node in uses.moving}
         reordering = [node for node in left if node.name() in REORDERING]

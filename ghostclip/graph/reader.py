@@ -49,8 +49,10 @@ ACCUMULATE = type(torch.zeros((), device="cpu", requires_grad=True).expand(1).gr
 # Operations that may put the examples of a batch into another order, differently for every batch.
 REORDERING = {
     f"{name}Backward0"
-    for name in ("Embedding", "Flip", "Gather", "Index", "IndexAdd", "IndexCopy", "IndexPut", "IndexSelect",
-                 "MaskedScatter", "Roll", "Scatter", "ScatterAdd", "Sort", "Take", "Topk")
+    for name in ("Embedding", "EmbeddingBag", "Flip", "Gather", "GridSampler2D", "GridSampler3D", "Index", "IndexAdd",
+                 "IndexCopy", "IndexPut", "IndexReduce", "IndexSelect", "MaskedScatter", "MaskedSelect", "MaxUnpool2D",
+                 "MaxUnpool3D", "Put", "Roll", "Scatter", "ScatterAdd", "ScatterReduce", "SegmentReduce", "Sort",
+                 "Take", "Topk", "UnsafeIndex", "UnsafeIndexPut")
 }  # fmt: skip
 # Operations that take a part of a tensor.
 PARTS = {"SelectBackward0": ("_saved_index",), "SliceBackward0": ("_saved_start", "_saved_end", "_saved_step")}
@@ -111,7 +113,7 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
         if _is_plain(kind):
             edges = node.next_functions
             stack += [below for below, _ in edges]
-            parts += parts_of(node, [number for _, number in edges], len(losses))
+            parts += parts_of(node, [number for _, number in edges], len(losses), len(seen))
         elif kind is ACCUMULATE:
             if index.name_of(node.variable) is not None:
                 leaves.append(node)
@@ -120,7 +122,7 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
         elif isinstance(call := getattr(node, "call", None), LayerCall):
             calls.append(call)
             stack += call.sources
-            parts += parts_of(node, call.numbers, len(losses))
+            parts += parts_of(node, call.numbers, len(losses), len(seen))
         else:
             if kind.__name__ in REORDERING:
                 reordering.append(node)
@@ -140,12 +142,12 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
             if kind.__name__ in BATCH_STATISTICS:
                 _refuse_statistics(node)
             stack += [below for below, _ in node.next_functions]
-            parts += parts_of(node, [number for _, number in node.next_functions], len(losses))
+            parts += parts_of(node, [number for _, number in node.next_functions], len(losses), len(seen))
     own = index.own_calls(calls)
     return Uses(list(own), own, leaves, list(enumerate(reordering)), (len(seen), index.version), hash(tuple(parts)))
 
 
-def parts_of(node: Any, numbers: list[int], examples: int) -> tuple[Any, ...]:
+def parts_of(node: Any, numbers: list[int], examples: int, place: int) -> tuple[Any, ...]:
     """What an operation says, beside its kind, of which parts of tensors it takes; () where it takes whole ones.
 
     Parts that are put together in another order than in another batch may order the examples differently. That counts
@@ -155,13 +157,14 @@ def parts_of(node: Any, numbers: list[int], examples: int) -> tuple[Any, ...]:
         node: of the graph.
         numbers: which outputs of other operations it was given.
         examples: how many losses there are.
+        place: the node's among all nodes.
     """
-    found: tuple[Any, ...] = (tuple(numbers),) if any(numbers) else ()
+    found: tuple[Any, ...] = (place, *numbers) if any(numbers) else ()
     if (saved := PARTS.get(type(node).__name__)) is not None:
         shape, dim = shape_of(node.next_functions[0]), signed(node._saved_dim)
         dim %= max(1, len(shape))
         if dim == 0 or shape[dim] % max(1, examples) == 0:
-            found += (dim, *(getattr(node, name) for name in saved))
+            found += (place, dim, *(getattr(node, name) for name in saved))
     return found
 
 

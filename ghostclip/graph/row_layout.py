@@ -130,7 +130,7 @@ class RowLayouts:
             calls = [call for call in uses.calls if id(call) not in shared and call not in picked]
             if unfit := [call for call in calls if examples and (_is_odd(call, examples) or not _rows(call))]:
                 raise not_a_batch(unfit[0], examples, index.layer(unfit[0]))
-            keys = {call: (uses.size, uses.parts, *_key(call, uses, examples)) for call in calls}
+            keys = _numbered({call: (uses.size, uses.parts, *_key(call, uses, examples)) for call in calls})
             pending = self._pending(keys, examples, bool(uses.moving) or rehearsal or reached)
             found = check_mixing(losses, calls, pending) if pending else {}
             # Of layers that saw data, a row of zeros is nothing unusual, and its input may not be finite.
@@ -269,6 +269,16 @@ def _key(call: LayerCall, uses: Uses, examples: int) -> tuple:
     """What a layer's use with so many rows an example, the last of these, has in common in all batches."""
     count = _rows(call) // examples if examples else 1
     return (uses.layers[call], call.parameters, call.batch_dim, len(call.shape), count)
+
+
+def _numbered(keys: dict[LayerCall, tuple]) -> dict[LayerCall, tuple]:
+    """The keys with the number of the use before the rows: rows of two uses of a layer may be grouped in two ways."""
+    seen = Counter[tuple]()
+    found = {}
+    for call, key in keys.items():
+        seen[key] += 1
+        found[call] = (*key[:-1], seen[key], key[-1])
+    return found
 
 
 def without_boundaries(losses: Tensor, uses: Uses, shared: list[LayerCall]) -> SharedSubgraph:

@@ -23,7 +23,7 @@ from ghostclip.graph.shared.subgraph import SharedSubgraph
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex, RowOrder
 
-__all__ = ["TOO_SMALL", "Decision", "DecisionCache", "Search", "not_a_batch"]
+__all__ = ["CREATORS", "TOO_SMALL", "Decision", "DecisionCache", "Search", "not_a_batch"]
 
 # Operations on shared tensors alone whose result may have examples nevertheless: by its size, or by indices.
 CREATORS = {
