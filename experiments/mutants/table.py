@@ -1880,8 +1880,8 @@ CHECKED = [
     Mutant(
         "which output of a split a layer reads isn't told",
         "ghostclip/graph/reader.py",
-        "parts_of(node, call.numbers, len(losses))",
-        "parts_of(node, [], len(losses))",
+        "parts_of(node, call.numbers, len(losses), len(seen))",
+        "parts_of(node, [], len(losses), len(seen))",
         ("tests/test_moved_parts.py",),
     ),
     Mutant(
