@@ -221,6 +221,7 @@ def test_an_engine_goes_on_after_ctrl_c_in_any_line(in_one_call: bool, tmp_path:
 @pytest.fixture
 def alarm() -> Iterator[None]:
     """A timer that interrupts as Ctrl-C does."""
+    gc.collect()  # what other tests left has callbacks, in which an interruption would be lost
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
