@@ -1,6 +1,7 @@
 """What every test starts from: one thread and fixed seeds."""
 
 import gc
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -26,6 +27,15 @@ def pytest_collection_finish() -> None:
 def fixed_seed() -> None:
     """The same random numbers for a test, whichever tests ran before it."""
     torch.random.default_generator.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def same_log_level() -> Iterator[None]:
+    """Scripts that tests run set the logger's level for their process."""
+    log = logging.getLogger("ghostclip")
+    before = log.level
+    yield
+    log.setLevel(before)
 
 
 @pytest.fixture(params=["compiled", "tensor operations", pytest.param("identity input", marks=pytest.mark.slow)])
