@@ -82,7 +82,7 @@ def _key(uses: Uses, number: int, node: Any) -> tuple:
     """What the same operation has in every batch's graph; beside rows that are picked it has another number."""
     below = node.next_functions[0][0]
     names = (node.name(), "" if below is None else below.name())
-    return uses.size, uses.parts, uses.picked is None, number, names, len(shape_of(_subject(node)))
+    return uses.size, uses.structure, uses.picked is None, number, names, len(shape_of(_subject(node)))
 
 
 def _subject(node: Any) -> Edge:
@@ -93,8 +93,8 @@ def _subject(node: Any) -> Edge:
 def moved_dimensions(node: Any, examples: int) -> set[int]:
     """Along which dimensions that may hold examples an operation of a `REORDERING` kind may move entries.
 
-    They are those of its first input. The first dimension may hold rows of examples whatever its size is; any other,
-    a multiple of a batch.
+    They are those of its first input. The first dimension may hold rows of examples whatever its size is; any other, if
+    it is at least that of a batch.
     """
     shape = shape_of(node.next_functions[0] if node.next_functions[0][0] is not None else (node, 0))
     moved = set(saved_dimensions(node, len(shape)))
@@ -104,7 +104,7 @@ def moved_dimensions(node: Any, examples: int) -> set[int]:
         moved = _scattered_dimensions(node._saved_mask.expand(shape), node.next_functions[1])
     elif not moved:
         moved = {0} if node.name() == EMBEDDING else set(range(len(shape)))
-    return {dim for dim in moved if dim == 0 or (examples and shape[dim] % examples == 0)}
+    return {dim for dim in moved if dim == 0 or (examples and shape[dim] >= examples)}
 
 
 def _indexed_dimensions(indices: tuple[Tensor | None, ...], shape: torch.Size) -> set[int]:

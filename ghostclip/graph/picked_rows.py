@@ -26,7 +26,7 @@ from ghostclip.graph.reader import (
     Uses,
     from_below,
     inputs_of,
-    parts_of,
+    said_by,
     shape_of,
     signed,
 )
@@ -71,7 +71,7 @@ class PickedRows:
         anchors: {tensor: its dimension with the examples' rows}, which rows are picked from and put back to.
         problem: why they aren't followed; empty where they are.
         mixes: whether that is for losses of examples that depend on rows of others.
-        size, parts: how many nodes the graph has beside these and what is shared; and what they say, as in `Uses`.
+        size, structure: of the nodes that the graph has beside these and what is shared, as in `Uses`.
         moving: operations elsewhere that may order examples differently, as `Uses` has them.
     """
 
@@ -101,11 +101,9 @@ class PickedRows:
         self.calls = {node.call: self.index(node) for node in self.owners if hasattr(node, "call") and node.call.own}
         known = self._shared.union(self._passed, self.owners)
         left = [node for node in nodes if node not in known]
-        places = enumerate(left)
-        parts = [part for place, node in places for part in parts_of(node, _numbers(node), self._examples, place)]
-        self.size, self.parts = len(left), hash(tuple(parts))
+        self.size, self.structure = len(left), _structure(left)
         moving = {node for _, node in uses.moving}
-        reordering = [node for node in left if node.name() in REORDERING]
+        reordering = [node for node in left if type(node).__name__ in REORDERING]
         self.moving = [(number, node) for number, node in enumerate(reordering) if node in moving]
 
     def index(self, node: Any) -> RowIndex:
@@ -330,7 +328,7 @@ class PickedLayouts:
             if picked.problem:
                 continue
             rows = [(edge[0].name(), dim, shape_of(edge)[dim] // len(losses)) for edge, dim in picked.anchors.items()]
-            key = (picked.size, picked.parts, uses.size[1], row_order, *rows)
+            key = (picked.size, picked.structure, uses.size[1], row_order, *rows)
             if len(losses) < 2 * self._tested.get(key, 0):
                 return picked
             calls = [
@@ -385,10 +383,18 @@ def _owners_at(node: Any, owners: Tensor, index: Tensor) -> Tensor:
     return found[:, 0]
 
 
-def _numbers(node: Any) -> list[int]:
-    """Which outputs of other operations a node was given."""
-    call = getattr(node, "call", None)
-    return call.numbers if isinstance(call, LayerCall) else [number for _, number in node.next_functions]
+def _structure(nodes: list[Any]) -> int:
+    """A hash of operations, each after its inputs, as `Uses` has one; other inputs than these are not told apart."""
+    places = {node: place for place, node in enumerate(nodes)}
+    words: list[Any] = []
+    for node in nodes:
+        kind: Any = type(node)
+        numbers = [number for _, number in node.next_functions]
+        if isinstance(call := getattr(node, "call", None), LayerCall):
+            kind, numbers = id(call.layer), call.numbers
+        inputs = tuple(places.get(below, -1) for below, _ in inputs_of(node))
+        words.append((kind, inputs, *numbers, said_by(node)))
+    return hash(tuple(words))
 
 
 def _is_along_rows(node: Any, rows: int) -> bool:

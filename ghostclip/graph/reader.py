@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from ghostclip.nn.fallback import FallbackCall
 __all__ = [
     "ACCUMULATE",
     "AT_LEAST_FLOAT32",
+    "COPY_INTO_SLICES",
     "REORDERING",
     "Edge",
     "Uses",
@@ -34,8 +36,8 @@ __all__ = [
     "free_graph",
     "from_below",
     "inputs_of",
-    "parts_of",
     "read_graph",
+    "said_by",
     "saved_dimensions",
     "shape_of",
     "signed",
@@ -53,9 +55,21 @@ REORDERING = {
                  "IndexCopy", "IndexPut", "IndexReduce", "IndexSelect", "MaskedScatter", "MaskedSelect", "MaxUnpool2D",
                  "MaxUnpool3D", "Put", "Roll", "Scatter", "ScatterAdd", "ScatterReduce", "SegmentReduce", "Sort",
                  "Take", "Topk", "UnsafeIndex", "UnsafeIndexPut")
-}  # fmt: skip
-# Operations that take a part of a tensor.
-PARTS = {"SelectBackward0": ("_saved_index",), "SliceBackward0": ("_saved_start", "_saved_end", "_saved_step")}
+} | {"CopySlices"}  # fmt: skip
+# What nodes say of how they move, join or cut off entries. None of it depends on how many examples there are, but for
+# parts that do.
+SAID = ("dim", "dims", "dim0", "dim1", "dim2", "dimension", "keepdim", "start", "end", "step", "split_sizes", "pad",
+        "shifts", "offset", "diagonal", "normalized_shape")  # fmt: skip
+SAID_BY = {
+    "AsStridedBackward0": ("size", "stride", "storage_offset"),
+    "SelectBackward0": ("index",),
+    "SelectScatterBackward0": ("index",),
+}
+# Of these, it is where the dimensions of one entry are: along them a tensor is broadcast.
+RESHAPING = {f"{name}Backward0" for name in ("ReshapeAlias", "Squeeze", "UnsafeView", "View")}
+
+# An operation in place on a part of a tensor; its first input is the whole tensor before. It doesn't say which part.
+COPY_INTO_SLICES = "torch::autograd::CopySlices"
 
 # Functions that normalize by the statistics of a batch, whatever module calls them.
 BATCH_STATISTICS = {f"{name}BatchNormBackward0" for name in ("Native", "Cudnn", "Miopen")}
@@ -78,7 +92,8 @@ class Uses:
         picked: rows that are picked by index (`ghostclip.graph.picked_rows`); None before they are looked for.
         size: how many nodes there are, by which a forward that took another way is told; and
             `ParameterNames.version`, by which another layer is told from the one in whose place it is.
-        parts: a hash of what nodes say of parts (`parts_of`): what was proved holds where it is the same.
+        structure: a hash of the graph's operations, of what each was given, and of what each says of how it moves
+            entries (`said_by`). What was proved holds where it is the same. It doesn't depend on the batch's size.
     """
 
     calls: list[LayerCall]
@@ -86,7 +101,7 @@ class Uses:
     leaves: list[Any]
     moving: list[tuple[int, Any]]
     size: tuple[int, int]
-    parts: int
+    structure: int
     picked: Any = None
 
 
@@ -101,30 +116,36 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
     calls: list[LayerCall] = []
     leaves: list[Any] = []
     reordering: list[Any] = []
-    parts: list[Any] = []
-    seen: set[Any] = set()
-    stack: list[Any] = [losses.grad_fn]
+    # The walk in words: another graph, or the same with its inputs in another order, gives others.
+    words: list[Any] = []
+    places: dict[Any, int] = {}
+    stack: list[Edge] = [(losses.grad_fn, losses.output_nr)]
     while stack:
-        node = stack.pop()
-        if node in seen or node is None:
+        node, number = stack.pop()
+        if number:
+            words.append(-number)
+        if node in places or node is None:
+            words.append(places.get(node))
             continue
-        seen.add(node)
+        places[node] = len(places)
         kind: Any = type(node)
         if _is_plain(kind):
             edges = node.next_functions
-            stack += [below for below, _ in edges]
-            parts += parts_of(node, [number for _, number in edges], len(losses), len(seen))
+            words += (kind, len(edges), said_by(node))
+            stack += edges
         elif kind is ACCUMULATE:
+            words.append(kind)
             if index.name_of(node.variable) is not None:
                 leaves.append(node)
         elif isinstance(node, Tensor):
-            stack.append(get_gradient_edge(node).node)
+            words.append(Tensor)
+            stack.append((get_gradient_edge(node).node, 0))
         elif isinstance(call := getattr(node, "call", None), LayerCall):
             calls.append(call)
-            stack += call.sources
-            parts += parts_of(node, call.numbers, len(losses), len(seen))
+            words += (id(call.layer), len(call.sources))
+            stack += zip(call.sources, call.numbers, strict=True)
         else:
-            if kind.__name__ in REORDERING:
+            if kind.__name__ in REORDERING and not _keeps_places(node):
                 reordering.append(node)
             if kind.__name__ == "CheckpointFunctionBackward":
                 raise UnsupportedModelError(
@@ -141,31 +162,46 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
                 )
             if kind.__name__ in BATCH_STATISTICS:
                 _refuse_statistics(node)
-            stack += [below for below, _ in node.next_functions]
-            parts += parts_of(node, [number for _, number in node.next_functions], len(losses), len(seen))
+            words += (kind, len(node.next_functions), said_by(node))
+            stack += node.next_functions
     own = index.own_calls(calls)
-    return Uses(list(own), own, leaves, list(enumerate(reordering)), (len(seen), index.version), hash(tuple(parts)))
+    return Uses(list(own), own, leaves, list(enumerate(reordering)), (len(places), index.version), hash(tuple(words)))
 
 
-def parts_of(node: Any, numbers: list[int], examples: int, place: int) -> tuple[Any, ...]:
-    """What an operation says, beside its kind, of which parts of tensors it takes; () where it takes whole ones.
+def _keeps_places(node: Any) -> bool:
+    """Whether an operation in place on a part of a tensor brings nothing there but constants and parameters."""
+    sources = [below for below, _ in node.next_functions[1:]]
+    return node.name() == COPY_INTO_SLICES and all(below is None or type(below) is ACCUMULATE for below in sources)
 
-    Parts that are put together in another order than in another batch may order the examples differently. That counts
-    where the dimension may hold examples: the first one, or one that is a multiple of a batch.
 
-    Args:
-        node: of the graph.
-        numbers: which outputs of other operations it was given.
-        examples: how many losses there are.
-        place: the node's among all nodes.
+def said_by(node: Any) -> Any:
+    """What an operation says, beside its kind, of how it moves, joins or cuts off entries; None where it says nothing.
+
+    Sizes are left out, since they change with the batch. Of tensors that are broadcast, where they have ones stays.
     """
-    found: tuple[Any, ...] = (place, *numbers) if any(numbers) else ()
-    if (saved := PARTS.get(type(node).__name__)) is not None:
-        shape, dim = shape_of(node.next_functions[0]), signed(node._saved_dim)
-        dim %= max(1, len(shape))
-        if dim == 0 or shape[dim] % max(1, examples) == 0:
-            found += (place, dim, *(getattr(node, name) for name in saved))
-    return found
+    kind: Any = type(node)
+    if (getter := _getter(kind)) is not None:
+        return getter(node)
+    if (name := kind.__name__) in RESHAPING:
+        shape = shape_of((node, 0))
+        return len(shape), 1 in shape and tuple([dim for dim, size in enumerate(shape) if size == 1])
+    if name == "ExpandBackward0":
+        return tuple([size == 1 for size in node._saved_self_sym_sizes])
+    if name == "RepeatBackward0":
+        return tuple([times == 1 for times in node._saved_repeats])
+    if name == "SplitBackward0":
+        return node._saved_dim, len(node._input_metadata)
+    return None
+
+
+@functools.cache
+def _getter(kind: type) -> Callable[[Any], Any] | None:
+    """What gives all that nodes of a type say; None where they say nothing, or nothing but sizes."""
+    if kind.__name__ in ("RepeatBackward0", "SplitBackward0"):
+        return None
+    saved = [f"_saved_{name}" for name in (*SAID, *SAID_BY.get(kind.__name__, ()))]
+    saved = [name for name in saved if hasattr(kind, name)]
+    return operator.attrgetter(*saved) if saved else None
 
 
 @functools.cache

@@ -9,7 +9,7 @@ examples, and parameters used outside of layers, are followed to where they meet
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,6 +29,11 @@ from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex, RowOrder
 
 __all__ = ["RowLayout", "RowLayouts", "without_boundaries"]
+
+
+# The batches of a kind of graph on which its proofs are repeated.
+REPEATED = frozenset(16 * 4**power for power in range(24))
+EARLIER = ". An earlier batch didn't show this; sums of batches since then may not be clipped as said"
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,8 @@ class RowLayouts:
         # saw no examples.
         self._constant: set[tuple] = set()
         self._places: dict[tuple[int, int], DecisionCache] = {}
+        # How many batches had a graph of this structure.
+        self._batches = Counter[int]()
         self._picked, self._moved = PickedLayouts(), MovedRows()
 
     @property
@@ -102,7 +109,7 @@ class RowLayouts:
         picked = self._picked.find(losses, uses, remember=not rehearsal)
         if picked is not None and picked.owners:
             size = picked.size, uses.size[1]
-            uses = replace(uses, size=size, parts=picked.parts, moving=picked.moving, picked=picked)
+            uses = replace(uses, size=size, structure=picked.structure, moving=picked.moving, picked=picked)
             uses = self._moved.known(losses, uses)
         try:
             found = self._lay_out(losses, uses, index, rehearsal, reached)
@@ -115,6 +122,7 @@ class RowLayouts:
 
     def _lay_out(self, losses: Tensor, uses: Uses, index: ParameterNames, rehearsal: bool, reached: bool) -> RowLayout:
         examples, odd, unsure = losses.shape[0], self._odd(uses, losses.shape[0]), False
+        due = not (rehearsal or reached) and self._is_due(uses.structure)
         if reached and uses.size in self._places:
             self._places[uses.size].drop_open()
         picked = {} if uses.picked is None else uses.picked.calls
@@ -130,12 +138,13 @@ class RowLayouts:
             calls = [call for call in uses.calls if id(call) not in shared and call not in picked]
             if unfit := [call for call in calls if examples and (_is_odd(call, examples) or not _rows(call))]:
                 raise not_a_batch(unfit[0], examples, index.layer(unfit[0]))
-            keys = _numbered({call: (uses.size, uses.parts, *_key(call, uses, examples)) for call in calls})
-            pending = self._pending(keys, examples, bool(uses.moving) or rehearsal or reached)
+            keys = _numbered({call: (uses.size, uses.structure, *_key(call, uses, examples)) for call in calls})
+            pending = self._pending(keys, examples, bool(uses.moving) or rehearsal or reached or due)
             found = check_mixing(losses, calls, pending) if pending else {}
             # Of layers that saw data, a row of zeros is nothing unusual, and its input may not be finite.
             lone = [call for call, v in found.items() if v.lone and not call.sources and call.layer.reads_indices]
-            tables = {*self._tables(losses, uses, found, index), *lone}
+            known = [call for call in calls if keys[call] in self._proved]
+            tables = {*self._tables(losses, uses, found, index, known), *lone}
             if not tables:
                 break
             odd, unsure = [*odd, *(call for call in calls if call in tables)], bool(lone)
@@ -155,6 +164,11 @@ class RowLayouts:
         boundaries = () if region is None else [each for each in region.boundaries if each.alternatives != ()]
         check = FirstGradients(unreached, region, index) if unreached or boundaries else None
         return RowLayout(calls, folded, not left and not boundaries, check=check)
+
+    def _is_due(self, structure: int) -> bool:
+        """Whether proofs are repeated on this batch: what was multiplied with zero so far may count by now."""
+        self._batches[structure] += 1
+        return self._batches[structure] in REPEATED
 
     def _odd(self, uses: Uses, examples: int) -> list[LayerCall]:
         """The calls that saw no examples, as far as is known."""
@@ -182,9 +196,13 @@ class RowLayouts:
         return [call for call, key in keys.items() if anew or examples >= 2 * self._tried.get(key, 0)]
 
     def _tables(
-        self, losses: Tensor, uses: Uses, found: dict[LayerCall, Verdict], index: ParameterNames
-    ) -> list[LayerCall]:
-        """The calls that are tables of positions as long as a batch; raises where examples mix in truth."""
+        self, losses: Tensor, uses: Uses, found: dict[LayerCall, Verdict], index: ParameterNames,
+        known: Collection[LayerCall],
+    ) -> list[LayerCall]:  # fmt: skip
+        """The calls that are tables of positions as long as a batch; raises where examples mix in truth.
+
+        ``known``: those that didn't mix them in an earlier batch.
+        """
         # Of all examples, a table has a row that isn't finite where one example's is. As a tensor that all share,
         # examples' own rows have the same norms.
         dark = [call for call, verdict in found.items() if verdict.dark]
@@ -204,7 +222,7 @@ class RowLayouts:
                 f"{index.layer(call)}: one example's loss depends on rows of this output that belong to others "
                 f"({list(call.shape)}, examples in dimension {call.batch_dim}), so examples mix"
                 f"{too_small}; compute each loss from its own example, or correct wrap(model, batch_dim={{...}})"
-                f"{table}",
+                f"{table}{EARLIER if call in known else ''}",
                 name=index.layer(call), place=call,
             )  # fmt: skip
         self._positions |= {_key(call, uses, len(losses)) for call in mixing}

@@ -17,7 +17,7 @@ from torch import Tensor
 from ghostclip.errors import LossShapeError, UnsupportedModelError
 from ghostclip.graph.mixing_test import USUAL, Verdict, verdicts
 from ghostclip.graph.parameter_names import ParameterNames, serial_number
-from ghostclip.graph.reader import Edge, Uses, from_below, inputs_of, saved_dimensions, shape_of
+from ghostclip.graph.reader import COPY_INTO_SLICES, Edge, Uses, from_below, inputs_of, saved_dimensions, shape_of
 from ghostclip.graph.shared.boundary import ELEMENTWISE, EXPAND, REPEAT, Alternatives, BroadcastBoundary, broadcasts
 from ghostclip.graph.shared.subgraph import SharedSubgraph
 from ghostclip.nn.base import LayerCall
@@ -33,8 +33,6 @@ CREATORS = {
 BROADCASTING = ELEMENTWISE | {EXPAND}
 # A product of rows sorted by expert with the weights of each.
 GROUPED_PRODUCT = "GroupedMm"
-# An operation in place on a part of a tensor; its first input is the whole tensor before.
-COPY_INTO_SLICES = "torch::autograd::CopySlices"
 PICKED = "no dimension of the result holds the examples"
 TOO_SMALL = ", or float16 gradients are too small, which looks alike (give loss_scale=1024.0)"
 # What a node's input is where it is no shared tensor: nothing autograd knows of, something that is no parameter's
@@ -65,7 +63,7 @@ class DecisionCache:
     """What was found out in earlier batches, by places in the graph, which are numbered by how they are made.
 
     Attributes:
-        decisions: by parts that the graph takes (as `Uses` has them) and places.
+        decisions: by the graph's structure (as `Uses` has it) and places.
         shared: (place, shape) of tensors that had this shape in a rehearsal, whose examples go into no dimension of it.
         doubtful: the same, at which finite gradients left more open than `BroadcastBoundary.alternatives` say.
         rehearses: whether the batch that is looked at is one.
@@ -123,7 +121,7 @@ class Search:
     def __init__(
         self, losses: Tensor, odd: Sequence[LayerCall], uses: Uses, index: ParameterNames, places: DecisionCache
     ) -> None:
-        self._losses, self._index, self._places, self._parts = losses, index, places, uses.parts
+        self._losses, self._index, self._places, self._structure = losses, index, places, uses.structure
         self._odd = {id(call) for call in odd}
         self._picked = uses.picked
         picked = () if uses.picked is None else uses.picked.calls
@@ -149,7 +147,7 @@ class Search:
             for edge, verdict in self._verdicts(unknown).items():
                 self._decided[edge], sure = self._decide(edge, unknown[edge], verdict)
                 dark = dark or (not sure and (verdict.spoilt or verdict.lone))
-                self._places.keep((self._parts, self._key(edge)), self._decided[edge], sure, verdict)
+                self._places.keep((self._structure, self._key(edge)), self._decided[edge], sure, verdict)
             self.dark = dark
         shared, losses = self._status[self._losses.grad_fn] >= 0, len(self._losses)
         untold = [call for call in self.calls.values() if not call.sources]
@@ -279,7 +277,7 @@ class Search:
 
     def _known(self, edge: Edge, dims: list[int]) -> Decision | None:
         """What was decided of the output in this batch or an earlier one, if it holds for this."""
-        known = self._decided.get(edge) or self._places.decisions.get((self._parts, self._key(edge)))
+        known = self._decided.get(edge) or self._places.decisions.get((self._structure, self._key(edge)))
         multiples = self._multiples(edge)
         if known is None:
             return None
