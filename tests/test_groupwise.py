@@ -202,9 +202,15 @@ def test_letting_go_computes_nothing_and_frees_every_layers_memory(monkeypatch):
 
     model, x, y = model_and_batch()
     clipper = ghostclip.GhostClipper(model, PerLayer(1.0))
-    hidden = Watched.apply(model[0](x))
-    losses = torch.nn.functional.cross_entropy(model[3](model[2](hidden)), y, reduction="none")
-    clipper.backward(losses_of(model, x, y))
+
+    def watched():
+        hidden = Watched.apply(model[0](x))
+        return torch.nn.functional.cross_entropy(model[3](model[2](hidden)), y, reduction="none")
+
+    clipper.norms(watched())  # tests a graph that is new
+    alive.clear()
+    called.clear()
+    losses = watched()
     clipper.norms(losses)
     gc.collect()
     assert losses.grad_fn is not None

@@ -247,3 +247,26 @@ def test_what_was_multiplied_with_zero_at_first_is_seen_later(begins: int, seen:
         clipper.norms(model(torch.randn(X).double(), float(batch > begins)))
     with pytest.raises(UnsupportedModelError, match=r"so examples mix; .* An earlier batch didn't show this"):
         clipper.norms(model(torch.randn(X).double(), 1.0))
+
+
+class Constant(nn.Module):
+    """Multiplies with a matrix of constants, which is neither parameter nor buffer."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        super().__init__()
+        self.matrix = matrix
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.matrix @ h
+
+
+def test_a_module_without_parameters_that_was_exchanged_is_tested_anew() -> None:
+    torch.manual_seed(0)
+    model, clipper = clipper_of(lambda m, x: squared(m.last(m.between(m.first(x).tanh()))), X)
+    identity = torch.eye(EXAMPLES).double()
+    model.between = Constant(identity)
+    for _ in range(3):
+        assert_exact(clipper, model, model(torch.randn(X).double()))
+    model.between = Constant(identity.roll(1, 0))
+    with pytest.raises(UnsupportedModelError, match="so examples mix"):
+        clipper.norms(model(torch.randn(X).double()))

@@ -991,8 +991,8 @@ PROVED = [
     Mutant(
         "a new way is not looked at in layers that are proved",
         "ghostclip/graph/row_layout.py",
-        "keys, examples, bool(uses.moving) or rehearsal or reached)",
-        "keys, examples, bool(uses.moving) or rehearsal)",
+        "bool(uses.moving) or rehearsal or reached or due)",
+        "bool(uses.moving) or rehearsal or due)",
         (*LATE, "switched_on_late"),
     ),
     Mutant(
@@ -1019,7 +1019,7 @@ PROVED = [
     Mutant(
         "an order of examples is looked for in the first dimension alone",
         "ghostclip/graph/moved_rows.py",
-        "if dim == 0 or (examples and shape[dim] % examples == 0)}",
+        "if dim == 0 or (examples and shape[dim] >= examples)}",
         "if dim == 0}",
         (*MOVED, "changes_after"),
     ),
@@ -1255,13 +1255,6 @@ EXCHANGED = ("tests/test_replaced_layers.py",)
 KEYS = ("tests/test_compiled_keys.py",)
 IN_GRAPHS = ("tests/test_compiled_rounding.py", "-m", "not slow")
 COMPILED = [
-    Mutant(
-        "what was proved of a layer holds for what takes its place",
-        "ghostclip/graph/reader.py",
-        "(len(seen), index.version)",
-        "(len(seen), 0)",
-        EXCHANGED,
-    ),
     Mutant(
         "decisions are keyed by ids that are given again",
         "ghostclip/graph/parameter_names.py",
@@ -1864,25 +1857,60 @@ CHECKED = [
         ("tests/test_refusals.py",),
     ),
     Mutant(
-        "parts put together in another order are the same kind of graph",
+        "graphs of any structure are the same kind of graph",
         "ghostclip/graph/reader.py",
-        "hash(tuple(parts)))\n",
+        "hash(tuple(words)))\n",
         "0)\n",
-        ("tests/test_moved_parts.py",),
+        ("tests/test_structures.py",),
     ),
     Mutant(
-        "which part a slice takes isn't told",
+        "what an operation says of how it moves entries isn't told",
         "ghostclip/graph/reader.py",
-        "        if dim == 0 or shape[dim] % max(1, examples) == 0:\n",
-        "        if False:\n",
-        ("tests/test_moved_parts.py",),
+        "return getter(node)\n",
+        "return None\n",
+        ("tests/test_structures.py",),
     ),
     Mutant(
         "which output of a split a layer reads isn't told",
         "ghostclip/graph/reader.py",
-        "parts_of(node, call.numbers, len(losses), len(seen))",
-        "parts_of(node, [], len(losses), len(seen))",
-        ("tests/test_moved_parts.py",),
+        "        if number:\n",
+        "        if False:\n",
+        ("tests/test_structures.py",),
+    ),
+    Mutant(
+        "which of two inputs an operation uses again isn't told",
+        "ghostclip/graph/reader.py",
+        "words.append(places.get(node))\n",
+        "words.append(0)\n",
+        ("tests/test_structures.py",),
+    ),
+    Mutant(
+        "two layers of one kind are taken for each other",
+        "ghostclip/graph/reader.py",
+        "words += (serial_number(call.layer), ",
+        "words += (0, ",
+        ("tests/test_structures.py",),
+    ),
+    Mutant(
+        "copies into parts of tensors leave the examples in place",
+        "ghostclip/graph/reader.py",
+        "return node.name() == COPY_INTO_SLICES and all(",
+        "return node.name() == COPY_INTO_SLICES or all(",
+        ("tests/test_structures.py",),
+    ),
+    Mutant(
+        "where a view has ones isn't told",
+        "ghostclip/graph/reader.py",
+        "1 in shape and tuple(",
+        "1 in shape and bool(",
+        ("tests/test_structures.py",),
+    ),
+    Mutant(
+        "proofs are not repeated",
+        "ghostclip/graph/row_layout.py",
+        "return self._batches[structure] in REPEATED\n",
+        "return False\n",
+        ("tests/test_structures.py",),
     ),
     Mutant(
         "entries that a mask puts stay in place however many it takes",
@@ -1894,9 +1922,9 @@ CHECKED = [
     Mutant(
         "what was proved of a bare parameter's use holds for parts in another order",
         "ghostclip/graph/shared/search.py",
-        "losses, index, places, uses.parts\n",
+        "losses, index, places, uses.structure\n",
         "losses, index, places, 0\n",
-        ("tests/test_moved_parts.py",),
+        ("tests/test_structures.py", "tests/test_moved_parts.py"),
     ),
     Mutant(
         "check takes no norms of its batch",

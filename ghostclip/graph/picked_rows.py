@@ -20,16 +20,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ghostclip.graph.mixing_test import verdicts
-from ghostclip.graph.reader import (
-    REORDERING,
-    Edge,
-    Uses,
-    from_below,
-    inputs_of,
-    said_by,
-    shape_of,
-    signed,
-)
+from ghostclip.graph.parameter_names import serial_number
+from ghostclip.graph.reader import REORDERING, Edge, Uses, from_below, inputs_of, said_by, shape_of, signed
 from ghostclip.graph.row_operations import (
     ALONG,
     NOBODY,
@@ -391,7 +383,7 @@ def _structure(nodes: list[Any]) -> int:
         kind: Any = type(node)
         numbers = [number for _, number in node.next_functions]
         if isinstance(call := getattr(node, "call", None), LayerCall):
-            kind, numbers = id(call.layer), call.numbers
+            kind, numbers = serial_number(call.layer), call.numbers
         inputs = tuple(places.get(below, -1) for below, _ in inputs_of(node))
         words.append((kind, inputs, *numbers, said_by(node)))
     return hash(tuple(words))

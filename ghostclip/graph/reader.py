@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.graph import _engine_run_backward as run_backward
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.graph.parameter_names import ParameterNames
+from ghostclip.graph.parameter_names import ParameterNames, serial_number
 from ghostclip.nn.base import NOTHING, PROBE, LayerCall
 from ghostclip.nn.fallback import FallbackCall
 
@@ -59,7 +59,7 @@ REORDERING = {
 # What nodes say of how they move, join or cut off entries. None of it depends on how many examples there are, but for
 # parts that do.
 SAID = ("dim", "dims", "dim0", "dim1", "dim2", "dimension", "keepdim", "start", "end", "step", "split_sizes", "pad",
-        "shifts", "offset", "diagonal", "normalized_shape")  # fmt: skip
+        "offset", "diagonal", "normalized_shape")  # fmt: skip
 SAID_BY = {
     "AsStridedBackward0": ("size", "stride", "storage_offset"),
     "SelectBackward0": ("index",),
@@ -129,9 +129,9 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
             continue
         places[node] = len(places)
         kind: Any = type(node)
-        if _is_plain(kind):
+        if (word := _word_for(kind)) is not None:
             edges = node.next_functions
-            words += (kind, len(edges), said_by(node))
+            words += (word, len(edges), said_by(node))
             stack += edges
         elif kind is ACCUMULATE:
             words.append(kind)
@@ -142,7 +142,7 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
             stack.append((get_gradient_edge(node).node, 0))
         elif isinstance(call := getattr(node, "call", None), LayerCall):
             calls.append(call)
-            words += (id(call.layer), len(call.sources))
+            words += (serial_number(call.layer), len(call.sources))
             stack += zip(call.sources, call.numbers, strict=True)
         else:
             if kind.__name__ in REORDERING and not _keeps_places(node):
@@ -205,11 +205,14 @@ def _getter(kind: type) -> Callable[[Any], Any] | None:
 
 
 @functools.cache
-def _is_plain(kind: type) -> bool:
-    """Whether nodes of this type are torch's own, and nothing has to be known of them but where they lead."""
-    return (
-        kind.__module__ == "builtins" and kind is not ACCUMULATE and kind.__name__ not in REORDERING | BATCH_STATISTICS
-    )
+def _word_for(kind: type) -> Any:
+    """The type of torch's own nodes of which nothing has to be known but where they lead; None for others.
+
+    Which of two that do the same it is may depend on whether the forward is compiled.
+    """
+    if kind.__module__ != "builtins" or kind is ACCUMULATE or kind.__name__ in REORDERING | BATCH_STATISTICS:
+        return None
+    return "view" if kind.__name__ in ("ReshapeAliasBackward0", "ViewBackward0") else kind
 
 
 def _refuse_statistics(node: Any) -> None:
