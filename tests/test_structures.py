@@ -99,6 +99,14 @@ def copied_into(m: Any, x: Tensor, turn: bool) -> Tensor:
     return squared(m.last(out))
 
 
+def copied_by_positions(m: Any, x: Tensor, turn: bool) -> Tensor:
+    h = m.first(x).tanh()
+    out = torch.zeros_like(h)
+    for place in range(EXAMPLES):
+        out[place if turn else (slice(None), place)] = h[:, place]
+    return squared(m.last(out))
+
+
 X = (EXAMPLES, WIDTH)
 SQUARE = (EXAMPLES, EXAMPLES, WIDTH)
 TIME_FIRST = (3, EXAMPLES, WIDTH)
@@ -114,6 +122,7 @@ FORWARDS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
     "slices beside a multiple of the batch": (cut_beside_a_multiple, TIME_FIRST),
     "index beside a multiple of the batch": (indexed_beside_a_multiple, TIME_FIRST),
     "copies into slices": (copied_into, X),
+    "copies of positions": (copied_by_positions, SQUARE),
 }
 
 
@@ -270,3 +279,84 @@ def test_a_module_without_parameters_that_was_exchanged_is_tested_anew() -> None
     model.between = Constant(identity.roll(1, 0))
     with pytest.raises(UnsupportedModelError, match="so examples mix"):
         clipper.norms(model(torch.randn(X).double()))
+
+
+class Steps(nn.Module):
+    """Writes the positions of examples one after another, each from a layer, as a recurrence does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, by: int = 0, turned: bool = False) -> Tensor:
+        out = torch.zeros_like(x)
+        for position in range(x.shape[1]):
+            h = self.first(x[:, position]).tanh()
+            if turned:
+                out[position] = h
+            elif by:
+                out[by:, position] = h[:-by]
+                out[:by, position] = h[-by:]
+            else:
+                out[:2, position] = h[:2]
+                out[2:, position] = h[2:]
+        return self.last(out).square().sum((1, 2))
+
+
+def test_positions_that_are_written_one_by_one_are_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def whole(m: Any, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for position in range(x.shape[1]):
+            out[:, position] = m.first(x[:, position]).tanh()
+        return m.last(out).square().sum((1, 2))
+
+    torch.manual_seed(0)
+    model, clipper = clipper_of(whole, SQUARE)
+    tests = []
+    found = ghostclip.graph.mixing_test.verdicts
+
+    def counted(*given: Any, **more: Any) -> Any:
+        tests.append(given)
+        return found(*given, **more)
+
+    for module in ("mixing_test", "moved_rows"):
+        monkeypatch.setattr(f"ghostclip.graph.{module}.verdicts", counted)
+    for batch, examples in enumerate((4, 4, 4, 5, 7)):
+        before = len(tests)
+        assert_exact(clipper, model, model(torch.randn(examples, EXAMPLES, WIDTH).double()))
+        assert (len(tests) > before) == (batch == 0)
+
+
+@pytest.mark.parametrize(("by", "turned"), [(1, False), (2, False), (0, True)])
+def test_copies_of_whole_examples_to_others_are_seen_after_a_proof(by: int, turned: bool) -> None:
+    torch.manual_seed(0)
+    model = Steps().double()
+    clipper = GhostClipper(model)
+    for _ in range(3):
+        assert_exact(clipper, model, model(torch.randn(SQUARE).double()))
+    with pytest.raises(UnsupportedModelError, match="belong to others"):
+        clipper.norms(model(torch.randn(SQUARE).double(), by, turned))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_copy_that_no_gradient_reached_is_tested_when_one_does(turned: bool) -> None:
+    """The last position has no weight in the losses of the first batches."""
+
+    def form(m: Any, x: Tensor, weight: float, turn: bool) -> Tensor:
+        h, out, last = m.first(x).tanh(), torch.zeros_like(x), x.shape[1] - 1
+        for position in range(last):
+            out[:, position] = h[:, position]
+        out[last if turn else (slice(None), last)] = h[:, last]
+        weights = torch.ones(last + 1).to(x)
+        weights[last] = weight
+        return (m.last(out) * weights[:, None]).square().sum((1, 2))
+
+    torch.manual_seed(0)
+    model, clipper = clipper_of(form, SQUARE)
+    for _ in range(3):
+        assert_exact(clipper, model, model(torch.randn(SQUARE).double(), 0.0, False))
+    if turned:
+        with pytest.raises(UnsupportedModelError, match="belong to others"):
+            clipper.norms(model(torch.randn(SQUARE).double(), 1.0, True))
+    for weight in (1.0, 1.0, 0.0, 1.0):
+        assert_exact(clipper, model, model(torch.randn(SQUARE).double(), weight, False))

@@ -1906,6 +1906,20 @@ CHECKED = [
         ("tests/test_structures.py",),
     ),
     Mutant(
+        "a copy is taken to be where it was",
+        "ghostclip/graph/moved_rows.py",
+        "return bool(torch.stack(found).all())\n",
+        "return True\n",
+        ("tests/test_structures.py",),
+    ),
+    Mutant(
+        "a first gradient at a copy goes unnoticed",
+        "ghostclip/graph/layout_check.py",
+        "self._arrived += [grad.any() for grad in",
+        "[grad.any() for grad in",
+        ("tests/test_structures.py",),
+    ),
+    Mutant(
         "proofs are not repeated",
         "ghostclip/graph/row_layout.py",
         "return self._batches[structure] in REPEATED\n",

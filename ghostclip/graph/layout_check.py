@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,15 +38,20 @@ class FirstGradients:
         calls: that no gradient has reached.
         region: with boundaries that have `BroadcastBoundary.alternatives`; None where there are none.
         names: of the model.
+        awaited: operations with the numbers of their inputs that no gradient has reached.
     """
 
-    def __init__(self, calls: Sequence[LayerCall], region: SharedSubgraph | None, names: ParameterNames) -> None:
+    def __init__(
+        self, calls: Sequence[LayerCall], region: SharedSubgraph | None, names: ParameterNames,
+        awaited: Sequence[tuple[Any, Sequence[int]]] = (),
+    ) -> None:  # fmt: skip
         self._calls, self._region, self._arrived = set(map(id, calls)), region, list[Tensor]()
         boundaries = () if region is None else region.boundaries
         self._open = {each.edge: each for each in boundaries if each.alternatives != ()}
         if is_traced():
-            what = names.layer(calls[0]) if calls else next(iter(self._open))[0].name()
+            what = names.layer(calls[0]) if calls else next(iter([*self._open, *awaited]))[0].name()
             raise UnsupportedModelError(f"no gradient has reached {what} yet")
+        self._awaited, self._hooks = awaited, list[Any]()
 
     def watched(self, sink: Sink) -> Sink:
         """See `LayoutCheck.watched`."""
@@ -57,7 +63,11 @@ class FirstGradients:
 
         if self._region is not None:
             self._region.watch = self._see
+        self._hooks = [node.register_hook(functools.partial(self._hand_on, slots)) for node, slots in self._awaited]
         return look
+
+    def _hand_on(self, slots: Sequence[int], handed: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
+        self._arrived += [grad.any() for grad in [handed[slot] for slot in slots] if grad is not None]
 
     def _see(self, edge: Edge, grad: Tensor) -> None:
         if edge in self._open and self._region is not None:
@@ -67,4 +77,6 @@ class FirstGradients:
         """Whether one of them was given a gradient that isn't zero, or not zero where alternatives differ."""
         if self._region is not None:
             self._region.watch = None
+        for hook in self._hooks:
+            hook.remove()
         return bool(self._arrived) and bool(torch.stack(self._arrived).any())

@@ -8,7 +8,7 @@ entries are compared with it in each batch, and no other backward is needed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from ghostclip.graph.mixing_test import verdicts
-from ghostclip.graph.reader import ACCUMULATE, Edge, Uses, from_below, inputs_of, saved_dimensions, shape_of
+from ghostclip.graph.reader import (
+    ACCUMULATE,
+    COPY_INTO_SLICES,
+    Edge,
+    Uses,
+    from_below,
+    inputs_of,
+    saved_dimensions,
+    shape_of,
+)
 from ghostclip.graph.shared.search import CREATORS
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import LayerCall
@@ -35,16 +44,24 @@ class MovedRows:
         self._dims: dict[tuple, int] = {}
         # Of how many examples the largest batch was on which this was tried.
         self._tried: dict[tuple, int] = {}
+        # What no gradient had reached.
+        self._unreached: set[tuple] = set()
 
-    def known(self, losses: Tensor, uses: Uses) -> Uses:
-        """The uses without moving operations that are known to leave the examples of ``losses`` [B] in place."""
+    def known(self, losses: Tensor, uses: Uses, reached: bool = False) -> Uses:
+        """The uses without moving operations that are known to leave the examples of ``losses`` [B] in place.
+
+        ``reached``: this batch's gradients reached something that none had reached before.
+        """
         examples, moving = len(losses), uses.moving
         if examples < 2:
             return replace(uses, moving=[])
         if is_traced():  # no index of a table is looked at
             moving = _of_examples(losses, moving)
-        moving = [(number, node) for number, node in moving if self._moves(uses, number, node, examples)]
-        return replace(uses, moving=_of_examples(losses, moving))
+        moving = [(number, node) for number, node in moving if self._moves(uses, number, node, examples, reached)]
+        awaited = (
+            [] if reached else [(node, slots) for n, node in uses.moving if (slots := self._awaited(uses, n, node))]
+        )
+        return replace(uses, moving=_of_examples(losses, moving), awaited=awaited)
 
     def learn(self, losses: Tensor, uses: Uses) -> Uses:
         """Proves where the examples of ``losses`` [B] are, and returns what `known` does then.
@@ -56,9 +73,11 @@ class MovedRows:
         """
         examples, subjects = len(losses), dict[tuple, Edge]()
         for number, node in uses.moving:
-            key = _key(uses, number, node)
-            if key not in self._dims and examples >= 2 * self._tried.get(key, 0):
-                subjects[key], self._tried[key] = _subject(node), examples
+            own = _key(uses, number, node)
+            for key in [own, *((*own, slot) for slot in _sources(node))]:
+                if key not in self._dims and examples >= 2 * self._tried.get(key, 0):
+                    subjects[key] = _subject(node) if key == own else node.next_functions[key[-1]]
+                    self._tried[key] = examples
         if not subjects or is_traced():
             return uses
         dims = {
@@ -70,11 +89,26 @@ class MovedRows:
             verdict = found.get(edge)
             if verdict is not None and verdict.best is not None and verdict.sure:
                 self._dims[key] = verdict.best.dim
+                self._unreached.discard(key)
+            elif verdict is not None and verdict.alternatives is None:
+                del self._tried[key]
+                self._unreached.add(key)
         return self.known(losses, uses)
 
-    def _moves(self, uses: Uses, number: int, node: Any, examples: int) -> bool:
+    def _awaited(self, uses: Uses, number: int, node: Any) -> list[int]:
+        """Which sources of a copy no gradient has reached so far."""
+        key = _key(uses, number, node)
+        return [slot for slot in _sources(node) if (*key, slot) in self._unreached]
+
+    def _moves(self, uses: Uses, number: int, node: Any, examples: int, reached: bool) -> bool:
         """Whether an operation may move entries along the dimension that has the examples, where that is known."""
-        moved, known = moved_dimensions(node, examples), self._dims.get(_key(uses, number, node))
+        key = _key(uses, number, node)
+        known = self._dims.get(key)
+        if known is not None and node.name() == COPY_INTO_SLICES:
+            awaited = [] if reached else self._awaited(uses, number, node)
+            sources = {slot: self._dims.get((*key, slot)) for slot in _sources(node) if slot not in awaited}
+            return is_traced() or not _copies_in_place(node, known, sources)
+        moved = moved_dimensions(node, examples)
         return bool(moved) if known is None else known in moved
 
 
@@ -83,6 +117,41 @@ def _key(uses: Uses, number: int, node: Any) -> tuple:
     below = node.next_functions[0][0]
     names = (node.name(), "" if below is None else below.name())
     return uses.size, uses.structure, uses.picked is None, number, names, len(shape_of(_subject(node)))
+
+
+def _sources(node: Any) -> list[int]:
+    """Which of its inputs a copy into a part of a tensor writes there; [] for other operations."""
+    if node.name() != COPY_INTO_SLICES:
+        return []
+    return [slot for slot, (below, _) in enumerate(node.next_functions) if slot and below is not None]
+
+
+def _copies_in_place(node: Any, dim: int, sources: Mapping[int, int | None]) -> bool:
+    """Whether a copy into a part of a tensor puts entries of each example to entries of this example.
+
+    A copy doesn't say which part it writes; its backward, given the number of each entry's example, hands the sources
+    the numbers of the examples to which their entries went.
+
+    Args:
+        node: of kind `COPY_INTO_SLICES`, with the tensor it writes into as its output.
+        dim: of the output, the dimension that has the examples.
+        sources: {which input: its dimension that has the examples, if that is known}.
+    """
+    if not sources:
+        return True
+    shape = shape_of((node, 0))
+    numbers = torch.arange(shape[dim], dtype=node._input_metadata[0].dtype, device=node._input_metadata[0].device)
+    if not numbers.is_floating_point() or shape[dim] > 2 / torch.finfo(numbers.dtype).eps:
+        return False
+    spread = numbers.view([-1 if place == dim else 1 for place in range(len(shape))]).expand(shape)
+    with torch.no_grad():
+        handed = node(spread)
+    found = []
+    for slot, own in sources.items():
+        if own is None or handed[slot] is None or handed[slot].shape[own] != shape[dim]:
+            return False
+        found.append((handed[slot].movedim(own, -1) == numbers).all())
+    return bool(torch.stack(found).all())
 
 
 def _subject(node: Any) -> Edge:

@@ -89,6 +89,8 @@ class Uses:
         leaves: nodes at which trained parameters enter outside of every layer.
         moving: operations of `REORDERING` kinds between the layers, each with its number among them. Those that are
             known to leave the examples in place are left out later (`ghostclip.graph.moved_rows`).
+        awaited: copies into parts of tensors with the numbers of inputs that no gradient has reached, so that nobody
+            knows where these have the examples; such a one moves nothing until a gradient comes.
         picked: rows that are picked by index (`ghostclip.graph.picked_rows`); None before they are looked for.
         size: how many nodes there are, by which a forward that took another way is told; and
             `ParameterNames.version`, by which another layer is told from the one in whose place it is.
@@ -102,6 +104,7 @@ class Uses:
     moving: list[tuple[int, Any]]
     size: tuple[int, int]
     structure: int
+    awaited: Sequence[tuple[Any, list[int]]] = ()
     picked: Any = None
 
 

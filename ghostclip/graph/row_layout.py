@@ -105,12 +105,12 @@ class RowLayouts:
         Raises:
             UnsupportedModelError: rows of other examples move with one example's loss, or the grouping can't be told.
         """
-        uses = self._moved.known(losses, uses)
+        uses = self._moved.known(losses, uses, reached)
         picked = self._picked.find(losses, uses, remember=not rehearsal)
         if picked is not None and picked.owners:
             size = picked.size, uses.size[1]
             uses = replace(uses, size=size, structure=picked.structure, moving=picked.moving, picked=picked)
-            uses = self._moved.known(losses, uses)
+            uses = self._moved.known(losses, uses, reached)
         try:
             found = self._lay_out(losses, uses, index, rehearsal, reached)
         except (LossShapeError, UnsupportedModelError) as error:
@@ -162,8 +162,9 @@ class RowLayouts:
         calls += [call for call in picked if id(call) not in shared]
         calls = calls if region is None else [*calls, *region.uses]
         boundaries = () if region is None else [each for each in region.boundaries if each.alternatives != ()]
-        check = FirstGradients(unreached, region, index) if unreached or boundaries else None
-        return RowLayout(calls, folded, not left and not boundaries, check=check)
+        awaited = uses.awaited
+        check = FirstGradients(unreached, region, index, awaited) if unreached or boundaries or awaited else None
+        return RowLayout(calls, folded, not (left or boundaries or awaited), check=check)
 
     def _is_due(self, structure: int) -> bool:
         """Whether proofs are repeated on this batch: what was multiplied with zero so far may count by now."""
