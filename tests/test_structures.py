@@ -78,6 +78,18 @@ def unbound(m: Any, x: Tensor, turn: bool) -> Tensor:
     return squared(m.last(torch.stack(parts, 1)))
 
 
+def parts_exchanged(m: Any, x: Tensor, turn: bool) -> Tensor:
+    """The second and the third part: hashes of -1 and -2 are the same in Python."""
+    parts = m.first(x).tanh().unbind(0)
+    return squared(m.last(torch.stack([parts[0], parts[2], parts[1], parts[3]] if turn else parts)))
+
+
+def pooled(m: Any, x: Tensor, turn: bool) -> Tensor:
+    """Over windows of one example, or of three."""
+    h = F.avg_pool1d(m.first(x).tanh().T[None], 1 + 2 * turn, 1, int(turn))
+    return squared(m.last(h[0].T))
+
+
 def cut_beside_a_multiple(m: Any, x: Tensor, turn: bool) -> Tensor:
     """Along a dimension with one entry more than there are examples."""
     h = m.first(x).tanh()
@@ -119,6 +131,8 @@ FORWARDS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
     "pad": (padded, SQUARE),
     "split_with_sizes": (split_unequally, X),
     "unbind": (unbound, SQUARE),
+    "parts in another order": (parts_exchanged, X),
+    "pooling": (pooled, X),
     "slices beside a multiple of the batch": (cut_beside_a_multiple, TIME_FIRST),
     "index beside a multiple of the batch": (indexed_beside_a_multiple, TIME_FIRST),
     "copies into slices": (copied_into, X),
@@ -170,6 +184,36 @@ def test_what_is_known_of_a_parameter_holds_along_the_same_dimensions() -> None:
         assert_exact(clipper, model, losses)
 
 
+def added(h: Tensor, bare: Tensor) -> Tensor:
+    return h + bare[0]
+
+
+def added_to_rows(h: Tensor, bare: Tensor) -> Tensor:
+    return (h.reshape(-1, WIDTH) + bare[0]).view(h.shape)
+
+
+def multiplied(h: Tensor, bare: Tensor) -> Tensor:
+    return h @ bare[:WIDTH]
+
+
+@pytest.mark.parametrize("use", [added, added_to_rows, multiplied])
+@pytest.mark.parametrize("positions", [3, EXAMPLES, 2 * EXAMPLES])
+def test_a_parameter_that_meets_the_examples_in_two_layouts_is_known_in_each(
+    use: Callable[[Tensor, Tensor], Tensor], positions: int
+) -> None:
+    """Examples first, and positions first: what is remembered of one use isn't taken for what the other does."""
+
+    def form(m: Any, x: Tensor) -> Tensor:
+        h = m.first(x).tanh()
+        first, second = use(h, m.bare), use(h.transpose(0, 1), m.bare).transpose(0, 1)
+        return squared(first.tanh()) + squared(second.tanh().square())
+
+    torch.manual_seed(0)
+    model, clipper = clipper_of(form, X)
+    for _ in range(4):
+        assert_exact(clipper, model, model(torch.randn(EXAMPLES, positions, WIDTH).double()))
+
+
 # One change to a forward each; the graph has as many operations as before.
 CHANGES: dict[str, Callable[[Tensor, bool], Tensor]] = {
     "permute": lambda h, other: h.permute(*((1, 0, 2) if other else (0, 1, 2))),
@@ -190,6 +234,8 @@ CHANGES: dict[str, Callable[[Tensor, bool], Tensor]] = {
     "which part": lambda h, other: h.chunk(2)[int(other)],
     "unbind": lambda h, other: h.unbind(int(other))[0],
     "unfold": lambda h, other: h.unfold(int(other), 2, 2),
+    "size of windows": lambda h, other: F.avg_pool1d(h, 2 + other),
+    "groups": lambda h, other: F.channel_shuffle(h[..., None], 4 if other else 2),
     "diagonal": lambda h, other: h.diagonal(int(other)),
     "pad": lambda h, other: F.pad(h, (0, 0, int(other), 1)),
     "as_strided": lambda h, other: h.as_strided((2, 2), (1, 2) if other else (2, 1)),

@@ -1857,6 +1857,20 @@ CHECKED = [
         ("tests/test_refusals.py",),
     ),
     Mutant(
+        "the second and the third of a node's outputs are told apart by hashes that are the same",
+        "ghostclip/graph/reader.py",
+        "words.append(~number)",
+        "words.append(-number)",
+        ("tests/test_structures.py",),
+    ),
+    Mutant(
+        "what was decided of one use of a parameter holds for its other uses in operations of the same kind",
+        "ghostclip/graph/shared/search.py",
+        "return self._structure, self._numbers.get(edge[0]), self._key(edge)",
+        "return self._structure, self._key(edge)",
+        ("tests/test_structures.py",),
+    ),
+    Mutant(
         "graphs of any structure are the same kind of graph",
         "ghostclip/graph/reader.py",
         "hash(tuple(words)))\n",

@@ -63,7 +63,8 @@ class PickedRows:
         anchors: {tensor: its dimension with the examples' rows}, which rows are picked from and put back to.
         problem: why they aren't followed; empty where they are.
         mixes: whether that is for losses of examples that depend on rows of others.
-        size, structure: of the nodes that the graph has beside these and what is shared, as in `Uses`.
+        left: the nodes that the graph has beside these and what is shared, each after its inputs.
+        size, structure: of these, as in `Uses`.
         moving: operations elsewhere that may order examples differently, as `Uses` has them.
     """
 
@@ -92,10 +93,10 @@ class PickedRows:
             self.problem, self.owners = str(end), {}
         self.calls = {node.call: self.index(node) for node in self.owners if hasattr(node, "call") and node.call.own}
         known = self._shared.union(self._passed, self.owners)
-        left = [node for node in nodes if node not in known]
-        self.size, self.structure = len(left), _structure(left)
+        self.left = [node for node in nodes if node not in known]
+        self.size, self.structure = len(self.left), _structure(self.left)
         moving = {node for _, node in uses.moving}
-        reordering = [node for node in left if type(node).__name__ in REORDERING]
+        reordering = [node for node in self.left if type(node).__name__ in REORDERING]
         self.moving = [(number, node) for number, node in enumerate(reordering) if node in moving]
 
     def index(self, node: Any) -> RowIndex:

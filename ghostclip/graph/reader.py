@@ -59,7 +59,7 @@ REORDERING = {
 # What nodes say of how they move, join or cut off entries. None of it depends on how many examples there are, but for
 # parts that do.
 SAID = ("dim", "dims", "dim0", "dim1", "dim2", "dimension", "keepdim", "start", "end", "step", "split_sizes", "pad",
-        "offset", "diagonal", "normalized_shape")  # fmt: skip
+        "offset", "diagonal", "normalized_shape", "kernel_size", "stride", "padding", "dilation", "groups")  # fmt: skip
 SAID_BY = {
     "AsStridedBackward0": ("size", "stride", "storage_offset"),
     "SelectBackward0": ("index",),
@@ -126,7 +126,7 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
     while stack:
         node, number = stack.pop()
         if number:
-            words.append(-number)
+            words.append(~number)  # Python's hashes of -1 and -2 are one
         if node in places or node is None:
             words.append(places.get(node))
             continue

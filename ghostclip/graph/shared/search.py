@@ -63,7 +63,7 @@ class DecisionCache:
     """What was found out in earlier batches, by places in the graph, which are numbered by how they are made.
 
     Attributes:
-        decisions: by the graph's structure (as `Uses` has it) and places.
+        decisions: by the graph's structure (as `Uses` has it), the node's number in it, and places.
         shared: (place, shape) of tensors that had this shape in a rehearsal, whose examples go into no dimension of it.
         doubtful: the same, at which finite gradients left more open than `BroadcastBoundary.alternatives` say.
         rehearses: whether the batch that is looked at is one.
@@ -79,8 +79,8 @@ class DecisionCache:
         """The number of a place, the same in every batch."""
         return self._numbers.setdefault(made_of, len(self._numbers))
 
-    def keep(self, place: tuple[int, tuple], found: Decision, sure: bool, verdict: Verdict) -> None:
-        """Remembers what was found at a place, which several tensors of a graph may have, as far as it will hold."""
+    def keep(self, place: tuple, found: Decision, sure: bool, verdict: Verdict) -> None:
+        """Remembers what was found at a place, as far as it will hold."""
         known = self.decisions.get(place)
         if sure:
             self.decisions[place] = found
@@ -128,6 +128,8 @@ class Search:
         self._batched = [call for call in uses.calls if id(call) not in self._odd and call not in picked]
         self._leaves = {node: node.variable for node in uses.leaves}
         self._nodes = from_below(losses.grad_fn)
+        left = self._nodes if uses.picked is None else uses.picked.left
+        self._numbers = {node: number for number, node in enumerate(left)}
         self._outputs: dict[Any, set[int]] = {losses.grad_fn: {losses.output_nr}}
         for node in self._nodes:
             for below, number in inputs_of(node):
@@ -147,7 +149,7 @@ class Search:
             for edge, verdict in self._verdicts(unknown).items():
                 self._decided[edge], sure = self._decide(edge, unknown[edge], verdict)
                 dark = dark or (not sure and (verdict.spoilt or verdict.lone))
-                self._places.keep((self._structure, self._key(edge)), self._decided[edge], sure, verdict)
+                self._places.keep(self._place(edge), self._decided[edge], sure, verdict)
             self.dark = dark
         shared, losses = self._status[self._losses.grad_fn] >= 0, len(self._losses)
         untold = [call for call in self.calls.values() if not call.sources]
@@ -275,9 +277,14 @@ class Search:
         node, number = edge
         return self._places.number(node.name(), *self._inputs(node)), number, len(shape_of(edge))
 
+    def _place(self, edge: Edge) -> tuple:
+        """The same, and where the node is in graphs of this structure: a parameter may be added to the examples'
+        tensors in two layouts."""
+        return self._structure, self._numbers.get(edge[0]), self._key(edge)
+
     def _known(self, edge: Edge, dims: list[int]) -> Decision | None:
         """What was decided of the output in this batch or an earlier one, if it holds for this."""
-        known = self._decided.get(edge) or self._places.decisions.get((self._structure, self._key(edge)))
+        known = self._decided.get(edge) or self._places.decisions.get(self._place(edge))
         multiples = self._multiples(edge)
         if known is None:
             return None
