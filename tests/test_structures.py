@@ -226,6 +226,8 @@ CHANGES: dict[str, Callable[[Tensor, bool], Tensor]] = {
     "cat": lambda h, other: torch.cat([h, h], int(other)),
     "stack": lambda h, other: torch.stack([h, h], int(other)),
     "slice": lambda h, other: h[int(other) :],
+    "end": lambda h, other: h[: 2 + other],
+    "end of a whole": lambda h, other: h[: 3 + other],
     "step": lambda h, other: h[:, :: 1 + other],
     "select": lambda h, other: h[int(other)],
     "split": lambda h, other: h.split(2, int(other))[0],
@@ -274,6 +276,18 @@ def test_the_structure_is_that_of_batches_of_other_sizes() -> None:
     model = ghostclip.wrap(Model(form))
     names = ParameterNames(model)
     found = {read_graph(model(torch.randn(size, 6, WIDTH)), names).structure for size in (2, 3, 6, 12)}
+    assert len(found) == 1
+
+
+def test_the_structure_is_that_of_texts_of_other_lengths() -> None:
+    def form(m: Any, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        h = (m.first(x) + m.bare[:length]).tanh()[:, :length]
+        return m.last(h[:, 1:] - h[:, :-1])[:, :100].square().mean((1, 2))
+
+    model = ghostclip.wrap(Model(form))
+    names = ParameterNames(model)
+    found = {read_graph(model(torch.randn(4, length, WIDTH)), names).structure for length in (3, 4, 6, 7)}
     assert len(found) == 1
 
 

@@ -1857,6 +1857,13 @@ CHECKED = [
         ("tests/test_refusals.py",),
     ),
     Mutant(
+        "where slices begin and end isn't told",
+        "ghostclip/graph/reader.py",
+        "    if type(node.next_functions[0][0]) is ACCUMULATE:\n        return None\n",
+        "    if type(node) is not ACCUMULATE:\n        return None\n",
+        ("tests/test_structures.py",),
+    ),
+    Mutant(
         "the second and the third of a node's outputs are told apart by hashes that are the same",
         "ghostclip/graph/reader.py",
         "words.append(~number)",

@@ -192,15 +192,26 @@ def said_by(node: Any) -> Any:
         return tuple([size == 1 for size in node._saved_self_sym_sizes])
     if name == "RepeatBackward0":
         return tuple([times == 1 for times in node._saved_repeats])
+    if name == "SliceBackward0":
+        return node._saved_dim, _range_of_slice(node)
     if name == "SplitBackward0":
         return node._saved_dim, len(node._input_metadata)
     return None
 
 
+def _range_of_slice(node: Any) -> Any:
+    """From where to where a slice goes; None of a parameter, none of whose rows is an example's."""
+    if type(node.next_functions[0][0]) is ACCUMULATE:
+        return None
+    size = node._saved_self_sym_sizes[signed(node._saved_dim)]
+    # A whole text may be cut off where it ends, or not.
+    return node._saved_start, None if signed(node._saved_end) >= size else node._saved_end, node._saved_step
+
+
 @functools.cache
 def _getter(kind: type) -> Callable[[Any], Any] | None:
     """What gives all that nodes of a type say; None where they say nothing, or nothing but sizes."""
-    if kind.__name__ in ("RepeatBackward0", "SplitBackward0"):
+    if kind.__name__ in ("RepeatBackward0", "SliceBackward0", "SplitBackward0"):
         return None
     saved = [f"_saved_{name}" for name in (*SAID, *SAID_BY.get(kind.__name__, ()))]
     saved = [name for name in saved if hasattr(kind, name)]
