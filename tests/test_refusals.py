@@ -341,6 +341,8 @@ ROWS: dict[str, Row] = {
     ),
     "contrastive": (lambda: clip(one(nn.Linear(3, 3)), loss=contrast), "layer", "so examples mix",
                     "compute each loss from its own example"),
+    "mixing that begins later": (lambda: clip_again(MixingLater()), "first", "so examples mix",
+                                 "An earlier batch didn't show this"),
     "own rule": (lambda: clip(with_rule(lambda grad, x: (grad * x).sum(0))), "layer (Ruled)",
                  "a gradient for each example, of shape [4, 3]", "got [6, 3]"),
     "own rule's term": (lambda: clip(with_rule(lambda grad, x: None)), "layer (Ruled)",
@@ -457,6 +459,26 @@ def test_a_rule_of_a_wrong_shape_names_its_layer(name: str, second_pass: str) ->
         return
     with pytest.raises(GhostClipError, match=r"layer \(Ruled\): its rule, per_example\('weight'\), must return"):
         clip(with_rule(RULES[name]), second_pass=second_pass)
+
+
+class MixingLater(nn.Module):
+    """Examples that meet in a term whose weight is zero at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Linear(3, 3), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        return h + self.weight * h.mean(0)
+
+
+def clip_again(model: MixingLater) -> None:
+    clipper = GhostClipper(model)
+    for _ in range(63):
+        clipper.norms(losses(model(X)))
+    model.weight = 1.0
+    clipper.norms(losses(model(X)))
 
 
 def test_no_message_is_left_unread() -> None:

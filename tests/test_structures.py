@@ -302,9 +302,9 @@ def test_two_layers_of_one_kind_are_told_apart() -> None:
     assert found[0] == found[2] != found[1]
 
 
-@pytest.mark.parametrize(("begins", "seen"), [(1, 16), (15, 16), (16, 64), (40, 64), (64, 256)])
+@pytest.mark.parametrize(("begins", "seen"), [(1, 64), (63, 64), (64, 256)])
 def test_what_was_multiplied_with_zero_at_first_is_seen_later(begins: int, seen: int) -> None:
-    """Proofs are repeated on the batches 16, 64, 256, ... of a kind."""
+    """Proofs are repeated on the batches 64, 256, 1,024, ... of a kind."""
 
     def form(m: Any, x: Tensor, gate: float) -> Tensor:
         h = m.first(x).tanh()

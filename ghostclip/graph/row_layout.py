@@ -32,7 +32,7 @@ __all__ = ["RowLayout", "RowLayouts", "without_boundaries"]
 
 
 # The batches of a kind of graph on which its proofs are repeated.
-REPEATED = frozenset(16 * 4**power for power in range(24))
+REPEATED = frozenset(64 * 4**power for power in range(24))
 EARLIER = ". An earlier batch didn't show this; sums of batches since then may not be clipped as said"
 
 
