@@ -49,6 +49,28 @@ class RoundedByFunction(nn.Module):
         return self.Round.apply(weight)
 
 
+class Masked(nn.Module):
+    """A mask of one entry for each of the weight's, or for each column."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.register_buffer("mask", torch.linspace(0, 1, 40).view(8, 5)[: shape[0]])
+
+    def forward(self, weight):
+        return weight * self.mask
+
+
+class Divided(nn.Module):
+    """Over its largest row's length, of the weight itself or of a curve of it."""
+
+    def __init__(self, change=lambda weight: weight):
+        super().__init__()
+        self.change = change
+
+    def forward(self, weight):
+        return self.change(weight) / weight.square().sum(1).sqrt().amax()
+
+
 class LowRank(nn.Module):
     """LoRA."""
 
@@ -100,6 +122,16 @@ LINEAR = {
     "weight_norm of a bias": lambda: parametrizations.weight_norm(nn.Linear(5, 8), "bias"),
     "weight_norm of both": lambda: parametrizations.weight_norm(parametrizations.weight_norm(nn.Linear(5, 8)), "bias"),
     "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(5, 8)),
+    "spectral_norm of columns": lambda: parametrizations.spectral_norm(nn.Linear(5, 8), dim=1, n_power_iterations=3),
+    "spectral_norm by hooks": lambda: nn.utils.spectral_norm(nn.Linear(5, 8)),
+    "spectral_norm of both": lambda: parametrizations.spectral_norm(parametrizations.spectral_norm(nn.Linear(5, 8))),
+    "spectral_norm, called twice": lambda: nn.Sequential(
+        Twice(parametrizations.spectral_norm(nn.Linear(5, 5))), nn.Linear(5, 8)
+    ),
+    "quotient": lambda: parametrized(nn.Linear(5, 8), Divided()),
+    "quotient of a curve": lambda: parametrized(nn.Linear(5, 8), Divided(torch.exp)),
+    "masked columns": lambda: parametrized(nn.Linear(5, 8), Masked(1)),
+    "masked after a curve": lambda: parametrized(parametrized(nn.Linear(5, 8), Curved()), Masked(8)),
     "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(5, 8)),
     "orthogonal by cayley": lambda: parametrizations.orthogonal(nn.Linear(5, 8), orthogonal_map="cayley"),
     "pruned": lambda: pruned(nn.Linear(5, 8)),
@@ -116,6 +148,8 @@ LINEAR = {
 POSITIONS = {
     "weight_norm of a convolution": lambda: convolution(parametrizations.weight_norm),
     "weight_norm in groups": lambda: convolution(parametrizations.weight_norm, groups=2),
+    "spectral_norm of a convolution": lambda: convolution(parametrizations.spectral_norm),
+    "spectral_norm in groups": lambda: convolution(parametrizations.spectral_norm, groups=2),
     "pruned convolution": lambda: convolution(pruned),
     "pruned in groups": lambda: convolution(pruned, groups=2),
     "straight-through convolution": lambda: convolution(lambda layer: parametrized(layer, Rounded())),
@@ -150,7 +184,7 @@ def test_convolutions(name, second_pass):
 
 
 @every_pass
-@pytest.mark.parametrize("name", ["weight_norm", "pruned", "low rank"])
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "pruned", "low rank"])
 def test_rows_that_the_model_folded_into_the_batch(name, second_pass):
     layers = built(LINEAR[name])
     model = Wired(lambda m, x: m.layers(x.flatten(0, 1)).unflatten(0, (len(x), -1)), layers=layers)
@@ -158,7 +192,7 @@ def test_rows_that_the_model_folded_into_the_batch(name, second_pass):
 
 
 @positions
-@pytest.mark.parametrize("name", ["weight_norm", "pruned", "low rank"])
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "pruned", "low rank"])
 def test_groups_and_batches_of_every_size(name, shape):
     model = built(LINEAR[name])
     expected = {}
@@ -200,6 +234,21 @@ def test_an_input_along_the_direction_of_a_normalised_weight(second_pass):
     assert_close(norms[1:], expected["0.parametrizations.weight.original1"].flatten(1).norm(dim=1)[1:], 1e-6)
     clipper.backward(project(model(x)))
     assert_dicts_close(gradients(model), oracle.clipped_sum(expected, 1.0), 1e-10)
+
+
+@every_pass
+def test_a_gradient_along_a_normalised_weight_of_rank_one(second_pass):
+    """Of dL/dv only rounding is left, where the weight's gradient is its multiple; digits are measured again."""
+    model = nn.Sequential(parametrizations.spectral_norm(nn.Linear(5, 1)), nn.Linear(1, 1)).double().eval()
+    weight = model[0].parametrizations.weight
+    weight[0]._u.fill_(1.0)
+    weight[0]._v.copy_(weight.original[0].detach() / weight.original.detach().norm())
+    x = weight.original.detach() * torch.tensor([[1.0], [1.0 + 1e-7]], dtype=torch.float64)
+    x[1, 0] += 1e-7
+    expected = oracle.per_example_grads(model, project, (x,))
+    clipper = ghostclip.GhostClipper(model, clipping=1.0, second_pass=second_pass)
+    norms = clipper.norms(project(model(x)), per="parameter")["0.parametrizations.weight.original"]
+    assert_close(norms[1:], expected["0.parametrizations.weight.original"].flatten(1).norm(dim=1)[1:], 1e-6)
 
 
 def test_a_weight_computed_by_a_layer_is_followed_through_the_graph():

@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import parametrize
 
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.norms.combine import combine
-from ghostclip.norms.computed import DirectionGrads, ScaledOuter, WeightNorm, materialised
+from ghostclip.norms.computed import DirectionGrads, Quotient, QuotientGrads, ScaledOuter, WeightNorm, materialised
 from ghostclip.norms.outer import OuterProduct
 from ghostclip.norms.pullback import pulled_back
 from ghostclip.norms.term import Dense, PerExampleGrads
@@ -63,11 +63,16 @@ class ComputedWeight:
         if len(self.leaves) == 1 and (factor := self._factor()) is not None:
             (name,) = self.leaves
             return {name: ScaledOuter(term, factor) if isinstance(term, OuterProduct) else _scaled(term, factor)}
+        if len(self.leaves) == 1 and (quotient := self._quotient()) is not None:
+            (name,) = self.leaves
+            if isinstance(term, OuterProduct):
+                return {name: QuotientGrads(term, quotient)}
+            return {name: Dense(quotient.of_v(materialised(term)))}
         if (norm := self._weight_norm()) is not None:
             if isinstance(term, OuterProduct) and term.left.shape[1] == 1 and term.groups == 1:
-                left, right = (side.squeeze(1) for side in term.tensors)
-                of_g = (left * (right @ norm.unit.flatten(1).mT)).view(-1, *norm.g.shape)
-                found: list[PerExampleGrads] = [DirectionGrads(term, norm), Dense(of_g)]
+                of_v = DirectionGrads.of_one_position(term, norm)
+                assert of_v.of_g is not None
+                found: list[PerExampleGrads] = [of_v, Dense(of_v.of_g.view(-1, *norm.g.shape))]
             else:
                 gradients = materialised(term)
                 found = [Dense(norm.of_v(gradients)), Dense(norm.of_g(gradients))]
@@ -86,6 +91,20 @@ class ComputedWeight:
             return None
         (factor,) = torch.autograd.grad(self.value, leaf, torch.ones_like(self.value), retain_graph=True)
         return factor
+
+    def _quotient(self) -> Quotient | None:
+        """What the weight consists of where it is the leaf over one number computed from it; else None."""
+        (leaf,) = self.leaves.values()
+        node: Any = self.value.grad_fn
+        if node.name() != "DivBackward0" or leaf.shape != self.value.shape:
+            return None
+        (above, _), (below, number) = node.next_functions
+        divisor = node._saved_other
+        if below is None or divisor.dim() or not _is_leaf(above):
+            return None
+        edge, seed = GradientEdge(below, number), torch.ones_like(divisor)
+        (slope,) = torch.autograd.grad([edge], [leaf], [seed], retain_graph=True)
+        return Quotient(self.value.detach(), divisor.detach(), slope)
 
     def _weight_norm(self) -> WeightNorm | None:
         """What torch's weight normalization by rows kept, if it made the weight of two leaves; else None."""
@@ -232,6 +251,10 @@ def _is_shifted(value: Tensor) -> bool:
             return False
         node = below[0][1]
     return bool(node.variable.shape == value.shape)
+
+
+def _is_leaf(node: Any) -> bool:
+    return node is not None and node.name() == ACCUMULATE
 
 
 def _is_of_shape(node: Any, value: Tensor) -> bool:

@@ -6,7 +6,11 @@ c = <G_i, v / |v|>,
 
     dL_i/dg = c    and    dL_i/dv = g / |v| (G_i - c v / |v|)    (Salimans & Kingma 2016, equation 3).
 
-Where G_i is one outer product, as of a linear layer on one position, both have norms that form no G_i.
+Where W = v / s(v) for one number s, as under spectral normalization, with D the gradient of s,
+
+    dL_i/dv = (G_i - <G_i, W> D) / s    (Miyato et al. 2018, equation 10).
+
+Where G_i is one outer product, as of a linear layer on one position, all of them have norms that form no G_i.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from torch import Tensor
 from .outer import OuterProduct, chunks, gram_is_reliable
 from .term import Dense, NormResult, PerExampleGrads, Strategy, squared_norms, to_float32
 
-__all__ = ["DirectionGrads", "ScaledOuter", "WeightNorm", "materialised"]
+__all__ = ["DirectionGrads", "Quotient", "QuotientGrads", "ScaledOuter", "WeightNorm", "materialised"]
 
 
 def materialised(term: PerExampleGrads) -> Tensor:
@@ -89,6 +93,14 @@ class _OfOuter(PerExampleGrads):
             found += [gradients] if keep else []
         return NormResult(squared, torch.cat(found) if found else None)
 
+    def measured_again(self, squared: Tensor, scale: Tensor) -> NormResult:
+        """``squared`` [B] of a difference of terms of the size ``scale`` [B]; directly where its digits cancelled."""
+        lost = ~gram_is_reliable(squared, scale)
+        if bool(lost.any()):
+            rows = lost.nonzero().flatten()
+            squared[rows] = self.pick(rows).by_direct().squared_norms
+        return NormResult(squared, absolute=4 * scale)
+
 
 class ScaledOuter(_OfOuter):
     """``factor * G_i``, for a factor of the weight's shape."""
@@ -137,23 +149,92 @@ class WeightNorm:
         return across.mul_(self.g / self.norms)
 
 
+@dataclass(eq=False)
 class DirectionGrads(_OfOuter):
-    """dL_i/dv of a weight normalization, its ``factor`` a `WeightNorm`."""
+    """dL_i/dv of a weight normalization, its ``factor`` a `WeightNorm`.
+
+    Attributes:
+        of_g: dL_i/dg [B, p] where G_i is one outer product and that is known; else None.
+    """
+
+    of_g: Tensor | None = None
+
+    @classmethod
+    def of_one_position(cls, inner: OuterProduct, norm: WeightNorm) -> DirectionGrads:
+        """With `of_g`, for one outer product an example."""
+        left, right = (to_float32(side).squeeze(1) for side in inner.tensors)
+        along = right @ norm.v.flatten(1).mT.to(right.dtype)
+        return cls(inner, norm, along.mul_(left).div_(norm.norms.flatten()))
+
+    def replaced(self, function: Callable[[Tensor], Tensor]) -> DirectionGrads:
+        of_g = None if self.of_g is None else function(self.of_g)
+        return replace(self, inner=self.inner.replaced(function), of_g=of_g)
+
+    def split_rows(self, count: int, row_order: str) -> PerExampleGrads:
+        return _OfOuter.split_rows(replace(self, of_g=None), count, row_order)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        if self.of_g is None:
+            return super().weighted_sum(weights)
+        total, norms = self.inner.weighted_sum(weights), self.factor.norms
+        of_g = (weights.to(self.of_g.dtype) @ self.of_g).view_as(norms)
+        return total.addcmul_(of_g / norms, self.factor.v, value=-1.0).mul_(self.factor.g / norms)
 
     def apply(self, gradients: Tensor) -> Tensor:
         return self.factor.of_v(gradients)
 
     def closed_form(self, keep: bool) -> NormResult | None:
-        """One position: ``sum_p left[p]^2 (g[p] / |v[p]|)^2 (|right|^2 - <right, v[p] / |v[p]|>^2)``."""
-        if self.inner.left.shape[1] != 1:
+        """One position: ``sum_p (g[p] / |v[p]|)^2 (left[p]^2 |right|^2 - c[p]^2)``, with c the gradient of g."""
+        if self.of_g is None:
             return None
         left, right = (to_float32(side).squeeze(1) for side in self.inner.tensors)
-        scaled = left.square() * (self.factor.g / self.factor.norms).flatten().square()
-        whole = squared_norms(right).unsqueeze(1)
-        across = whole - (right @ self.factor.unit.flatten(1).mT).square()
-        squared, scale = (scaled * across).sum(1), scaled.sum(1) * whole.squeeze(1)
-        lost = ~gram_is_reliable(squared, scale)
-        if bool(lost.any()):
-            rows = lost.nonzero().flatten()
-            squared[rows] = self.pick(rows).by_direct().squared_norms
-        return NormResult(squared, absolute=4 * scale)
+        shares = (self.factor.g / self.factor.norms).flatten().square()
+        whole = left.square().mul_(squared_norms(right).unsqueeze(1))
+        across = whole - self.of_g.square()
+        return self.measured_again(across @ shares, whole @ shares)
+
+
+@dataclass(frozen=True)
+class Quotient:
+    """W = v / s(v).
+
+    Attributes:
+        value: W [p, ...].
+        divisor: s, [].
+        slope: the gradient of s, [p, ...].
+    """
+
+    value: Tensor
+    divisor: Tensor
+    slope: Tensor
+
+    def of_v(self, gradients: Tensor) -> Tensor:
+        """dL_i/dv [n, p, ...] from gradients [n, p, ...] at the weight."""
+        along = gradients.flatten(1) @ self.value.flatten().to(gradients.dtype)
+        across = torch.addcmul(gradients, along.view(-1, *[1] * self.value.dim()), self.slope, value=-1.0)
+        return across.div_(self.divisor)
+
+
+class QuotientGrads(_OfOuter):
+    """dL_i/dv of a quotient, its ``factor`` a `Quotient`."""
+
+    def apply(self, gradients: Tensor) -> Tensor:
+        return self.factor.of_v(gradients)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        total, value = self.inner.weighted_sum(weights), self.factor.value
+        along = torch.dot(total.flatten(), value.flatten().to(total.dtype))
+        return total.addcmul_(along, self.factor.slope, value=-1.0).div_(self.factor.divisor)
+
+    def closed_form(self, keep: bool) -> NormResult | None:
+        """One position: ``(|G|^2 - 2 <G, W> <G, D> + <G, W>^2 |D|^2) / s^2``."""
+        if self.inner.left.shape[1] != 1 or self.inner.groups != 1:
+            return None
+        left, right = (to_float32(side).squeeze(1) for side in self.inner.tensors)
+        value, slope = (each.flatten(1).mT.to(right.dtype) for each in (self.factor.value, self.factor.slope))
+        of_value, of_slope = ((right @ each).mul_(left).sum(1) for each in (value, slope))
+        whole = squared_norms(left) * squared_norms(right)
+        taken = of_value.square() * squared_norms(slope.reshape(1, -1))
+        scale = self.factor.divisor.to(right.dtype).square()
+        squared = (whole - 2 * of_value * of_slope + taken) / scale
+        return self.measured_again(squared, (whole + taken) / scale)
