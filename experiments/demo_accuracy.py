@@ -36,7 +36,7 @@ DEMO = ["--model", "cnn", "--data", "digits"]
 def trainings(examples: int) -> list[PlannedRun]:
     """The runs of `make demo` on so many training examples, calibrated."""
     parser = argparse.ArgumentParser()
-    train.add_arguments(parser)
+    train.add_train(parser)
     return list(runs_of(parser.parse_args(DEMO), examples))
 
 
