@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 
 import ghostclip
 from ghostclip import GhostClipError, GhostClipper, check, wrap
-from ghostclip.graph.row_layout import EARLIER
 from ghostclip.graph.row_operations import DIRECTED, FUNCTIONS
 from ghostclip.norms.outer import OuterProduct
 
@@ -52,7 +51,6 @@ OTHERS = {
     "no gradient has reached {} yet",  # of a step that can't be compiled, which is not raised
     DIRECTED,
     FUNCTIONS,
-    EARLIER,  # of a batch after many others: tests/test_structures.py reads it
 }
 
 X = torch.linspace(-1, 2, 4 * 6 * 3).view(4, 6, 3)
