@@ -98,3 +98,13 @@ def clipped_sum_by_layer(grads: Grads, bound: float, layers: Sequence[str]) -> G
         own = {name: grad for name, grad in grads.items() if name.startswith(layer)}
         sums |= clipped_sum(own, bound / len(layers) ** 0.5)
     return {name: sums[name] for name in grads}
+
+
+def norms_by_single_losses(model, losses):
+    """[B], norms of the gradients of single losses of the batch, by autograd."""
+    parameters = list(model.parameters())
+    found = []
+    for loss in losses:
+        grads = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        found.append(torch.cat([grad.flatten() for grad in grads if grad is not None]).norm())
+    return torch.stack(found)

@@ -56,16 +56,16 @@ REORDERING = {
                  "MaxUnpool3D", "Put", "Roll", "Scatter", "ScatterAdd", "ScatterReduce", "SegmentReduce", "Sort",
                  "Take", "Topk", "UnsafeIndex", "UnsafeIndexPut")
 } | {"CopySlices"}  # fmt: skip
-# What nodes say of how they move, join or cut off entries. None of it depends on how many examples there are, but for
-# parts that do.
+# What nodes say of how they move, join or cut off entries. It depends on how many examples there are only where
+# the parts themselves do.
 SAID = ("dim", "dims", "dim0", "dim1", "dim2", "dimension", "keepdim", "start", "end", "step", "split_sizes", "pad",
         "offset", "diagonal", "normalized_shape", "kernel_size", "stride", "padding", "dilation", "groups")  # fmt: skip
 SAID_BY = {
-    "AsStridedBackward0": ("size", "stride", "storage_offset"),
+    "AsStridedBackward0": ("size", "storage_offset"),
     "SelectBackward0": ("index",),
     "SelectScatterBackward0": ("index",),
 }
-# Of these, it is where the dimensions of one entry are: along them a tensor is broadcast.
+# What gives a tensor other dimensions says which of these have one entry: along them it is broadcast later.
 RESHAPING = {f"{name}Backward0" for name in ("ReshapeAlias", "Squeeze", "UnsafeView", "View")}
 
 # An operation in place on a part of a tensor; its first input is the whole tensor before. It doesn't say which part.
