@@ -14,13 +14,13 @@ install: $(STAMP)  ## make .venv with everything pinned by constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
 demo: install  ## train a CNN privately on handwritten digits, three seeds (a minute); report in reports/demo
 	$(BIN)/python -m ghostclip train --model cnn --data digits --seeds 3 --report reports/demo
 
-test: install  ## the test suite, in two processes (about 7 minutes on two cores)
+test: install  ## the test suite, in two processes (3 to 7 minutes on two cores)
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist worksteal
 
 test-all: install  ## the test suite with the long checks

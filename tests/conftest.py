@@ -2,6 +2,8 @@
 
 import gc
 import logging
+import math
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +17,19 @@ from ghostclip.nn.rnn.identity_input import possible
 torch.set_num_threads(1)
 # Workers of a data loader that the garbage collector finds are waited for, each for 5 seconds: tests leave many behind.
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as slow all but one in n of the cases of a test marked ``one_in(n)``, those kept drawn by their names."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("one_in"):
+            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for own in cases.values():
+        kept = math.ceil(len(own) / own[0].get_closest_marker("one_in").args[0])
+        for item in sorted(own, key=lambda each: zlib.crc32(each.name.encode()))[kept:]:
+            item.add_marker("slow")
 
 
 def pytest_collection_finish() -> None:

@@ -113,6 +113,7 @@ def one_step_delta(epsilon: float, sigma: float, rate: float) -> float:
 
 
 @pytest.mark.parametrize(("sigma", "rate", "target"), [(1, 0.1, 0.5), (2, 0.3, 0.2), (1.5, 0.9, 0.5), (3, 0.01, 0.01)])
+@pytest.mark.one_in(4)
 def test_one_step_by_an_independent_formula(sigma: float, rate: float, target: float) -> None:
     delta = one_step_delta(target, sigma, rate)
     got = accounting.epsilon(noise_multiplier=sigma, sample_rate=rate, steps=1, delta=delta)
@@ -121,6 +122,7 @@ def test_one_step_by_an_independent_formula(sigma: float, rate: float, target: f
 
 @pytest.mark.parametrize("relation", RELATIONS)
 @pytest.mark.parametrize(("sigma", "rate", "target"), [(2, 0.1, 0.5), (3, 0.9, 0.5)])
+@pytest.mark.one_in(4)
 def test_one_step_over_a_fixed_size_by_the_same_formula(
     sigma: float, rate: float, target: float, relation: str
 ) -> None:
@@ -131,6 +133,7 @@ def test_one_step_over_a_fixed_size_by_the_same_formula(
     assert got == pytest.approx(target, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_fixed_size_costs_at_least_what_known_neighbours_tell_apart() -> None:
     """Row "shuffled or fixed-size batches accounted as Poisson": they spend more, and are charged more."""
     sigma, rate, steps, delta = 2.0, 0.05, 50, 1e-5
@@ -160,6 +163,7 @@ def test_divergences_of_a_fixed_size_bound_the_exact_ones_of_known_neighbours() 
         assert (fixed.rdp[known] >= exact.rdp[known] * (1 - 1e-9)).all()
 
 
+@pytest.mark.slow
 def test_a_cut_costs_something_and_a_rare_one_next_to_nothing() -> None:
     setting = {**SETTING, "noise_multiplier": 3.0}
     plain = accounting.epsilon(**setting)
@@ -247,6 +251,7 @@ def test_events_are_composed_once_for_each_mechanism() -> None:
         pytest.param("pld", TRUNCATED, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.one_in(3)
 def test_more_noise_fewer_steps_and_larger_delta_cost_less(accountant: str, options: dict[str, Any]) -> None:
     setting: dict[str, Any] = {**SETTING, "noise_multiplier": 3.0, **options, "accountant": accountant}
     base = accounting.epsilon(**setting)
@@ -255,6 +260,7 @@ def test_more_noise_fewer_steps_and_larger_delta_cost_less(accountant: str, opti
 
 
 @pytest.mark.parametrize("sampling", [{}, {"sampling": "without_replacement"}, TRUNCATED])
+@pytest.mark.one_in(3)
 def test_replacing_costs_more_than_removing(sampling: dict[str, Any]) -> None:
     setting = {**SETTING, "noise_multiplier": 3.0, **sampling}
     assert accounting.epsilon(**setting, neighboring="replace_one") > accounting.epsilon(**setting)

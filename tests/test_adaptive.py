@@ -143,6 +143,7 @@ def test_the_norm_is_one_within_a_logical_batch() -> None:
         engine.optimizer.zero_grad()
 
 
+@pytest.mark.slow
 def test_a_step_is_charged_as_both_releases() -> None:
     """Row "adaptive clipping not charged; divided by realised size": the count is part of the event."""
     engine = engine_for(torch.rand(400), Adaptive(1.0, count_noise=2.0), noise="standard", seed=None, batch_size=40)
@@ -161,6 +162,7 @@ def test_the_default_noise_is_a_twentieth_of_the_batch() -> None:
     assert [part.noise_multiplier for part in engine.events[0].events] == [1.0, 2 * 40 / 20]
 
 
+@pytest.mark.slow
 def test_a_target_is_met_with_the_count_included() -> None:
     loader = LogicalBatches(data(torch.rand(400)), batch_size=40)
     target: dict[str, Any] = {"target_epsilon": 2.0, "delta": 1e-5, "accountant": "rdp"}

@@ -106,6 +106,7 @@ def test_the_composed_noise_is_found_from_its_own_trade_off():
 
 
 @pytest.mark.parametrize(("rate", "steps"), [(1.0, 1), (0.3, 1), (1.0, 4)])
+@pytest.mark.one_in(3)
 def test_the_bounds_fail_no_more_often_than_they_say(rate, steps):
     generator, failure, runs = np.random.default_rng(5), 0.1, 200
     spent = Claim(1.0, rate, steps, DELTA).epsilon
@@ -239,6 +240,7 @@ BUGS = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.one_in(3)
 def test_planted_bugs_are_found(monkeypatch, bug):
     BUGS[bug](monkeypatch)
     found = audited()
@@ -350,6 +352,7 @@ def from_dictionaries(examples):
     return {"features": features, "labels": torch.tensor([example["label"] for example in examples])}
 
 
+@pytest.mark.slow
 def test_loaders_group_wise_clipping_and_physical_batches_are_audited():
     loader = DataLoader(Dictionaries(), batch_size=6, collate_fn=from_dictionaries)
 

@@ -21,6 +21,7 @@ def test_a_fresh_process_finds_what_a_step_needs():
     assert found["nxbp"]["over_nonprivate"] == found["nxbp"]["peak"] / plain["peak"] < 1
 
 
+@pytest.mark.slow
 def test_what_fails_in_the_process_is_reported():
     before = dict(os.environ)
     assert ask(Task("mlp", "no such contender", 4)) == {"failed": "KeyError: 'no such contender'"}

@@ -64,6 +64,7 @@ def test_ours_are_exact_on_every_workload(name):
     ],
     ids=["gpt2", "vit", "resnet50"],
 )
+@pytest.mark.slow
 def test_ours_are_exact_on_small_ones_of_the_large_kinds(model, shape, losses):
     def batch(size):
         if shape is None:

@@ -29,6 +29,7 @@ def audited(capsys, *words) -> tuple[int, dict]:
     return status, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_sound_training_is_consistent(capsys, tmp_path):
     out, plot = tmp_path / "audit.json", tmp_path / "audit.png"
     status, found = audited(capsys, "--canaries", "20", "--out", out, "--plot", plot)

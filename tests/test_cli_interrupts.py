@@ -42,6 +42,7 @@ def listening() -> None:
 @pytest.mark.parametrize(
     ("started", "place"), [("module", "torch"), ("script", "numpy"), ("script", "ghostclip.cli.training")]
 )
+@pytest.mark.one_in(3)
 def test_ctrl_c_in_the_imports(started: str, place: str, tmp_path: Path) -> None:
     script = tmp_path / "ghostclip"
     script.write_text(SCRIPT)

@@ -73,6 +73,7 @@ def test_damage_and_missing_files_are_one_line(path: Path, capsys: pytest.Captur
     assert found.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_training_is_charged_and_continued(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     epsilons = []
     for _ in range(2):

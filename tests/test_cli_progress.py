@@ -63,6 +63,7 @@ def test_commands_show_what_is_logged(capsys, monkeypatch):
     assert capsys.readouterr().err == "ghostclip: something slow begins\nghostclip: interrupted\n"
 
 
+@pytest.mark.slow
 def test_calibration_is_announced_and_output_is_only_the_result():
     where = ["--epsilon", "1", "--sample-rate", "0.1", "--steps", "20", "--json"]
     command = [sys.executable, "-m", "ghostclip", "calibrate", *where]

@@ -75,6 +75,7 @@ def test_every_private_method_clips_and_charges(method):
 
 
 @pytest.mark.parametrize("method", PRIVATE)
+@pytest.mark.one_in(3)
 def test_noise_is_fresh_in_every_run_and_the_seed_is_of_the_weights(method):
     data = forty_digits()
     runs = [train_once(settings(method, noise_multiplier=0.5), data, "private", lambda *step: None) for _ in range(2)]
@@ -107,6 +108,7 @@ def test_target_is_met_and_reported(capsys, monkeypatch, tmp_path):
     assert len(found["not_private"]["norms"]["norms"]) == found["settings"]["training examples"] == 1437
 
 
+@pytest.mark.slow
 def test_comparison_trains_lower_targets_and_without_privacy(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(summary, "SPEED_SECONDS", 0.0)
     monkeypatch.setattr(train, "MARKS", 1)
@@ -125,6 +127,7 @@ def test_comparison_trains_lower_targets_and_without_privacy(capsys, monkeypatch
 @pytest.mark.parametrize(
     ("text", "limit"), [("8GiB", 8 << 30), ("8.5 GB", 8_500_000_000), (str(8 << 30), 8 << 30), (None, None)]
 )
+@pytest.mark.one_in(4)
 def test_the_size_of_physical_batches_is_found_within_the_limit(capsys, monkeypatch, tmp_path, text, limit):
     """The engine gets the limit in bytes, and the report's norms take no more memory than its passes did."""
     sizes, given = [], []
@@ -153,6 +156,7 @@ def test_memory_that_holds_no_example_is_told_in_one_line(capsys):
     assert "memory_limit" in last
 
 
+@pytest.mark.slow
 def test_several_seeds_are_trained_and_calibrated_once(capsys, monkeypatch, tmp_path):
     seeds = []
 
@@ -200,6 +204,7 @@ def test_epochs_that_were_not_evaluated_are_gaps():
     assert found[-1] == sum(right) / len(right)
 
 
+@pytest.mark.slow
 def test_results_are_shown_where_the_report_cannot_be_written(capsys, monkeypatch, tmp_path):
     def full(record, folder):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -245,6 +250,7 @@ def test_no_noise_is_infinite_epsilon(capsys, tmp_path):
         ("imdb", write_imdb, "transformer"),
     ],
 )
+@pytest.mark.one_in(3)
 def test_every_format_trains(capsys, tmp_path, data, write, model):
     write(tmp_path)
     words = ["--vocabulary", tmp_path / "words.txt"] if data == "imdb" else []
@@ -254,6 +260,7 @@ def test_every_format_trains(capsys, tmp_path, data, write, model):
     assert 0 < found["runs"][0]["epsilons"]["PLD"] < math.inf
 
 
+@pytest.mark.slow
 def test_a_delta_that_promises_nothing_is_warned_about(capsys):
     assert main(["train", "--model", "mlp", "--noise-multiplier", "1", "--delta", "1e-3", *QUICK]) == 0
     assert "delta 0.001 is not below 1 / 1437 examples" in capsys.readouterr().err

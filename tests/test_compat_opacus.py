@@ -168,6 +168,7 @@ def test_an_empty_batch_has_tensors_without_rows_and_a_step_of_noise_alone() -> 
     assert sum(steps for _, _, steps in engine.accountant.history) == 12
 
 
+@pytest.mark.slow
 def test_batches_of_one_size_are_charged_as_such() -> None:
     engine = PrivacyEngine()
     with pytest.warns(UserWarning, match="replaced by sampling without replacement .8 different examples"):

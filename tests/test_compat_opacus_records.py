@@ -90,6 +90,7 @@ class WithEpsilon:
 
 @pytest.mark.parametrize(("accountant", "poisson_sampling"), [("prv", True), ("rdp", True), ("rdp", False)])
 @pytest.mark.filterwarnings("ignore:the DataLoader's")
+@pytest.mark.one_in(3)
 def test_make_private_with_epsilon_spends_the_target_in_its_epochs(accountant: str, poisson_sampling: bool) -> None:
     engine = PrivacyEngine(accountant=accountant)
     model, optimizer, loader = private(
@@ -101,6 +102,7 @@ def test_make_private_with_epsilon_spends_the_target_in_its_epochs(accountant: s
     assert 3.99 < engine.get_epsilon(1e-5) <= 4.0
 
 
+@pytest.mark.slow
 def test_an_opacus_history_counts_in_a_ledger(tmp_path: Path) -> None:
     path = tmp_path / "run.ledger"
     state = {"history": [(1.0, 0.01, 70), (2.0, 0.02, 3)], "mechanism": "rdp"}

@@ -72,6 +72,7 @@ def rows():
     "policy", ["cached", *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("reweight", "per layer"))]
 )
 @pytest.mark.parametrize("row", list(rows()))
+@pytest.mark.one_in(4)
 def test_every_case_as_a_graph(row, policy):
     max_norm = typical_norm(truth(row))
     clipping = PerLayer(max_norm) if policy == "per layer" else max_norm

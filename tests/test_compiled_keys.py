@@ -257,6 +257,7 @@ def test_a_function_may_name_itself_and_what_is_not_there_yet():
 
 
 @pytest.mark.parametrize("make", [closing, with_default, with_keyword])
+@pytest.mark.one_in(3)
 def test_a_function_remade_with_another_value_is_not_clipped_by_the_old_graph(make):
     clipper = trained(classifier(), make(2))
     for value in (True, 2.0, 1, 2):

@@ -56,6 +56,7 @@ def test_operations_give_what_autograd_gives(name, layout, dtype):
     assert run.found == 1
 
 
+@pytest.mark.slow
 def test_inductor_takes_them_as_they_are():
     torch.manual_seed(0)
     model = nn.Sequential(nn.MaxPool2d(3, 2, 1), nn.Tanh(), nn.AvgPool2d(2))

@@ -140,6 +140,7 @@ def combinations():
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("policy", "second_pass", "physical"), list(combinations()))
+@pytest.mark.one_in(2)
 def test_training_is_the_same_as_eager(policy, second_pass, physical):
     options = {"clipping": POLICIES[policy], "second_pass": second_pass, "max_physical_batch_size": physical}
     engine = compiled(engine_for(**options))
@@ -197,6 +198,7 @@ def test_schedules_and_empty_batches_compile_nothing_anew():
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.slow
 def test_dropout_draws_what_it_would_draw_eagerly():
     states = []
     for make in (compiled, lambda engine: engine):
@@ -408,6 +410,7 @@ def test_what_a_graph_writes_lasts_and_is_tried_in_one_place(physical, monkeypat
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.slow
 def test_inductor_knows_which_inputs_last(monkeypatch):
     told = []
 
@@ -438,6 +441,7 @@ def test_a_gpu_has_done_its_work_when_the_clock_is_read(monkeypatch):
     assert done == ["waited", "looked", "ran", "waited", "looked"]
 
 
+@pytest.mark.slow
 def test_one_graph_from_forward_to_update_and_none_anew(monkeypatch):
     note = trial.Trial.note
     monkeypatch.setattr(trial.Trial, "note", lambda self, took, eager, *rest: note(self, 0.0, 1.0, *rest))

@@ -151,6 +151,7 @@ def test_a_joint_bound_has_its_least_noise_in_every_group() -> None:
 
 
 @pytest.mark.parametrize("partition", [c.Whole(), c.ByLayer(), c.ByParameter()])
+@pytest.mark.one_in(3)
 def test_counts_are_charged_with_the_gradients(partition) -> None:
     policy = c.Composed(partition, c.Quantiles(1.0, count_noise=3.0), noise=c.EqualNoise())
     model = network(torch.float32)

@@ -171,6 +171,7 @@ def built(layer, dtype=torch.float64):
 @every_pass
 @positions
 @pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.one_in(3)
 def test_linear_layers(name, shape, second_pass):
     clipper = assert_exact(built(LINEAR[name]), batch(*shape), second_pass=second_pass)
     assert any(row.rule.endswith("(computed weight)") for row in clipper.explain())

@@ -22,6 +22,7 @@ from ghostclip.engine import PrivacyEngine
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.one_in(3)
 def test_a_restored_test_run_is_bit_equal_to_an_uninterrupted_one(optimizer: str, tmp_path: Path) -> None:
     whole = go(engine_of(optimizer), 7)
     for at in (1, 3, 5):

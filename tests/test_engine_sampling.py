@@ -28,6 +28,7 @@ def trained(epochs: int = 1, **options: Any) -> PrivacyEngine:
 
 @pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.one_in(3)
 def test_epsilon_is_that_of_the_sampling_and_the_relation(sampling: str, neighboring: str) -> None:
     engine = trained(sampling=sampling, neighboring=neighboring, **OPTIONS[sampling])
     (event,) = engine.events

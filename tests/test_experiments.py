@@ -28,6 +28,7 @@ def test_the_readme_table_needs_its_markers():
         script("readme_table").with_table("no table here", "a table")
 
 
+@pytest.mark.slow
 def test_end_to_end_writes_a_row_for_each_setting(tmp_path, monkeypatch):
     module = script("end_to_end")
     monkeypatch.setattr(module, "EXAMPLES", 40)

@@ -46,6 +46,7 @@ def assert_exact(model, x, second_pass, tolerance=1e-10, clipper=None):
 
 @every_way
 @every_pass
+@pytest.mark.one_in(3)
 def test_experts_against_the_loop(way, second_pass):
     model = Experts(way).double()
     clipper = ghostclip.GhostClipper(model, 0.5, second_pass=second_pass)
@@ -69,6 +70,7 @@ def test_tokens_that_lie_time_first(way):
 
 @every_way
 @every_pass
+@pytest.mark.one_in(3)
 def test_an_example_that_is_not_finite_contributes_nothing(way, second_pass):
     model = Experts(way).double()
     x = tokens(4)
@@ -86,6 +88,7 @@ def test_an_example_that_is_not_finite_contributes_nothing(way, second_pass):
 
 
 @every_way
+@pytest.mark.one_in(3)
 def test_one_more_example_moves_the_sum_by_no_more_than_the_bound(way):
     model = Experts(way)
     for scale in (1.0, 1e-3, 30.0):

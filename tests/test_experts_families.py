@@ -73,11 +73,13 @@ class _Losses(nn.Module):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.one_in(2)
 def test_families_against_the_loop(name):
     assert_exact(family(name).double(), token_losses, 1e-10)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.one_in(2)
 def test_grouped_products(name):
     """torch's kernel has no float64 on a processor."""
     assert_exact(family(name, "grouped_mm"), token_losses, 2e-4)
@@ -121,6 +123,7 @@ def test_neighbouring_batches(experts):
     assert (sums[0] - sums[1]).norm() <= 0.01 * (1 + 1e-5)
 
 
+@pytest.mark.slow
 def test_checkpointed_experts():
     model = family("Mixtral").double()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -155,6 +155,7 @@ def test_what_was_drawn_ahead_of_a_failure_is_drawn_again(tmp_path: Path) -> Non
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e30, -1e30, 3e38])
 @pytest.mark.parametrize("place", ["inputs", "activations", "losses"])
 @pytest.mark.parametrize("changes", [{}, {"second_pass": "cached"}, {"clipping": PerLayer(NORM)}], ids=str)
+@pytest.mark.one_in(4)
 def test_an_example_beyond_all_numbers_moves_no_other(value: float, place: str, changes: dict[str, Any]) -> None:
     def losses_with(model: nn.Sequential, examples: list[Tensor], scale: float) -> Tensor:
         factor = torch.ones(len(examples[1]), 1)

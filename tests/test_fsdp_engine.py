@@ -49,6 +49,7 @@ def all_trained(names: list[str], hybrid: bool = False) -> list[dict[str, Any]]:
     return [trained(hybrid, **OPTIONS[name]) for name in names]
 
 
+@pytest.mark.slow
 def test_two_ranks_take_the_steps_of_one(tmp_path: Path) -> None:
     found = on_ranks(partial(all_trained, list(OPTIONS)), tmp_path)
     for name, *ranks in zip(OPTIONS, *found, strict=True):
@@ -71,6 +72,7 @@ def allocated() -> dict[str, Any]:
     return trained(clipping=Composed(ByLayer(), Fixed({"0": 0.3, "2": 0.5}), noise=noise), noise_multiplier=1.0)
 
 
+@pytest.mark.slow
 def test_noise_is_allocated_to_layers(tmp_path: Path) -> None:
     assert_like_one(on_ranks(allocated, tmp_path), allocated())
 
@@ -79,6 +81,7 @@ def adaptive() -> dict[str, Any]:
     return trained(clipping=Adaptive(0.3, count_noise=2.0), noise_multiplier=1.0, max_physical_batch_size=3)
 
 
+@pytest.mark.slow
 def test_adaptive_norms_follow_the_examples_of_all_ranks(tmp_path: Path) -> None:
     found, one = on_ranks(adaptive, tmp_path), adaptive()
     assert_like_one(found, one)
@@ -161,6 +164,7 @@ def continued(path: Path, restore: bool, steps: int, save: bool) -> tuple[Tensor
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 0), (0, 2), (1, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.one_in(3)
 def test_a_run_goes_on_with_another_number_of_ranks(first: int, second: int, tmp_path: Path) -> None:
     """0 stands for a process alone whose model isn't sharded."""
     place, ranks = tmp_path / "runs", tmp_path / "ranks"

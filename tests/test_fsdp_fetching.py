@@ -209,14 +209,17 @@ def assert_like_the_loop(found: list[dict[tuple[str, str], list[Tensor]]]) -> No
 
 
 @pytest.mark.parametrize("most", [None, 1])
+@pytest.mark.slow
 def test_sums_of_two_ranks_are_those_of_single_examples(most: int | None, tmp_path: Path) -> None:
     assert_like_the_loop(on_ranks(partial(updates, most), tmp_path))
 
 
+@pytest.mark.slow
 def test_ranks_may_need_parameters_at_different_times(tmp_path: Path) -> None:
     assert_like_the_loop(on_ranks(partial(updates, 2, True), tmp_path))
 
 
+@pytest.mark.slow
 def test_parameters_may_stay_after_the_forward(tmp_path: Path) -> None:
     assert_like_the_loop(on_ranks(partial(updates, 3, reshard_after_forward=False), tmp_path))
 

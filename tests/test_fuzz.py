@@ -17,6 +17,7 @@ PAIRS = [seed for seed in SEEDS if seed % work.PAIRS_EVERY == 0]
 
 
 @pytest.mark.parametrize("block", range(0, len(SEEDS), 8))
+@pytest.mark.one_in(3)
 def test_fixed_cases_have_no_unexplained_difference(block):
     for seed in SEEDS[block : block + 8]:
         assert work.run_case(seed).findings == [], seed
@@ -81,6 +82,7 @@ def test_a_case_that_raises_is_a_finding(monkeypatch):
     assert work.run_case(1).findings[0].startswith("raised ZeroDivisionError: by N at test_fuzz.py:")
 
 
+@pytest.mark.slow
 def test_cases_run_in_processes_of_their_own():
     found = work.outcomes(1, 600.0, 1)
     assert next(found).seed == 1

@@ -27,6 +27,7 @@ def by_group(grads, group_of, thresholds):
 
 @pytest.mark.parametrize("second_pass", ["cached", "reweight"])
 @pytest.mark.parametrize(("row", "dtype"), CASES_AND_DTYPES)
+@pytest.mark.one_in(4)
 def test_per_layer_equals_the_loop(row, dtype, second_pass):
     grads = truth(row)
     layers = list(dict.fromkeys(name.rpartition(".")[0] for name in grads))
@@ -218,6 +219,7 @@ def test_letting_go_computes_nothing_and_frees_every_layers_memory(monkeypatch):
     assert called == [True, False]
 
 
+@pytest.mark.slow
 def test_an_engine_trains_with_clipping_by_layer():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))

@@ -69,6 +69,7 @@ every_mode = pytest.mark.parametrize("mode", MODES)
 
 @every_mode
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.one_in(2)
 def test_a_batch_takes_one_host_sync(name, mode, monkeypatch, no_compiler):
     tokens = name == "transformer"
     model = models.build(name, SHAPES[name], 3, 11 if tokens else None)
@@ -153,6 +154,7 @@ def by_the_loop(expected, option):
 @pytest.mark.parametrize("spoilt", [None, torch.inf, torch.nan])
 @pytest.mark.parametrize("call", ["backward", "clip"])
 @pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.one_in(3)
 def test_untrusted_norms_are_the_direct_forms(option, call, spoilt):
     model, inputs, expected = cancelling(spoilt)
     norms, sums = by_the_loop(expected, option)

@@ -69,6 +69,7 @@ def clipped_mean(model, examples, shift):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.one_in(2)
 def test_a_step_is_the_clipped_sum_of_a_loop_over_examples(name, tmp_path):
     build, example, shift = CASES[name]
     model, examples = build().double(), data(example)
@@ -194,6 +195,7 @@ def test_training_twice_adds_up(tmp_path):
     assert charged(tmp_path / "privacy.ledger") == 6
 
 
+@pytest.mark.slow
 def test_training_ends_when_the_budget_does(tmp_path, caplog):
     privacy = PrivacyArguments(noise_multiplier=1.0, target_delta=1e-2, max_epsilon=10.0, self_check=False)
     subject = trainer(tmp_path, privacy=privacy, max_steps=60, logging_strategy="no")

@@ -42,6 +42,7 @@ def run(folder, resume=None, stop=None, dropout=0.2, count=30, **options):
 
 
 @pytest.mark.parametrize(("stop", "optim"), [(4, "adamw_torch"), (5, "sgd"), (10, "adamw_torch")])
+@pytest.mark.one_in(3)
 def test_a_resumed_training_is_the_uninterrupted_one(stop, optim, tmp_path):
     whole = run(tmp_path / "whole", optim=optim, learning_rate=0.01)
     run(tmp_path / "parts", stop=stop, optim=optim, learning_rate=0.01)
@@ -56,6 +57,7 @@ def test_a_resumed_training_is_the_uninterrupted_one(stop, optim, tmp_path):
     assert resumed.state.log_history[-2]["epoch"] == whole.state.log_history[-2]["epoch"] == pytest.approx(12 / 5)
 
 
+@pytest.mark.slow
 def test_steps_after_the_last_checkpoint_stay_charged(tmp_path):
     private = PrivacyArguments(noise_multiplier=20.0, self_check=False)
     run(tmp_path, stop=5, privacy=private, logging_strategy="no")
@@ -64,6 +66,7 @@ def test_steps_after_the_last_checkpoint_stay_charged(tmp_path):
     assert charged(tmp_path / "privacy.ledger") == 13 == sum(event.count for event in resumed.engine.events)
 
 
+@pytest.mark.slow
 def test_a_training_within_a_target_ends_early_for_them(tmp_path, caplog):
     private = PrivacyArguments(target_epsilon=5.0, target_delta=1e-2, self_check=False)
     options = {

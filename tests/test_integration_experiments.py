@@ -58,6 +58,7 @@ def test_the_table_has_each_framework_with_its_mistakes() -> None:
 
 
 @pytest.mark.parametrize("name", kills.FRAMEWORKS)
+@pytest.mark.slow
 def test_kills_leave_no_release_of_a_framework_uncharged(name: str, tmp_path: Path) -> None:
     work, block = kills.FRAMEWORKS[name]
     work(tmp_path, Shared(), Trap("", 0), 1)
@@ -84,6 +85,7 @@ def test_a_framework_that_charges_too_late_is_noticed(tmp_path: Path, monkeypatc
         kills.killed(work, block, 3, seed=1)
 
 
+@pytest.mark.slow
 def test_epsilon_at_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = script("epsilon_at_every_step")
     monkeypatch.setattr(module, "SETTINGS", module.SETTINGS[:1])

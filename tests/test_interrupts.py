@@ -138,6 +138,7 @@ WORK: dict[str, Callable[[], Callable[[], None]]] = {
 
 
 @pytest.mark.parametrize("name", WORK)
+@pytest.mark.one_in(6)
 def test_grad_mode_is_on_wherever_ctrl_c_comes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ctrl_c = CtrlC(monkeypatch)
     work = WORK[name]()

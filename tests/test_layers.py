@@ -28,6 +28,7 @@ def assert_equal(found, expected):
 
 
 @every_case
+@pytest.mark.one_in(4)
 def test_the_oracle_sums_to_the_gradient_of_the_batch(case):
     model, inputs = case.model(), case.inputs()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -38,6 +39,7 @@ def test_the_oracle_sums_to_the_gradient_of_the_batch(case):
 
 
 @every_case
+@pytest.mark.one_in(3)
 def test_outputs_equal_torch_bit_for_bit_and_swapping_changes_neither_keys_nor_parameters(case):
     plain, model = case.model(dtype=torch.float32), case.model(dtype=torch.float32)
     parameters, keys = dict(model.named_parameters()), list(model.state_dict())
@@ -53,6 +55,7 @@ def test_outputs_equal_torch_bit_for_bit_and_swapping_changes_neither_keys_nor_p
 
 
 @every_case
+@pytest.mark.one_in(3)
 def test_built_from_ghostclip_nn_is_built_from_torch_nn(case):
     plain, drop_in = case.model(dtype=torch.float32), case.model(ghostclip.nn, dtype=torch.float32)
     assert list(drop_in.state_dict()) == list(plain.state_dict())
@@ -64,6 +67,7 @@ def test_built_from_ghostclip_nn_is_built_from_torch_nn(case):
 
 
 @pytest.mark.parametrize(("case", "dtype"), CASES_AND_DTYPES)
+@pytest.mark.one_in(3)
 def test_the_first_pass_equals_the_loop(case, dtype):
     _, clipper, losses = ready(case, dtype)
     norms = clipper.norms(losses, retain_graph=True)
@@ -85,6 +89,7 @@ def test_the_first_pass_equals_the_loop(case, dtype):
     [("reweight", "gram"), ("cached", "direct"),
      *(pytest.param(*both, marks=pytest.mark.slow) for both in (("reweight", "direct"), ("cached", "gram")))],
 )  # fmt: skip
+@pytest.mark.one_in(3)
 def test_clipped_sums_equal_the_loop_and_add_up(case, second_pass, norm_strategy):
     max_norm = typical_norm(truth(case))
     model, clipper, losses = ready(case, clipping=max_norm, second_pass=second_pass, norm_strategy=norm_strategy)
@@ -99,6 +104,7 @@ def test_clipped_sums_equal_the_loop_and_add_up(case, second_pass, norm_strategy
 
 @pytest.mark.parametrize(("case", "dtype"), [row for row in CASES_AND_DTYPES if torch.float32 in row.values])
 @pytest.mark.parametrize(("second_pass", "norm_strategy"), [("reweight", "gram"), ("cached", "direct")])
+@pytest.mark.one_in(3)
 def test_clipped_sums_in_float32_equal_the_loop(case, dtype, second_pass, norm_strategy):
     max_norm = typical_norm(truth(case))
     options = {"clipping": max_norm, "second_pass": second_pass, "norm_strategy": norm_strategy}
@@ -110,6 +116,7 @@ def test_clipped_sums_in_float32_equal_the_loop(case, dtype, second_pass, norm_s
 
 
 @every_case
+@pytest.mark.one_in(4)
 def test_batches_of_no_and_of_one_example(case):
     for batch, second_pass in product((0, 1), ("reweight", "cached")):
         expected = truth(case, batch)
@@ -149,6 +156,7 @@ def test_sizes_that_are_worked_off_in_pieces(case, dtype):
 
 
 @every_case
+@pytest.mark.one_in(3)
 def test_every_strategy_gives_the_same_norms(case, monkeypatch):
     def answer(planner, term, keep, room=None, exact=False):
         each = term.per_example()

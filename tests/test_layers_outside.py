@@ -126,6 +126,7 @@ def test_rows_folded_into_the_batch(classes, name):
 
 @outside
 @pytest.mark.parametrize("options", [{"second_pass": "cached"}, {"second_pass": "reweight"}, {}], ids=str)
+@pytest.mark.one_in(4)
 def test_compiled_steps(classes, name, options, monkeypatch):
     interpret(monkeypatch)
     model, x = made(classes, name, times=2)

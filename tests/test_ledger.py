@@ -152,6 +152,7 @@ def test_killed_processes_over_count_by_less_than_a_block(path: Path) -> None:
         assert spent(path) == 16 * times
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_gives_back_its_block(path: Path) -> None:
     script = (
         "import sys; from ghostclip.ledger import Ledger; from ghostclip.events import SampledGaussian\n"

@@ -170,6 +170,7 @@ def bytes_per_block(again: bool, prepare: Callable[[nn.Module], Callable[[Tensor
 
 
 @every_pass
+@pytest.mark.slow
 def test_checkpointing_keeps_its_saving(second_pass):
     def clipped(model: nn.Module) -> Callable[[Tensor], Any]:
         return ghostclip.GhostClipper(model, norm_strategy="gram", second_pass=second_pass).backward

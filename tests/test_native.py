@@ -199,6 +199,7 @@ def compiler_that(does: str, folder: Path) -> str:
     return str(script)
 
 
+@pytest.mark.slow
 def test_a_compiler_may_wait_but_not_compute_for_ever(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -279,6 +280,7 @@ def test_a_compiler_that_knows_fewer_flags(own_cache: Path, monkeypatch: pytest.
     assert build.library("normal") is not None
 
 
+@pytest.mark.slow
 def test_processes_may_race(own_cache: Path) -> None:
     code = (
         f"from ghostclip.native import build; build.__file__ = {build.__file__!r};"

@@ -243,6 +243,7 @@ def test_every_number_of_every_size_is_filled(size: int, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.one_in(2)
 def test_every_stream_is_gaussian_and_independent(dtype: torch.dtype) -> None:
     for stream in streams():
         out = torch.empty(MILLION, dtype=dtype)

@@ -119,6 +119,7 @@ def follow(name: str, examples: int) -> Iterator[list[Tensor]]:
 
 @pytest.mark.parametrize("examples", [2, 4, 8])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(4)
 def test_an_example_that_is_not_finite_in_the_first_batch(name: str, examples: int) -> None:
     for number, (where, value) in enumerate(SPOILT):
         model, second_pass = model_of(name), ("reweight", "cached")[number % 2]
@@ -135,6 +136,7 @@ def test_an_example_that_is_not_finite_in_the_first_batch(name: str, examples: i
 
 @every_pass
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(3)
 def test_a_first_batch_in_which_no_example_is_finite(name: str, second_pass: str) -> None:
     for where in (0, 1, 2):
         model = model_of(name)
@@ -148,6 +150,7 @@ def test_a_first_batch_in_which_no_example_is_finite(name: str, second_pass: str
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(3)
 def test_a_model_that_trains_at_one_size_trains_at_all_others(name: str) -> None:
     for examples in range(1, 17):
         model = model_of(name)
@@ -305,6 +308,7 @@ CALLS += [(policy, "compiled") for policy in POLICIES if policy not in ("adaptiv
 
 @every_pass
 @pytest.mark.parametrize(("policy", "call"), CALLS)
+@pytest.mark.one_in(4)
 def test_an_example_with_a_finite_loss_and_one_gradient_that_is_not(policy, second_pass, call, monkeypatch) -> None:
     """What comes back to the matrix is zero, and zero times inf is no gradient of zero."""
     if call == "compiled":

@@ -10,7 +10,7 @@ import pytest
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 # What takes at most ten seconds or so on one core, or is the first thing a user runs.
-QUICK = {"quickstart.ipynb", "swapping_layers.ipynb"}
+QUICK = {"swapping_layers.ipynb"}
 SIZE = 400_000  # bytes, outputs included
 
 

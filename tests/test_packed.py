@@ -52,6 +52,7 @@ def losses(results):
 @every_kind
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", ["sorted", "not sorted"])
+@pytest.mark.one_in(4)
 def test_values_and_ordinary_gradients_are_torchs(kind, option, name):
     for dtype in (torch.float32, torch.float64):
         layers, given, found = pair(kind, option, dtype), sequences(LENGTHS[name], dtype), []
@@ -67,6 +68,7 @@ def test_values_and_ordinary_gradients_are_torchs(kind, option, name):
 
 @every_kind
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.one_in(3)
 def test_the_first_pass_tells_each_examples_gradients_in_the_users_order(kind, lengths):
     plain, layer = pair(kind, "everything")
     layer.dropout = plain.dropout = 0.0

@@ -22,6 +22,7 @@ POLICIES = [
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.one_in(3)
 def test_reused_noise_spends_the_target(policy):
     examples = Subset(datasets.digits().train, range(64))
     setting = Setting(policy, 0.1, epochs=2, batch_size=16)
@@ -78,6 +79,7 @@ def test_the_pages_are_those_of_the_results(tmp_path):
 
 
 @pytest.mark.parametrize("module", [accuracy, skewed])
+@pytest.mark.slow
 def test_the_scripts_run(module, tmp_path, monkeypatch):
     small = copy.copy(datasets.digits())
     monkeypatch.setattr(module.datasets, "load", lambda *_: small)

@@ -83,6 +83,7 @@ FIGURES = [
 
 
 @pytest.mark.parametrize("figure", FIGURES)
+@pytest.mark.slow
 def test_a_figure_of_lee_and_kifer_is_timed_and_written(figure, tmp_path):
     results, page = ran(f"lee_kifer_{figure}", [*TINY, "--first", "1"], tmp_path)
     ((label, row),) = results["settings"].items()

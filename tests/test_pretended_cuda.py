@@ -54,6 +54,7 @@ def run_tests(library: Path, *arguments: str, **variables: str) -> int:
     return int(out.splitlines()[-1].split(" passed")[0].split()[-1])
 
 
+@pytest.mark.slow
 def test_clipping_is_exact_there(library):
     assert run_tests(library, str(HERE / "gpu"), "-k", " and ".join(f"not {name}" for name in LARGE)) > 150
 
@@ -71,6 +72,7 @@ def test_what_is_tested_on_the_processor_holds_there(file, library):
     assert run_tests(library, *chosen, PRETENDED_DEFAULT="1") > 3
 
 
+@pytest.mark.slow
 def test_the_host_waits_once_for_each_physical_batch(library):
     assert run_tests(library, str(PRETENDED / "waiting.py")) > 25
 
@@ -78,6 +80,7 @@ def test_the_host_waits_once_for_each_physical_batch(library):
 @pytest.mark.parametrize(("operation", "refusal"), [
     ("+", "found at least two devices, cuda:0 and cpu"), ("@", "got tensors of CUDA and one of the processor"),
 ])  # fmt: skip
+@pytest.mark.slow
 def test_tensors_of_two_devices_do_not_meet(operation, refusal, library):
     code = f"import pretended_cuda, torch; torch.ones(2, 2, device='cuda') {operation} torch.ones(2, 2)"
     done = process(library, "-c", code)
@@ -85,6 +88,7 @@ def test_tensors_of_two_devices_do_not_meet(operation, refusal, library):
     assert refusal in done.stderr
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs_there(library, tmp_path):
     arguments = [
         "--device",

@@ -56,6 +56,7 @@ def test_per_example_gradients_and_norms_by_parameter_are_the_loops(case):
 
 @every_case
 @pytest.mark.parametrize("sizes", [(), (0,), (0, 0), (4,), (1, 1, 1), (3, 3, 3, 3), (0, 2, 0), (40, 1)])
+@pytest.mark.one_in(3)
 def test_every_shape_of_a_batch_is_exact(case, sizes):
     model, batch = case.build().double(), graphs(sizes)
     expected = gradients(model, batch)

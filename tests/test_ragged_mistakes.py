@@ -26,6 +26,7 @@ def _seeded():
     ],
 )
 @pytest.mark.parametrize("sizes", [SIZES, (5, 2, 3) * 30], ids=["6 examples", "90 examples"])
+@pytest.mark.one_in(3)
 def test_a_mistake_in_any_batch_is_refused(mistake, build, sizes):
     """Of up to 32 examples always; of more, one row that two examples share is overlooked once in 32 times."""
     model, passed = build(), 0

@@ -174,6 +174,7 @@ def network(operations, n, features, examples):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("operation", APART.values(), ids=APART)
+@pytest.mark.one_in(3)
 def test_operations_that_keep_examples_apart_are_followed(operation, shape):
     own, r, first = network([operation], *shape)
     rows = followed(own, r, shape)
@@ -186,6 +187,7 @@ def test_operations_that_keep_examples_apart_are_followed(operation, shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("operation", MIXING.values(), ids=MIXING)
+@pytest.mark.one_in(3)
 def test_nothing_wrong_is_said_of_others(operation, shape):
     for _ in range(5):
         own, r, first = network([operation], *shape)
@@ -195,6 +197,7 @@ def test_nothing_wrong_is_said_of_others(operation, shape):
 
 
 @pytest.mark.parametrize("seed", range(40))
+@pytest.mark.one_in(4)
 def test_nothing_wrong_is_said_of_chains(seed):
     torch.manual_seed(seed)
     counts = {True: 0, False: 0}
@@ -240,6 +243,7 @@ def test_later_batches_take_no_backward_where_they_are_followed(name, counts):
 
 @pytest.mark.parametrize("mistake", CONNECTED.values(), ids=CONNECTED)
 @pytest.mark.parametrize("build", [plain, *(CASES[name].build for name in ("gcn", "gat"))])
+@pytest.mark.one_in(3)
 def test_a_mistake_in_a_large_batch_is_refused_and_says_whose_rows_meet(build, mistake):
     model = build()
     clipper = GhostClipper(model)

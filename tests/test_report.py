@@ -226,6 +226,7 @@ def test_command_date_and_versions_are_told(folder):
     assert (found["command"], found["date"], found["versions"]) == (RECORD.command, RECORD.date, {"scipy": "1.2.3"})
 
 
+@pytest.mark.slow
 def test_several_seeds_are_one_row_with_mean_and_range(seeds):
     page = (seeds / "index.html").read_text()
     results, _, times, *_ = tables(page)

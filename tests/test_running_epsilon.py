@@ -34,6 +34,7 @@ def check(found: float, events: list[Event], delta: float) -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.one_in(4)
 def test_growing_numbers_of_steps_are_bounded_from_above(name: str) -> None:
     setting, noise, delta = SETTINGS[name]
     asked = RunningEpsilon()
@@ -42,6 +43,7 @@ def test_growing_numbers_of_steps_are_bounded_from_above(name: str) -> None:
         check(asked.epsilon(events, delta), events, delta)
 
 
+@pytest.mark.slow
 def test_it_goes_on_past_the_steps_it_planned_for() -> None:
     setting, noise, delta = SETTINGS["MNIST tutorials"]
     asked = RunningEpsilon()
@@ -50,6 +52,7 @@ def test_it_goes_on_past_the_steps_it_planned_for() -> None:
         check(asked.epsilon(events, delta), events, delta)
 
 
+@pytest.mark.slow
 def test_other_events_before_count_too() -> None:
     before = Setting(0.05).event(3.0, 40)
     asked = RunningEpsilon()
@@ -58,6 +61,7 @@ def test_other_events_before_count_too() -> None:
         check(asked.epsilon(events, 1e-5), events, 1e-5)
 
 
+@pytest.mark.slow
 def test_fewer_steps_other_kinds_and_another_delta_start_anew() -> None:
     event, other = Setting(0.01).event(1.0, 1), Setting(0.02).event(1.0, 1)
     asked = RunningEpsilon()
@@ -93,6 +97,7 @@ def test_a_delta_that_no_epsilon_reaches() -> None:
         assert asked.epsilon(events, 1e-17) == epsilon_of(events, delta=1e-17) == math.inf
 
 
+@pytest.mark.slow
 def test_small_and_large_deltas_near_the_ends() -> None:
     for delta in (1e-12, 0.3):
         asked = RunningEpsilon()

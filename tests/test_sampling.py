@@ -92,6 +92,7 @@ def test_sizes_are_binomial_and_empty_batches_come_at_their_rate() -> None:
 
 
 @pytest.mark.parametrize("sampling", ["without_replacement", "truncated"])
+@pytest.mark.one_in(2)
 def test_of_a_given_size_all_sets_are_equally_likely(sampling: str) -> None:
     """Of pairs of a fixed size, and of Poisson samples that were cut down to two."""
     steps, size = 6000, 5

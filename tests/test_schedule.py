@@ -128,6 +128,7 @@ def stepped_by_hand(engine, batch):
     engine.step(drawn, lambda model, _: runs.losses_of(model, batch))
 
 
+@pytest.mark.slow
 def test_noise_batch_size_and_charge_are_of_the_steps_stage() -> None:
     engine, drawn = engine_for(), []
     release = engine._steps.release._noise.release
@@ -149,6 +150,7 @@ def test_noise_batch_size_and_charge_are_of_the_steps_stage() -> None:
     assert engine.epsilon() == pytest.approx(accountant.get_epsilon(1e-3), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_the_noise_is_calibrated_for_all_stages_and_ends_with_them() -> None:
     engine = engine_for(noise_multiplier=None, target_epsilon=4.0)
     assert engine.planned_steps == 6
@@ -200,6 +202,7 @@ def test_a_checkpoint_goes_on_at_its_stage(tmp_path) -> None:
             engine_for(schedule=changed).restore(tmp_path / "saved")
 
 
+@pytest.mark.slow
 def test_steps_taken_again_after_a_restore_stay_within_the_target(tmp_path) -> None:
     engine = engine_for(noise_multiplier=None, target_epsilon=4.0)
     engine.save(tmp_path / "saved")

@@ -53,6 +53,7 @@ def turns(number: int) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize("name", ROWS)
+@pytest.mark.one_in(3)
 def test_no_example_moves_a_sum_by_more_than_the_bound(name: str) -> None:
     found = worst(case(name), torch.float32, turns(ROWS.index(name)))
     assert all(ratio <= MOST for ratio in found.values()), found
@@ -60,6 +61,7 @@ def test_no_example_moves_a_sum_by_more_than_the_bound(name: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("second_pass", SECOND_PASSES)
+@pytest.mark.one_in(3)
 def test_every_policy(policy: str, second_pass: str) -> None:
     pair = Pair(case("encoder layer"), torch.float32)
     clipper = pair.clipper(policy, second_pass)
@@ -134,6 +136,7 @@ def test_rounding_of_narrow_sums_of_many_alike_is_within_the_bound_that_is_state
 
 
 @pytest.mark.parametrize("kind", ["gru", "lstm"])
+@pytest.mark.one_in(2)
 def test_a_parameter_used_at_every_step_is_rounded_to_its_type_once(kind: str) -> None:
     pair = Pair(case(f"cell {kind} stacked"), torch.bfloat16)
     # Each sum in p.grad, of four examples and of three, is off by up to half a unit in the last place of its size.

@@ -124,6 +124,7 @@ def all_refused(shard: Callable[[nn.Module], nn.Module]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.one_in(3)
 def test_sharded_models_are_refused_in_every_order(name: str, tmp_path: Path) -> None:
     assert on_ranks(partial(all_refused, SHARDED[name]), tmp_path) == [[], []]
 

@@ -70,6 +70,7 @@ def test_rows_of_other_versions_and_other_models_are_dropped(tmp_path, monkeypat
     assert supported_models.known_rows(path, [subject])[0] == {}
 
 
+@pytest.mark.slow
 def test_a_call_writes_both_files_and_names_what_is_left_out(tmp_path, capsys, monkeypatch):
     """With the libraries that are installed, or none."""
     find = importlib.util.find_spec

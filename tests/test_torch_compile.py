@@ -60,6 +60,7 @@ def test_a_compiled_model_is_refused_when_the_engine_or_clipper_is_built(way: An
 
 @pytest.mark.parametrize("way", [lambda model: torch.compile(model, backend="aot_eager"), any_size, in_place])
 @pytest.mark.parametrize("by_step", [False, True])
+@pytest.mark.one_in(6)
 def test_a_model_compiled_afterwards_is_refused_at_the_first_batch(way: Any, by_step: bool) -> None:
     model = network()
     engine = engine_over(model)
@@ -91,6 +92,7 @@ def test_a_compiled_function_inside_of_the_model_is_refused() -> None:
         clipper.clip(losses, (torch.randn(5, 8), torch.randint(4, (5,))))
 
 
+@pytest.mark.slow
 def test_the_engines_own_compiled_steps_are_what_the_message_names() -> None:
     engine = engine_over(network())
     engine.compile()

@@ -88,6 +88,7 @@ def by_loop(
 @pytest.mark.parametrize("suffix", ["npz", "parquet"])
 @pytest.mark.parametrize("second_pass", ["cached", "reweight"])
 @pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.one_in(3)
 def test_figures_equal_those_of_single_gradients(name: str, second_pass: str, suffix: str, tmp_path: Path) -> None:
     engine = engine_for(clipping=POLICIES[name], second_pass=second_pass)
     engine.trace(tmp_path / f"t.{suffix}", every=1)
@@ -191,6 +192,7 @@ def _stepwise(engine: Any, step: bool) -> Any:
 @pytest.mark.parametrize("policy", [0.3, c.Adaptive(0.3), c.PerLayer(0.3)])
 @pytest.mark.parametrize("step", [True, False])
 @pytest.mark.parametrize("second_pass", ["cached", "reweight"])
+@pytest.mark.one_in(3)
 def test_training_is_bit_for_bit_the_same(second_pass: str, step: bool, policy: Any, tmp_path: Path) -> None:
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)

@@ -43,6 +43,7 @@ def texts(figure: Any) -> str:
     return " ".join(text.get_text() for text in figure.findobj(matplotlib.text.Text))
 
 
+@pytest.mark.slow
 def test_all_plots_are_written_as_png_files(tmp_path: Path, found: dict[str, Any]) -> None:
     files = trace_plots.write(tmp_path / "t.npz", tmp_path / "deep" / "plots")
     assert {file.name for file in files} == {
@@ -92,6 +93,7 @@ def test_paths_are_those_of_groups_with_a_threshold(found: dict[str, Any], drawn
     assert [line.get_label() for line in drawn[1].axes[0].lines[:-1:2]] == ["all"]
 
 
+@pytest.mark.slow
 def test_steps_without_examples_and_a_single_step_are_drawn(tmp_path: Path) -> None:
     found = trace_of(tmp_path / "t.npz", 0.3, batch_size=1)
     assert 0 in found["examples"]
@@ -123,6 +125,7 @@ def test_a_trace_takes_less_than_two_percent_as_published() -> None:
         assert 0.97 < row["between"]["median"] < 1.03
 
 
+@pytest.mark.slow
 def test_mislabelled_digits_are_found(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     assert script("mislabelled").main(["--seeds", "1", "--epochs", "5", "--out", str(tmp_path)]) == 0

@@ -59,6 +59,7 @@ CHANGES: dict[str, Callable[[nn.Sequential], Any]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 @torch.no_grad()
+@pytest.mark.one_in(3)
 def test_changes_from_outside_are_refused_until_they_are_accepted(name: str, tmp_path: Path) -> None:
     with torch.enable_grad():
         engine = steps(private())

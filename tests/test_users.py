@@ -127,6 +127,7 @@ def clipped_by_loop(model: nn.Module, data: TensorDataset, rows: set[int], bound
 @pytest.mark.parametrize("second_pass", ["reweight", "cached"])
 @pytest.mark.parametrize("limit", [None, 6])
 @pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.one_in(3)
 def test_sums_equal_the_loop_over_users(name: str, limit: int | None, second_pass: str) -> None:
     model, data = build(name)
     reference, _ = build(name)

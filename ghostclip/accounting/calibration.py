@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 
+import numpy as np
 import scipy
 
 from ghostclip.accounting.spent import ACCOUNTANTS, Setting, accountants_for, epsilon_of
@@ -233,7 +234,10 @@ def _gaussian_mu(target: float, delta: float) -> float:
     """Sensitivity over noise of the one Gaussian release that spends the target: a start (Dong et al. 2019)."""
     from dp_accounting import gaussian_mechanism
 
-    return 1.0 / gaussian_mechanism.get_sigma_gaussian(min(target, MOST_TO_START_FROM), delta)
+    # Where two logarithms are rounded to the same number, a difference of probabilities is 0 and its logarithm -inf,
+    # which is on the right side of the root. Which sigma that happens at depends on the processor.
+    with np.errstate(divide="ignore"):
+        return 1.0 / gaussian_mechanism.get_sigma_gaussian(min(target, MOST_TO_START_FROM), delta)
 
 
 def _bracket(

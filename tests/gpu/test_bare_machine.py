@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 ABSENT = ("dp_accounting", "tqdm", "sklearn", "matplotlib", "jinja2", "hypothesis", "nbclient", "nbformat")
 BLOCK = f"import sys; sys.modules.update(dict.fromkeys({ABSENT!r}))"
 
@@ -12,6 +14,7 @@ def run(code: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", f"{BLOCK}\n{code}"], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_clipping_needs_no_accountant_and_no_plots():
     done = run(
         "import ghostclip, ghostclip.cli.bench, experiments.peers.__main__, torch\n"
