@@ -1,6 +1,6 @@
 """Prints, as JSON, how many tests each selection of tests (arguments of pytest) given as JSON on stdin selects.
 
-All files are collected once; pytest's own hook applies the expressions behind -k and -m. What is marked slow counts
+All files are collected once; pytest's own hook applies the expressions behind -k and -m. What is wholly slow counts
 only where a selection has an -m of its own, as in experiments/mutants.py.
 """
 
@@ -32,7 +32,7 @@ class Counts:
 
     def _count(self, session: Any, files: list[str], options: dict[str, str]) -> int:
         session.config.option.keyword = options.get("-k", "")
-        session.config.option.markexpr = options.get("-m", "not slow")
+        session.config.option.markexpr = options.get("-m", "not slow or one_in")
         found = [item for item in session.items if item.path.relative_to(ROOT).as_posix() in files]
         session.config.hook.pytest_collection_modifyitems(session=session, config=session.config, items=found)
         return len(found)

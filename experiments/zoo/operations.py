@@ -241,9 +241,24 @@ TEXTS: dict[str, tuple[str, str, str, dict[str, Any], Callable[[nn.Module, Batch
     "OLMoE": ("experts", "OlmoeForCausalLM", "OlmoeConfig", QWEN, token_losses),
     "Switch": ("experts", "SwitchTransformersForConditionalGeneration", "SwitchTransformersConfig", SWITCH, "seq2seq"),
 }  # fmt: skip
+# Models as large as are trained on one GPU from nothing.
+MEDIUM = {"hidden_size": 384, "num_hidden_layers": 4, "num_attention_heads": 6, "intermediate_size": 1024,
+          "max_position_embeddings": 128, "vocab_size": 4096}  # fmt: skip
+T5_MEDIUM = {"vocab_size": 4096, "d_model": 384, "d_kv": 64, "d_ff": 1024, "num_heads": 6, "num_layers": 4,
+             "num_decoder_layers": 4, "pad_token_id": 0, "decoder_start_token_id": 0, "dropout_rate": 0.0}  # fmt: skip
+MEDIUM_TEXTS: dict[str, tuple[str, str, dict[str, Any], Callable[[nn.Module, Batch], Tensor]]] = {
+    "Llama, larger": ("LlamaForCausalLM", "LlamaConfig",
+                      LLAMA | MEDIUM | {"num_key_value_heads": 2, "head_dim": 64}, token_losses),
+    "Gemma, larger": ("GemmaForCausalLM", "GemmaConfig",
+                      LLAMA | MEDIUM | {"num_key_value_heads": 2, "head_dim": 64}, token_losses),
+    "BERT, larger": ("BertForSequenceClassification", "BertConfig", BERT | MEDIUM | {"num_labels": CLASSES},
+                     class_losses),
+    "T5, larger": ("T5ForConditionalGeneration", "T5Config", T5_MEDIUM, "seq2seq"),
+}  # fmt: skip
 WINDOWS = {"image_size": 64, "patch_size": 4, "embed_dim": 48, "depths": [2, 2], "num_heads": [3, 6], "window_size": 8,
            "num_labels": CLASSES, "drop_path_rate": 0.0}  # fmt: skip
 WIDE = STAGES | STILL | {"hidden_sizes": [32, 64, 96, 128]}
+WIDER = STILL | {"hidden_sizes": [80, 160, 320, 640], "depths": [2, 2, 6, 2], "num_labels": CLASSES}
 OF_TIMM = {"img_size": 64, "embed_dim": 48, "depths": (2, 2), "num_heads": (3, 6), "window_size": 8, **STILL}
 VIEWS: dict[str, tuple[str, Model, Callable[[nn.Module, Batch], Tensor]]] = {
     "ConvNeXt": ("transformers", from_config("ConvNextForImageClassification", "ConvNextConfig", **WIDE), class_losses),
@@ -290,18 +305,25 @@ def _subjects() -> Iterator[Row]:
     special: dict[Any, Any] = {"seq2seq": sequence_losses, "balanced": balanced_losses}
     for name, (kind, model, config, options, losses) in TEXTS.items():
         batch = masked_texts if losses is class_losses else texts
-        yield Row(name, kind, from_config(model, config, **options), partial(_long, batch), special.get(losses, losses),
+        yield Row(name, kind, from_config(model, config, **options), partial(_of_length, batch), special.get(losses, losses),
                   16, library="transformers")  # fmt: skip
+    for name, (model, config, options, losses) in MEDIUM_TEXTS.items():
+        batch = partial(_of_length, masked_texts if losses is class_losses else texts, length=128)
+        yield Row(name, "layer", from_config(model, config, **options), batch, special.get(losses, losses), 8,
+                  library="transformers")  # fmt: skip
     for name, (library, build, losses) in VIEWS.items():
         yield Row(name, "layer", build, partial(_small_images, side=64), losses, 16, library=library)
+    larger = from_config("ConvNextForImageClassification", "ConvNextConfig", **WIDER)
+    yield Row("ConvNeXt, larger", "layer", larger, partial(_small_images, side=128), class_losses, 8,
+              library="transformers")  # fmt: skip
 
 
 def _vectors(examples: int, shape: tuple[int, ...]) -> Batch:
     return vectors(examples, *shape)
 
 
-def _long(batch: Callable[..., Batch], examples: int) -> Batch:
-    return batch(examples, 32) if batch is texts else masked_texts(examples)
+def _of_length(batch: Callable[..., Batch], examples: int, length: int = 32) -> Batch:
+    return batch(examples, length)
 
 
 def _small_images(examples: int, side: int) -> Batch:
