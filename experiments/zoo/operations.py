@@ -305,8 +305,8 @@ def _subjects() -> Iterator[Row]:
     special: dict[Any, Any] = {"seq2seq": sequence_losses, "balanced": balanced_losses}
     for name, (kind, model, config, options, losses) in TEXTS.items():
         batch = masked_texts if losses is class_losses else texts
-        yield Row(name, kind, from_config(model, config, **options), partial(_of_length, batch), special.get(losses, losses),
-                  16, library="transformers")  # fmt: skip
+        yield Row(name, kind, from_config(model, config, **options), partial(_of_length, batch),
+                  special.get(losses, losses), 16, library="transformers")  # fmt: skip
     for name, (model, config, options, losses) in MEDIUM_TEXTS.items():
         batch = partial(_of_length, masked_texts if losses is class_losses else texts, length=128)
         yield Row(name, "layer", from_config(model, config, **options), batch, special.get(losses, losses), 8,
