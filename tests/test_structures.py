@@ -434,3 +434,24 @@ def test_what_an_own_function_is_given_is_seen_later() -> None:
         clipper.norms(model(torch.randn(X).double(), int(batch > 20)))
     with pytest.raises(UnsupportedModelError, match="An earlier batch didn't show this"):
         clipper.norms(model(torch.randn(X).double(), 1))
+
+
+def test_no_more_is_remembered_than_graphs_of_the_last_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that cuts at random makes a new graph in most steps; what was forgotten is proved anew."""
+    monkeypatch.setattr("ghostclip.graph.row_layout.REMEMBERED", 12)
+    torch.manual_seed(0)
+
+    def form(m: Any, x: Tensor, cut: int, turn: bool = False) -> Tensor:
+        h = m.first(x).tanh()
+        h = torch.cat([h[:, :cut].exp(), h[:, cut:] * m.bare[0]], 1)
+        return squared(m.last(h.roll(int(turn), 0)))
+
+    model = Model(form).double()
+    clipper = GhostClipper(model)
+    layouts = clipper.passes._grouping
+    for cut in [*range(9), *range(9)]:
+        assert_exact(clipper, model, model(torch.randn(EXAMPLES, 9, WIDTH).double(), cut))
+        assert len(layouts._tried) <= 12 + 4
+        assert len(layouts._batches) <= 8
+    with pytest.raises(UnsupportedModelError, match="depends on what belongs to others"):
+        clipper.norms(model(torch.randn(EXAMPLES, 9, WIDTH).double(), 3, True))

@@ -33,6 +33,9 @@ __all__ = ["RowLayout", "RowLayouts", "without_boundaries"]
 
 # The batches of a kind of graph on which its proofs are repeated.
 REPEATED = frozenset(64 * 4**power for power in range(24))
+# Where so many were tried, all is forgotten and proved anew: a forward that cuts its inputs at random makes new graphs
+# for ever. They take about 40 MB.
+REMEMBERED = 100_000
 EARLIER = ". An earlier batch didn't show this; sums of batches since then may not be clipped as said"
 
 
@@ -105,6 +108,8 @@ class RowLayouts:
         Raises:
             UnsupportedModelError: rows of other examples move with one example's loss, or the grouping can't be told.
         """
+        if len(self._tried) > REMEMBERED:
+            self._forget()
         uses = self._moved.known(losses, uses, reached)
         picked = self._picked.find(losses, uses, remember=not rehearsal)
         if picked is not None and picked.owners:
@@ -119,6 +124,13 @@ class RowLayouts:
             raise
         left = uses if rehearsal else self._moved.learn(losses, uses)  # of a rehearsal, whose examples are copies
         return replace(found, reorders=bool(left.moving))
+
+    def _forget(self) -> None:
+        """Forgets proofs, and what was moved; what other sizes of batches showed of tensors that all share stays."""
+        decisions = [places.decisions for places in self._places.values()]
+        for remembered in (self._proved, self._tried, self._batches, *decisions):
+            remembered.clear()
+        self._picked, self._moved = PickedLayouts(), MovedRows()
 
     def _lay_out(self, losses: Tensor, uses: Uses, index: ParameterNames, rehearsal: bool, reached: bool) -> RowLayout:
         examples, odd, unsure = losses.shape[0], self._odd(uses, losses.shape[0]), False
