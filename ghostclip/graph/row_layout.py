@@ -127,9 +127,9 @@ class RowLayouts:
 
     def _forget(self) -> None:
         """Forgets proofs, and what was moved; what other sizes of batches showed of tensors that all share stays."""
-        decisions = [places.decisions for places in self._places.values()]
-        for remembered in (self._proved, self._tried, self._batches, *decisions):
-            remembered.clear()
+        self._proved, self._tried, self._batches = {}, {}, Counter()
+        for places in self._places.values():
+            places.decisions.clear()
         self._picked, self._moved = PickedLayouts(), MovedRows()
 
     def _lay_out(self, losses: Tensor, uses: Uses, index: ParameterNames, rehearsal: bool, reached: bool) -> RowLayout:
