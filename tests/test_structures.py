@@ -455,3 +455,21 @@ def test_no_more_is_remembered_than_graphs_of_the_last_batches(monkeypatch: pyte
         assert len(layouts._batches) <= 8
     with pytest.raises(UnsupportedModelError, match="depends on what belongs to others"):
         clipper.norms(model(torch.randn(EXAMPLES, 9, WIDTH).double(), 3, True))
+
+
+def test_a_matrix_made_of_parameters_as_long_as_the_batch_is_refused_with_the_way_out() -> None:
+    """Skew-symmetric matrices, as orthogonal adapters make them: whether the first 4 are the examples, nobody knows."""
+    torch.manual_seed(0)
+
+    def form(m: Any, x: Tensor) -> Tensor:
+        above = torch.triu_indices(EXAMPLES, EXAMPLES, 1)
+        skew = torch.zeros(EXAMPLES, EXAMPLES).double().index_put((above[0], above[1]), m.bare.flatten()[:6])
+        return squared(m.first(x)[:, :EXAMPLES] @ (skew - skew.mT))
+
+    model, clipper = clipper_of(form, X)
+    x = torch.randn(X).double()
+    with pytest.raises(UnsupportedModelError, match="no example has a part in it, begin with a batch of another"):
+        clipper.norms(model(x))
+    expected = oracle.norms_by_single_losses(model, model(x))
+    found = GhostClipper(model).clip(lambda model, batch: model(batch), x).norms
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)

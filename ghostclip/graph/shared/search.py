@@ -35,6 +35,7 @@ BROADCASTING = ELEMENTWISE | {EXPAND}
 GROUPED_PRODUCT = "GroupedMm"
 PICKED = "no dimension of the result holds the examples"
 TOO_SMALL = ", or float16 gradients are too small, which looks alike (give loss_scale=1024.0)"
+BY_CHANCE = ", or, if no example has a part in it, begin with a batch of another size (clip and engine.step try one)"
 # What a node's input is where it is no shared tensor: nothing autograd knows of, something that is no parameter's
 # alone, or something that waits for a proof.
 NOTHING, OTHER, OPEN = -1, -2, -3
@@ -321,16 +322,17 @@ class Search:
         raise self._refusal(
             edge,
             f"the loss of one example depends on what belongs to others, so examples mix before or after it{too_small}",
+            "" if OTHER in inputs else BY_CHANCE,
         )
 
-    def _refusal(self, edge: Edge, why: str) -> UnsupportedModelError:
+    def _refusal(self, edge: Edge, why: str, more: str = "") -> UnsupportedModelError:
         """The error for an output that is neither a boundary nor shared."""
         operation, name = edge[0].name().removesuffix("Backward0"), self._names[edge[0]]
         return UnsupportedModelError(
             f"{name} is used outside of a layer with a gradient rule, in an operation ({operation}, "
             f"result of shape {list(shape_of(edge))}) where {why}. Give each example its own copy first "
             "(parameter.expand(B, ...)), register what is constant there as a buffer, write a rule "
-            "(class MyLayer(GhostLayer, wraps=...)), or freeze the parameter",
+            f"(class MyLayer(GhostLayer, wraps=...)), or freeze the parameter{more}",
             name=name, place=edge[0],
         )  # fmt: skip
 
