@@ -148,6 +148,8 @@ BARE: dict[str, tuple[Any, dict[str, tuple[int, ...]]]] = {
         lambda m, x: F.group_norm(m.layer(x).unsqueeze(3) * x.unsqueeze(2), 3, m.p, m.q),
         {"p": (6,), "q": (6,)},
     ),
+    "distances": (lambda m, x: torch.cdist(m.layer(x)[:, 0], m.p), {"p": (3, 5)}),
+    "bilinear": (lambda m, x: F.bilinear(m.layer(x), x, m.p, m.q), {"p": (3, 5, 5), "q": (3,)}),
     "where": (lambda m, x: m.layer(torch.where(x[..., :1] > 0, m.p, x)), {"p": (5,)}),
     "repeated": (lambda m, x: m.layer(torch.cat([m.p.repeat(len(x), 2, 1), x], 1)), {"p": (1, 5)}),
     "table by position": (lambda m, x: x @ x.mT + m.p[torch.arange(36) % 11].view(6, 6), {"p": (11,)}),

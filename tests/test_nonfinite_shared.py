@@ -255,15 +255,23 @@ def test_a_parameter_that_is_a_single_number_beside_an_example_that_is_not_finit
     assert norms.isfinite().tolist() == [True, True, False, True, True]
 
 
-def saturated_below(left: bool) -> Losses:
+# name: (operation, shape of its matrix); gradients of the last one's are taken one example after another.
+SATURATED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...]]] = {
+    "from the left": (lambda p, x: p @ x, (4, 4)),
+    "einsum": (lambda p, x: torch.einsum("st,btd->bsd", p, x), (4, 4)),
+    "distances": (lambda p, x: torch.cdist(x[:, 2], p), (5, 5)),
+}
+
+
+def saturated_below(name: str) -> Losses:
     """A matrix between a layer and a saturated function: an input of inf there leaves a finite loss and 0 * inf."""
+    use, shape = SATURATED[name]
 
     def wiring(m: Any, x: Tensor) -> Tensor:
-        h = m.p @ x if left else torch.einsum("st,btd->bsd", m.p, x)
-        return m.head(torch.tanh(m.layer(torch.tanh(h))))
+        return m.head(torch.tanh(m.layer(torch.tanh(use(m.p, x)))))
 
     torch.manual_seed(3)
-    return Losses(with_parameters(wiring, {"p": (4, 4)}, layer=nn.Linear(5, 5), head=nn.Linear(5, 2)).double())
+    return Losses(with_parameters(wiring, {"p": shape}, layer=nn.Linear(5, 5), head=nn.Linear(5, 2)).double())
 
 
 def groups_of_two() -> dict[str, list[str]]:
@@ -313,8 +321,8 @@ def test_an_example_with_a_finite_loss_and_one_gradient_that_is_not(policy, seco
     """What comes back to the matrix is zero, and zero times inf is no gradient of zero."""
     if call == "compiled":
         interpret(monkeypatch)
-    for left in (True, False):
-        model, inputs = saturated_below(left), batch("[T, T] from the left", 4)
+    for name in SATURATED:
+        model, inputs = saturated_below(name), batch("[T, T] from the left", 4)
         clipper = GhostClipper(model, POLICIES[policy](), second_pass=second_pass, compile=call == "compiled")
         for spoil in (False, True) if call != "compiled" else (False,) * 6 + (True,):
             model.zero_grad()

@@ -154,7 +154,8 @@ def test_an_interrupted_batch():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
 @pytest.mark.parametrize(
-    "name", ["linear", "conv2d plain", "bare einsum", "bare layer_norm", "own gate", "whole transformer"]
+    "name",
+    ["linear", "conv2d plain", "bare einsum", "bare distances", "bare layer_norm", "own gate", "whole transformer"],
 )
 def test_one_bad_example(name, bad, monkeypatch):
     """NaN/Inf in one example: all parameters NaN; it contributes zero, the others as ever"""
