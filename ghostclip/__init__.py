@@ -4,7 +4,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .interruption import ends_a_command, is_a_command
+from .started import is_a_command
 
 if TYPE_CHECKING:
     from .public import *  # noqa: F403
@@ -21,8 +21,7 @@ def _load() -> None:
 
 
 if not is_a_command():
-    with ends_a_command():
-        _load()
+    _load()
 elif not TYPE_CHECKING:  # ``ghostclip --help`` answers without torch
 
     def __getattr__(name: str) -> Any:

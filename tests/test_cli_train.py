@@ -260,7 +260,6 @@ def test_every_format_trains(capsys, tmp_path, data, write, model):
     assert 0 < found["runs"][0]["epsilons"]["PLD"] < math.inf
 
 
-@pytest.mark.slow
 def test_a_delta_that_promises_nothing_is_warned_about(capsys):
     assert main(["train", "--model", "mlp", "--noise-multiplier", "1", "--delta", "1e-3", *QUICK]) == 0
     assert "delta 0.001 is not below 1 / 1437 examples" in capsys.readouterr().err

@@ -209,7 +209,7 @@ def assert_like_the_loop(found: list[dict[tuple[str, str], list[Tensor]]]) -> No
 
 
 @pytest.mark.parametrize("most", [None, 1])
-@pytest.mark.slow
+@pytest.mark.one_in(2)
 def test_sums_of_two_ranks_are_those_of_single_examples(most: int | None, tmp_path: Path) -> None:
     assert_like_the_loop(on_ranks(partial(updates, most), tmp_path))
 

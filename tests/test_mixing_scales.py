@@ -130,6 +130,27 @@ def sums(out, last):
     return (out[:, -1] if last else out).flatten(1).sum(1)
 
 
+def test_of_two_orders_the_one_that_shows_more_examples_is_taken():
+    """Three examples at three positions, of which the last has gradients: by example, all are the third's own.
+
+    Its are so large that the others' look like rounding beside them. One of the others' rows is rounding in truth.
+    """
+    base = torch.zeros(9, 4, dtype=torch.float64)
+    base[6:] = torch.tensor([1.0, 1.0, 1e12])[:, None]
+    factors = torch.tensor([0.5, 0.25, 1.0])
+    seen = base.clone()
+    seen[6:] *= torch.tensor([0.7, 0.25, 1.0], dtype=torch.float64)[:, None]
+    elsewhere, finite = torch.tensor([1e10, 1.0, 1e12], dtype=torch.float64), torch.ones(3, dtype=torch.bool)
+    tests = []
+    for row_order in ("example", "row"):
+        sketches = [_Sketch(rows, torch.zeros(9, dtype=torch.bool), None, torch.float32) for rows in (base, seen)]
+        tests.append(RowTest(sketches[0], 0, row_order, finite, elsewhere))
+        tests[-1].compare(sketches[1], factors)
+    assert [test.contradicted for test in tests] == [False, False]
+    assert [test.owners for test in tests] == [1, 2]
+    assert Verdict(tests).best.row_order == "row"
+
+
 def folded_layer(m, x):
     return m.head(m.body(x.transpose(0, 1).reshape(-1, 3)).view(2, len(x), 5).transpose(0, 1)[:, -1])
 

@@ -52,7 +52,6 @@ def test_it_goes_on_past_the_steps_it_planned_for() -> None:
         check(asked.epsilon(events, delta), events, delta)
 
 
-@pytest.mark.slow
 def test_other_events_before_count_too() -> None:
     before = Setting(0.05).event(3.0, 40)
     asked = RunningEpsilon()

@@ -14,7 +14,6 @@ import ghostclip
 from ghostclip.cli.arguments import CommandParser, OneLineParser
 from ghostclip.cli.progress import log_on_stderr
 from ghostclip.errors import GhostClipError
-from ghostclip.interruption import INTERRUPTED
 
 __all__ = ["main"]
 
@@ -36,7 +35,7 @@ EXTRAS = dict.fromkeys(("PIL", "jinja2", "matplotlib", "sklearn", "tqdm"), "cli"
 # What to do about an error of the system.
 REMEDIES = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a place that you may write to")
 REMEDIES |= {errno.ENOSPC: "free some space on that disk, or choose another place", errno.ENOENT: "check the path"}
-MISTAKE, READER_GONE = 2, 141
+MISTAKE, INTERRUPTED, READER_GONE = 2, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,27 +1,11 @@
-"""Whether this process is a command of this package; Ctrl-C while one is imported ends in one line and status 130."""
+"""Whether this process was started as a command: then torch is imported where the command line handles Ctrl-C."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import PurePath
 
-__all__ = ["INTERRUPTED", "ends_a_command", "is_a_command"]
-
-INTERRUPTED = 130
-
-
-@contextmanager
-def ends_a_command() -> Iterator[None]:
-    """While it lasts, Ctrl-C ends the process as it ends a running command; in other programs it stays what it is."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if not is_a_command():
-            raise
-        print("ghostclip: interrupted", file=sys.stderr)
-        raise SystemExit(INTERRUPTED) from None
+__all__ = ["is_a_command"]
 
 
 def is_a_command() -> bool:
