@@ -37,6 +37,18 @@ def _with_gain(frozen: bool) -> nn.Module:
     return nn.Sequential(layer, nn.Tanh(), nn.Linear(8, 2))
 
 
+class Normed(nn.Module):
+    """A weight of rows of frozen lengths, out of torch's own operation, which no rule knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.lengths = nn.Parameter(torch.randn(8, 5)), nn.Parameter(torch.rand(8, 1), requires_grad=False)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(F.linear(x, torch._weight_norm(self.rows, self.lengths, 0))))
+
+
 def _places(use: Any) -> Callable[[], nn.Module]:
     wiring = lambda m, x: m.head(torch.tanh(use(m.body(x), m.place(torch.arange(4)))))  # noqa: E731
     return lambda: Wired(wiring, body=nn.Linear(5, 6), place=nn.Embedding(9, 6), head=nn.Linear(6, 2))
@@ -63,6 +75,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         _bare(lambda m, x: torch.tanh(m.layer(x).transpose(0, 1) + m.p).transpose(0, 1), p=(4, 1, 5)), (4, 5)),
     "weight_norm": (lambda: _with_gain(frozen=False), (5,)),
     "weight_norm, gain frozen": (lambda: _with_gain(frozen=True), (5,)),
+    "rows of frozen lengths": (Normed, (5,)),
 }  # fmt: skip
 
 # Where the number stands, and what it is.

@@ -993,7 +993,7 @@ PROVED = [
         "ghostclip/graph/shared/search.py",
         ">= constants:\n",
         "> len(kept):\n",
-        (*SHARED_NONFINITE, "trains_at_one_size and gain"),
+        (*SHARED_NONFINITE, "trains_at_one_size and lengths"),
     ),
     Mutant(
         "first gradients go unnoticed",
