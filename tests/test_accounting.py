@@ -75,6 +75,7 @@ def assert_equal_to_dp_accounting(seed: int, accountant: str) -> None:
         assert got == pytest.approx(by_dp_accounting(accountant, relation, event, steps, delta), rel=1e-7)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("seed", "accountant"), [(0, "pld"), (1, "rdp")])
 def test_epsilon_equals_dp_accounting(seed: int, accountant: str) -> None:
     assert_equal_to_dp_accounting(seed, accountant)
@@ -199,6 +200,7 @@ def test_replacing_in_the_full_batch_moves_it_twice_as_far(sampling: str) -> Non
     assert exact <= got <= exact * (1 + 1e-4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_noise_and_steps_invert_epsilon(accountant: str) -> None:
     noise = accounting.noise_multiplier(**TARGET, accountant=accountant)
@@ -251,7 +253,7 @@ def test_events_are_composed_once_for_each_mechanism() -> None:
         pytest.param("pld", TRUNCATED, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_more_noise_fewer_steps_and_larger_delta_cost_less(accountant: str, options: dict[str, Any]) -> None:
     setting: dict[str, Any] = {**SETTING, "noise_multiplier": 3.0, **options, "accountant": accountant}
     base = accounting.epsilon(**setting)
@@ -260,7 +262,7 @@ def test_more_noise_fewer_steps_and_larger_delta_cost_less(accountant: str, opti
 
 
 @pytest.mark.parametrize("sampling", [{}, {"sampling": "without_replacement"}, TRUNCATED])
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_replacing_costs_more_than_removing(sampling: dict[str, Any]) -> None:
     setting = {**SETTING, "noise_multiplier": 3.0, **sampling}
     assert accounting.epsilon(**setting, neighboring="replace_one") > accounting.epsilon(**setting)
@@ -346,6 +348,7 @@ def test_almost_no_noise_is_bounded_without_gigabytes() -> None:
     assert got > 20 * once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accountant", accounting.ACCOUNTANTS)
 def test_noise_beyond_floating_point_is_bounded(accountant: str) -> None:
     common: dict[str, Any] = {"sample_rate": 0.01, "steps": 10, "delta": 1e-5, "accountant": accountant}
@@ -439,6 +442,7 @@ def test_events_are_checked() -> None:
             SampledGaussian(**{"sample_rate": 0.1, "noise_multiplier": 1.0, **wrong})  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_dp_accounting_is_imported_on_first_use_only() -> None:
     code = "import ghostclip.accounting, sys; assert 'dp_accounting' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

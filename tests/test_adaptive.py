@@ -85,6 +85,7 @@ def test_one_example_moves_the_count_by_a_half() -> None:
         assert abs(moved) == 0.5
 
 
+@pytest.mark.slow
 def test_noise_on_the_count_has_its_standard_deviation(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, shares = Adaptive(2.0, count_noise=3.0), []
     monkeypatch.setattr(policy, "update", shares.append)

@@ -106,7 +106,7 @@ def test_the_composed_noise_is_found_from_its_own_trade_off():
 
 
 @pytest.mark.parametrize(("rate", "steps"), [(1.0, 1), (0.3, 1), (1.0, 4)])
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_the_bounds_fail_no_more_often_than_they_say(rate, steps):
     generator, failure, runs = np.random.default_rng(5), 0.1, 200
     spent = Claim(1.0, rate, steps, DELTA).epsilon
@@ -240,7 +240,7 @@ BUGS = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_planted_bugs_are_found(monkeypatch, bug):
     BUGS[bug](monkeypatch)
     found = audited()

@@ -105,7 +105,7 @@ def by_loop(model: nn.Module, batch) -> oracle.Grads:
 @pytest.mark.parametrize("second_pass", ["cached", "reweight"])
 @pytest.mark.parametrize("loss_fn", ORDERS)
 @pytest.mark.parametrize(("make", "examples", "views"), CASES)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 def test_clipped_sums_are_of_mean_gradients(make, examples, views, loss_fn, second_pass):
     model, batch = prepared(make, examples, views)
     grads = by_loop(model, batch)
@@ -141,7 +141,7 @@ def trained(
 @pytest.mark.parametrize("loss_fn", ORDERS)
 @pytest.mark.parametrize("make", SHAPES)
 @pytest.mark.parametrize(("examples", "views"), SIZES)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 def test_a_step_is_by_mean_gradients(make, examples, views, loss_fn, physical, caplog):
     model, batch = prepared(make, examples, views)
     expected = oracle.clipped_sum(by_loop(model, batch), MAX_NORM)

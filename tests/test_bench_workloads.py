@@ -37,6 +37,7 @@ def some_first():
             yield pytest.param(name, marks=() if quick else pytest.mark.slow)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", SMALL)
 def test_workloads_are_plain_torch_and_learn_from_every_example(name):
     workload = WORKLOADS[name]

@@ -50,7 +50,7 @@ def test_few_epsilons_on_the_fine_grid_are_enough(name: str, fine: list[float]) 
 
 
 @pytest.mark.parametrize("coarser", [1, 1000])
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_a_grid_that_misleads_costs_time_only(coarser: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "COARSER", coarser)
     check(accounting.noise_multiplier(**SMALL), SMALL)

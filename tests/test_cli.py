@@ -96,6 +96,7 @@ def test_epsilon_is_accounting_s(capsys):
     assert shown[1] == f"epsilon {found['epsilon']:.4g} (PLD)"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_calibrated_noise_keeps_the_target_as_printed(capsys, accountant):
     as_json = ["--json"] if accountant == "pld" else []
@@ -270,6 +271,7 @@ def test_a_place_that_cannot_be_used_is_reported_with_a_remedy(capsys, monkeypat
     assert mistake(capsys, "train") == f"ghostclip: reports: {os.strerror(number)}; {remedy}\n"
 
 
+@pytest.mark.slow
 def test_a_reader_that_went_away_is_no_traceback():
     command = f"{sys.executable} -m ghostclip explain cnn | true; exit ${{PIPESTATUS[0]}}"
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True)

@@ -55,6 +55,7 @@ def test_a_violation_is_exit_status_1_and_is_said(capsys, monkeypatch):
     assert "white box: 100%" in printed.err
 
 
+@pytest.mark.slow
 def test_either_attack_alone(capsys):
     _, found = audited(capsys, "--canaries", "0", "--steps-per-trial", "2", "--method", "reweight")
     assert found["one_run"] is None

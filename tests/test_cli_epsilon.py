@@ -51,6 +51,7 @@ def test_text_says_how_and_about_whom(capsys):
     assert shown[-1] == "Neighbouring data sets differ by the presence of one example (add_or_remove_one)."
 
 
+@pytest.mark.slow
 def test_the_curve_is_drawn(capsys, tmp_path):
     place = tmp_path / "epsilon.png"
     ran(capsys, "epsilon", *NOISE, *COUNTED, "--plot", str(place))

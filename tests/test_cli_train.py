@@ -75,7 +75,7 @@ def test_every_private_method_clips_and_charges(method):
 
 
 @pytest.mark.parametrize("method", PRIVATE)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_noise_is_fresh_in_every_run_and_the_seed_is_of_the_weights(method):
     data = forty_digits()
     runs = [train_once(settings(method, noise_multiplier=0.5), data, "private", lambda *step: None) for _ in range(2)]
@@ -92,6 +92,7 @@ def test_building_leaves_torch_s_generator_alone():
     assert not torch.equal(first, other)
 
 
+@pytest.mark.slow
 def test_target_is_met_and_reported(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(train, "MARKS", 2)
     found = trained(
@@ -127,7 +128,7 @@ def test_comparison_trains_lower_targets_and_without_privacy(capsys, monkeypatch
 @pytest.mark.parametrize(
     ("text", "limit"), [("8GiB", 8 << 30), ("8.5 GB", 8_500_000_000), (str(8 << 30), 8 << 30), (None, None)]
 )
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 def test_the_size_of_physical_batches_is_found_within_the_limit(capsys, monkeypatch, tmp_path, text, limit):
     """The engine gets the limit in bytes, and the report's norms take no more memory than its passes did."""
     sizes, given = [], []
@@ -232,6 +233,7 @@ def test_nonprivate_training_spends_no_epsilon(capsys):
     assert found["settings"]["noise_multiplier"] is None
 
 
+@pytest.mark.slow
 def test_no_noise_is_infinite_epsilon(capsys, tmp_path):
     found = trained(capsys, "--model", "mlp", "--noise-multiplier", "0", "--report", tmp_path, *QUICK)
     assert found["runs"][0]["epsilons"] == {"PLD": "inf", "RDP": "inf"}
@@ -250,7 +252,7 @@ def test_no_noise_is_infinite_epsilon(capsys, tmp_path):
         ("imdb", write_imdb, "transformer"),
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_every_format_trains(capsys, tmp_path, data, write, model):
     write(tmp_path)
     words = ["--vocabulary", tmp_path / "words.txt"] if data == "imdb" else []

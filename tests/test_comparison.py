@@ -67,7 +67,7 @@ SETTINGS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", MIXING)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 def test_losses_that_mix_are_refused_within_six_steps(name: str, setting: str) -> None:
     make, options = SETTINGS[setting]
     caught = 0
@@ -90,7 +90,7 @@ def every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", HONEST)
 @pytest.mark.usefixtures("every_batch")
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_honest_losses_are_not_refused(name: str) -> None:
     for seed in range(3):
         torch.manual_seed(seed)

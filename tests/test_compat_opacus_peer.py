@@ -87,6 +87,7 @@ def test_renyi_epsilon_is_opacus_s(noise: float, length: int, steps: int, delta:
     assert ours.get_privacy_spent(delta=delta) == pytest.approx(their.get_privacy_spent(delta=delta), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_privacy_loss_distributions_stay_below_opacus_s_estimate_plus_its_error() -> None:
     from opacus.accountants import PRVAccountant as Theirs
 

@@ -63,6 +63,7 @@ def test_orders_that_bound_nothing_are_refused(orders: list[float]) -> None:
         accountant.get_epsilon(1e-5, alphas=orders)
 
 
+@pytest.mark.slow
 def test_epsilon_is_that_of_the_steps_charged() -> None:
     for kind in ("prv", "rdp"):
         engine = PrivacyEngine(accountant=kind)
@@ -90,7 +91,7 @@ class WithEpsilon:
 
 @pytest.mark.parametrize(("accountant", "poisson_sampling"), [("prv", True), ("rdp", True), ("rdp", False)])
 @pytest.mark.filterwarnings("ignore:the DataLoader's")
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_make_private_with_epsilon_spends_the_target_in_its_epochs(accountant: str, poisson_sampling: bool) -> None:
     engine = PrivacyEngine(accountant=accountant)
     model, optimizer, loader = private(

@@ -72,7 +72,7 @@ def rows():
     "policy", ["cached", *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("reweight", "per layer"))]
 )
 @pytest.mark.parametrize("row", list(rows()))
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 def test_every_case_as_a_graph(row, policy):
     max_norm = typical_norm(truth(row))
     clipping = PerLayer(max_norm) if policy == "per layer" else max_norm
@@ -207,6 +207,7 @@ def test_what_runs_eagerly_says_why():
     assert "Custom may look at all norms at once" in custom.compiled.refusals[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 def test_modes_and_frozen_layers_have_graphs_of_their_own():
     model = classifier(dropout=0.5)

@@ -56,6 +56,7 @@ def trained(model, loss_fn=losses_of, policy=1e-2):
     return clipper
 
 
+@pytest.mark.slow
 def test_a_layer_at_the_address_of_one_that_is_gone_has_a_graph_of_its_own():
     """Of the same class, with a function at the address of the old one's: only the objects differ."""
     model, addresses = classifier(), set()

@@ -179,6 +179,7 @@ def test_a_policy_that_may_use_all_norms_has_its_update_compiled_only():
     assert graphs_used(engine) == {"whole": 0, "release": 8, "passes": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 def test_schedules_and_empty_batches_compile_nothing_anew():
     weights, sizes = [], []
@@ -246,6 +247,7 @@ def test_a_step_that_can_not_be_charged_is_not_taken():
     assert_same([state["exp_avg"] for state in engine.optimizer.state.values()], moments)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("physical", [None, 9], ids=["in one piece", "in pieces"])
 def test_a_step_is_charged_before_its_graph_runs(physical, monkeypatch):
@@ -371,6 +373,7 @@ def test_an_optimizer_that_changed_is_read_anew():
     assert reader.read().key == update.key
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 def test_a_whole_step_that_eager_does_faster_is_left_to_it_and_the_update_tried_alone(monkeypatch):
     # A clock of our own: a whole graph takes 2 seconds and what it replaces 1; an update 1, and what it replaces 2.
@@ -393,6 +396,7 @@ def test_a_graph_that_goes_elsewhere_than_the_optimizer_is_found_out(physical, m
     assert "differ from eager's" in str(record_of(engine).refusals)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("physical", [None, 9], ids=["in one piece", "in pieces"])
 def test_what_a_graph_writes_lasts_and_is_tried_in_one_place(physical, monkeypatch):

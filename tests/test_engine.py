@@ -379,6 +379,7 @@ def test_a_seed_repeats_a_test_run_and_no_other_run_repeats() -> None:
     assert train() != train()
 
 
+@pytest.mark.slow
 def test_calibration_is_for_the_planned_steps() -> None:
     by_epochs, by_steps = (
         runs.engine_for(runs.network(), noise_multiplier=None, target_epsilon=0.5, clipping=1.0, **length)

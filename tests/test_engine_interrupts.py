@@ -74,6 +74,7 @@ def interrupt_everywhere(engine: PrivacyEngine, by_hand: bool, folders: tuple[st
     return count
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("by_hand", [False, True], ids=["step", "by hand"])
 def test_ctrl_c_anywhere_in_the_engine(by_hand: bool) -> None:
     assert interrupt_everywhere(small_engine(), by_hand, ("engine", "sampling", "noise"), stride=4) > 40

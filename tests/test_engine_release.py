@@ -70,7 +70,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @every_loss
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_engine_step_releases_with_noise_even_without_hooks(
     lose: Callable[[PrivacyEngine], None], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

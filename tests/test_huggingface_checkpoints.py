@@ -42,7 +42,7 @@ def run(folder, resume=None, stop=None, dropout=0.2, count=30, **options):
 
 
 @pytest.mark.parametrize(("stop", "optim"), [(4, "adamw_torch"), (5, "sgd"), (10, "adamw_torch")])
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_a_resumed_training_is_the_uninterrupted_one(stop, optim, tmp_path):
     whole = run(tmp_path / "whole", optim=optim, learning_rate=0.01)
     run(tmp_path / "parts", stop=stop, optim=optim, learning_rate=0.01)

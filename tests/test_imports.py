@@ -148,7 +148,7 @@ def test_the_front_of_the_command_line_takes_no_torch(arguments, tmp_path):
 
 
 @pytest.mark.parametrize("started", [["-c", "import other"], ["-m", "other", "-m", "ghostclip"], ["other.py"]])
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_any_other_program_has_the_public_names(started, tmp_path):
     (tmp_path / "other.py").write_text("import ghostclip.wrap\nprint(*sorted(vars(ghostclip)), ghostclip.wrap)")
     environment = os.environ | {"PYTHONPATH": str(ROOT.parent)}

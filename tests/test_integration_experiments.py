@@ -34,6 +34,7 @@ def quiet() -> Any:
     state.GradientState._reset_state()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("framework", "mistake"), [(name, each) for name, some in MISTAKES.items() for each in some])
 def test_every_mistake_is_refused(framework: str, mistake: str) -> None:
     with process_group(framework in GROUPED):

@@ -201,6 +201,7 @@ class Lines:
         return self._line
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("in_one_call", [False, True])
 def test_an_engine_goes_on_after_ctrl_c_in_any_line(in_one_call: bool, tmp_path: Path) -> None:
     work = train(in_one_call, ledger=tmp_path / "run.ledger", max_physical_batch_size=4)

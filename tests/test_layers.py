@@ -89,7 +89,7 @@ def test_the_first_pass_equals_the_loop(case, dtype):
     [("reweight", "gram"), ("cached", "direct"),
      *(pytest.param(*both, marks=pytest.mark.slow) for both in (("reweight", "direct"), ("cached", "gram")))],
 )  # fmt: skip
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_clipped_sums_equal_the_loop_and_add_up(case, second_pass, norm_strategy):
     max_norm = typical_norm(truth(case))
     model, clipper, losses = ready(case, clipping=max_norm, second_pass=second_pass, norm_strategy=norm_strategy)
@@ -116,7 +116,7 @@ def test_clipped_sums_in_float32_equal_the_loop(case, dtype, second_pass, norm_s
 
 
 @every_case
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_batches_of_no_and_of_one_example(case):
     for batch, second_pass in product((0, 1), ("reweight", "cached")):
         expected = truth(case, batch)
@@ -156,7 +156,7 @@ def test_sizes_that_are_worked_off_in_pieces(case, dtype):
 
 
 @every_case
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_every_strategy_gives_the_same_norms(case, monkeypatch):
     def answer(planner, term, keep, room=None, exact=False):
         each = term.per_example()

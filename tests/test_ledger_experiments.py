@@ -9,6 +9,7 @@ from test_experiments import script
 from ghostclip.engine.budget import Spending
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_kills_leave_no_release_uncharged(tmp_path, capsys):
     assert script("kills").main(["--kills", "20", "--out", str(tmp_path)]) == 0

@@ -28,6 +28,7 @@ def test_steps_are_the_hand_written_ones(manual, tmp_path):
     lr.assert_steps_are_hand_written(steps)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("manual", [False, True])
 def test_a_logical_step_is_a_global_step(manual, tmp_path):
     steps = lr.Steps()
@@ -95,6 +96,7 @@ def test_data_modules_and_schedules(tmp_path):
     assert trainer.optimizers[0].param_groups[0]["lr"] == lr.RATE * 0.5**6
 
 
+@pytest.mark.slow
 def test_the_noise_is_calibrated_for_the_trainer_s_length(tmp_path):
     spent = {"noise_multiplier": None, "target_epsilon": 3.0}
     _, callback = lr.fit(tmp_path, max_epochs=3, engine=spent)
@@ -120,6 +122,7 @@ class DataSource:
         self.dataloader = lambda: loader
 
 
+@pytest.mark.slow
 def test_limited_epochs_are_charged_by_the_step(tmp_path):
     trainer, callback = lr.fit(tmp_path, limit_train_batches=2, max_epochs=3)
     assert trainer.global_step == callback.engine.steps_taken == 6

@@ -188,6 +188,7 @@ def test_options():
         PrivacyCallback(model=torch.nn.Linear(2, 2))
 
 
+@pytest.mark.slow
 def test_a_spent_budget(tmp_path):
     steps = lr.Steps()
     with pytest.raises(BudgetExceededError):

@@ -108,7 +108,7 @@ ORDERS = {rows_by_time: {}, bare_rows_by_time: {"p": (5, 5)}, matrix_by_position
 )
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 def test_a_large_example_hides_no_order_of_rows(wiring, large, last, positions, dtype):
     """All rows of one order may belong to the large example, beside which those of others are as small as rounding."""
     torch.manual_seed(4)

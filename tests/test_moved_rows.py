@@ -107,7 +107,7 @@ def assert_refused(model: nn.Module, clipper: GhostClipper, *inputs: Tensor) -> 
 @every_length
 @every_move
 @pytest.mark.parametrize("time_first", [False, True])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 def test_an_order_that_changes_after_batches_in_order(
     move: str, length: int, time_first: bool, second_pass: str
 ) -> None:
@@ -132,7 +132,7 @@ def test_an_order_that_changes_after_batches_in_order(
 @every_length
 @pytest.mark.parametrize("move", sorted(MOVES.keys() - {"put with constants"}))
 @pytest.mark.parametrize("time_first", [False, True])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_an_order_of_positions_is_proved_once(
     move: str, length: int, time_first: bool, second_pass: str, monkeypatch: Any
 ) -> None:

@@ -292,6 +292,7 @@ def test_processes_may_race(own_cache: Path) -> None:
     assert len(list(own_cache.iterdir())) == len(FEW)
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_by_an_import(own_cache: Path) -> None:
     environment = os.environ | {"XDG_CACHE_HOME": str(own_cache.parent)}
     subprocess.run([sys.executable, "-c", "import ghostclip, ghostclip.noise"], env=environment, check=True)

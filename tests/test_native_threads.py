@@ -128,7 +128,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 @pytest.mark.parametrize(("before", "status"), [("used", "7"), ("unused", "8")])
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_a_forked_process_does_not_wait_for_threads_it_does_not_have(before, status):
     """Where there were none, it has its own, as the processes of a fork server do."""
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1"}

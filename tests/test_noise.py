@@ -61,6 +61,7 @@ def test_neighbouring_coordinates_are_independent() -> None:
         assert stats.pearsonr(found[:-lag], found[lag:]).pvalue > RARE
 
 
+@pytest.mark.slow
 def test_every_source_and_process_draws_its_own() -> None:
     code = (
         "import torch; from ghostclip.noise import noise_source as n;"

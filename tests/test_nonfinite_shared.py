@@ -132,7 +132,7 @@ def follow(name: str, examples: int) -> Iterator[list[Tensor]]:
 
 @pytest.mark.parametrize("examples", [2, 4, 8])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 def test_an_example_that_is_not_finite_in_the_first_batch(name: str, examples: int) -> None:
     for number, (where, value) in enumerate(SPOILT):
         model, second_pass = model_of(name), ("reweight", "cached")[number % 2]
@@ -172,6 +172,7 @@ def test_a_model_that_trains_at_one_size_trains_at_all_others(name: str) -> None
         assert_dicts_close(gradients(model), expected(model, batch(name, examples)), 1e-9)
 
 
+@pytest.mark.one_in(3)
 @every_pass
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_in_an_engine(name: str, second_pass: str) -> None:
@@ -329,7 +330,7 @@ CALLS += [(policy, "compiled") for policy in POLICIES if policy not in ("adaptiv
 
 @every_pass
 @pytest.mark.parametrize(("policy", "call"), CALLS)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 def test_an_example_with_a_finite_loss_and_one_gradient_that_is_not(policy, second_pass, call, monkeypatch) -> None:
     """What comes back to the matrix is zero, and zero times inf is no gradient of zero."""
     if call == "compiled":

@@ -9,8 +9,6 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = sorted(path.name for path in FOLDER.glob("*.ipynb"))
-# What takes at most ten seconds or so on one core, or is the first thing a user runs.
-QUICK = {"swapping_layers.ipynb"}
 SIZE = 400_000  # bytes, outputs included
 
 
@@ -32,9 +30,8 @@ def test_there_is_a_notebook():
     assert "quickstart.ipynb" in NOTEBOOKS
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in NOTEBOOKS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NOTEBOOKS)
 def test_it_runs_and_shows_what_is_committed(name):
     spec = importlib.util.spec_from_file_location("execute", FOLDER / "execute.py")
     execute = importlib.util.module_from_spec(spec)

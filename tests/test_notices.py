@@ -55,6 +55,7 @@ def test_compiling_a_graph_is_announced_before_it_begins(capsys, monkeypatch):
     assert (compiled.graphs, compiled.seconds) == (1, 2.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 10])
 def test_calibration_is_announced_where_there_is_any(capsys, steps):
     accounting.noise_multiplier(target_epsilon=2.0, sample_rate=0.1, steps=steps, delta=1e-6)
@@ -62,6 +63,7 @@ def test_calibration_is_announced_where_there_is_any(capsys, steps):
     assert capsys.readouterr() == ("", expected if steps else "")
 
 
+@pytest.mark.slow
 def test_calibration_by_rdp_takes_no_time_and_is_not_announced(capsys, caplog):
     caplog.set_level(logging.INFO, "ghostclip")
     accounting.noise_multiplier(target_epsilon=2.0, sample_rate=0.1, steps=10, delta=1e-6, accountant="rdp")

@@ -22,7 +22,7 @@ POLICIES = [
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_reused_noise_spends_the_target(policy):
     examples = Subset(datasets.digits().train, range(64))
     setting = Setting(policy, 0.1, epochs=2, batch_size=16)
@@ -35,6 +35,7 @@ def test_reused_noise_spends_the_target(policy):
     assert 0.99 * setting.target_epsilon < engines[1].epsilon() <= setting.target_epsilon
 
 
+@pytest.mark.slow
 def test_counts_take_more_noise():
     examples = Subset(datasets.digits().train, range(64))
     noise = []

@@ -1,5 +1,6 @@
 """Several processes train one model: the update is that of one process, with one draw of noise and one charge."""
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -221,6 +222,7 @@ def charged(path: Path) -> dict[str, Any]:
 EPSILON = accounting.epsilon(noise_multiplier=1.0, sample_rate=8 / 24, steps=6, delta=1e-5) * 1.0001
 
 
+@pytest.mark.one_in(math.inf)
 def test_one_rank_charges_and_all_know(tmp_path: Path) -> None:
     path = tmp_path / "run.ledger"
     before = runs.engine_for(runs.network(), None, ledger=path, noise_multiplier=1.0, clipping=1.0)

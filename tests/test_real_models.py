@@ -168,10 +168,7 @@ def test_transformers_conv1d_has_a_rule():
 
 
 # One or two of a kind run in every suite; all of them are in docs/supported_models.md.
-QUICK = {
-    "GPT-2", "Llama", "BERT", "Mixtral", "Wav2Vec2", "Mamba", "PatchTST", "GPT-2 + LoRA", "CLIP, contrastive", "ViT",
-    "UNet2D", "GCN", "GIN",
-}  # fmt: skip
+QUICK = {"GPT-2", "CLIP, contrastive", "ViT", "GCN"}
 MARKED = [
     pytest.param(subject, id=subject.name.replace(" ", "_"), marks=[] if subject.name in QUICK else [pytest.mark.slow])
     for subject in SUBJECTS

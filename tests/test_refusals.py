@@ -397,6 +397,7 @@ def said(name: str) -> str:
     return found if isinstance(found, str) else "".join(str(each.message) for each in warned)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ROWS)
 def test_a_message_names_the_module_what_is_wrong_and_what_to_write_instead(name: str) -> None:
     _, module, problem, remedy = ROWS[name]

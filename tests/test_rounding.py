@@ -155,7 +155,7 @@ class Twice(nn.Module):
         (lambda: Twice(64), 64, 8),
     ],
 )
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 def test_positions_that_cancel(make, width, positions):
     model = ghostclip.wrap(make())
     assert worst(model, squared_error, positions_batches(model, width, positions)) <= SHARE

@@ -52,6 +52,7 @@ def test_it_goes_on_past_the_steps_it_planned_for() -> None:
         check(asked.epsilon(events, delta), events, delta)
 
 
+@pytest.mark.one_in(math.inf)
 def test_other_events_before_count_too() -> None:
     before = Setting(0.05).event(3.0, 40)
     asked = RunningEpsilon()
@@ -105,6 +106,7 @@ def test_small_and_large_deltas_near_the_ends() -> None:
             check(asked.epsilon(events, delta), events, delta)
 
 
+@pytest.mark.slow
 def test_an_engine_asked_at_every_step_composes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(4, 3)
     data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randint(3, (64,)))

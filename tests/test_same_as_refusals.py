@@ -154,6 +154,7 @@ def test_out_of_memory_is_no_difference():
         model(torch.randn(5, 3))
 
 
+@pytest.mark.slow
 def test_a_module_is_whole_wherever_ctrl_c_comes():
     """Ctrl-C at each line of the comparison: no attribute is ever missing afterwards."""
     names = None

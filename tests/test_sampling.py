@@ -91,6 +91,7 @@ def test_sizes_are_binomial_and_empty_batches_come_at_their_rate() -> None:
     assert stats.binomtest(int(counts[0]), steps, (1 - 0.2) ** size).pvalue > RARE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["without_replacement", pytest.param("truncated", marks=pytest.mark.slow)])
 def test_of_a_given_size_all_sets_are_equally_likely(sampling: str) -> None:
     """Of pairs of a fixed size, and of Poisson samples that were cut down to two."""

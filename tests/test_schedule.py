@@ -202,6 +202,7 @@ def test_a_checkpoint_goes_on_at_its_stage(tmp_path) -> None:
             engine_for(schedule=changed).restore(tmp_path / "saved")
 
 
+@pytest.mark.one_in(math.inf)
 def test_steps_taken_again_after_a_restore_stay_within_the_target(tmp_path) -> None:
     engine = engine_for(noise_multiplier=None, target_epsilon=4.0)
     engine.save(tmp_path / "saved")

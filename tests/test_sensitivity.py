@@ -136,7 +136,7 @@ def test_rounding_of_narrow_sums_of_many_alike_is_within_the_bound_that_is_state
 
 
 @pytest.mark.parametrize("kind", ["gru", "lstm"])
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_a_parameter_used_at_every_step_is_rounded_to_its_type_once(kind: str) -> None:
     pair = Pair(case(f"cell {kind} stacked"), torch.bfloat16)
     # Each sum in p.grad, of four examples and of three, is off by up to half a unit in the last place of its size.

@@ -44,6 +44,7 @@ def model_of(wiring: Wiring, shape: tuple[int, ...]) -> nn.Module:
     return model.double()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", SHARED)
 @pytest.mark.parametrize("batch", [1, 3, 4])
 @pytest.mark.parametrize("second_pass", ["reweight", "cached"])
