@@ -236,8 +236,7 @@ def test_collate_fn_and_batch_size_of_a_loader_are_kept() -> None:
     assert part["square"] == [number**2 for number in part["number"]]
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:This DataLoader will create:UserWarning")
 def test_workers_are_kept_and_batches_stay_in_step() -> None:
     given = DataLoader(
         Squares(), 10, collate_fn=_pair_up, num_workers=2, worker_init_fn=_start_at_100, persistent_workers=True
@@ -317,8 +316,7 @@ def test_pinning_is_asked_for_as_given() -> None:
     assert not LogicalBatches(Mixed(), batch_size=4)._loader.pin_memory
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:This DataLoader will create:UserWarning")
 def test_persistent_workers_prefetch_and_leave_users_together() -> None:
     given = DataLoader(Mixed(), 4, num_workers=1, persistent_workers=True, prefetch_factor=4)
     ids = [row // 3 for row in range(30)]
