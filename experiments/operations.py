@@ -3,7 +3,7 @@
     python experiments/operations.py [--only WORD ...] [--seconds 6]
 
 For each row of experiments/zoo/operations.py: an ordinary step (mean loss, Adam) and a private one (GhostClipper with
-its defaults, noise, Adam), and for parametrized weights a private step of the same model without them. They take turns
+its defaults, noise, Adam), and for parametrized weights both steps of the same model without them. They take turns
 in one process on one thread; ratios are medians over the turns, of the processor's seconds. A model that is refused is
 listed with the reason. Writes experiments/results/operations.json and operations.md.
 """
@@ -71,6 +71,7 @@ def measured(row: Row, seconds: float) -> dict[str, Any]:
     steps = {"ordinary": ordinary(twin, row), "private": private(model, row)}
     if row.plain is not None:
         steps["plain"] = private(row.plain().train(), row)
+        steps["plain ordinary"] = ordinary(row.plain().train(), row)
     found: dict[str, Any] = {"kind": row.kind, "examples": row.examples}
     turns = {name: (lambda step=step: step(batch, batch["target"])) for name, step in steps.items()}
     try:
@@ -86,6 +87,7 @@ def measured(row: Row, seconds: float) -> dict[str, Any]:
     found |= {"over ordinary": timings.ratio("private", "ordinary").median}
     if row.plain is not None:
         found |= {"over plain": timings.ratio("private", "plain").median}
+        found |= {"ordinary over plain": timings.ratio("ordinary", "plain ordinary").median}
     return found
 
 
@@ -94,14 +96,16 @@ def table(rows: dict[str, Any]) -> str:
     lines = ["# Layers that compute in ways of their own", "",
              "Written by `experiments/operations.py`; do not edit. *Ordinary* is an ordinary step in milliseconds on",
              "one thread; a private step (clipping, noise, Adam) is given in ordinary steps, and for weights computed",
-             "from other parameters in private steps of the same model with plain weights.", "",
-             "| model | kind | examples | ordinary, ms | private / ordinary | private / plain private |",
-             "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+             "from other parameters in private steps of the same model with plain weights, beside what computing",
+             "them costs an ordinary step.", "",
+             "| model | kind | examples | ordinary, ms | private / ordinary | private / plain private "
+             "| ordinary / plain ordinary |",
+             "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
     for name, row in rows.items():
         if "refused" not in row:
-            plain = f"{row['over plain']:.2f}" if "over plain" in row else ""
+            plain = [f"{row[key]:.2f}" if key in row else "" for key in ("over plain", "ordinary over plain")]
             cells = [name, row["kind"], str(row["examples"]), f"{row['milliseconds']:.1f}"]
-            cells += [f"{row['over ordinary']:.2f}", plain]
+            cells += [f"{row['over ordinary']:.2f}", *plain]
             lines.append(f"| {' | '.join(cells)} |")
     refused = {name: row for name, row in rows.items() if "refused" in row}
     if refused:
