@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from ghostclip import GhostClipper, UnsupportedModelError
 from ghostclip.graph import mixing_test, ragged_layout
+from ghostclip.graph.nodes import shape_of
 from ghostclip.graph.ragged_rows import RaggedRows
-from ghostclip.graph.reader import shape_of
 from ghostclip.graph.row_operations import NOBODY
 from ghostclip.norms.ragged import RowIndex
 

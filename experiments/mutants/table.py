@@ -1463,7 +1463,7 @@ MISUSE = [
     ),
     Mutant(
         "the first dimension, counted from the last, is another one",
-        "ghostclip/graph/reader.py",
+        "ghostclip/graph/nodes.py",
         "[signed(dim) % max(1, total) for dim",
         "[signed(dim) for dim",
         ("tests/test_mixing.py", "-k", "order_that_changes"),
@@ -1872,7 +1872,7 @@ CHECKED = [
     ),
     Mutant(
         "where slices begin and end isn't told",
-        "ghostclip/graph/reader.py",
+        "ghostclip/graph/nodes.py",
         "    if type(node.next_functions[0][0]) is ACCUMULATE:\n        return None\n",
         "    if type(node) is not ACCUMULATE:\n        return None\n",
         ("tests/test_structures.py",),
@@ -1900,7 +1900,7 @@ CHECKED = [
     ),
     Mutant(
         "what an operation says of how it moves entries isn't told",
-        "ghostclip/graph/reader.py",
+        "ghostclip/graph/nodes.py",
         "return getter(node)\n",
         "return None\n",
         ("tests/test_structures.py",),
@@ -1935,7 +1935,7 @@ CHECKED = [
     ),
     Mutant(
         "where a view has ones isn't told",
-        "ghostclip/graph/reader.py",
+        "ghostclip/graph/nodes.py",
         "1 in shape and tuple(",
         "1 in shape and bool(",
         ("tests/test_structures.py",),

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ghostclip.errors import UnsupportedModelError
+from ghostclip.graph.nodes import Edge
 from ghostclip.graph.parameter_names import ParameterNames
-from ghostclip.graph.reader import Edge
 from ghostclip.graph.shared.subgraph import SharedSubgraph
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import LayerCall, Sink

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ghostclip.graph.reader import first_pass, shape_of
+from ghostclip.graph.nodes import shape_of
+from ghostclip.graph.reader import first_pass
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex, RowOrder
 

@@ -16,16 +16,8 @@ import torch
 from torch import Tensor
 
 from ghostclip.graph.mixing_test import verdicts
-from ghostclip.graph.reader import (
-    ACCUMULATE,
-    COPY_INTO_SLICES,
-    Edge,
-    Uses,
-    from_below,
-    inputs_of,
-    saved_dimensions,
-    shape_of,
-)
+from ghostclip.graph.nodes import ACCUMULATE, COPY_INTO_SLICES, Edge, from_below, inputs_of, saved_dimensions, shape_of
+from ghostclip.graph.reader import Uses
 from ghostclip.graph.shared.search import CREATORS
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import LayerCall

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ghostclip.graph.mixing_test import verdicts
+from ghostclip.graph.nodes import REORDERING, Edge, from_below, inputs_of, said_by, shape_of, signed
 from ghostclip.graph.parameter_names import serial_number
-from ghostclip.graph.reader import REORDERING, Edge, Uses, from_below, inputs_of, said_by, shape_of, signed
+from ghostclip.graph.reader import Uses
 from ghostclip.graph.row_operations import (
     ALONG,
     NOBODY,

@@ -20,9 +20,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ghostclip.errors import LossShapeError, UnsupportedModelError
 from ghostclip.graph.mixing_test import EXACT, NOISE, TOLERANCE, USUAL, Rounding, check_mixing, projected, row_orders
+from ghostclip.graph.nodes import Edge, shape_of
 from ghostclip.graph.parameter_names import ParameterNames, serial_number
 from ghostclip.graph.ragged_rows import RaggedRows
-from ghostclip.graph.reader import Edge, Uses, first_pass, shape_of
+from ghostclip.graph.reader import Uses, first_pass
 from ghostclip.graph.row_layout import RowLayout, without_boundaries
 from ghostclip.graph.shared.positions import are_positions
 from ghostclip.graph.shared.search import Decision, DecisionCache, Search

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ghostclip.graph.reader import ACCUMULATE, Edge, from_below, inputs_of, saved_dimensions, shape_of, signed
+from ghostclip.graph.nodes import ACCUMULATE, Edge, from_below, inputs_of, saved_dimensions, shape_of, signed
 from ghostclip.graph.row_operations import (
     ATTENTION,
     FIRST,

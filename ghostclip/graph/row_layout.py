@@ -19,9 +19,10 @@ from ghostclip.errors import LossShapeError, UnsupportedModelError
 from ghostclip.graph.layout_check import FirstGradients, LayoutCheck
 from ghostclip.graph.mixing_test import Verdict, check_mixing
 from ghostclip.graph.moved_rows import MovedRows
+from ghostclip.graph.nodes import from_below
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.picked_rows import PickedLayouts
-from ghostclip.graph.reader import Uses, from_below
+from ghostclip.graph.reader import Uses
 from ghostclip.graph.shared.positions import are_positions
 from ghostclip.graph.shared.search import TOO_SMALL, DecisionCache, Search, not_a_batch
 from ghostclip.graph.shared.subgraph import SharedSubgraph, parameters_of

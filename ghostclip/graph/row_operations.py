@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ghostclip.graph.reader import shape_of, signed
+from ghostclip.graph.nodes import shape_of, signed
 from ghostclip.graph.shared.boundary import ELEMENTWISE, EXPAND, GROUP_NORM, LAYER_NORM
 
 __all__ = [

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ghostclip.graph.reader import from_below
+from ghostclip.graph.nodes import from_below
 from ghostclip.nn.base import LayerCall
 
 __all__ = ["current_line", "line_of"]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.graph.reader import Edge, shape_of
+from ghostclip.graph.nodes import Edge, shape_of
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.norms.outer import OuterProduct
 from ghostclip.norms.ragged import RowIndex, RowOrder, regrouped

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ghostclip.graph.reader import Edge, from_below, inputs_of, saved_dimensions, shape_of
+from ghostclip.graph.nodes import Edge, from_below, inputs_of, saved_dimensions, shape_of
 from ghostclip.graph.shared.boundary import ELEMENTWISE, EXPAND, REPEAT, broadcasts
 from ghostclip.nn.base import LayerCall
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ghostclip.errors import LossShapeError, UnsupportedModelError
 from ghostclip.graph.mixing_test import USUAL, Verdict, verdicts
+from ghostclip.graph.nodes import COPY_INTO_SLICES, Edge, from_below, inputs_of, saved_dimensions, shape_of
 from ghostclip.graph.parameter_names import ParameterNames, serial_number
-from ghostclip.graph.reader import COPY_INTO_SLICES, Edge, Uses, from_below, inputs_of, saved_dimensions, shape_of
+from ghostclip.graph.reader import Uses
 from ghostclip.graph.shared.boundary import ELEMENTWISE, EXPAND, REPEAT, Alternatives, BroadcastBoundary, broadcasts
 from ghostclip.graph.shared.subgraph import SharedSubgraph
 from ghostclip.nn.base import LayerCall

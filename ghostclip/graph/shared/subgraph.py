@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.graph.reader import Edge, from_below, shape_of, signed, without_hooks
+from ghostclip.graph.nodes import Edge, from_below, shape_of, signed
+from ghostclip.graph.reader import without_hooks
 from ghostclip.graph.shared.boundary import BroadcastBoundary
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import CAPTURE, LayerCall
