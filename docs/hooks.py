@@ -1,6 +1,6 @@
 """What `mkdocs build` needs beside its plugins: files outside of docs/ that pages link to, and formulas as MathML.
 
-The site has copies of these files in the folder `repository`, so that no link leaves it.
+The site has copies of these files in the folder `repository`, so that no link leaves it. Notebooks become pages.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import nbformat
 from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files, InclusionLevel
+from nbconvert import MarkdownExporter
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIES = "repository"
@@ -26,21 +28,32 @@ FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>',
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds what pages link to outside of docs/, and what those files link to."""
-    waiting = [(ROOT / "docs" / file.src_uri) for file in files.documentation_pages()]
-    known = set(waiting)
+    waiting = [(ROOT / "docs" / file.src_uri, file.content_string) for file in files.documentation_pages()]
+    known = {path for path, _ in waiting}
     while waiting:
-        page = waiting.pop()
-        for target in (posixpath.normpath((page.parent / link).as_posix()) for link in LINK.findall(page.read_text())):
+        page, text = waiting.pop()
+        for target in (posixpath.normpath((page.parent / link).as_posix()) for link in LINK.findall(text)):
             path = Path(target)
             outside = ROOT in path.parents and ROOT / "docs" not in path.parents
             if path in known or not outside or not path.is_file():
                 continue
             known.add(path)
-            name = f"{COPIES}/{path.relative_to(ROOT).as_posix()}"
-            files.append(File.generated(config, name, abs_src_path=str(path), inclusion=InclusionLevel.NOT_IN_NAV))
-            if path.suffix == ".md":
-                waiting.append(path)
+            copies = copies_of(path)
+            for name, content in copies.items():
+                name = f"{COPIES}/{path.parent.relative_to(ROOT).as_posix()}/{name}"
+                files.append(File.generated(config, name, content=content, inclusion=InclusionLevel.NOT_IN_NAV))
+            waiting += [(path, content) for name, content in copies.items() if name.endswith(".md")]
     return files
+
+
+def copies_of(path: Path) -> dict[str, Any]:
+    """What the site has in place of a file, by name: the file itself; of a notebook, a page and its pictures."""
+    if path.suffix != ".ipynb":
+        return {path.name: path.read_text() if path.suffix == ".md" else path.read_bytes()}
+    notebook = nbformat.read(path, nbformat.NO_CONVERT)
+    notebook.metadata["language_info"] = {"name": "python"}
+    page, resources = MarkdownExporter().from_notebook_node(notebook, {"output_files_dir": path.stem})
+    return {f"{path.stem}.md": page, **resources["outputs"]}
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -53,6 +66,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     def moved(link: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(folder, link[1]))
+        target = re.sub(r"\.ipynb$", ".md", target)
         place = target.removeprefix("docs/") if target.startswith("docs/") else f"{COPIES}/{target}"
         return posixpath.relpath(place, posixpath.dirname(here) or ".")
 

@@ -66,6 +66,9 @@ def test_every_page_is_there(site):
     for page in (ROOT / "docs").rglob("*.md"):
         assert folder / page.relative_to(ROOT / "docs").with_suffix(".html") in site
     assert folder / "repository" / "SECURITY.html" in site
+    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+        page = folder / "repository" / "notebooks" / f"{notebook.stem}.html"
+        assert any((page.parent / address).is_file() for address in site[page].loads if address.endswith(".png"))
 
 
 def test_links_lead_somewhere(site):
