@@ -94,7 +94,44 @@ def plain() -> nn.Module:
     return Plain()
 
 
+def run_with(values: dict[str, torch.Tensor]) -> None:
+    """A layer that runs with other tensors in the place of its parameters."""
+    model = nn.Sequential(nn.Linear(3, 3))
+    clipper = GhostClipper(model)
+    clipper.norms(torch.func.functional_call(model, values, (torch.ones(2, 3),)).square().sum(1))
+
+
+class Bags(nn.Module):
+    """Bags of words with learned weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bag = nn.Embedding(9, 1), nn.EmbeddingBag(9, 2, mode="sum")
+
+    def forward(self, sizes: list[int]) -> torch.Tensor:
+        ids, lengths = torch.arange(sum(sizes)), torch.tensor(sizes)
+        return self.bag(ids, lengths.cumsum(0) - lengths, self.weight(ids)[:, 0]).square().sum(1)
+
+
+def unequal_bags() -> None:
+    model = Bags()
+    clipper = GhostClipper(model)
+    for sizes in ([2, 2], [3, 1]):
+        clipper.norms(model(sizes))
+
+
+def on_nested() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    GhostClipper(model)
+    model(torch.nested.nested_tensor_from_jagged(torch.ones(4, 3), torch.tensor([0, 1, 4])))
+
+
 ROWS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
+    "ragged: bags of other sizes": (unequal_bags, "weight", "rows of this output that belong to others",
+                                    "say which example each row is of (batch_index=)"),
+    "ragged: a nested tensor": (on_nested, "0 (Linear)", "got a nested tensor", "give it nested.values()"),
+    "other tensors for parameters": (lambda: run_with(dict(nn.Sequential(nn.Linear(3, 3)).named_parameters())), "0",
+                                     "was given other tensors in the place of its parameters", "call the module"),
     **{f"ragged: {name}": (partial(clip, plain, change), "", "the loss of another example depends on them", FOLLOW)
        for name, change in CONNECTED.items()},
     "ragged: an edge in a later batch": (lambda: clip_later(connected), "first",

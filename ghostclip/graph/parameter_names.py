@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ghostclip.errors import UnsupportedModelError
 from ghostclip.nn.base import LayerCall
 
 __all__ = ["ParameterNames", "serial_number"]
@@ -90,6 +91,13 @@ class ParameterNames:
         found = {}
         for call in calls:
             owners = [id(call.owners[name]) for name in call.parameters]
+            if call.values and owners != list(map(id, call.values)):
+                raise UnsupportedModelError(
+                    f"{self.layer(call)} was given other tensors in the place of its parameters (as by "
+                    "torch.func.functional_call), or these were exchanged since; call the module that has them, or "
+                    "compute a weight from others by torch.nn.utils.parametrize",
+                    name=self.layer(call), place=call,
+                )  # fmt: skip
             if id(call.layer) not in self.layers or not self.names.keys() >= set(owners):
                 self.refresh()
             call.own = [name for name, owner in zip(call.parameters, owners, strict=True) if owner in self.names]

@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.graph import _engine_run_backward as run_backward
 
 from ghostclip.errors import UnsupportedModelError
+from ghostclip.graph.lengths import has_lengths, lengths_of
 from ghostclip.graph.nodes import ACCUMULATE, COPY_INTO_SLICES, REORDERING, Edge, from_below, inputs_of, said_by
 from ghostclip.graph.parameter_names import ParameterNames, serial_number
 from ghostclip.nn.base import NOTHING, PROBE, LayerCall
@@ -55,6 +56,7 @@ class Uses:
         awaited: copies into parts of tensors with the numbers of inputs that no gradient has reached, so that nobody
             knows where these have the examples; such a one moves nothing until a gradient comes.
         picked: rows that are picked by index (`ghostclip.graph.picked_rows`); None before they are looked for.
+        lengths: those of examples that proofs hold for (`ghostclip.graph.lengths`); None where they hold for all.
         size: how many nodes there are, by which a forward that took another way is told; and
             `ParameterNames.version`, by which another layer is told from the one in whose place it is.
         structure: a hash of the graph's operations, of what each was given, and of what each says of how it moves
@@ -67,6 +69,7 @@ class Uses:
     moving: list[tuple[int, Any]]
     size: tuple[int, int]
     structure: int
+    lengths: Any = None
     awaited: Sequence[tuple[Any, list[int]]] = ()
     picked: Any = None
 
@@ -82,6 +85,7 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
     calls: list[LayerCall] = []
     leaves: list[Any] = []
     reordering: list[Any] = []
+    lengthy: list[Any] = []
     # The walk in words: another graph, or the same with its inputs in another order, gives others.
     words: list[Any] = []
     places: dict[Any, int] = {}
@@ -108,11 +112,15 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
             stack.append((get_gradient_edge(node).node, 0))
         elif isinstance(call := getattr(node, "call", None), LayerCall):
             calls.append(call)
+            if call.lengths:
+                lengthy.append(call)
             words += (serial_number(call.layer), len(call.sources))
             stack += zip(call.sources, call.numbers, strict=True)
         else:
             if kind.__name__ in REORDERING and not _keeps_places(node):
                 reordering.append(node)
+            if has_lengths(kind):
+                lengthy.append(node)
             if kind.__name__ == "CheckpointFunctionBackward":
                 raise UnsupportedModelError(
                     "reentrant activation checkpointing hides the layers inside it; "
@@ -131,7 +139,8 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
             words += (kind, len(node.next_functions), said_by(node))
             stack += node.next_functions
     own = index.own_calls(calls)
-    return Uses(list(own), own, leaves, list(enumerate(reordering)), (len(places), index.version), hash(tuple(words)))
+    lengths, size = lengths_of(lengthy, index) if lengthy else None, (len(places), index.version)
+    return Uses(list(own), own, leaves, list(enumerate(reordering)), size, hash(tuple(words)), lengths)
 
 
 def _keeps_places(node: Any) -> bool:
@@ -147,6 +156,8 @@ def _word_for(kind: type) -> Any:
     Which of two that do the same it is may depend on whether the forward is compiled.
     """
     if kind.__module__ != "builtins" or kind is ACCUMULATE or kind.__name__ in REORDERING | BATCH_STATISTICS:
+        return None
+    if has_lengths(kind):
         return None
     return "view" if kind.__name__ in ("ReshapeAliasBackward0", "ViewBackward0") else kind
 
@@ -217,7 +228,7 @@ def _pass_with_region(
     if not retain_graph:
         leaves = list(region.leaves.values())
         with without_hooks(leaves):
-            first_pass(_NoGradient.apply(losses), layers, NOTHING, seed, retain_graph=False, edges=leaves)
+            _let_go(losses, layers, leaves)
 
 
 def _edges_below(losses: Tensor, wanted: Collection[LayerCall]) -> Iterator[GradientEdge]:
@@ -265,15 +276,20 @@ class _NoGradient(torch.autograd.Function):
 def free_graph(losses: Tensor, calls: Sequence[LayerCall]) -> None:
     """Frees what the graph behind ``losses`` holds, as a backward does in passing, without computing anything.
 
-    Autograd frees each node it comes through, and nodes that get no gradient have nothing to compute. Hooks of tensors
-    get None; what they raise about that is nobody's business, and what is left goes with the losses.
-
     Args:
         losses, calls: as for `first_pass`.
     """
-    nothing = _NoGradient.apply(losses)
+    _let_go(losses, calls)
+
+
+def _let_go(losses: Tensor, calls: Sequence[LayerCall], edges: Sequence[Any] = ()) -> None:
+    """A first pass without a gradient.
+
+    Autograd frees each node it comes through, and nodes that get no gradient have nothing to compute. Hooks of tensors
+    get None; what they raise about that is nobody's business, and what is left goes with the losses.
+    """
     try:
-        first_pass(nothing, calls, NOTHING, retain_graph=False)
+        first_pass(_NoGradient.apply(losses), calls, NOTHING, retain_graph=False, edges=edges)
     except RuntimeError:
         raise
     except Exception as error:

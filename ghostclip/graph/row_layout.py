@@ -37,6 +37,7 @@ REPEATED = frozenset(64 * 4**power for power in range(24))
 # Where so many were tried, all is forgotten and proved anew: a forward that cuts its inputs at random makes new graphs
 # for ever. They take about 40 MB.
 REMEMBERED = 100_000
+UNEQUAL = ". Where examples have unequal lengths, say which example each row is of (batch_index=)"
 EARLIER = ". An earlier batch didn't show this; sums of batches since then may not be clipped as said"
 
 
@@ -111,11 +112,12 @@ class RowLayouts:
         """
         if len(self._tried) > REMEMBERED:
             self._forget()
-        uses = self._moved.known(losses, uses, reached)
+        uses = _for_lengths(self._moved.known(losses, uses, reached))
         picked = self._picked.find(losses, uses, remember=not rehearsal)
         if picked is not None and picked.owners:
             size = picked.size, uses.size[1]
             uses = replace(uses, size=size, structure=picked.structure, moving=picked.moving, picked=picked)
+            uses = _for_lengths(uses)
             uses = self._moved.known(losses, uses, reached)
         try:
             found = self._lay_out(losses, uses, index, rehearsal, reached)
@@ -236,7 +238,7 @@ class RowLayouts:
                 f"{index.layer(call)}: one example's loss depends on rows of this output that belong to others "
                 f"({list(call.shape)}, examples in dimension {call.batch_dim}), so examples mix"
                 f"{too_small}; compute each loss from its own example, or correct wrap(model, batch_dim={{...}})"
-                f"{table}{EARLIER if call in known else ''}",
+                f"{table}{UNEQUAL if uses.lengths else ''}{EARLIER if call in known else ''}",
                 name=index.layer(call), place=call,
             )  # fmt: skip
         self._positions |= {_key(call, uses, len(losses)) for call in mixing}
@@ -275,6 +277,11 @@ class RowLayouts:
                 name=index.layer(call), place=call,
             )  # fmt: skip
         return verdict.best.row_order
+
+
+def _for_lengths(uses: Uses) -> Uses:
+    """The uses with another structure for each of the lengths that proofs hold for."""
+    return uses if uses.lengths is None else replace(uses, structure=hash((uses.structure, uses.lengths)))
 
 
 def _rows(call: LayerCall) -> int:

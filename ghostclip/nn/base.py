@@ -81,7 +81,9 @@ class LayerCall:
         batch_dim: the dimension of the pre-activation that holds examples.
         shape, dtype, device, nbytes: of the pre-activation.
         owners: the parameters themselves, by these names.
+        values: what the operation was given as these parameters; () where ``owners`` are no attributes of the layer.
         own: those of ``parameters`` that belong to the model whose graph is read; none for a layer of another model.
+        lengths: arguments by which rows of the inputs belong to examples, as the batch sizes of a packed sequence.
         sources: the gradient nodes of the inputs, or inputs that are leaves; the graph continues there.
         numbers: which output of its source each input is.
         registered: the number of hooks registered in the process when the layer was called.
@@ -92,8 +94,8 @@ class LayerCall:
     """
 
     __slots__ = (
-        "batch_dim", "device", "dtype", "ends", "extra", "has_saved_tensor_hooks", "layer", "nbytes", "numbers", "own",
-        "owners", "parameters", "registered", "repeat", "rows", "shape", "sink", "sources",
+        "batch_dim", "device", "dtype", "ends", "extra", "has_saved_tensor_hooks", "layer", "lengths", "nbytes",
+        "numbers", "own", "owners", "parameters", "registered", "repeat", "rows", "shape", "sink", "sources", "values",
     )  # fmt: skip
 
     def __init__(
@@ -119,6 +121,8 @@ class LayerCall:
         self.ends = False
         self.own: Sequence[str] = parameters
         self.owners: Mapping[str, Any] = layer._parameters
+        self.values: Sequence[Tensor] = ()
+        self.lengths: Sequence[Tensor | None] = ()
 
     def linear_pair(self, inputs: tuple[Tensor, ...], grad: Tensor) -> LinearPair | None:
         """`GhostLayer.linear_pair` of this use."""
@@ -305,14 +309,23 @@ class GhostLayer(torch.nn.Module):
         # A weight made from other parameters is no leaf: what made it is in the graph, and dealt with there.
         if len(trained) < len(parameters) and any(name not in own and _is_computed(self, name) for name in parameters):
             return None
-        if not trained:
+        values: list[Any] = [own[name] for name in trained]
+        # In the place of a parameter, as torch.func.functional_call puts it, such a weight is none either.
+        if not trained or not all(value.is_leaf for value in values):
             return None
         dim = self._examples_in(preactivation, batch_dim)
-        return LayerCall(self, trained, rows or {}, dim, preactivation, inputs, extra)
+        call = LayerCall(self, trained, rows or {}, dim, preactivation, inputs, extra)
+        call.values = values
+        return call
 
     def _examples_in(self, preactivation: Tensor, batch_dim: int | None) -> int:
         """The dimension that holds examples; raises UnsupportedModelError where there is none."""
         dim = self.ghost_batch_dim if batch_dim is None else batch_dim
+        if preactivation.is_nested:
+            raise UnsupportedModelError(
+                f"{place_of(self)} got a nested tensor, whose rows no rule tells apart; give it nested.values() and "
+                "say which example each row is of (batch_index=)"
+            )
         if preactivation.dim() < 2:
             raise UnsupportedModelError(
                 f"{place_of(self)} got an input without a batch dimension (its output has shape "

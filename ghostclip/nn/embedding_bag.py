@@ -5,6 +5,8 @@ A bag is an example: the rows of 2-D indices [B, T], or what 1-D indices hold be
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,15 @@ class EmbeddingBag(Table, torch.nn.EmbeddingBag, wraps=torch.nn.EmbeddingBag):
         weighed = () if per_sample_weights is None else (per_sample_weights,)
         output = super().forward(input, offsets, per_sample_weights)
         return self.capture(output, *looked_up, *weighed, batch_dim=0, extra=offsets is not None)
+
+    def new_call(
+        self, preactivation: Tensor, inputs: tuple[Tensor, ...], *args: Any, **options: Any
+    ) -> LayerCall | None:
+        """As ever; bags between offsets are told to the call."""
+        call = super().new_call(preactivation, inputs, *args, **options)
+        if call is not None and call.extra:
+            call.lengths = (inputs[1],)
+        return call
 
     def _maxima(self, input: Tensor, offsets: Tensor | None) -> Tensor:
         """The forward of mode "max", by the same kernel; asked by itself, it says which rows had the maxima."""

@@ -229,7 +229,7 @@ class BroadcastBoundary:
         if 0 <= (padding := getattr(self.node, "_saved_padding_idx", -1)) < shape[0]:
             values = values.masked_fill((rows == padding).unsqueeze(2), 0)
         table = torch.Size((shape[0], values.shape[2]))
-        return self._per_example(LookupGrads(rows % shape[0], values, table)).unflatten(2, shape[1:])
+        return self._per_example(LookupGrads(rows % shape[0], values, table)).flatten(1).unflatten(1, shape)
 
     def _of_convolution(self, grad: Tensor, place: int) -> Tensor:
         """Gradients of a filter (place 1) or a bias (2), by torch's own kernel on one example after another."""

@@ -128,6 +128,8 @@ class _Recurrent(GhostLayer):
                 # As told, examples are in a dimension of their own.
                 told = x.new_empty(()).expand(*order.padding.shape, results[0].shape[1])
             call = self.new_call(told, (turned, *states), tuple([name for name in own if name]), batch_dim=1)
+            if call is not None and packed is not None:
+                call.lengths = packed.batch_sizes, packed.sorted_indices
             tensors = (*weights[reverse], turned, *states, *(None,) * (2 - len(states)), PROBE)
             output, *last = Recurrence.apply(call, self.mode, results, order, *tensors)
             found.append((output.flip(0) if reverse and packed is None else output, *last))
