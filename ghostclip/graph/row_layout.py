@@ -74,6 +74,7 @@ class RowLayouts:
         # Of how many examples the largest batch was on which it was tried; if it isn't proved, no gradient reached it,
         # or none that shows anything.
         self._tried: dict[tuple, int] = {}
+        # Uses that were seen to read positions in a batch with as many examples.
         self._positions: set[tuple] = set()
         # Uses, and how many alike, of a shape that a batch of another size had too: as no multiple of it, so that they
         # saw no examples.
@@ -189,7 +190,7 @@ class RowLayouts:
     def _odd(self, uses: Uses, examples: int) -> list[LayerCall]:
         """The calls that saw no examples, as far as is known."""
         known = self._constant.intersection(_alike(uses.calls, uses).items()) if self._constant else ()
-        tables = {key for key, _ in known}
+        tables, numbers = {key for key, _ in known}, _numbers(uses) if self._positions else {}
         picked = () if uses.picked is None else uses.picked.calls
         return [
             call
@@ -197,7 +198,7 @@ class RowLayouts:
             if call not in picked
             and (
                 _is_odd(call, examples)
-                or (self._positions and examples and _key(call, uses, examples) in self._positions)
+                or (examples and numbers.get(call) in self._positions)
                 or (tables and _use(call, uses) in tables)
             )
         ]
@@ -241,7 +242,8 @@ class RowLayouts:
                 f"{table}{UNEQUAL if uses.lengths else ''}{EARLIER if call in known else ''}",
                 name=index.layer(call), place=call,
             )  # fmt: skip
-        self._positions |= {_key(call, uses, len(losses)) for call in mixing}
+        numbers = _numbers(uses)
+        self._positions |= {numbers[call] for call in mixing}
         return [*mixing, *dark]
 
     def _region(
@@ -308,6 +310,11 @@ def _key(call: LayerCall, uses: Uses, examples: int) -> tuple:
     """What a layer's use with so many rows an example, the last of these, has in common in all batches."""
     count = _rows(call) // examples if examples else 1
     return (uses.layers[call], call.parameters, call.batch_dim, len(call.shape), count)
+
+
+def _numbers(uses: Uses) -> dict[LayerCall, tuple]:
+    """{call: which use of which layer it is in graphs of this structure}."""
+    return _numbered({call: (uses.structure, uses.layers[call], call.parameters) for call in uses.calls})
 
 
 def _numbered(keys: dict[LayerCall, tuple]) -> dict[LayerCall, tuple]:
