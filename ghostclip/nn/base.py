@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -51,6 +52,8 @@ CAPTURE = "_CaptureBackward"
 # The exact torch class -> its wrapper. Filled once, by the class statements of this package and of users' own layers.
 LAYERS: dict[type, type[GhostLayer]] = {}
 
+# What computed a tensor; None for leaves.
+GRAD_FN = operator.attrgetter("grad_fn")
 Sink = Callable[["LayerCall", tuple[Tensor, ...], Tensor], None]
 
 
@@ -311,7 +314,7 @@ class GhostLayer(torch.nn.Module):
             return None
         values: list[Any] = [own[name] for name in trained]
         # In the place of a parameter, as torch.func.functional_call puts it, such a weight is none either.
-        if not trained or not all(value.is_leaf for value in values):
+        if not trained or any(map(GRAD_FN, values)):
             return None
         dim = self._examples_in(preactivation, batch_dim)
         call = LayerCall(self, trained, rows or {}, dim, preactivation, inputs, extra)
