@@ -83,9 +83,7 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
     """
     index.watch()
     calls: list[LayerCall] = []
-    leaves: list[Any] = []
-    reordering: list[Any] = []
-    lengthy: list[Any] = []
+    leaves, reordering, lengthy = list[Any](), list[Any](), list[Any]()
     # The walk in words: another graph, or the same with its inputs in another order, gives others.
     words: list[Any] = []
     places: dict[Any, int] = {}
