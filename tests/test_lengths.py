@@ -65,6 +65,23 @@ def bags(m: Network, texts: Texts) -> Tensor:
     return m.bag(ids, sizes.cumsum(0) - sizes, per_sample_weights=m.words(ids)[:, 0])
 
 
+def bags_in_texts(m: Network, texts: Texts) -> Tensor:
+    """Words are bags of two letters, whose vectors are the rows of a packed sequence."""
+    whole = packed(texts)
+    words = m.bag(torch.arange(2 * len(whole.data)) % 9, torch.arange(0, 2 * len(whole.data), 2))
+    return m.second(with_rows(words, whole))[1][0][-1]
+
+
+def other_lengths_below(m: Network, texts: Texts) -> Tensor:
+    """The rows of one recurrent layer go to another with lengths of its own."""
+    lengths = [len(text) for text in texts]
+    padded = pad_sequence(texts, batch_first=True)
+    below = pack_padded_sequence(torch.cat([padded, padded[..., :2]], 2), lengths, batch_first=True)
+    found, _ = m.first(below)
+    equal = pack_padded_sequence(torch.zeros(4, sum(lengths) // 4, 1), [sum(lengths) // 4] * 4, batch_first=True)
+    return m.second(with_rows(found.data, equal))[1][0][-1]
+
+
 def offsets_of(texts: Texts) -> Tensor:
     return torch.tensor([0, *map(len, texts)]).cumsum(0)
 
@@ -85,6 +102,8 @@ FORMS = {
     "a layer between": layer_between,
     "a layer after packing": layer_after_packing,
     "bags": bags,
+    "bags in texts": bags_in_texts,
+    "other lengths below": other_lengths_below,
     "nested, padded": padded_nested,
     "nested, in parts": parts_of_nested,
 }

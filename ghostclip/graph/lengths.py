@@ -8,6 +8,7 @@ rows below are padded before they are packed, lengths don't matter.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,18 +40,23 @@ def lengths_of(subjects: Sequence[Any], index: ParameterNames) -> Any:
     for subject in subjects:
         call = isinstance(subject, LayerCall)
         sources = subject.sources if call else [below for below, _ in subject.next_functions]
-        if _meet_parameters(sources, index):
+        lengths = subject.lengths if call else ()
+        if _meet_parameters(sources, lengths, index):
             # A nested tensor's are nowhere to be read: no later batch is known to have the same.
-            found.append([_numbers(each) for each in subject.lengths] if call else next(_NEVER_AGAIN))
+            found.append(_numbers(lengths) if call else next(_NEVER_AGAIN))
     return repr(found) if found else None
 
 
-def _numbers(lengths: Tensor | None) -> list[int] | None:
-    return None if lengths is None else lengths.tolist()
+def _numbers(lengths: Sequence[Tensor | None]) -> list[list[int] | None]:
+    return [None if each is None else each.tolist() for each in lengths]
 
 
-def _meet_parameters(sources: Sequence[Any], index: ParameterNames) -> bool:
-    """Whether trained layers or parameters have seen the rows in the order in which lengths tell them apart."""
+def _are_same(one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> bool:
+    return len(one) == len(other) and (all(map(operator.is_, one, other)) or _numbers(one) == _numbers(other))
+
+
+def _meet_parameters(sources: Sequence[Any], lengths: Sequence[Tensor | None], index: ParameterNames) -> bool:
+    """Whether trained layers or parameters have seen the rows, but layers that tell them apart by the same lengths."""
     seen: set[Any] = set()
     stack = list(sources)
     while stack:
@@ -60,7 +66,7 @@ def _meet_parameters(sources: Sequence[Any], index: ParameterNames) -> bool:
         seen.add(node)
         call, leaf = getattr(node, "call", None), getattr(node, "variable", None)
         if isinstance(call, LayerCall):
-            if not call.lengths:
+            if not call.lengths or not _are_same(call.lengths, lengths):
                 return True
         elif leaf is not None:
             if index.name_of(leaf) is not None:
