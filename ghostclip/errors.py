@@ -2,6 +2,7 @@
 
 __all__ = [
     "BudgetExceededError",
+    "ExamplesMixError",
     "GhostClipError",
     "GradientLeakError",
     "LedgerError",
@@ -45,6 +46,10 @@ class StaleInputError(GhostClipError):
 
 class VerificationError(GhostClipError):
     """Ghost norms or clipped sums differ from the slow obvious loop."""
+
+
+class ExamplesMixError(UnsupportedModelError, VerificationError):
+    """The loss of an example, or what the model keeps, depends on other examples, so that no example is bounded."""
 
 
 class PrivacyError(GhostClipError):

@@ -1,7 +1,7 @@
 """The names that `import ghostclip` gives. They take torch; ``ghostclip --help`` does without them."""
 
 from . import accounting, clipping, errors, nn, traces
-from .clipper import ClippingResult, GhostClipper, check, per_example_norms
+from .clipper import ClippingResult, GhostClipper, per_example_norms
 from .engine import PrivacyEngine
 from .errors import (
     BudgetExceededError,
@@ -15,6 +15,7 @@ from .errors import (
     VerificationError,
 )
 from .nn.declared import same_as
+from .self_check import check
 from .wrap import Finding, unwrap, wrap
 
 __all__ = [

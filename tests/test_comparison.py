@@ -1,6 +1,5 @@
 """Losses that depend on other examples are refused in the first steps; no honest one is, however odd."""
 
-import collections
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -14,12 +13,10 @@ import torch
 from honest_losses import HONEST, network, plain, rows
 from mixing_losses import MIXING, above_the_median, over_their_number, own, weights_over_their_sum
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import TensorDataset
 
 from ghostclip import PrivacyEngine, VerificationError
 from ghostclip.self_check import comparison
-from ghostclip.self_check.batch_rows import BatchRows, ExampleDims
 
 pytestmark = pytest.mark.filterwarnings("ignore:the DataLoader's SequentialSampler is replaced")
 
@@ -112,16 +109,16 @@ def test_a_term_that_starts_later_is_refused(loss_fn: Callable[..., Tensor]) -> 
 def test_later_batches_are_drawn_as_seldom_as_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = comparison.LossComparison(network())
     batches = [runs.data() for _ in range(STEPS)]  # whatever can be referred to
-    assert [turns._parts_to_compare(batch) for batch in batches] == [2] * STEPS
+    assert [turns._is_due(batch) for batch in batches] == [True] * STEPS
     count = 100_000
-    drawn = sum(turns._parts_to_compare(step) for step in range(count))
+    drawn = sum(turns._is_due(step) for step in range(count))
     expected = count / comparison.SELDOM
     assert abs(drawn - expected) < 6 * expected**0.5
     random.seed(0)
     state = random.getstate()
-    first = [turns._parts_to_compare(0) for _ in range(5000)]
+    first = [turns._is_due(0) for _ in range(5000)]
     random.setstate(state)
-    assert first != [turns._parts_to_compare(0) for _ in range(5000)]  # by no seed of the user's
+    assert first != [turns._is_due(0) for _ in range(5000)]  # by no seed of the user's
 
 
 @pytest.fixture
@@ -142,13 +139,12 @@ def test_how_often_the_loss_function_is_called(monkeypatch: pytest.MonkeyPatch, 
     for step in range(8):
         calls.clear()
         steps(engine, counted, step + 1)
-        compared = [12] * 3 + [6] * 2 if step < STEPS else []
-        assert calls == [*compared, 12, 12]
+        assert calls == [*([12, 6, 6] if step < STEPS else []), 12, 12]
     monkeypatch.setattr(comparison, "SELDOM", 1)
     calls.clear()
     steps(engine, counted, 9)
-    assert calls == [12, 12, 6, 12] * 2
-    assert log().count("calls the loss function 5 to 7 times more in each of the first 6 steps") == 1
+    assert calls == [12, 6, 6, 12] * 2
+    assert log().count("loads at most 32 examples again and calls the loss function a few times more") == 1
 
 
 def test_switched_off_nothing_is_compared() -> None:
@@ -193,58 +189,12 @@ def test_users_rows_may_depend_on_each_other_and_on_no_other_users() -> None:
     assert refused(engine_of(runs.network(), data, **options), weights_over_their_sum)
 
 
-class Words(collections.UserDict):
-    """A batch as tokenizers give it, no plain dict."""
-
-
-def test_which_rows_are_taken() -> None:
-    column, shared = torch.arange(4.0), torch.arange(3.0)
-    batch = Words(x=column, nested=[{"y": column.long()}], name="abcd", none=None)
-    found = BatchRows(batch, 4, ExampleDims())
-    assert found.swappable
-    assert not found.divisible
-    other = found.taken(torch.tensor([1, 1, 2, 1]))
-    assert type(other) is Words
-    assert other["x"].tolist() == other["nested"][0]["y"].tolist() == [1, 1, 2, 1]
-    assert other["name"] == "abcd"
-    assert column.tolist() == [0, 1, 2, 3]
-    assert BatchRows([column, None], 4, ExampleDims()).taken(torch.tensor([3]))[0].tolist() == [3]
-    assert BatchRows([column, None], 4, ExampleDims()).divisible
-    known = ExampleDims()
-    BatchRows([column[:3], column[:3].long(), shared], 3, known)
-    beside = BatchRows([column, column.long(), shared], 4, known).taken(torch.tensor([0, 0, 0, 3]))
-    assert [each.tolist() for each in beside] == [[0, 0, 0, 3], [0, 1, 2, 3], [0, 1, 2]]
-    packed = pack_padded_sequence(torch.ones(4, 2), torch.tensor([2, 2, 1, 1]), batch_first=True)
-    assert BatchRows([packed, column], 4, ExampleDims()).taken(torch.tensor([0, 0, 0, 3]))[0] is packed
-    assert not BatchRows("abcd", 4, ExampleDims()).swappable
-
-
-def test_the_examples_dimension_is_one_that_always_was_as_long() -> None:
-    known = ExampleDims()
-    assert not BatchRows([torch.eye(5)[:4], torch.zeros(2, 4)], 4, known).swappable  # two sizes are to be seen
-    both = BatchRows([torch.eye(5), torch.zeros(2, 5)], 5, known)
-    assert (both.swappable, both.divisible, both.choices) == (True, True, 1)
-    assert not BatchRows([torch.eye(5)], 5, known).swappable  # as many tensors as examples, maybe
-    square = BatchRows([torch.eye(5)], 5, ExampleDims())
-    assert square.choices == 2
-    assert torch.equal(square.taken(torch.tensor([0, 0, 0, 0, 4]), 1)[0], torch.eye(5)[:, [0, 0, 0, 0, 4]])
-
-
-def test_what_can_not_be_compared_is_said_once(log: Callable[[], str]) -> None:
-    model, data, loss_fn = HONEST["ragged, offsets"]()
-    steps(engine_of(model, data), loss_fn, 8)
-    assert log().count("the batch holds no tensor with a row for each example") == 1
-
-
-def test_a_loss_function_that_fails_on_other_examples_is_none_that_mixes(log: Callable[[], str]) -> None:
-    known: set[float] = set()
-
-    def once(model: nn.Module, batch: Any) -> Tensor:
-        if len(batch[0].unique()) < batch[0].numel():
-            raise RuntimeError("seen twice")
+def test_a_loss_function_that_fails_on_small_batches_is_none_that_mixes(log: Callable[[], str]) -> None:
+    def large_only(model: nn.Module, batch: Any) -> Tensor:
+        if len(batch[0]) < 12:
+            raise RuntimeError("too few")
         return own(model, batch)
 
     torch.manual_seed(0)
-    steps(engine_of(network(), rows()), once, 4)
-    assert not known
-    assert log().count("RuntimeError: seen twice") == 1
+    steps(engine_of(network(), rows(), sampling="without_replacement"), large_only, 4)
+    assert log().count("RuntimeError: too few") == 1

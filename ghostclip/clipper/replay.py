@@ -37,6 +37,16 @@ def is_trial() -> bool:
     return _TRYING.get()
 
 
+@contextmanager
+def trying() -> Iterator[None]:
+    """Inside, `is_trial` is true."""
+    token = _TRYING.set(True)
+    try:
+        yield
+    finally:
+        _TRYING.reset(token)
+
+
 class Replay:
     """Remembers random states and a model's buffers, so that a forward can be tried again without a trace.
 
@@ -66,6 +76,10 @@ class Replay:
         cpu, cuda, (_, keys, *numpy_rest), python_state = self._now()
         return (*[each.numpy().tobytes() for each in (cpu, *cuda)], keys.tobytes(), *numpy_rest, python_state)
 
+    def rewind(self) -> None:
+        """Sets the random states that were there at first, within `again`."""
+        self._set(self._states)
+
     def drew(self) -> bool:
         """Whether random numbers were drawn since."""
         return self.state() != self._before
@@ -79,17 +93,25 @@ class Replay:
             training: False for eval mode.
         """
         now = self._now()
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        buffers = [(buffer, buffer.clone()) for buffer in [*self.model.buffers(), *_plain_tensors(self.model)]]
         places = [_place_of(module) for module in self.model.modules()]
         with ExitStack() as stack:
-            stack.callback(_TRYING.reset, _TRYING.set(True))
+            stack.enter_context(trying())
             stack.callback(self._set, now)
             stack.callback(_put_back, buffers, places)
             stack.enter_context(torch.set_grad_enabled(gradients))
-            self._set(self._states)
+            self.rewind()
             if not training:
                 self.model.eval()
             yield
+
+
+def _plain_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Tensors that modules have as attributes of their own, and in no graph."""
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and not value.requires_grad:
+                yield value
 
 
 def _place_of(module: nn.Module) -> Place:
@@ -111,7 +133,9 @@ def _put_back(buffers: list[tuple[Tensor, Tensor]], places: list[Place]) -> None
                 own[name].clear()
                 own[name].update(before)
     for buffer, value in buffers:
-        if not torch.equal(buffer, value):
+        if buffer.shape != value.shape:  # exchanged by ``buffer.data = ...``
+            buffer.data = value
+        elif not torch.equal(buffer, value):
             buffer.copy_(value)
 
 

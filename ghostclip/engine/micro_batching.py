@@ -115,12 +115,6 @@ class MicroBatches:
         )  # fmt: skip
         self._take(most)
 
-    def first(self, examples: Any, units: int, rows: int) -> tuple[Any, int, int]:
-        """The first piece of a physical batch, its units and its rows."""
-        if self.most is None or self.most >= units:
-            return examples, units, rows
-        return _piece(examples, 0, self.most, units, rows), self.most, rows // units * self.most
-
     def run(self, work: Callable[[Any, int, int], T], examples: Any, units: int, rows: int) -> list[T]:
         """``work(piece, start, stop)`` for units start to stop, all of ``examples`` in order, each in one piece.
 

@@ -20,6 +20,7 @@ from ghostclip.engine.micro_batching import met_again
 from ghostclip.engine.release import Release
 from ghostclip.errors import LossShapeError, PrivacyError, UnsupportedModelError
 from ghostclip.sampling import LogicalBatch, UserRows
+from ghostclip.self_check import LoadedRows
 from ghostclip.traces import StepTrace
 
 __all__ = ["BatchIndexOf", "LogicalStep", "LossFunction", "StepRecord"]
@@ -163,15 +164,15 @@ class LogicalStep:
     def prepare(self, loss_fn: LossFunction, examples: Any) -> None:
         """Before the passes of a physical batch: how many examples fit, and whether their losses depend on others."""
         self.check_turn()
-        now = self._now
+        now, batch = self._now, self.release.batch
+        assert batch is not None
         if self._index_of is not None:
             self._batch_index = self._index_of(examples)
-            self._self_check.before(loss_fn, examples, now.rows, now.units, self.release.batch, self._batch_index)
-            return
-        if self.micro_batches.is_open:
+        elif self.micro_batches.is_open:
             self.micro_batches.find(self._clipper, self._optimizer, loss_fn, examples, now.rows)
-        first, units, rows = self.micro_batches.first(examples, now.units, now.rows)
-        self._self_check.before(loss_fn, first, rows, units, self.release.batch)
+        rows = LoadedRows(batch.dataset, batch.collate, batch.rows[batch.handed - 1], batch.passed)
+        most, ragged = self.micro_batches.most, self._batch_index is not None
+        self._self_check.before(loss_fn, examples, rows, now.units, batch, most=most, ragged=ragged)
 
     def in_pieces(
         self, clip: Callable[[LossFunction, Any], ClippingResult], loss_fn: LossFunction, examples: Any

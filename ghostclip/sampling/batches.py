@@ -219,6 +219,12 @@ class LogicalBatches:
             )
         self._taken += draws is self._draws
 
+    @property
+    def source(self) -> tuple[Any, Callable[[Any], Any]]:
+        """The data set, and the function that makes batches of its examples."""
+        collate: Any = self._loader.collate_fn
+        return self._loader.dataset, collate
+
     def reopened(self, draws: Draws) -> Iterator[Any]:
         """A new data loader for the samples that are still to be handed out."""
         draws.rewind()
@@ -267,7 +273,9 @@ class _Epoch:
         if physical is None:
             raise StopIteration
         place = self._place + self._turn - 1
-        batch = LogicalBatch(physical, partial(self._load, self._turn), self._plan.owner, self._draws.digest, place)
+        batch = LogicalBatch(
+            physical, partial(self._load, self._turn), self._plan.owner, self._draws.digest, place, self._plan.source
+        )
         self._plan.taken_from(self._draws)
         try:
             self._plan.owner.begin(batch)

@@ -41,6 +41,7 @@ class LogicalBatch:
     """One random sample of the data set, split into physical batches. Which examples it holds is private data.
 
     Attributes:
+        rows: the numbers of the rows in each physical batch, by which they can be loaded again.
         sizes: the number of rows in each physical batch; no numbers for an empty sample.
         users: whose rows they are, for each physical batch; None where examples are the units of privacy.
         handed: how many physical batches were handed out so far.
@@ -49,6 +50,7 @@ class LogicalBatch:
         stepped: whether its step was taken.
         place: the number of its step, by which a schedule has its terms; 0 for the model's first step.
         digest: tells samples apart where several processes share one out; "" where there is one.
+        dataset, collate: what physical batches are made of, and by.
     """
 
     def __init__(
@@ -58,8 +60,11 @@ class LogicalBatch:
         owner: BatchOwner,
         digest: str = "",
         place: int = 0,
+        source: tuple[Any, Callable[[Any], Any]] = ((), list),
     ) -> None:
         self.digest, self.place = digest, place
+        self.dataset, self.collate = source
+        self.rows = [rows for rows, _ in physical]
         self.sizes = [len(rows) for rows, _ in physical]
         self.users: list[UserRows | None] = [users for _, users in physical]
         self.handed = 0
@@ -67,6 +72,7 @@ class LogicalBatch:
         # One that is empty looks like one whose step was forgotten: it isn't left out without a charge.
         self.interrupted = bool(self.sizes)
         self._load, self._owner = load, owner
+        self._functions: list[Callable[[Any], Any]] = []
         self._started = False
 
     def __repr__(self) -> str:
@@ -90,8 +96,13 @@ class LogicalBatch:
 
     def pass_through(self, function: Callable[[Any], Any]) -> None:
         """Has each physical batch go through ``function``, to another device for instance, before it is handed out."""
-        load = self._load
-        self._load = lambda: function(load())
+        self._functions.append(function)
+
+    def passed(self, examples: Any) -> Any:
+        """Physical batches as they are handed out, see `pass_through`."""
+        for function in self._functions:
+            examples = function(examples)
+        return examples
 
     def discard(self) -> None:
         """Leaves the batch out on purpose. Nothing of it is released, and its step is charged.
@@ -116,7 +127,7 @@ class LogicalBatch:
     def _hand_out(self) -> Iterator[Any]:
         try:
             for _ in self.sizes:
-                examples = self._load()
+                examples = self.passed(self._load())
                 self.handed += 1
                 yield examples
         except BaseException as end:

@@ -1,8 +1,7 @@
 """The first steps' self-check: are gradients what autograd says, do examples stay apart, do the parameters move.
 
-Losses are compared in the first six steps, for 1.2 to 2.6 steps' time each (measured), and at random later, for under
-1% of the time; the rest is looked at once. What the proof by factors shows anyway (`ghostclip.graph.mixing_test`: rows
-of each layer follow their own example's loss) is not repeated here.
+Losses are compared as `LossComparison` says; the rest is looked at once. What the proof by factors shows anyway
+(`ghostclip.graph.mixing_test`: rows of each layer follow their own example's loss) is not repeated here.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from ghostclip.clipper.replay import Replay, leaves_of
 from ghostclip.errors import VerificationError
 from ghostclip.self_check.agreement import gradients_agree, listed
 from ghostclip.self_check.comparison import LossComparison
+from ghostclip.self_check.loading import LoadedRows
 from ghostclip.self_check.trial_losses import LossFunction
 
 __all__ = ["SelfCheck"]
@@ -61,19 +61,21 @@ class SelfCheck:
         return not (self._to_compare or self._movement is not None)
 
     def before(
-        self, loss_fn: LossFunction, examples: Any, rows: int, units: int, logical: object, batch_index: Any = None
-    ) -> None:
+        self, loss_fn: LossFunction, examples: Any, rows: LoadedRows, units: int, logical: object,
+        *, most: int | None = None, ragged: bool = False,
+    ) -> None:  # fmt: skip
         """Before a physical batch's forward: `LossComparison.compare`, and gradients of the first of many examples.
 
         The graph of all of them needn't be held then; ``loss_fn`` is called once more for it. Where that doesn't show
         anything, as where ``loss_fn`` takes no other batch, the gradients are left to `backward`.
 
         Raises:
-            VerificationError: as `LossComparison.compare` and `backward`.
+            ExamplesMixError: as `LossComparison.compare`.
+            VerificationError: as `backward`.
         """
         if self._comparison is not None:
-            self._comparison.compare(loss_fn, examples, rows, units, logical, batch_index)
-        if not self._to_compare or batch_index is not None or (head := _head_of_large(examples)) is None:
+            self._comparison.compare(loss_fn, examples, rows, units, logical, most)
+        if not self._to_compare or ragged or (head := _head_of_large(examples)) is None:
             return
         try:
             with Replay(self._model).again(gradients=True):
@@ -109,8 +111,9 @@ class SelfCheck:
             self._comparison.begun = True
             log.warning(
                 "engine.backward() gets no loss function, so the self-check can't test whether a loss depends on other "
-                "examples of its batch, nor whether buffers keep something of them: call ghostclip.check(model, "
-                "loss_fn, batch) once, or take the first steps by engine.step(batch, loss_fn)"
+                "examples of its batch (by padding to the longest, for instance), nor whether the model keeps "
+                "something of them: call ghostclip.check(model, loss_fn, batch) once, with the DataLoader as the "
+                "batch, or take the first steps by engine.step(batch, loss_fn)"
             )
 
     def released(self, held: Collection[nn.Parameter]) -> None:

@@ -1,10 +1,10 @@
-"""Losses of a batch and of variants of it, from the same random numbers and without a trace in the model."""
+"""Losses of some rows of a batch in other company, from the same random numbers and without a trace in the model."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ghostclip.clipper.replay import Replay
-from ghostclip.self_check.batch_rows import BatchRows
+from ghostclip.self_check.loading import Rows
+from ghostclip.self_check.model_state import Left, attributes_of, buffers_of, objects_of, unlike
 
-__all__ = ["TrialLosses"]
+__all__ = ["LossFunction", "TrialLosses"]
 
 # By the narrowest type: share of the largest loss by which one must move to be another, and the least that counts.
-ROUNDING = {torch.float64: (1e-9, 1e-14), torch.float32: (1e-5, 1e-6)}
+ROUNDING = {torch.float64: (1e-9, 1e-14), torch.float32: (1e-4, 1e-6)}
 ROUNDING_OF_HALVES = (5e-2, 1e-4)
 # Kernels of accelerators may round products to fewer digits than their type has (TF32).
 ROUNDING_OF_DEVICES = (1e-3, 1e-5)
@@ -28,44 +29,57 @@ log = logging.getLogger("ghostclip")
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
-class _Outcome(NamedTuple):
-    """The losses of a batch, the buffers that its forward wrote to, by their names, and the random states after it."""
+class Outcome(NamedTuple):
+    """The losses of a batch, and what their forward left.
+
+    Attributes:
+        losses: as the loss function gives them.
+        buffers: those with other values than before, by their names.
+        attributes: tensors that are plain attributes of modules, by their names.
+        touched: whether any attribute of a module is another one, or has another value.
+        random_states: of the collate function and of the forward, after they ran.
+    """
 
     losses: Tensor
-    written: dict[str, Tensor]
-    random_state: tuple[Any, ...]
+    buffers: Left
+    attributes: Left
+    touched: bool
+    random_states: tuple[Any, ...]
 
 
 class TrialLosses:
-    """The losses of a batch and, from the same state of the model and of random numbers, those of other rows of it.
+    """The losses of rows in different batches, from the same state of the model and of random numbers.
 
-    Graphs are recorded, since the loss function may need one of its own.
+    Graphs are recorded, since the loss function may need one of its own. Modules that draw random numbers themselves,
+    not by their children, are in eval mode.
 
     Args:
         loss_fn: (model, batch) -> losses [B].
         model: in training.
-        batch: whose rows are taken.
+        rows: of which batches are made.
 
     Attributes:
-        loss_fn, model, batch: as given.
-        every: the index of all its rows.
+        model, rows, loss_fn: as given.
+        every: the index of all rows.
         first: the outcome for these.
-        draws: whether random numbers are drawn for it.
+        collate_draws: whether the collate function draws random numbers.
+        draws: whether random numbers are drawn by it, or by what is not in eval mode.
     """
 
-    def __init__(self, loss_fn: LossFunction, model: nn.Module, batch: BatchRows) -> None:
-        self.loss_fn, self.model, self.batch = loss_fn, model, batch
+    def __init__(self, loss_fn: LossFunction, model: nn.Module, rows: Rows) -> None:
+        self.loss_fn, self.model, self.rows = loss_fn, model, rows
         self._replay = Replay(model)
         self._begins = self._replay.state()
         self._quiet: set[nn.Module] = set()
-        self.every = torch.arange(batch.rows)
+        self.every = list(range(len(rows)))
         self._rounding = ROUNDING[torch.float32]
-        self._start()
+        with self._noting_who_draws():
+            self.first = self.run(self.every)
+        if self._quiet:
+            self.first = self.run(self.every)
+        self.collate_draws = rows.load(self.every[:1]).drew
+        self.draws = self.collate_draws or self.first.random_states[1] != self._begins
         self._rounding = ROUNDING.get(self.first.losses.dtype, self._rounding)
-
-    def _start(self) -> None:
-        self.first = self.run(self.every)
-        self.draws = self.first.random_state != self._begins
 
     def replayed(self, work: Callable[[], Any]) -> Any:
         """What ``work`` returns in the state in which all batches are tried."""
@@ -74,42 +88,55 @@ class TrialLosses:
                 module.training = False
             return work()
 
-    def run(self, index: Tensor, choice: int = 0, watch: Any = None) -> _Outcome:
-        """The outcome for the rows ``index`` (see `BatchRows.taken`)."""
+    def run(self, index: Sequence[int], after: Sequence[int] | None = None, watch: Any = None) -> Outcome:
+        """The outcome for the rows ``index``, from the state that a forward of the rows ``after`` left."""
+        batch, of_collate, _ = self.rows.load(index)
+        before = None if after is None else self.rows.load(after).batch
 
-        def outcome() -> _Outcome:
-            versions = {id(buffer): buffer._version for buffer in self.model.buffers()}
-            with watch or nullcontext():
-                losses = self.loss_fn(self.model, self.batch.taken(index, choice)).detach()
-            buffers = self.model.named_buffers()
-            written = {name: each.clone() for name, each in buffers if versions.get(id(each)) != each._version}
-            return _Outcome(losses, written, self._replay.state())
+        def outcome() -> Outcome:
+            if before is not None:
+                self.loss_fn(self.model, before)
+                self._replay.rewind()
+            return self._outcome(batch, of_collate, watch or nullcontext())
 
         return self.replayed(outcome)
 
-    def moves(self, index: Tensor, kept: Tensor | None = None, choice: int = 0) -> bool:
-        """Whether losses, those in the rows ``kept``, differ for the rows ``index`` by more than rounding may do."""
-        losses, before = self.run(index, choice).losses, self.first.losses
+    def _outcome(self, batch: Any, of_collate: tuple[Any, ...], watch: AbstractContextManager[Any]) -> Outcome:
+        buffers, attributes, objects = buffers_of(self.model), attributes_of(self.model), objects_of(self.model)
+        with watch:
+            losses = self.loss_fn(self.model, batch).detach()
+        after, attributes_now, objects_now = buffers_of(self.model), attributes_of(self.model), objects_of(self.model)
+        written = {name: after[name] for name in after if name not in buffers or unlike({name: after[name]}, buffers)}
+        same = len(objects) == len(objects_now) and all(
+            one is other and size == now for (one, size), (other, now) in zip(objects, objects_now, strict=True)
+        )
+        touched = not same or attributes.keys() != attributes_now.keys() or bool(unlike(attributes, attributes_now))
+        return Outcome(losses, written, attributes_now, touched, (of_collate, self._replay.state()))
+
+    def differ(self, these: Tensor, those: Tensor) -> bool:
+        """Whether losses [n] differ from others by more than rounding may do, or are of another number."""
+        if these.shape != those.shape:
+            return True
+        largest = float(self.first.losses.nan_to_num(nan=0, posinf=0, neginf=0).abs().max())
+        off = max(self._rounding[0] * largest, self._rounding[1])
+        return not bool(torch.isclose(these, those, rtol=0, atol=off, equal_nan=True).all())
+
+    def moves(self, index: Sequence[int], kept: Sequence[int] | None = None) -> bool:
+        """Whether the losses in the places ``kept``, or all, differ from the first when the rows are ``index``."""
+        losses, before = self.run(index).losses, self.first.losses
         if losses.shape != before.shape:
             return True
-        largest = float(before.nan_to_num(nan=0, posinf=0, neginf=0).abs().max())
-        off = max(self._rounding[0] * largest, self.floor)
-        same = torch.isclose(losses, before, rtol=0, atol=off, equal_nan=True)
-        return not bool((same if kept is None else same[kept.to(same.device)]).all())
+        places = self.every if kept is None else list(kept)
+        return self.differ(losses[places], before[places])
 
-    @property
-    def floor(self) -> float:
-        """The least difference that is more than rounding."""
-        return self._rounding[1]
-
-    def watched(self, index: Tensor) -> tuple[set[torch.dtype], Any]:
+    def watched(self, index: Sequence[int]) -> tuple[set[torch.dtype], Any]:
         """Floating-point types of all that is computed for the rows ``index``, and what is drawn: sizes and states.
 
         Nothing where that can't be watched, as in compiled functions.
         """
         seen = _Seen()
         try:
-            return seen.types, (seen.drawn, self.run(index, watch=seen).random_state)
+            return seen.types, (seen.drawn, self.run(index, watch=seen).random_states)
         except Exception as error:
             log.info("what losses are computed of can't be watched: %s: %s", type(error).__name__, error)
             return set(), None
@@ -122,10 +149,9 @@ class TrialLosses:
         on_cpu = all(each.is_cpu for each in parameters)
         self._rounding = max(found if on_cpu else [*found, ROUNDING_OF_DEVICES])
 
-    def quieten(self) -> None:
-        """From now on modules that draw random numbers themselves, not by their children, are in eval mode."""
-        if not self.draws:
-            return
+    @contextmanager
+    def _noting_who_draws(self) -> Iterator[None]:
+        """Inside, modules that draw random numbers themselves are noted: they are in eval mode from then on."""
         running: list[nn.Module] = []
         state = self._begins
 
@@ -147,8 +173,7 @@ class TrialLosses:
             for module in self.model.modules():
                 hooks.enter_context(module.register_forward_pre_hook(enter))
                 hooks.enter_context(module.register_forward_hook(leave))
-            self.run(self.every)
-        self._start()
+            yield
 
 
 class _Seen(TorchDispatchMode):

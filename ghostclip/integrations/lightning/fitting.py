@@ -90,7 +90,8 @@ def transferred(trainer: lightning.Trainer, module: lightning.LightningModule, e
     examples = trainer.precision_plugin.convert_input(examples)
     examples = module._on_before_batch_transfer(examples, dataloader_idx=0)
     examples = trainer.strategy.batch_to_device(examples, dataloader_idx=0)
-    trainer._logger_connector.on_batch_start(examples)
+    if not is_trial():
+        trainer._logger_connector.on_batch_start(examples)
     return examples
 
 

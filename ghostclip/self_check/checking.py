@@ -1,0 +1,129 @@
+"""What keeps a model from being trained privately: by its modules, and by a trial on a batch."""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ghostclip.clipper import per_example_norms
+from ghostclip.clipper.replay import Replay
+from ghostclip.errors import GhostClipError
+from ghostclip.graph.data_swap import LOSS_REMEDY, Mixed
+from ghostclip.graph.source_lines import line_of
+from ghostclip.self_check.comparison import MOST
+from ghostclip.self_check.loading import CutRows, LoadedRows, Rows
+from ghostclip.self_check.mixing import REMEDY_OF_KEPT, MixingTest
+from ghostclip.self_check.trial_losses import LossFunction, TrialLosses
+from ghostclip.wrap import Finding, obstacles
+
+__all__ = ["check"]
+
+# Messages say what is wrong, and after that what to do.
+REMEDY = re.compile(r"; |\. (?=[A-Z])")
+
+KEPT = "the forward puts something of the batch's data into the {} {!r}, which gets no noise"
+NOT_FINITE = (
+    "no example's loss and gradient are finite numbers, so none of them would take part in training",
+    "look for infinite or NaN values in the data, divisions by zero, or overflow in float16 (see loss_scale)",
+)
+
+log = logging.getLogger("ghostclip")
+
+
+def check(
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
+    batch: Any = None,
+) -> list[Finding]:
+    """Lists all obstacles to training ``model`` privately; [] if there are none. It changes nothing.
+
+    Args:
+        model: any torch module.
+        loss_fn: (model, batch) -> losses [B]. With it, two further tests run on ``batch``. The first reports losses
+            that change with other examples in the batch, or in a smaller batch, and buffers of the model that keep
+            something of the examples. The second computes the norms and reports what is refused there. These findings
+            name the module and, if it is known, the line of code outside of torch and ghostclip.
+        batch: at least two examples, a few are enough: tensors with the examples in dimension 0, or lists with one
+            entry for each, in any nesting of lists, dicts, dataclasses and objects. Or a DataLoader, of which up to 32
+            random examples are loaded in batches of different company. Only that tests what ``collate_fn`` does, such
+            as padding to the longest.
+
+    Raises:
+        ValueError: only one of ``loss_fn`` and ``batch`` is given, or the batch has fewer than two examples.
+        TypeError: ``model`` is no torch module.
+    """
+    findings = obstacles(model)
+    if (loss_fn is None) != (batch is None):
+        raise ValueError("check takes loss_fn and batch together, to try whether examples mix, or neither of them")
+    if loss_fn is None:
+        return findings
+    known = {finding.path for finding in findings}
+    rows, losses = _tried(model, loss_fn, batch)
+    if losses.dim() != 1:
+        found = [Mixed("", f"the losses have shape {list(losses.shape)}, not [B]", LOSS_REMEDY)]
+    else:
+        found = _mixing(model, loss_fn, rows)
+    findings += [Finding(*mixed) for mixed in found if mixed.path not in known]
+    return findings or _refusal(model, loss_fn, rows.load(range(len(rows))).batch)
+
+
+def _tried(model: nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[Rows, Tensor]:
+    """The rows to be tried, and their losses; raises ValueError where there are fewer than two."""
+    rows: Rows | None = None
+    if isinstance(batch, DataLoader):
+        places = range(len(batch.dataset))  # type: ignore[arg-type]
+        collate: Any = batch.collate_fn
+        rows = LoadedRows(batch.dataset, collate, random.sample(places, min(MOST, len(places))), lambda found: found)
+    with Replay(model).again(gradients=True):
+        losses = loss_fn(model, batch if rows is None else rows.load(range(len(rows))).batch).detach()
+    if losses.dim() == 1 and len(losses) < 2:
+        raise ValueError(f"batch must have at least two examples, to see whether they mix; got {len(losses)}")
+    return CutRows(batch, losses.numel()) if rows is None else rows, losses
+
+
+def _mixing(model: nn.Module, loss_fn: LossFunction, rows: Rows) -> list[Mixed]:
+    """How losses depend on other examples, and what the model keeps of them."""
+    test = MixingTest(TrialLosses(loss_fn, model, rows), len(rows), random.Random(), log.info)
+    # Rows that are loaded again may be padded otherwise, and draw other random numbers, when one is exchanged.
+    found = [test.place() if isinstance(rows, CutRows) else None]
+    if (kept := test.kept()) is not None:
+        path, _, own = kept.name.rpartition(".")
+        found.append(Mixed(path, KEPT.format(kept.kind, own), REMEDY_OF_KEPT))
+    return [each for each in found if each] or [each for each in [test.mixed()] if each]
+
+
+def _refusal(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> list[Finding]:
+    """What the norms of a batch are refused for; [] where they aren't."""
+    graphs: list[Tensor] = []
+
+    def noted(model: nn.Module, batch: Any) -> Tensor:
+        graphs.append(loss_fn(model, batch))
+        return graphs[-1]
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Anomaly Detection")
+            # In anomaly mode torch keeps the line that each node of the graph comes from.
+            with torch.autograd.detect_anomaly(check_nan=False):
+                norms = per_example_norms(model, noted, batch)
+    except GhostClipError as error:
+        problem, _, remedy = REMEDY.sub("\0", str(error), count=1).partition("\0")
+        line = line_of(getattr(error, "place", None), graphs)
+        return [Finding(_module_of(model, getattr(error, "name", "")), problem, remedy, line)]
+    finite = norms.isfinite() & graphs[-1].detach().isfinite()
+    return [] if bool(finite.any()) else [Finding("", *NOT_FINITE)]
+
+
+def _module_of(model: nn.Module, name: str) -> str:
+    """The path of a module of that name, or of the one that has a parameter, or the first of several, of that name."""
+    first = name.partition(", ")[0]
+    known = dict(model.named_modules())
+    return next((path for path in (first, first.rpartition(".")[0]) if path in known), "")

@@ -1,0 +1,144 @@
+"""Some examples cut out of a batch of any structure, and the sizes of its tensors."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
+
+__all__ = ["Sizes", "cut"]
+
+# Objects within objects of a batch that are looked into.
+DEPTH = 8
+
+
+def cut(batch: Any, examples: int, index: Sequence[int]) -> Any:
+    """The batch of the examples ``index``, in this order.
+
+    Tensors with ``examples`` in dimension 0, and lists and tuples of as many entries, have an entry for each example;
+    so have nested tensors and packed sequences of as many parts. Dicts, dataclasses and other objects hold such values.
+    Anything else is shared by all examples and stays.
+    """
+    if isinstance(batch, Tensor):
+        return _cut_tensor(batch, examples, index)
+    if isinstance(batch, PackedSequence):
+        parts = unpack_sequence(batch)
+        return pack_sequence([parts[place] for place in index], enforce_sorted=False)
+    if isinstance(batch, Mapping):
+        return _like(batch, {name: cut(value, examples, index) for name, value in batch.items()})
+    if isinstance(batch, list | tuple):
+        if len(batch) == examples and not any(_is_batched(entry, examples) for entry in batch):
+            found: Any = [batch[place] for place in index]
+        else:
+            found = [cut(entry, examples, index) for entry in batch]
+        if hasattr(batch, "_fields"):
+            return type(batch)(*found)
+        return found if type(batch) is list else type(batch)(found)
+    if hasattr(batch, "from_data_list") and hasattr(batch, "to_data_list"):  # graphs of torch_geometric
+        graphs = batch.to_data_list()
+        return type(batch).from_data_list([graphs[place] for place in index])
+    return _cut_object(batch, examples, index)
+
+
+def _cut_tensor(tensor: Tensor, examples: int, index: Sequence[int]) -> Tensor:
+    if tensor.is_nested:
+        if tensor.size(0) != examples:
+            return tensor
+        parts = tensor.unbind()
+        return torch.nested.nested_tensor([parts[place].detach() for place in index], layout=tensor.layout)
+    if tensor.dim() == 0 or len(tensor) != examples or tensor.layout != torch.strided:
+        return tensor
+    return tensor.detach()[torch.tensor(index, device=tensor.device)]
+
+
+def _is_batched(entry: Any, examples: int) -> bool:
+    """Whether one entry of a list holds all examples, as inputs and targets in ``[inputs, targets]`` do."""
+    if isinstance(entry, Tensor):
+        return entry.dim() > 0 and entry.size(0) == examples
+    return isinstance(entry, list | tuple) and len(entry) == examples
+
+
+def _like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """A mapping of the same kind, with other values."""
+    if type(batch) is dict or not isinstance(batch, MutableMapping):
+        return values
+    found = copy.copy(batch)
+    found.update(values)
+    return found
+
+
+def _cut_object(batch: Any, examples: int, index: Sequence[int]) -> Any:
+    """An object with attributes: a copy of which these are cut."""
+    attributes = _attributes(batch)
+    if not attributes:
+        return batch
+    found = copy.copy(batch)
+    for name, value in attributes.items():
+        object.__setattr__(found, name, cut(value, examples, index))  # a dataclass may be frozen
+    return found
+
+
+def _attributes(batch: Any) -> dict[str, Any]:
+    """{name: value} of a dataclass or another object of a user's; {} for numbers, strings, functions and classes."""
+    if isinstance(batch, type) or callable(batch):
+        return {}
+    if dataclasses.is_dataclass(batch):
+        fields = [field.name for field in dataclasses.fields(batch)]
+        return {name: getattr(batch, name) for name in fields if hasattr(batch, name)}
+    return dict(getattr(batch, "__dict__", {}))
+
+
+def _tensors(batch: Any, rows: int, name: str = "", depth: int = DEPTH) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of all tensors in a batch; the entries of a list with one for each row have one name."""
+    if isinstance(batch, Tensor):
+        yield name, batch
+        return
+    if not depth or isinstance(batch, str | bytes | int | float):
+        return
+    if isinstance(batch, Mapping):
+        parts = list(batch.items())
+    elif isinstance(batch, list | tuple):
+        each = len(batch) == rows and not any(_is_batched(entry, rows) for entry in batch)
+        parts = [("*" if each else place, entry) for place, entry in enumerate(batch)]
+    else:
+        parts = list(_attributes(batch).items())
+    for own, value in parts:
+        yield from _tensors(value, rows, f"{name}.{own}", depth - 1)
+
+
+class Sizes:
+    """The largest size of each dimension of the tensors of batches, beside the number of rows.
+
+    After ``[32, 12]`` for 32 rows, ``[30, 10]`` for 30 is within them, and ``[30, 240]`` isn't.
+    """
+
+    def __init__(self) -> None:
+        self._largest: dict[tuple[str, int], list[int]] = {}
+
+    def add(self, batch: Any, rows: int) -> None:
+        """Takes the sizes of a batch for known."""
+        for key, sizes in _sizes(batch, rows):
+            self._largest[key] = [max(both) for both in zip(self._largest.get(key, sizes), sizes, strict=True)]
+
+    def hold(self, batch: Any, rows: int) -> bool:
+        """Whether no size of a batch is larger than the known ones."""
+        return all(
+            key in self._largest and all(size <= most for size, most in zip(sizes, self._largest[key], strict=True))
+            for key, sizes in _sizes(batch, rows)
+        )
+
+
+def _sizes(batch: Any, rows: int) -> Iterator[tuple[tuple[str, int], list[int]]]:
+    """((name, number of sizes), sizes) of the tensors of a batch."""
+    for name, tensor in _tensors(batch, rows):
+        if tensor.is_nested:
+            yield (name, 1), [max((len(part) for part in tensor.unbind() if part.dim()), default=0)]
+            continue
+        shape = list(tensor.shape)
+        sizes = shape[1:] if shape and shape[0] == rows else shape
+        yield (name, len(sizes)), sizes

@@ -1,0 +1,130 @@
+"""Rows of a batch in other company: loaded again through data set and collate function, or cut out of the batch.
+
+A batch of the rows 5, 9, 2 and 7 may be loaded again as 5, 9: what its collate function computes over the rows of a
+batch (the longest length, a count of tokens, a mean) is then another, and what belongs to row 5 alone is not.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from ghostclip.clipper.replay import trying
+from ghostclip.self_check.cutting import cut
+
+__all__ = ["CutRows", "Loaded", "LoadedRows", "Rows"]
+
+
+class Loaded(NamedTuple):
+    """A batch, the random states after its collate function ran, and whether this drew random numbers."""
+
+    batch: Any
+    random_state: tuple[Any, ...] = ()
+    drew: bool = False
+
+
+class Rows(Protocol):
+    """Rows of which batches can be made: numbers 0 to ``len() - 1``."""
+
+    def __len__(self) -> int: ...
+
+    def load(self, index: Sequence[int]) -> Loaded:
+        """The batch of the rows ``index``, in this order; a row may come several times."""
+
+
+class LoadedRows:
+    """Rows of a data set. Each is loaded under a seed of its own, so that its random augmentations come again.
+
+    Args:
+        dataset: has the rows, as a DataLoader reads them: by ``__getitems__`` where there is one.
+        collate: a list of examples -> a batch.
+        rows: their numbers in the data set.
+        transform: what else happens to a batch before the loss function, a move to a device for instance.
+    """
+
+    def __init__(
+        self, dataset: Any, collate: Callable[[Any], Any], rows: Sequence[int], transform: Callable[[Any], Any]
+    ) -> None:
+        self._dataset, self._collate, self._rows, self._transform = dataset, collate, rows, transform
+        self._seed = random.SystemRandom().getrandbits(32)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def some(self, places: Sequence[int]) -> LoadedRows:
+        """Those in some of the places, under the same seeds."""
+        found = LoadedRows(self._dataset, self._collate, [self._rows[place] for place in places], self._transform)
+        found._seed = self._seed
+        return found
+
+    def load(self, index: Sequence[int]) -> Loaded:
+        """See `Rows`."""
+        with _random_states_kept(), trying():
+            examples = self._fetch([self._rows[place] for place in index])
+            _set_seed(self._seed)
+            before = _random_states()
+            batch = self._transform(self._collate(examples))
+            after = _random_states()
+        return Loaded(batch, after, after != before)
+
+    def _fetch(self, rows: list[int]) -> Any:
+        """The examples; at once where the data set reads several at once and draws no random numbers for it."""
+        several = getattr(self._dataset, "__getitems__", None)
+        if several:
+            _set_seed(self._seed)
+            before = _random_states()
+            examples = several(rows)
+            if _random_states() == before:
+                return examples
+        found: list[Any] = []
+        for row in rows:
+            _set_seed(hash((self._seed, row)) % 2**32)
+            found += several([row]) if several else [self._dataset[row]]
+        return found
+
+
+class CutRows:
+    """The rows of a batch that is there, see `ghostclip.self_check.cutting.cut`.
+
+    Args:
+        batch: tensors and lists with an entry for each example, in any nesting.
+        examples: how many it has.
+    """
+
+    def __init__(self, batch: Any, examples: int) -> None:
+        self._batch, self._examples = batch, examples
+
+    def __len__(self) -> int:
+        return self._examples
+
+    def load(self, index: Sequence[int]) -> Loaded:
+        """See `Rows`."""
+        return Loaded(cut(self._batch, self._examples, index))
+
+
+def _random_states() -> tuple[Any, ...]:
+    """Those of torch on the CPU, numpy and Python, to be compared."""
+    _, keys, *rest = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), np.asarray(keys).tobytes(), *rest, random.getstate()
+
+
+def _set_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+@contextmanager
+def _random_states_kept() -> Iterator[None]:
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
