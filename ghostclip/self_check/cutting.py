@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
-__all__ = ["Sizes", "cut"]
+__all__ = ["Sizes", "cut", "length_of"]
 
 # Objects within objects of a batch that are looked into.
 DEPTH = 8
@@ -91,6 +91,19 @@ def _attributes(batch: Any) -> dict[str, Any]:
         fields = [field.name for field in dataclasses.fields(batch)]
         return {name: getattr(batch, name) for name in fields if hasattr(batch, name)}
     return dict(getattr(batch, "__dict__", {}))
+
+
+def length_of(example: Any, depth: int = DEPTH) -> int:
+    """How much an example holds: elements of its tensors, characters of its strings, entries of its lists."""
+    if isinstance(example, str | bytes):
+        return len(example)
+    if isinstance(example, Tensor):
+        return example.numel()
+    if isinstance(example, Mapping | list | tuple) and depth:
+        parts = example.values() if isinstance(example, Mapping) else example
+        return sum(length_of(part, depth - 1) for part in parts)
+    size = getattr(example, "size", 1)  # of an array of numpy
+    return size if isinstance(size, int) else 1
 
 
 def _tensors(batch: Any, rows: int, name: str = "", depth: int = DEPTH) -> Iterator[tuple[str, Tensor]]:

@@ -15,17 +15,25 @@ import numpy as np
 import torch
 
 from ghostclip.clipper.replay import trying
-from ghostclip.self_check.cutting import cut
+from ghostclip.self_check.cutting import cut, length_of
 
 __all__ = ["CutRows", "Loaded", "LoadedRows", "Rows"]
 
 
 class Loaded(NamedTuple):
-    """A batch, the random states after its collate function ran, and whether this drew random numbers."""
+    """A batch of rows.
+
+    Attributes:
+        batch: as the loss function gets it.
+        random_states: after its collate function ran.
+        drew: whether this drew random numbers.
+        lengths: of each row's example, a count of what it holds; None where examples are not read one by one.
+    """
 
     batch: Any
-    random_state: tuple[Any, ...] = ()
+    random_states: tuple[Any, ...] = ()
     drew: bool = False
+    lengths: list[int] | None = None
 
 
 class Rows(Protocol):
@@ -66,11 +74,13 @@ class LoadedRows:
         """See `Rows`."""
         with _random_states_kept(), trying():
             examples = self._fetch([self._rows[place] for place in index])
+            one_by_one = isinstance(examples, list) and len(examples) == len(index)
+            lengths = [length_of(example) for example in examples] if one_by_one else None
             _set_seed(self._seed)
             before = _random_states()
             batch = self._transform(self._collate(examples))
             after = _random_states()
-        return Loaded(batch, after, after != before)
+        return Loaded(batch, after, after != before, lengths)
 
     def _fetch(self, rows: list[int]) -> Any:
         """The examples; at once where the data set reads several at once and draws no random numbers for it."""

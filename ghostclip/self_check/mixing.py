@@ -43,8 +43,8 @@ OF_COMPANY = Mixed(
 OF_ORDER = Mixed(
     "",
     "the collate function changes the order of the rows, by which the engine knows with unit_ids whose they are",
-    "keep the rows in the order in which the collate function gets them, or put the losses back into that order (let "
-    "it return the order as a part of the batch)",
+    "keep the rows in the order in which the collate function gets them (pack_padded_sequence takes them in any order "
+    "with enforce_sorted=False)",
 )
 OF_DATA = Mixed(
     "",
@@ -75,8 +75,16 @@ class MixingTest:
     def __init__(self, trial: TrialLosses, units: int, dice: random.Random, say: Callable[[str], None]) -> None:
         self._trial, self._dice, self._say = trial, dice, say
         self._each = len(trial.rows) // units
-        order = dice.sample(range(units), units)
+        order = self._order(units)
         self._halves = [self._rows(order[: units // 2]), self._rows(order[units // 2 :])]
+
+    def _order(self, units: int) -> list[int]:
+        """By which units are parted: from short to long, so that a half has no long ones; at random if alike."""
+        order, lengths = self._dice.sample(range(units), units), self._trial.first.loaded.lengths
+        if lengths is None:
+            return order
+        longest = [max(lengths[place] for place in self._rows([unit])) for unit in range(units)]
+        return sorted(order, key=longest.__getitem__)
 
     def _rows(self, units: Sequence[int]) -> list[int]:
         """The places of the rows of some units, in their order."""
@@ -150,9 +158,12 @@ class MixingTest:
     def _depends(self, part: Sequence[int]) -> bool:
         """Whether losses of ``part`` depend on the rows in the other places, with the same random numbers."""
         trial = self._trial
-        if (index := self._swapped(part)) is None or not trial.moves(index, part):
+        if (index := self._swapped(part)) is None:
             return False
-        if not self._draws_alike():
+        swapped = trial.run(index)
+        if not trial.moved(swapped.losses, part) or swapped.random_states != trial.first.random_states:
+            return False
+        if not self._draws_alike(part):
             self._say("other random numbers are drawn for other data")
             return False
         trial.allow_rounding()
@@ -166,11 +177,12 @@ class MixingTest:
         near = first[(self._trial.run(index).losses.unsqueeze(1) - first).abs().argmin(1)]
         return not self._trial.differ(self._trial.run(index).losses, near)
 
-    def _draws_alike(self) -> bool:
-        """Whether the same random numbers are drawn whatever the examples, as far as some random choices show."""
+    def _draws_alike(self, part: Sequence[int]) -> bool:
+        """Whether the same random numbers are drawn whichever rows of ``part`` stand in the other places, as far as
+        some random choices show."""
         _, expected = self._trial.watched(self._trial.every)
-        count = len(self._trial.rows)
-        chosen = [self._dice.choices(range(count), k=count) for _ in range(CHOICES)]
+        fixed, places = set(part), self._trial.every
+        chosen = [[row if row in fixed else self._dice.choice(part) for row in places] for _ in range(CHOICES)]
         return all(self._trial.watched(index)[1] == expected for index in chosen)
 
     def _repeats(self, changes: Callable[[], bool]) -> bool:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ghostclip.clipper.replay import Replay
-from ghostclip.self_check.loading import Rows
+from ghostclip.self_check.loading import Loaded, Rows
 from ghostclip.self_check.model_state import Left, attributes_of, buffers_of, objects_of, unlike
 
 __all__ = ["LossFunction", "TrialLosses"]
@@ -38,6 +38,7 @@ class Outcome(NamedTuple):
         attributes: tensors that are plain attributes of modules, by their names.
         touched: whether any attribute of a module is another one, or has another value.
         random_states: of the collate function and of the forward, after they ran.
+        loaded: what is known of the batch, without it.
     """
 
     losses: Tensor
@@ -45,6 +46,7 @@ class Outcome(NamedTuple):
     attributes: Left
     touched: bool
     random_states: tuple[Any, ...]
+    loaded: Loaded
 
 
 class TrialLosses:
@@ -77,7 +79,7 @@ class TrialLosses:
             self.first = self.run(self.every)
         if self._quiet:
             self.first = self.run(self.every)
-        self.collate_draws = rows.load(self.every[:1]).drew
+        self.collate_draws = self.first.loaded.drew
         self.draws = self.collate_draws or self.first.random_states[1] != self._begins
         self._rounding = ROUNDING.get(self.first.losses.dtype, self._rounding)
 
@@ -90,28 +92,29 @@ class TrialLosses:
 
     def run(self, index: Sequence[int], after: Sequence[int] | None = None, watch: Any = None) -> Outcome:
         """The outcome for the rows ``index``, from the state that a forward of the rows ``after`` left."""
-        batch, of_collate, _ = self.rows.load(index)
+        loaded = self.rows.load(index)
         before = None if after is None else self.rows.load(after).batch
 
         def outcome() -> Outcome:
             if before is not None:
                 self.loss_fn(self.model, before)
                 self._replay.rewind()
-            return self._outcome(batch, of_collate, watch or nullcontext())
+            return self._outcome(loaded, watch or nullcontext())
 
         return self.replayed(outcome)
 
-    def _outcome(self, batch: Any, of_collate: tuple[Any, ...], watch: AbstractContextManager[Any]) -> Outcome:
+    def _outcome(self, loaded: Loaded, watch: AbstractContextManager[Any]) -> Outcome:
         buffers, attributes, objects = buffers_of(self.model), attributes_of(self.model), objects_of(self.model)
         with watch:
-            losses = self.loss_fn(self.model, batch).detach()
+            losses = self.loss_fn(self.model, loaded.batch).detach()
         after, attributes_now, objects_now = buffers_of(self.model), attributes_of(self.model), objects_of(self.model)
         written = {name: after[name] for name in after if name not in buffers or unlike({name: after[name]}, buffers)}
         same = len(objects) == len(objects_now) and all(
             one is other and size == now for (one, size), (other, now) in zip(objects, objects_now, strict=True)
         )
         touched = not same or attributes.keys() != attributes_now.keys() or bool(unlike(attributes, attributes_now))
-        return Outcome(losses, written, attributes_now, touched, (of_collate, self._replay.state()))
+        states = loaded.random_states, self._replay.state()
+        return Outcome(losses, written, attributes_now, touched, states, loaded._replace(batch=None))
 
     def differ(self, these: Tensor, those: Tensor) -> bool:
         """Whether losses [n] differ from others by more than rounding may do, or are of another number."""
@@ -123,7 +126,11 @@ class TrialLosses:
 
     def moves(self, index: Sequence[int], kept: Sequence[int] | None = None) -> bool:
         """Whether the losses in the places ``kept``, or all, differ from the first when the rows are ``index``."""
-        losses, before = self.run(index).losses, self.first.losses
+        return self.moved(self.run(index).losses, kept)
+
+    def moved(self, losses: Tensor, kept: Sequence[int] | None = None) -> bool:
+        """Whether losses [B] in the places ``kept``, or all, differ from the first."""
+        before = self.first.losses
         if losses.shape != before.shape:
             return True
         places = self.every if kept is None else list(kept)

@@ -1,0 +1,184 @@
+"""What a collate function brings into a batch: losses that see other examples by it are refused, others train on."""
+
+import logging
+import random
+
+import collated
+import numpy as np
+import private_runs as runs
+import pytest
+import torch
+from collated import HONEST, MIXING, Training, loader
+from torch import nn
+
+import ghostclip
+from ghostclip import PrivacyEngine, UnsupportedModelError
+from ghostclip.self_check import comparison
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the DataLoader's SequentialSampler is replaced"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage"),
+]
+
+STEPS = 6
+
+
+def engine_of(training: Training, **options) -> PrivacyEngine:
+    model, data, _, own = training
+    options = {"batch_size": 16, "noise_multiplier": 1.0, **own, **options}
+    return PrivacyEngine(model, torch.optim.SGD(model.parameters(), lr=0.1), data, **options)
+
+
+def train(engine: PrivacyEngine, loss_fn, steps: int = STEPS) -> None:
+    while engine.steps_taken < steps:
+        for batch in engine.batches():
+            engine.step(batch, loss_fn)
+            if engine.steps_taken == steps:
+                return
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_losses_that_see_other_examples_are_refused(name):
+    for seed in range(3):
+        torch.manual_seed(seed)
+        training = MIXING[name]()
+        engine = engine_of(training)
+        before = runs.weights(engine.model)
+        with pytest.raises(UnsupportedModelError, match="examples that mix"):
+            train(engine, training[2])
+        if not engine.steps_taken:  # nothing is left of a batch that was refused
+            assert torch.equal(runs.weights(engine.model), before)
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_losses_of_own_examples_train_on(name, monkeypatch):
+    monkeypatch.setattr(comparison, "SELDOM", 1)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        training = HONEST[name]()
+        train(engine := engine_of(training), training[2], 10)
+        assert engine.steps_taken == 10
+
+
+def long_text_comes_late() -> list:
+    """64 texts of 12 tokens and one of 240."""
+    return [*collated.texts(64, (12, 13)), *collated.texts(1, (240, 241))]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, make in MIXING.items() if make.__name__.endswith("padding") or "mean" in name]
+)
+@pytest.mark.parametrize("physical", [None, 8])
+def test_one_long_text_is_found_in_the_first_batch_that_has_it(name, physical):
+    torch.manual_seed(0)
+    model, data, loss_fn, _ = MIXING[name]()
+    data = loader(long_text_comes_late(), data.collate_fn)
+    engine = engine_of((model, data, loss_fn, {}), max_physical_batch_size=physical)
+    long = []
+
+    def until_refused() -> None:
+        for _ in range(30):
+            for batch in engine.batches():
+                long.extend(rows for rows in batch.rows if 64 in rows and len(rows) > 1)
+                engine.step(batch, loss_fn)
+
+    with pytest.raises(UnsupportedModelError, match="examples that mix"):
+        until_refused()
+    assert len(long) == 1
+
+
+def test_the_remedies_are_named_padding_first():
+    torch.manual_seed(0)
+    training = MIXING["mean_pooling_without_a_mask"]()
+    with pytest.raises(UnsupportedModelError) as caught:
+        train(engine_of(training), training[2])
+    said = str(caught.value)
+    places = [said.index(words) for words in ("padding", "mask", "own count", "fixed length", "collate function")]
+    assert places == sorted(places)
+
+
+def test_a_collate_that_sorts_users_rows_is_named():
+    torch.manual_seed(0)
+    training = MIXING["users_rows_sorted_by_length"]()
+    with pytest.raises(
+        UnsupportedModelError, match=r"changes the order of the rows.*unit_ids.*keep the rows in the order"
+    ):
+        train(engine_of(training), training[2])
+
+
+def test_of_a_collate_function_that_draws_it_is_said_once_what_is_not_tested(caplog):
+    torch.manual_seed(0)
+    training = HONEST["tokens_masked_at_random"]()
+    with caplog.at_level(logging.WARNING, "ghostclip"):
+        train(engine_of(training), training[2])
+    assert sum("the collate function draws random numbers" in said for said in caplog.messages) == 1
+    caplog.clear()
+    training = HONEST["mean_pooling_with_a_mask"]()
+    train(engine_of(training), training[2])
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("name", [name for name in MIXING if "users" not in name])
+def test_check_finds_it_with_the_loader(name):
+    torch.manual_seed(0)
+    model, data, loss_fn, _ = MIXING[name]()
+    findings = ghostclip.check(model, loss_fn, data)
+    assert findings
+    assert all(finding.problem and finding.remedy for finding in findings)
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_check_has_no_finding_with_an_honest_loader(name):
+    torch.manual_seed(0)
+    model, data, loss_fn, _ = HONEST[name]()
+    assert ghostclip.check(model, loss_fn, data) == []
+
+
+OF_STRUCTURES = [name for name in MIXING if name.startswith("centred,")] + ["divided_by_the_number_of_boxes"]
+
+
+@pytest.mark.parametrize("name", OF_STRUCTURES)
+@pytest.mark.parametrize("rows", [5, 16])
+def test_check_takes_batches_of_any_structure_apart(name, rows):
+    torch.manual_seed(0)
+    model, data, loss_fn, _ = MIXING[name]()
+    assert ghostclip.check(model, loss_fn, data.collate_fn(data.dataset[:rows]))
+
+
+@pytest.mark.parametrize("name", collated.STRUCTURES)
+def test_check_has_no_finding_in_honest_batches_of_any_structure(name):
+    torch.manual_seed(0)
+    model, data, loss_fn, _ = HONEST[name]()
+    assert ghostclip.check(model, loss_fn, data.collate_fn(data.dataset[:6])) == []
+
+
+def test_loading_again_leaves_no_trace():
+    """Neither in random states, nor in what a seeded run draws."""
+    finished = []
+    for self_check in (True, False):
+        torch.manual_seed(1)
+        np.random.seed(2)
+        random.seed(3)
+        training = HONEST["augmented_at_random"]()
+        engine = engine_of(training, self_check=self_check, noise="test", seed=3)
+        train(engine, training[2], 4)
+        drawn = torch.tensor([random.random(), float(np.random.rand())])
+        finished.append(torch.cat([runs.weights(engine.model), torch.rand(2), drawn]))
+    assert torch.equal(*finished)
+
+
+def test_batches_go_through_what_they_go_through_when_handed_out():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3))
+    engine = engine_of((model, loader(collated.features(), torch.utils.data.default_collate), None, {}))
+    seen = []
+
+    def loss_fn(model, batch):
+        seen.append(len(batch["x"]))
+        return collated.plain(model, [batch["x"], batch["y"]])
+
+    batch = next(iter(engine.batches()))
+    batch.pass_through(lambda pair: {"x": pair[0], "y": pair[1]})
+    engine.step(batch, loss_fn)
+    assert len(seen) == 4
+    assert seen[0] == seen[1] + seen[2] == seen[3]
