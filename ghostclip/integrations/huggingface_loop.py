@@ -61,7 +61,7 @@ class LogicalSteps:
 
 
 class Collated:
-    """A data collator whose batches are plain dicts, which the self-check can take apart.
+    """A data collator whose batches are plain dicts, which can be divided where memory is short.
 
     Args:
         collate: a list of examples -> inputs.

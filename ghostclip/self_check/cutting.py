@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
-__all__ = ["Sizes", "cut", "length_of"]
+__all__ = ["Sizes", "cut", "have_same_sizes", "length_of"]
 
 # Objects within objects of a batch that are looked into.
 DEPTH = 8
@@ -144,6 +144,11 @@ class Sizes:
             key in self._largest and all(size <= most for size, most in zip(sizes, self._largest[key], strict=True))
             for key, sizes in _sizes(batch, rows)
         )
+
+
+def have_same_sizes(batch: Any, rows: int, other: Any, others: int) -> bool:
+    """Whether tensors of two batches differ in nothing but their numbers of rows."""
+    return dict(_sizes(batch, rows)) == dict(_sizes(other, others))
 
 
 def _sizes(batch: Any, rows: int) -> Iterator[tuple[tuple[str, int], list[int]]]:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from ghostclip.graph.data_swap import Mixed, mixed_examples
+from ghostclip.self_check.cutting import have_same_sizes
 from ghostclip.self_check.model_state import unlike
 from ghostclip.self_check.trial_losses import TrialLosses
 
@@ -130,7 +131,13 @@ class MixingTest:
             return None
         if self._each > 1 and not self._moved(in_order=False):
             return OF_ORDER
-        return self.place() or OF_COMPANY
+        return OF_COMPANY if self._is_padded() else self.place() or OF_COMPANY
+
+    def _is_padded(self) -> bool:
+        """Whether tensors of the halves have other sizes than those of all rows, each beside its number of rows."""
+        rows, every = self._trial.rows, self._trial.every
+        whole = rows.load(every).batch
+        return not all(have_same_sizes(rows.load(half).batch, len(half), whole, len(every)) for half in self._halves)
 
     def _moved(self, in_order: bool | None = None) -> bool:
         """Whether losses of the halves differ from the whole's."""

@@ -19,7 +19,7 @@ from ghostclip.self_check.model_state import Left, attributes_of, buffers_of, ob
 __all__ = ["LossFunction", "TrialLosses"]
 
 # By the narrowest type: share of the largest loss by which one must move to be another, and the least that counts.
-ROUNDING = {torch.float64: (1e-9, 1e-14), torch.float32: (1e-4, 1e-6)}
+ROUNDING = {torch.float64: (1e-9, 1e-14), torch.float32: (1e-5, 1e-6)}
 ROUNDING_OF_HALVES = (5e-2, 1e-4)
 # Kernels of accelerators may round products to fewer digits than their type has (TF32).
 ROUNDING_OF_DEVICES = (1e-3, 1e-5)
