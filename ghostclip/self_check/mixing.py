@@ -213,11 +213,11 @@ class MixingTest:
         trial = self._trial
 
         def loss_fn(model: torch.nn.Module, index: torch.Tensor) -> torch.Tensor:
-            with torch.enable_grad():
-                return trial.loss_fn(model, trial.rows.load(index.tolist()).batch)
+            batch = trial.rows.load(index.tolist()).batch
+            return trial.replayed(lambda: trial.loss_fn(model, batch))
 
         try:
-            found = trial.replayed(lambda: mixed_examples(trial.model, loss_fn, torch.tensor(trial.every)))
+            found = mixed_examples(trial.model, loss_fn, torch.tensor(trial.every))
         except Exception as error:  # a finding stands without a place
             log.info("the place where examples meet was not found: %s: %s", type(error).__name__, error)
             return None
