@@ -2265,7 +2265,82 @@ OWNED = [
     ),
 ]
 
+UNIT_IDS, USERS = "ghostclip/sampling/unit_ids.py", ("tests/test_unit_ids.py",)
+
+AROUND_THE_BATCH = [
+    Mutant(
+        "tensors of one element are users of their own",
+        UNIT_IDS,
+        "    if isinstance(user, Tensor) and user.numel() == 1:\n        return user.item()\n",
+        "",
+        USERS,
+    ),
+    Mutant(
+        "arrays of one element aren't read",
+        UNIT_IDS,
+        "        return user.reshape(-1)[0]\n",
+        "        return user\n",
+        USERS,
+    ),
+    Mutant(
+        "of a mapping the keys are the users",
+        UNIT_IDS,
+        "        return _by_row(unit_ids, rows)\n",
+        "        return list(unit_ids)\n",
+        USERS,
+    ),
+    Mutant(
+        "a mapping may have other keys than rows",
+        UNIT_IDS,
+        "    if missing is not None or len(unit_ids) != rows:\n",
+        "    if missing is not None:\n",
+        USERS,
+    ),
+    Mutant(
+        "objects that hash by identity are users",
+        UNIT_IDS,
+        "        return hash(other) == hash(user) and bool(other == user)\n",
+        "        return True\n",
+        USERS,
+    ),
+    Mutant(
+        "singletons that hash by identity are users",
+        UNIT_IDS,
+        "    if type(user).__hash__ is object.__hash__:\n        return False\n",
+        "",
+        USERS,
+    ),
+    Mutant(
+        "a part of a user may be NaN",
+        UNIT_IDS,
+        "        return bool(user != user) or any(_is_missing(part) for part in parts)\n",
+        "        return bool(user != user)\n",
+        USERS,
+    ),
+    Mutant(
+        "a set names users in its own order",
+        UNIT_IDS,
+        "isinstance(unit_ids, str | bytes | Set)",
+        "isinstance(unit_ids, str | bytes)",
+        USERS,
+    ),
+    Mutant(
+        "a data frame's columns are its rows",
+        UNIT_IDS,
+        "    unit_ids = _flat(unit_ids)\n",
+        "",
+        USERS,
+    ),
+    Mutant(
+        "Lightning counts users by identity",
+        "ghostclip/integrations/lightning/fitting.py",
+        "len(set(users_of_rows(users, rows)))",
+        "len(set(users))",
+        ("tests/test_lightning.py", "-k", "by_value"),
+    ),
+]
+
 MUTANTS = [
     *CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *PROVED, *SHARDED, *MIXED, *COMPILED, *MISUSE,
-    *SAME, *OBSERVED, *INTEGRATED, *CHECKED, *FOLLOWED, *OWNED, *RAGGED_NORMS,
+    *SAME, *OBSERVED, *INTEGRATED, *CHECKED, *FOLLOWED, *OWNED, *RAGGED_NORMS, *AROUND_THE_BATCH,
 ]  # fmt: skip

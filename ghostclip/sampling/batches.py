@@ -38,8 +38,8 @@ class LogicalBatches:
             a sample of more than ``max_batch_size`` examples is cut down to that at random.
         neighboring: how neighbouring data sets differ, "add_or_remove_one" or "replace_one".
         max_batch_size: with "truncated" only; None: ``max_physical_batch_size``.
-        unit_ids: for user-level privacy: the user of each row. Users are sampled with all their rows, and
-            ``batch_size`` is the expected number of users. None: each row is a unit.
+        unit_ids: for user-level privacy: the user of each row, as for `Users`. Users are sampled with all their rows,
+            and ``batch_size`` is the expected number of users. None: each row is a unit.
         max_rows_per_unit: with ``unit_ids`` only: a user's first so many rows are used.
         seed: makes the sampling repeatable, which voids privacy; None: the operating system's entropy.
         generator: makes the random generator of an epoch, without a ``seed``.
