@@ -2266,6 +2266,7 @@ OWNED = [
 ]
 
 UNIT_IDS, USERS = "ghostclip/sampling/unit_ids.py", ("tests/test_unit_ids.py",)
+GIVEN_DATA = ("tests/test_changing_data.py",)
 
 AROUND_THE_BATCH = [
     Mutant(
@@ -2337,6 +2338,34 @@ AROUND_THE_BATCH = [
         "len(set(users_of_rows(users, rows)))",
         "len(set(users))",
         ("tests/test_lightning.py", "-k", "by_value"),
+    ),
+    Mutant(
+        "a dict of columns is a data set",
+        "ghostclip/sampling/loading.py",
+        "any(row not in dataset for row in range(len(dataset)))",
+        "False",
+        GIVEN_DATA,
+    ),
+    Mutant(
+        "a data frame is a data set",
+        "ghostclip/sampling/loading.py",
+        'hasattr(dataset, "iloc")',
+        "False",
+        GIVEN_DATA,
+    ),
+    Mutant(
+        "a data set may change its length between batches",
+        "ghostclip/sampling/batches.py",
+        "        self._plan.check_size()\n        self._plan.owner",
+        "        self._plan.owner",
+        GIVEN_DATA,
+    ),
+    Mutant(
+        "examples that are gone are an IndexError",
+        "ghostclip/sampling/batches.py",
+        "            self._plan.check_size()\n            raise\n",
+        "            raise\n",
+        GIVEN_DATA,
     ),
 ]
 
