@@ -2340,6 +2340,13 @@ AROUND_THE_BATCH = [
         ("tests/test_lightning.py", "-k", "by_value"),
     ),
     Mutant(
+        "an optimizer around another has no hooks",
+        "ghostclip/engine/optimizers.py",
+        "    Optimizer.__setstate__(optimizer, {})\n",
+        "",
+        ("tests/test_outer_optimizers.py",),
+    ),
+    Mutant(
         "a dict of columns is a data set",
         "ghostclip/sampling/loading.py",
         "any(row not in dataset for row in range(len(dataset)))",
