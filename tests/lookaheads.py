@@ -41,6 +41,12 @@ class WithHooks(Lookahead):
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         self.param_groups, self.defaults, self.state = self.inner.param_groups, self.inner.defaults, defaultdict(dict)
 
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
+
 
 class WithoutHooks(Lookahead):
     """As torch_optimizer's: it skips torch's constructor."""

@@ -1,6 +1,7 @@
 """Released weights may be averaged and constrained: exactly, or an error says how."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import private_runs as runs
@@ -68,6 +69,17 @@ def test_sums_are_noisy_when_the_inner_optimizer_steps(name: str) -> None:
     inner.register_step_pre_hook(lambda *_: seen.append(runs.grads(model)))
     by_hand(engine, engine.optimizer)
     assert all(float(grads.norm()) > 10.0 for grads in seen)
+
+
+def test_what_an_inner_optimizer_holds_is_saved_and_restored(tmp_path: Path) -> None:
+    model = runs.network()
+    inner = torch.optim.Adam(model.parameters(), lr=0.1)
+    engine = steps(private(model, around("with hooks", inner)), 2)
+    before = [state["exp_avg"].clone() for state in inner.state.values()]
+    engine.save(tmp_path / "x")
+    steps(engine).restore(tmp_path / "x")
+    assert all(map(torch.equal, before, [inner.state[parameter]["exp_avg"] for parameter in model.parameters()]))
+    assert steps(engine).steps_taken == 4
 
 
 @pytest.mark.parametrize("name", ["proper", "with hooks", "patched"])
