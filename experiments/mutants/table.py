@@ -2266,7 +2266,7 @@ OWNED = [
 ]
 
 UNIT_IDS, USERS = "ghostclip/sampling/unit_ids.py", ("tests/test_unit_ids.py",)
-GIVEN_DATA = ("tests/test_changing_data.py",)
+GIVEN_DATA, READABLE = ("tests/test_changing_data.py",), ("tests/test_readable.py",)
 
 AROUND_THE_BATCH = [
     Mutant(
@@ -2338,6 +2338,48 @@ AROUND_THE_BATCH = [
         "len(set(users_of_rows(users, rows)))",
         "len(set(users))",
         ("tests/test_lightning.py", "-k", "by_value"),
+    ),
+    Mutant(
+        "steps of noise alone are not named",
+        RELEASE,
+        "        self._readable.saw(result, self.clipper.passes.left_out)\n",
+        "",
+        READABLE,
+    ),
+    Mutant(
+        "compiled steps of noise alone are not named",
+        RELEASE,
+        "        self.sums.remember_released()\n        self.updates.accept()\n        self._readable.warn()\n\n\ndef",
+        "        self.sums.remember_released()\n        self.updates.accept()\n\n\ndef",
+        ("tests/test_compiled_update.py", "-k", "without_a_finite_example"),
+    ),
+    Mutant(
+        "one example that isn't finite is named as all of them",
+        "ghostclip/engine/readable.py",
+        "isfinite() for each in vectors]).all(0).any())",
+        "isfinite() for each in vectors]).all())",
+        READABLE,
+    ),
+    Mutant(
+        "infinite losses of finite norms are finite",
+        "ghostclip/engine/readable.py",
+        "            vectors += [] if result.losses is None else [result.losses]\n",
+        "",
+        READABLE,
+    ),
+    Mutant(
+        "a rank says what holds of its own share",
+        RELEASE,
+        '            self._readable.agree([each["examples, and whether any was finite"] for each in said])\n',
+        "",
+        READABLE,
+    ),
+    Mutant(
+        "an earlier batch's examples count",
+        RELEASE,
+        "        self._readable.begin()\n",
+        "",
+        READABLE,
     ),
     Mutant(
         "an optimizer around another has no hooks",
