@@ -64,6 +64,6 @@ class ReadableExamples:
         log.warning(
             "none of the %d examples of a logical batch had a finite loss and gradient (private: not for release), so "
             "its step was noise alone, and was charged; look for NaN and infinity in the data and the parameters, for "
-            "overflow or log(0) in the loss, and for a learning rate that is too large. Later such batches aren't named",
+            "overflow or log(0) in the loss, and for a learning rate that is too large. Later ones aren't named",
             seen,
         )
