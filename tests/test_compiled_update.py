@@ -230,6 +230,19 @@ def test_an_example_that_is_not_finite_is_left_out_with_the_noise_that_was_drawn
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("physical", [None, 9])
+def test_a_step_without_a_finite_example_is_named(physical, caplog):
+    engine = compiled(engine_for(examples=64, max_physical_batch_size=physical))
+    train(engine, 7)
+    assert "finite loss" not in caplog.text
+    with torch.no_grad():
+        engine.model[0].weight.fill_(math.nan)
+    engine.accept_parameters()
+    train(engine, 8)
+    assert caplog.text.count("had a finite loss and gradient (private: not for release)") == 1
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_a_step_that_can_not_be_charged_is_not_taken():
     engine = compiled(engine_for())
     before = train(engine, 8)

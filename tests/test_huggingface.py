@@ -240,3 +240,12 @@ def test_evaluation_during_training(tmp_path):
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all("epsilon" in row for row in rows)
     assert subject.evaluate()["eval_loss"] == pytest.approx(rows[-1]["eval_loss"])
+
+
+@pytest.mark.parametrize("spoilt", [torch.nan, torch.inf])
+def test_a_step_without_a_finite_example_is_named(spoilt, tmp_path, caplog):
+    examples = data(image)
+    for example in examples:
+        example["pixel_values"].fill_(spoilt)
+    trainer(tmp_path, vit(), examples).train()
+    assert caplog.text.count(f"none of the {len(examples)} examples of a logical batch had a finite loss") == 1

@@ -115,6 +115,23 @@ def test_the_length_by_limits(tmp_path):
         length_of(lr.trainer(tmp_path, max_epochs=-1), loader, {"target_epsilon": 3.0})
 
 
+USERS = {
+    "list": lambda: [0, 1, 2] * 8,
+    "mapping": lambda: dict(enumerate([0, 1, 2] * 8)),
+    "tensors": lambda: [torch.tensor(user) for user in [0, 1, 2] * 8],
+    "tensor [N, 1]": lambda: torch.tensor([0, 1, 2] * 8)[:, None],
+    "generator": lambda: iter([0, 1, 2] * 8),
+}
+
+
+@pytest.mark.parametrize("form", USERS)
+def test_the_length_counts_users_by_value(form):
+    assert len(lr.loader().dataset) == 24
+    callback = lr.PrivacyCallback(unit_ids=USERS[form](), batch_size=1)
+    for _ in range(2):
+        assert len(TrainLoader(DataSource(lr.loader()), callback._options)) == 3
+
+
 class DataSource:
     """As Lightning keeps a loader."""
 

@@ -2265,7 +2265,160 @@ OWNED = [
     ),
 ]
 
+UNIT_IDS, USERS = "ghostclip/sampling/unit_ids.py", ("tests/test_unit_ids.py",)
+GIVEN_DATA, READABLE = ("tests/test_changing_data.py",), ("tests/test_readable.py",)
+
+AROUND_THE_BATCH = [
+    Mutant(
+        "tensors of one element are users of their own",
+        UNIT_IDS,
+        "    if isinstance(user, Tensor) and user.numel() == 1:\n        return user.item()\n",
+        "",
+        USERS,
+    ),
+    Mutant(
+        "arrays of one element aren't read",
+        UNIT_IDS,
+        "        return user.reshape(-1)[0]\n",
+        "        return user\n",
+        USERS,
+    ),
+    Mutant(
+        "of a mapping the keys are the users",
+        UNIT_IDS,
+        "        return _by_row(unit_ids, rows)\n",
+        "        return list(unit_ids)\n",
+        USERS,
+    ),
+    Mutant(
+        "a mapping may have other keys than rows",
+        UNIT_IDS,
+        "    if missing is not None or len(unit_ids) != rows:\n",
+        "    if missing is not None:\n",
+        USERS,
+    ),
+    Mutant(
+        "objects that hash by identity are users",
+        UNIT_IDS,
+        "        return hash(other) == hash(user) and bool(other == user)\n",
+        "        return True\n",
+        USERS,
+    ),
+    Mutant(
+        "singletons that hash by identity are users",
+        UNIT_IDS,
+        "    if type(user).__hash__ is object.__hash__:\n        return False\n",
+        "",
+        USERS,
+    ),
+    Mutant(
+        "a part of a user may be NaN",
+        UNIT_IDS,
+        "        return bool(user != user) or any(_is_missing(part) for part in parts)\n",
+        "        return bool(user != user)\n",
+        USERS,
+    ),
+    Mutant(
+        "a set names users in its own order",
+        UNIT_IDS,
+        "isinstance(unit_ids, str | bytes | Set)",
+        "isinstance(unit_ids, str | bytes)",
+        USERS,
+    ),
+    Mutant(
+        "a data frame's columns are its rows",
+        UNIT_IDS,
+        "    unit_ids = _flat(unit_ids)\n",
+        "",
+        USERS,
+    ),
+    Mutant(
+        "Lightning counts users by identity",
+        "ghostclip/integrations/lightning/fitting.py",
+        "len(set(users_of_rows(users, rows)))",
+        "len(set(users))",
+        ("tests/test_lightning.py", "-k", "by_value"),
+    ),
+    Mutant(
+        "steps of noise alone are not named",
+        RELEASE,
+        "        self._readable.saw(result, self.clipper.passes.left_out)\n",
+        "",
+        READABLE,
+    ),
+    Mutant(
+        "compiled steps of noise alone are not named",
+        RELEASE,
+        "        self.sums.remember_released()\n        self.updates.accept()\n        self._readable.warn()\n\n\ndef",
+        "        self.sums.remember_released()\n        self.updates.accept()\n\n\ndef",
+        ("tests/test_compiled_update.py", "-k", "without_a_finite_example"),
+    ),
+    Mutant(
+        "one example that isn't finite is named as all of them",
+        "ghostclip/engine/readable.py",
+        "isfinite() for each in vectors]).all(0).any())",
+        "isfinite() for each in vectors]).all())",
+        READABLE,
+    ),
+    Mutant(
+        "infinite losses of finite norms are finite",
+        "ghostclip/engine/readable.py",
+        "            vectors += [] if result.losses is None else [result.losses]\n",
+        "",
+        READABLE,
+    ),
+    Mutant(
+        "a rank says what holds of its own share",
+        RELEASE,
+        '            self._readable.agree([each["examples, and whether any was finite"] for each in said])\n',
+        "",
+        READABLE,
+    ),
+    Mutant(
+        "an earlier batch's examples count",
+        RELEASE,
+        "        self._readable.begin()\n",
+        "",
+        READABLE,
+    ),
+    Mutant(
+        "an optimizer around another has no hooks",
+        "ghostclip/engine/optimizers.py",
+        "    Optimizer.__setstate__(optimizer, {})\n",
+        "",
+        ("tests/test_outer_optimizers.py",),
+    ),
+    Mutant(
+        "a dict of columns is a data set",
+        "ghostclip/sampling/loading.py",
+        "any(row not in dataset for row in range(len(dataset)))",
+        "False",
+        GIVEN_DATA,
+    ),
+    Mutant(
+        "a data frame is a data set",
+        "ghostclip/sampling/loading.py",
+        'hasattr(dataset, "iloc")',
+        "False",
+        GIVEN_DATA,
+    ),
+    Mutant(
+        "a data set may change its length between batches",
+        "ghostclip/sampling/batches.py",
+        "        self._plan.check_size()\n        self._plan.owner",
+        "        self._plan.owner",
+        GIVEN_DATA,
+    ),
+    Mutant(
+        "examples that are gone are an IndexError",
+        "ghostclip/sampling/batches.py",
+        "            self._plan.check_size()\n            raise\n",
+        "            raise\n",
+        GIVEN_DATA,
+    ),
+]
+
 MUTANTS = [
     *CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *PROVED, *SHARDED, *MIXED, *COMPILED, *MISUSE,
-    *SAME, *OBSERVED, *INTEGRATED, *CHECKED, *FOLLOWED, *OWNED, *RAGGED_NORMS,
+    *SAME, *OBSERVED, *INTEGRATED, *CHECKED, *FOLLOWED, *OWNED, *RAGGED_NORMS, *AROUND_THE_BATCH,
 ]  # fmt: skip

@@ -80,7 +80,7 @@ def put_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     for parameter, number in zip(parameters, numbers, strict=True):
-        if number in state["state"]:
+        if number in state["state"] and parameter in optimizer.state:  # not where it is an inner optimizer's
             optimizer.state[parameter] = tree_map(_typed, optimizer.state[parameter], state["state"][number])
 
 

@@ -40,11 +40,13 @@ class TwoPasses(FirstPasses):
     Attributes:
         wide_sums: None, or, after `reduce_apart`, what that returned.
         deliver: gets the sums in the place of the p.grads; None: they are added to these.
+        left_out: whether the last `clip` left out an example that wasn't finite.
         threshold_factor: the thresholds over the policy's, which is applied to gradients divided by it.
     """
 
     wide_sums: dict[int, Tensor] | None = None
     deliver: Add | None = None
+    left_out: bool = False
     threshold_factor: float = 1.0
 
     @property
@@ -72,6 +74,7 @@ class TwoPasses(FirstPasses):
         with without_autocast(losses), self.placed():
             run, norms, bounds, finite = self._measured(losses, retain_graph)
             weights: Any = self.clipping.weights(self.scaled(bounds))
+            self.left_out = finite is not None
             if finite is not None:
                 weights = tree_map(lambda each: torch.where(finite, each, torch.zeros_like(each)), weights)
             if not delivered:

@@ -31,10 +31,16 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raises PrivacyError, TypeError or ValueError when the optimizer can't be stepped privately over the model."""
+    """Raises PrivacyError, TypeError or ValueError when the optimizer can't be stepped privately over the model.
+
+    From then on torch calls the hooks of the optimizer's step.
+    """
     check_module(model)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
+    # Optimizers around others (timm's Lookahead) skip Optimizer.__init__, and torch then calls no hooks at their steps.
+    # This is how it has them called after unpickling; of other optimizers it changes nothing.
+    Optimizer.__setstate__(optimizer, {})
     if isinstance(optimizer, LBFGS):
         raise PrivacyError(
             "LBFGS evaluates the loss several times in a step, each of which would need noise and a charge of its own; "

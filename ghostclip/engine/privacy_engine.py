@@ -81,8 +81,9 @@ class PrivacyEngine(OpacusNames):
         neighboring: how neighbouring data sets differ: by the presence of one example ("add_or_remove_one"), or in
             the content of one example ("replace_one").
         max_batch_size: with "truncated" only. None: ``max_physical_batch_size``, for one physical batch per step.
-        unit_ids: for user-level privacy: the user (hashable) of each row. A user's rows are sampled together, and the
-            gradient of the sum of their losses is clipped. ``batch_size`` then counts users.
+        unit_ids: for user-level privacy: the user of each row, by value (numbers, names, tensors of one element), or a
+            mapping {row: user}. A user's rows are sampled together, and the gradient of the sum of their losses is
+            clipped. ``batch_size`` then counts users.
         max_rows_per_unit: with ``unit_ids`` only: a user's first so many rows are used. None: all rows.
         loss_scale: for float16: a power of two such as 1024.0 (see `GhostClipper`), or a GradScaler; the loop then
             calls ``engine.backward(scaler.scale(losses))``, ``scaler.step(optimizer)`` and ``scaler.update()``.

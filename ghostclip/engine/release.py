@@ -15,6 +15,7 @@ from ghostclip.engine.distributed import Ranks
 from ghostclip.engine.loss_scaling import LossScaling, show_scaling
 from ghostclip.engine.micro_batching import MicroBatches
 from ghostclip.engine.optimizers import held_parameters, with_closure
+from ghostclip.engine.readable import ReadableExamples
 from ghostclip.engine.sharded import sums_of, updates_of
 from ghostclip.engine.terms import Terms
 from ghostclip.errors import PrivacyError
@@ -91,6 +92,7 @@ class Release:
         self._ranks = Ranks() if ranks is None else ranks
         self.sums, self.updates = sums_of(clipper, self._ranks), updates_of(clipper)
         self.self_check = SelfCheck(clipper, optimizer, self_check)
+        self._readable = ReadableExamples(self._ranks.leads)
         self._owned = set(clipper.model.parameters())
         policy: Any = clipper.clipping
         self._adaptation = Adaptation(policy) if adapts(policy) else None
@@ -155,6 +157,7 @@ class Release:
     def discard(self) -> None:
         """What was gathered is dropped."""
         self.sums.discard()
+        self._readable.begin()
         if self._adaptation is not None:
             self._adaptation.discard()
 
@@ -196,6 +199,7 @@ class Release:
 
     def saw(self, result: ClippingResult) -> None:
         """What was clipped of a physical batch that was gathered."""
+        self._readable.saw(result, self.clipper.passes.left_out)
         if self._adaptation is not None:
             self._adaptation.saw(self.clipper.passes.scaled(result.norms))
         if self.trace is not None:
@@ -237,6 +241,7 @@ class Release:
         self._stepping = False
         self.sums.remember_released()
         self.updates.accept()
+        self._readable.warn()
         self.self_check.stepped()
         if self.trace is not None:
             self.trace.stepped()
@@ -251,6 +256,7 @@ class Release:
             held, said = self._agreed(self.check, self._facts)
             self.micro_batches.agree([each["most examples that fit"] for each in said])
             self.sensitivity = max([self.sensitivity, *(each["sensitivity"] for each in said)])
+            self._readable.agree([each["examples, and whether any was finite"] for each in said])
             self.spend()
             self.put_in_place(held, self._make_private)
         except BaseException:
@@ -265,7 +271,12 @@ class Release:
             "the sample (a digest of it)": self.current("optimizer.step()").digest,
             "what is trained": [p.numel() for p in held if p.requires_grad or p.grad is not None],
         }
-        return {"sensitivity": self.sensitivity, "most examples that fit": self.micro_batches.most, "same": same}
+        return {
+            "sensitivity": self.sensitivity,
+            "most examples that fit": self.micro_batches.most,
+            "examples, and whether any was finite": self._readable.facts,
+            "same": same,
+        }
 
     def check(self, missing: int = 0) -> dict[nn.Parameter, None]:
         """The optimizer's parameters; raises GradientLeakError or PrivacyError unless all is ready for a release.
@@ -362,6 +373,7 @@ class Release:
         self.pending = False
         self.sums.remember_released()
         self.updates.accept()
+        self._readable.warn()
 
 
 def refuse_second_engine(optimizer: Optimizer) -> None:

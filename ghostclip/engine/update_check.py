@@ -104,7 +104,8 @@ class UpdateCheck:
         raise GradientLeakError(
             f"the parameter {name!r} was changed between engine.backward() and the step. If another optimizer did "
             "that, it stepped with clipped sums that have no noise yet, which nothing charges: don't use this model. "
-            "Give all parameters to the engine's optimizer, and change them after its step only"
+            "Give all parameters to the engine's optimizer. If the forward did that (a max-norm constraint), use "
+            "torch.nn.utils.parametrize, or change them after the step and call engine.accept_parameters()"
         )
 
     def _written(self) -> str | None:
@@ -124,10 +125,11 @@ class UpdateCheck:
 
     def _refuse(self, name: str) -> NoReturn:
         raise PrivacyError(
-            f"the parameter {name!r} was changed outside of this engine's charged steps (by a second optimizer, an "
-            "assignment, load_state_dict, or an optimizer without the engine's hooks), so epsilon may not cover the "
-            "model. Step with the engine's optimizer only; where only public data or released weights went into the "
-            "change, call engine.accept_parameters()"
+            f"the parameter {name!r} was changed outside of this engine's charged steps (by a second optimizer, one "
+            "around the engine's as Lookahead is, an assignment, load_state_dict, or a forward that writes to it), so "
+            "epsilon may not cover the model. Step with the engine's optimizer only, and build the engine with the "
+            "outermost one; where only public data or released weights went into the change (a max-norm constraint "
+            "after the step), call engine.accept_parameters()"
         )
 
     def check_model(self) -> None:

@@ -3,6 +3,7 @@
 from .batches import LogicalBatches
 from .logical import LogicalBatch
 from .schemes import Poisson, Scheme, Truncated, WithoutReplacement, scheme_named
+from .unit_ids import users_of_rows
 from .users import UserRows, Users
 
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "Users",
     "WithoutReplacement",
     "scheme_named",
+    "users_of_rows",
 ]

@@ -14,7 +14,14 @@ from torch.utils.data import DataLoader
 from ghostclip.errors import PrivacyError
 from ghostclip.events import SampledRelease
 from ghostclip.sampling.draws import Chunks, Draws, Physical
-from ghostclip.sampling.loading import check_sampling, loader_of, loaders_batch_size, say_sampler_is_replaced, size_of
+from ghostclip.sampling.loading import (
+    check_sampling,
+    check_size,
+    loader_of,
+    loaders_batch_size,
+    say_sampler_is_replaced,
+    size_of,
+)
 from ghostclip.sampling.logical import BatchOwner, LogicalBatch, Unowned
 from ghostclip.sampling.schemes import Scheme, scheme_named
 from ghostclip.sampling.users import Users
@@ -38,8 +45,8 @@ class LogicalBatches:
             a sample of more than ``max_batch_size`` examples is cut down to that at random.
         neighboring: how neighbouring data sets differ, "add_or_remove_one" or "replace_one".
         max_batch_size: with "truncated" only; None: ``max_physical_batch_size``.
-        unit_ids: for user-level privacy: the user of each row. Users are sampled with all their rows, and
-            ``batch_size`` is the expected number of users. None: each row is a unit.
+        unit_ids: for user-level privacy: the user of each row, as for `Users`. Users are sampled with all their rows,
+            and ``batch_size`` is the expected number of users. None: each row is a unit.
         max_rows_per_unit: with ``unit_ids`` only: a user's first so many rows are used.
         seed: makes the sampling repeatable, which voids privacy; None: the operating system's entropy.
         generator: makes the random generator of an epoch, without a ``seed``.
@@ -51,6 +58,7 @@ class LogicalBatches:
         scheme_of: the same for another expected size.
         limit: the most examples (or rows of users) in a physical batch; None: no limit.
         owner: the object that takes the steps; it is called with each batch.
+        check_size: raises PrivacyError where the data set's length has changed.
 
     Raises:
         PrivacyError: the data set has no random access, or the loader has a sampler that can't be replaced.
@@ -103,6 +111,7 @@ class LogicalBatches:
         self._chunks = Chunks()
         self._open = partial(loader_of, dataset, given, self._chunks)
         self._loader = self._open()
+        self.check_size = partial(check_size, dataset, self.dataset_size)
         self._scheme_at: Callable[[int], Scheme] = lambda _: self.scheme
         self._place: Callable[[], int] = lambda: 0
         self._draws: Draws | None = None
@@ -261,7 +270,8 @@ class _Epoch:
         return self
 
     def __next__(self) -> LogicalBatch:
-        # Where it refuses, the batch before is as it was and may still have its step.
+        # Where one of these refuses, the batch before is as it was and may still have its step.
+        self._plan.check_size()
         self._plan.owner.ready(new_loop=self._turn == 0)
         self._turn += 1
         self._plan.owner.begin(None)
@@ -292,7 +302,7 @@ class _Epoch:
             self._loaded = self._plan.reopened(self._draws)
         else:
             for _ in range(self._waiting):
-                next(self._loaded)
+                self._next()
         self._in_step = True
 
     def _load(self, turn: int) -> Any:
@@ -302,7 +312,15 @@ class _Epoch:
                 "time, as they come (not from a list)"
             )
         self._in_step = False
-        examples = next(self._loaded)
+        examples = self._next()
         self._waiting -= 1
         self._in_step = True
         return examples
+
+    def _next(self) -> Any:
+        """The data loader's next physical batch; raises PrivacyError where it fails because examples are gone."""
+        try:
+            return next(self._loaded)
+        except LookupError:
+            self._plan.check_size()
+            raise

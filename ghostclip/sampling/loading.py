@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ghostclip.errors import PrivacyError
 
-__all__ = ["check_sampling", "loader_of", "loaders_batch_size", "say_sampler_is_replaced", "size_of"]
+__all__ = ["check_sampling", "check_size", "loader_of", "loaders_batch_size", "say_sampler_is_replaced", "size_of"]
 
 # What a DataLoader is told besides its dataset and its sampling.
 KEPT = (
@@ -43,7 +43,7 @@ REMEDY = "pass a plain DataLoader (shuffle=True or False), or the dataset itself
 
 
 def size_of(dataset: Any) -> int:
-    """The number of examples; raises PrivacyError when they can't be drawn at random, TypeError for bare tensors."""
+    """The number of examples; raises PrivacyError when they can't be drawn at random, TypeError for bare columns."""
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise PrivacyError(
             f"{type(dataset).__name__} can't be read at random, but the privacy guarantee needs single examples drawn "
@@ -56,9 +56,26 @@ def size_of(dataset: Any) -> int:
             f"data is a tuple of {len(dataset)} tensors ({shapes}), each of which would be one example; for tensors "
             "that hold all examples in dimension 0 give torch.utils.data.TensorDataset(inputs, targets)"
         )
+    if hasattr(dataset, "iloc") or (
+        isinstance(dataset, Mapping) and any(row not in dataset for row in range(len(dataset)))
+    ):
+        raise TypeError(
+            f"data is a {type(dataset).__name__} of columns, which has no examples by number: dataset[0] must be one; "
+            "give torch.utils.data.TensorDataset(inputs, targets), or a list of dicts, one for each example"
+        )
     if len(dataset) == 0:
         raise ValueError("the dataset is empty; its length must be at least 1")
     return len(dataset)
+
+
+def check_size(dataset: Any, size: int) -> None:
+    """Raises PrivacyError unless the data set has ``size`` examples, as it had when the sampling was made for it."""
+    if (now := len(dataset)) != size:
+        raise PrivacyError(
+            f"the data set has {now} examples and had {size} when the engine was built, from which sampling rate and "
+            "epsilon are computed; keep it as it is while you train (give a copy, list(data)), and build a new engine "
+            "for other data, with the same ledger=... so that both count"
+        )
 
 
 def loaders_batch_size(loader: DataLoader[Any]) -> int:

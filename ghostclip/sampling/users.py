@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.errors import LossShapeError
+from ghostclip.sampling.unit_ids import users_of_rows
 from ghostclip.validate import positive_int
 
 __all__ = ["UserRows", "Users"]
@@ -62,23 +63,27 @@ class Users:
     """Which rows of a data set belong to whom.
 
     Args:
-        unit_ids: for each row a number or name of its user; anything hashable.
+        unit_ids: for each row a number or name of its user, or a mapping {row: user}; see `users_of_rows`.
         dataset_size: how many rows there are.
         max_rows_per_unit: of a user with more rows, the first so many are used, and the others never; None: all.
         limit: the most rows in a physical batch; None: any number.
 
     Raises:
-        ValueError, TypeError: there is no id for each row, one isn't hashable or is NaN, or a user has more rows than a
-            physical batch may hold.
+        ValueError, TypeError: there is no id for each row, one isn't hashable by value or is NaN, or a user has more
+            rows than a physical batch may hold.
     """
 
     def __init__(
-        self, unit_ids: Iterable[Hashable], dataset_size: int, max_rows_per_unit: int | None, limit: int | None
+        self,
+        unit_ids: Iterable[Any] | Mapping[int, Any],
+        dataset_size: int,
+        max_rows_per_unit: int | None,
+        limit: int | None,
     ) -> None:
         cap = None if max_rows_per_unit is None else positive_int(max_rows_per_unit=max_rows_per_unit)
         rows: dict[Hashable, list[int]] = {}
-        for row, user in enumerate(_listed(unit_ids, dataset_size)):
-            rows.setdefault(_checked(user, row), []).append(row)
+        for row, user in enumerate(users_of_rows(unit_ids, dataset_size)):
+            rows.setdefault(user, []).append(row)
         self._rows = [own[:cap] for own in rows.values()]
         most = max(len(own) for own in self._rows)
         if limit is not None and most > limit:
@@ -124,26 +129,3 @@ def _padded(users: Sequence[list[int]]) -> tuple[list[int], UserRows]:
         often = [times + (place < rest) for place in range(len(own))]
         shares += [1.0 / often[place % len(own)] for place in range(size)]
     return rows, UserRows(len(users), shares)
-
-
-def _listed(unit_ids: Any, dataset_size: int) -> list[Hashable]:
-    """The ids, one for each row."""
-    if isinstance(unit_ids, str) or not isinstance(unit_ids, Iterable):
-        raise TypeError(f"unit_ids must be a sequence with one id for each row of the data set; got {unit_ids!r}")
-    listed = unit_ids.tolist() if hasattr(unit_ids, "tolist") else list(unit_ids)
-    if len(listed) != dataset_size:
-        raise ValueError(
-            f"unit_ids must have one id for each of the {dataset_size} rows of the data set; got {len(listed)}"
-        )
-    return listed
-
-
-def _checked(user: Any, row: int) -> Hashable:
-    """The id; one that differs from itself would make every row a user of its own."""
-    try:
-        hash(user)
-    except TypeError:
-        raise TypeError(f"unit_ids must be hashable; got {user!r} for row {row}") from None
-    if user is None or user != user:
-        raise ValueError(f"unit_ids must name the user of every row; got {user!r} for row {row}")
-    return user

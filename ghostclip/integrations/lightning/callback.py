@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning
@@ -43,6 +43,8 @@ class PrivacyCallback(lightning.Callback):
 
     def __init__(self, **options: Any) -> None:
         check_options(options)
+        if isinstance(options.get("unit_ids"), Iterator):  # each fit reads them
+            options["unit_ids"] = list(options["unit_ids"])
         self.engine: PrivacyEngine | None = None
         self._options = options
         # Of earlier fits and of the checkpoint to go on from, which is the last one.

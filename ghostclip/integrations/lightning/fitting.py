@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from ghostclip.clipper.replay import is_trial
 from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import LossShapeError, PrivacyError
-from ghostclip.sampling import LogicalBatch
+from ghostclip.sampling import LogicalBatch, users_of_rows
 
 __all__ = ["TrainLoader", "length_of", "methods_for", "replace_methods", "transferred"]
 
@@ -57,9 +57,14 @@ class TrainLoader:
         """Steps in an epoch; Lightning may ask before there is an engine."""
         if self._length:
             return self._length
-        units = self._options.get("unit_ids")
         size = self._options.get("batch_size") or self.given.batch_size or 1
-        return max(1, round((len(self.given.dataset) if units is None else len(set(units))) / size))  # type: ignore
+        return max(1, round(self._units / size))
+
+    @functools.cached_property
+    def _units(self) -> int:
+        """How many examples, or users, the data have."""
+        rows, users = len(self.given.dataset), self._options.get("unit_ids")  # type: ignore[arg-type]
+        return rows if users is None else len(set(users_of_rows(users, rows)))
 
     def __iter__(self) -> Iterator[LogicalBatch]:
         # Lightning makes an iterator, and takes nothing from it, before the fit begins.

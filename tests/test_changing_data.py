@@ -1,0 +1,131 @@
+"""Data whose examples can't be numbered, or whose number changes, are refused in one sentence."""
+
+from collections import UserDict
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import private_runs as runs
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
+
+from ghostclip import PrivacyError
+from ghostclip.sampling import LogicalBatches
+
+SIZE = 24
+COLUMNS: dict[str, Any] = {"x": torch.randn(SIZE, 5), "y": torch.arange(SIZE) % 3}
+
+
+class Frame:
+    """Like a data frame: its length is that of its columns, by whose names it is read."""
+
+    columns, iloc = ["x", "y"], None
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, name: str) -> Any:
+        return COLUMNS[name]
+
+
+COLLECTIONS: dict[str, Callable[[], Any]] = {
+    "tensors": lambda: COLUMNS,
+    "arrays": lambda: {name: column.numpy() for name, column in COLUMNS.items()},
+    "lists": lambda: {name: column.tolist() for name, column in COLUMNS.items()},
+    "a user's dict": lambda: UserDict(COLUMNS),
+    "read-only": lambda: MappingProxyType(COLUMNS),
+    "numbers that aren't rows": lambda: {1: COLUMNS["x"], 2: COLUMNS["y"]},
+    "a frame": Frame,
+}
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["bare", "in a loader"])
+@pytest.mark.parametrize("name", COLLECTIONS)
+def test_columns_are_refused_with_the_remedy(name: str, loaded: bool) -> None:
+    data = COLLECTIONS[name]()
+    with pytest.raises(TypeError, match=r"columns.*TensorDataset.*list of dicts"):
+        LogicalBatches(DataLoader(data, batch_size=2) if loaded else data, batch_size=2)
+
+
+def test_a_dict_of_examples_by_their_numbers_is_a_data_set() -> None:
+    data = dict(enumerate(runs.data(SIZE)))
+    taken = {int(y) for batch in LogicalBatches(data, batch_size=SIZE) for part in batch.physical() for y in part[1]}
+    assert taken == {0, 1, 2}
+
+
+class Grown(Dataset[Any]):
+    """Examples whose number is said by a list."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.rows[row]
+
+
+KINDS: dict[str, Callable[[list[Any]], Any]] = {
+    "list": lambda rows: rows,
+    "data set": Grown,
+    "loader": lambda rows: DataLoader(rows, batch_size=8),  # type: ignore[arg-type]
+    "loader with workers": lambda rows: DataLoader(Grown(rows), batch_size=8, num_workers=1),
+}
+# What becomes of a list of 24 examples.
+CHANGES: dict[str, Callable[[list[Any]], Any]] = {
+    "one less": lambda rows: rows.pop(),
+    "few left": lambda rows: rows.__delitem__(slice(1, None)),
+    "empty": lambda rows: rows.clear(),
+    "one more": lambda rows: rows.append(rows[0]),
+}
+CHANGED = r"the data set has \d+ examples and had 24 when the engine was built"
+
+
+@pytest.mark.filterwarnings("ignore:the DataLoader's .* is replaced")
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_number_of_examples_is_refused_at_the_next_batch(kind: str, change: str) -> None:
+    rows = list(runs.data(SIZE))
+    engine = runs.engine_for(runs.network(), None, KINDS[kind](rows), noise_multiplier=1.0, clipping=1.0)
+    loop = iter(engine.batches())
+    engine.step(next(loop), runs.losses_of)
+    CHANGES[change](rows)
+    for _ in range(2):
+        with pytest.raises(PrivacyError, match=CHANGED):
+            next(loop)
+    with pytest.raises(PrivacyError, match=CHANGED):
+        next(iter(engine.batches()))
+    assert engine.steps_taken == 1
+    assert engine.epsilon() > 0
+
+
+@pytest.mark.parametrize("kind", [list, lambda rows: dict(enumerate(rows))], ids=["list", "dict"])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_examples_that_are_gone_when_they_are_loaded_are_refused(by_hand: bool, kind: Callable[..., Any]) -> None:
+    rows = kind(runs.data(SIZE))
+    engine = runs.engine_for(runs.network(), None, rows, batch_size=SIZE, noise_multiplier=1.0, clipping=1.0)
+    batch = next(iter(engine.batches()))
+    rows.clear()
+    with pytest.raises(PrivacyError, match=CHANGED) as caught:
+        runs.gather(engine, batch) if by_hand else engine.step(batch, runs.losses_of)
+    assert isinstance(caught.value.__context__, LookupError)
+    assert engine.steps_taken == 0
+
+
+def test_a_data_set_s_own_failure_stays_its_own() -> None:
+    class Broken(Grown):
+        def __getitem__(self, row: int) -> Any:
+            raise IndexError("broken")
+
+    batches = LogicalBatches(Broken(list(runs.data(SIZE))), batch_size=SIZE)
+    with pytest.raises(IndexError, match="broken"):
+        next(next(iter(batches)).physical())
+
+
+def test_users_and_parts_of_data_sets_may_stay_as_they_are() -> None:
+    data = ConcatDataset([runs.data(SIZE // 2), runs.data(SIZE // 2)])
+    batches = LogicalBatches(data, batch_size=4, unit_ids=np.arange(SIZE) // 3)
+    assert sum(1 for _ in batches) == 2
