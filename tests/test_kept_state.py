@@ -1,4 +1,4 @@
-"""What a forward keeps of its examples, in buffers and attributes of modules, is refused whichever way it is written."""
+"""What a forward keeps of its examples, in buffers and attributes, is refused whichever way it is written."""
 
 import numpy as np
 import private_runs as runs

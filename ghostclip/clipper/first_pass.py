@@ -219,7 +219,8 @@ def check_losses(losses: Tensor, scale: float) -> None:
     if losses.dim() != 1:
         raise LossShapeError(
             f'losses must have shape exactly [B], one per example; got {list(losses.shape)}. Use reduction="none", and '
-            "average what belongs to one example yourself: token losses [B, T] by .mean(1), a head of [B, 1] by [:, 0]"
+            "average what belongs to one example yourself: token losses [B, T] over each text's own tokens, (losses * "
+            "mask).sum(1) / mask.sum(1), since .mean(1) counts the padding; a head of [B, 1] by [:, 0]"
         )
     if not losses.dtype.is_floating_point:
         raise LossShapeError(f"losses must be floating point numbers; got {losses.dtype}")

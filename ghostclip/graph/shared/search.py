@@ -344,7 +344,8 @@ def not_a_batch(call: LayerCall, examples: int, name: str) -> Exception:
     if 1 < rows < examples and examples % rows == 0:
         return LossShapeError(
             f"losses must have shape exactly [B]; got [{examples}], but {name} saw {rows} (its output has shape "
-            f"{list(call.shape)}). Reshape losses of several tokens or positions to [B, T] and average them by .mean(1)"
+            f"{list(call.shape)}). Reshape losses of several tokens or positions to [B, T] and average each "
+            "over its own tokens, (losses * mask).sum(1) / mask.sum(1)"
         )
     return UnsupportedModelError(
         f"{name}: its output has shape {list(call.shape)} with {rows} rows in dimension {call.batch_dim}, for "
