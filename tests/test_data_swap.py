@@ -115,6 +115,27 @@ def test_a_buffer_that_keeps_something_of_the_data_is_found(in_place):
     assert ghostclip.check(model.eval(), class_losses, batch()) == []
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_data_without_a_finite_example_are_a_finding(value):
+    inputs, labels = batch()
+    (finding,) = ghostclip.check(network(nn.Identity()), class_losses, (torch.full_like(inputs, value), labels))
+    assert "no example's loss and gradient are finite" in finding.problem
+    inputs[1:] = value  # one that is finite is clipped and trained on
+    assert ghostclip.check(network(nn.Identity()), class_losses, (inputs, labels)) == []
+
+
+def test_losses_with_a_gradient_of_their_own_are_checked():
+    def penalized(model, batch):
+        x = batch[0].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return class_losses(model, batch) + slope.flatten(1).square().sum(1)
+
+    model = nn.Sequential(nn.Flatten(), nn.Linear(72, 4), nn.Tanh(), nn.Linear(4, CLASSES))
+    assert ghostclip.check(model, penalized, batch()) == []
+    mixing = nn.Sequential(Centred(), *model)
+    assert [finding.path for finding in ghostclip.check(mixing, penalized, batch())] == ["0"]
+
+
 def test_words_and_nested_batches():
     model = nn.Sequential(nn.Embedding(50, 4), nn.Flatten(), nn.Linear(12, CLASSES))
     words = {"words": torch.randint(50, (4, 3)), "labels": [torch.randint(CLASSES, (4,))]}

@@ -35,6 +35,10 @@ UPDATES, TAKEN_TURNS = ("tests/test_update_check.py",), ("tests/test_engine_turn
 RELEASES = ("tests/test_engine_release.py",)
 SUMS, NOISE, SPENDING = "ghostclip/engine/sums.py", "ghostclip/noise/standard.py", "ghostclip/engine/budget.py"
 COMPARISON, COMPARED = "ghostclip/self_check/comparison.py", ("tests/test_comparison.py",)
+MIXING_TEST, TRIAL = "ghostclip/self_check/mixing.py", "ghostclip/self_check/trial_losses.py"
+LOADING, CUTTING = "ghostclip/self_check/loading.py", "ghostclip/self_check/cutting.py"
+CHECKING, STATE = "ghostclip/self_check/checking.py", "ghostclip/self_check/model_state.py"
+COLLATED, KEPT_STATE = ("tests/test_collated.py",), ("tests/test_kept_state.py",)
 JOURNAL, RECORDS = "ghostclip/ledger/journal.py", "ghostclip/ledger/records.py"
 LEDGER = ("tests/test_ledger.py", "tests/test_ledger_damage.py")
 CHECKPOINT = ("tests/test_engine_checkpoint.py", "tests/test_checkpoint_spending.py")
@@ -305,10 +309,10 @@ CLIPPING = [
         ("tests/test_self_check.py",),
     ),
     Mutant(
-        "the self-check exchanges nothing",
-        COMPARISON,
-        "        index = torch.full((len(losses),), self._dice.choice(fine))\n",
-        "        index = torch.arange(len(losses))\n",
+        "the self-check loads no halves",
+        MIXING_TEST,
+        "        losses = [trial.run(half).losses for half in self._halves]\n",
+        "        losses = [trial.first.losses[half] for half in self._halves]\n",
         (*COMPARED, "-k", "mix_are and large"),
     ),
 ]
@@ -1196,16 +1200,16 @@ MIXED = [
     Mutant(
         "losses of later steps are never compared",
         COMPARISON,
-        "            return int(self._dice.random() < 1.0 / SELDOM)\n",
-        "            return 0\n",
+        "            return self._dice.random() < 1.0 / SELDOM\n",
+        "            return False\n",
         (*COMPARED, "-k", "how_often or later"),
     ),
     Mutant(
-        "losses divided by the number of examples pass",
-        COMPARISON,
-        "        if trial.batch.divisible and self._depends_on_number(",
-        "        if False and self._depends_on_number(",
-        (*COMPARED, "-k", "over_their_number"),
+        "rows are exchanged only where random numbers are drawn",
+        MIXING_TEST,
+        "any(self._depends(half) for half in self._halves) else None\n",
+        "False else None\n",
+        (*COMPARED, "-k", "mixup"),
     ),
     Mutant(
         "compiled steps are not compared",
@@ -1216,38 +1220,38 @@ MIXED = [
     ),
     Mutant(
         "what goes by a count of calls is refused",
-        COMPARISON,
+        MIXING_TEST,
         "        for _ in range(TOSSES):\n",
         "        for _ in range(0):\n",
         (*COMPARED, "-k", "honest and every"),
     ),
     Mutant(
         "dropout that falls elsewhere is refused",
-        COMPARISON,
-        "            trial.quieten()\n            if any",
-        "            if any",
-        (*COMPARED, "-k", "honest and dropout"),
+        TRIAL,
+        "                self._quiet.update(running[-1:])\n",
+        "                pass\n",
+        (*COMPARED, "-k", "mix_are and dropout"),
     ),
     Mutant(
         "random numbers by the data are refused",
-        COMPARISON,
-        "        if trial.draws and not self._draws_alike(",
-        "        if False and not self._draws_alike(",
+        MIXING_TEST,
+        "        if not self._draws_alike(part):\n",
+        "        if False:\n",
         (*COMPARED, "-k", "honest and drawn"),
     ),
     Mutant(
-        "ragged examples are refused",
-        "ghostclip/self_check/batch_rows.py",
-        "if own and (all(dims) or real)}",
-        "if own}",
-        (*COMPARED, "-k", "honest or taken"),
+        "halves are compared in the order of their rows",
+        MIXING_TEST,
+        "        if self._each > 1 if in_order is None else in_order:\n",
+        "        if True:\n",
+        COLLATED,
     ),
     Mutant(
-        "features are taken for examples",
-        "ghostclip/self_check/batch_rows.py",
-        "(len(self._sizes) < 2 and not all(0 in dims for dims in self._dims))",
-        "False",
-        (*COMPARED, "-k", "dimension"),
+        "users' rows may be in any order",
+        MIXING_TEST,
+        "        if self._each > 1 if in_order is None else in_order:\n",
+        "        if bool(in_order):\n",
+        COLLATED,
     ),
     Mutant(
         "a user's rows may not depend on each other",
@@ -1258,9 +1262,9 @@ MIXED = [
     ),
     Mutant(
         "buffers keep examples unseen",
-        COMPARISON,
-        "        if swaps:\n",
-        "        if False:\n",
+        MIXING_TEST,
+        '                return Kept("buffer", name)\n',
+        "                pass\n",
         ("tests/test_self_check.py",),
     ),
 ]
@@ -1844,9 +1848,9 @@ CHECKED = [
     ),
     Mutant(
         "check looks at no buffers",
-        "ghostclip/clipper/checking.py",
-        "        found += _remembering(model, loss_fn, batch)\n",
-        "",
+        CHECKING,
+        "    if (kept := test.kept()) is not None:\n",
+        "    if (kept := None) is not None:\n",
         ("tests/test_data_swap.py",),
     ),
     Mutant(
@@ -1977,10 +1981,10 @@ CHECKED = [
     ),
     Mutant(
         "check takes no norms of its batch",
-        "ghostclip/clipper/checking.py",
-        "        findings += _refusal(model, loss_fn, batch)\n",
-        "        pass\n",
-        LINES,
+        CHECKING,
+        "    return findings or _refusal(",
+        "    return findings or [] and _refusal(",
+        ("tests/test_check_lines.py",),
     ),
     Mutant(
         "a finding has the outermost line",
@@ -2265,6 +2269,135 @@ OWNED = [
     ),
 ]
 
+OF_COMPANY = [
+    Mutant(
+        "a batch larger than all before isn't compared",
+        COMPARISON,
+        "        if not (self._is_due(logical) or larger):\n",
+        "        if not self._is_due(logical):\n",
+        (*COLLATED, "-k", "one_long_text"),
+    ),
+    Mutant(
+        "some rows speak for a batch that is larger than they are",
+        COMPARISON,
+        "            if not found.hold(batch, len(rows)):\n",
+        "            if False:\n",
+        (*COLLATED, "-k", "one_long_text"),
+    ),
+    Mutant(
+        "what was not compared counts as compared",
+        CUTTING,
+        "            key in self._largest and all(",
+        "            key not in self._largest or all(",
+        (*COLLATED, "-k", "one_long_text"),
+    ),
+    Mutant(
+        "long and short texts are in both halves",
+        MIXING_TEST,
+        "        return sorted(order, key=longest.__getitem__)\n",
+        "        return order\n",
+        COLLATED,
+    ),
+    Mutant(
+        "data sets that read several at once are read one by one",
+        LOADING,
+        "            if _random_states() == before:\n",
+        "            if False:\n",
+        COLLATED,
+    ),
+    Mutant(
+        "augmentations of rows are drawn anew each time",
+        LOADING,
+        "            return copy.deepcopy(self._read[row])\n",
+        "            return self._read.pop(row)\n",
+        (*COLLATED, "-k", "generator"),
+    ),
+    Mutant(
+        "loading again leaves other random numbers",
+        LOADING,
+        "    with torch.random.fork_rng(_devices()):\n",
+        "    if True:\n",
+        (*COLLATED, "-k", "no_trace"),
+    ),
+    Mutant(
+        "a random collate function is held against itself",
+        TRIAL,
+        "        self.draws = self.collate_draws or ",
+        "        self.draws = ",
+        COLLATED,
+    ),
+    Mutant(
+        "batches loaded again miss what others go through",
+        "ghostclip/engine/step.py",
+        "batch.rows[batch.handed - 1], batch.passed)\n",
+        "batch.rows[batch.handed - 1], lambda each: each)\n",
+        (*COLLATED, "-k", "go_through"),
+    ),
+    Mutant(
+        "a finding of padding blames a layer",
+        MIXING_TEST,
+        "        return OF_COMPANY if self._is_padded() else self.place() or OF_COMPANY\n",
+        "        return self.place() or OF_COMPANY\n",
+        COLLATED,
+    ),
+    Mutant(
+        "lists of one entry for each example are not cut",
+        CUTTING,
+        "        if len(batch) == examples and not any(_is_batched(entry, examples) for entry in batch):\n",
+        "        if False:\n",
+        (*COLLATED, "-k", "check"),
+    ),
+    Mutant(
+        "objects with attributes are not cut",
+        CUTTING,
+        "    return _cut_object(batch, examples, index)\n",
+        "    return batch\n",
+        (*COLLATED, "-k", "check"),
+    ),
+    Mutant(
+        "check doesn't try halves",
+        CHECKING,
+        "    return [each for each in found if each] or [each for each in [test.mixed()] if each]\n",
+        "    return [each for each in found if each]\n",
+        (*COLLATED, "-k", "check"),
+    ),
+    Mutant(
+        "plain attributes keep examples unseen",
+        MIXING_TEST,
+        '                    return Kept("attribute", name)\n',
+        "                    pass\n",
+        KEPT_STATE,
+    ),
+    Mutant(
+        "attributes that are overwritten are refused",
+        MIXING_TEST,
+        "unlike(once, trial.run(trial.every, after=others).attributes)",
+        "unlike(once, trial.run(others).attributes)",
+        KEPT_STATE,
+    ),
+    Mutant(
+        "arrays of numpy keep examples unseen",
+        STATE,
+        "            if isinstance(value, np.ndarray) and value.dtype.kind in ",
+        "            if False and value.dtype.kind in ",
+        KEPT_STATE,
+    ),
+    Mutant(
+        "trials leave what they write in plain attributes",
+        "ghostclip/clipper/replay.py",
+        "[*self.model.buffers(), *_plain_tensors(self.model)]",
+        "[*self.model.buffers()]",
+        KEPT_STATE,
+    ),
+    Mutant(
+        "check says nothing where no example is finite",
+        CHECKING,
+        "    return [] if bool(finite.any()) else",
+        "    return [] if True else",
+        ("tests/test_data_swap.py",),
+    ),
+]
+
 UNIT_IDS, USERS = "ghostclip/sampling/unit_ids.py", ("tests/test_unit_ids.py",)
 GIVEN_DATA, READABLE = ("tests/test_changing_data.py",), ("tests/test_readable.py",)
 
@@ -2420,5 +2553,5 @@ AROUND_THE_BATCH = [
 
 MUTANTS = [
     *CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *PROVED, *SHARDED, *MIXED, *COMPILED, *MISUSE,
-    *SAME, *OBSERVED, *INTEGRATED, *CHECKED, *FOLLOWED, *OWNED, *RAGGED_NORMS, *AROUND_THE_BATCH,
+    *SAME, *OBSERVED, *INTEGRATED, *CHECKED, *FOLLOWED, *OWNED, *RAGGED_NORMS, *OF_COMPANY, *AROUND_THE_BATCH,
 ]  # fmt: skip

@@ -6,6 +6,7 @@ batch (the longest length, a count of tokens, a mean) is then another, and what 
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,7 +47,7 @@ class Rows(Protocol):
 
 
 class LoadedRows:
-    """Rows of a data set. Each is loaded under a seed of its own, so that its random augmentations come again.
+    """Rows of a data set, each read once, under a seed of its own, so that its random augmentations come again.
 
     Args:
         dataset: has the rows, as a DataLoader reads them: by ``__getitems__`` where there is one.
@@ -60,6 +61,7 @@ class LoadedRows:
     ) -> None:
         self._dataset, self._collate, self._rows, self._transform = dataset, collate, rows, transform
         self._seed = random.SystemRandom().getrandbits(32)
+        self._read: dict[int, Any] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -67,7 +69,7 @@ class LoadedRows:
     def some(self, places: Sequence[int]) -> LoadedRows:
         """Those in some of the places, under the same seeds."""
         found = LoadedRows(self._dataset, self._collate, [self._rows[place] for place in places], self._transform)
-        found._seed = self._seed
+        found._seed, found._read = self._seed, self._read
         return found
 
     def load(self, index: Sequence[int]) -> Loaded:
@@ -91,11 +93,18 @@ class LoadedRows:
             examples = several(rows)
             if _random_states() == before:
                 return examples
-        found: list[Any] = []
-        for row in rows:
+        return [self._example(row) for row in rows]
+
+    def _example(self, row: int) -> Any:
+        """One example, read once: reading may take long, and a collate function may change what it gets."""
+        if row not in self._read:
             _set_seed(hash((self._seed, row)) % 2**32)
-            found += several([row]) if several else [self._dataset[row]]
-        return found
+            several = getattr(self._dataset, "__getitems__", None)
+            self._read[row] = several([row])[0] if several else self._dataset[row]
+        try:
+            return copy.deepcopy(self._read[row])
+        except Exception:  # what can't be copied is read each time
+            return self._read.pop(row)
 
 
 class CutRows:
@@ -117,24 +126,29 @@ class CutRows:
         return Loaded(cut(self._batch, self._examples, index))
 
 
+def _devices() -> list[int]:
+    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+
+
 def _random_states() -> tuple[Any, ...]:
-    """Those of torch on the CPU, numpy and Python, to be compared."""
+    """Those of torch, numpy and Python, to be compared."""
     _, keys, *rest = np.random.get_state()
-    return torch.get_rng_state().numpy().tobytes(), np.asarray(keys).tobytes(), *rest, random.getstate()
+    of_torch = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in _devices())]
+    return *(each.numpy().tobytes() for each in of_torch), np.asarray(keys).tobytes(), *rest, random.getstate()
 
 
 def _set_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
+    torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
 
 
 @contextmanager
 def _random_states_kept() -> Iterator[None]:
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
+    of_numpy, of_python = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng(_devices()):
+        try:
+            yield
+        finally:
+            np.random.set_state(of_numpy)
+            random.setstate(of_python)

@@ -202,7 +202,7 @@ class MixingTest:
         for _ in range(TOSSES):
             if self._dice.random() < 0.5:
                 if self._trial.moves(self._trial.every):
-                    self._say("the loss function gives other losses when it is called again")
+                    self._say("the same rows have other losses when they are tried again")
                     return False
             elif not changes():
                 return False
