@@ -313,6 +313,13 @@ def users_rows_sorted_by_length() -> Training:
     return packed(), loader(texts(), sorted_by_length), class_losses, USERS
 
 
+@mixing
+def two_users_rows_sorted_by_length() -> Training:
+    """Of users whose rows are sorted within one half, and all rows with the longer user in front, halves show nothing."""
+    data = [text for pair in range(2) for text in texts(2, (4 + 5 * pair, 9 + 5 * pair))]
+    return packed(), loader(data, sorted_by_length), class_losses, {"unit_ids": [0, 0, 1, 1], "batch_size": 2}
+
+
 @honest
 def users_rows_in_their_order() -> Training:
     def forward(m: Wired, batch: dict[str, Tensor]) -> Tensor:

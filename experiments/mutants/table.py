@@ -311,8 +311,8 @@ CLIPPING = [
     Mutant(
         "the self-check loads no halves",
         MIXING_TEST,
-        "        losses = [trial.run(half).losses for half in self._halves]\n",
-        "        losses = [trial.first.losses[half] for half in self._halves]\n",
+        "        losses = [trial.run(part).losses for part in parts]\n",
+        "        losses = [trial.first.losses[part] for part in parts]\n",
         (*COMPARED, "-k", "mix_are and large"),
     ),
 ]
@@ -1242,15 +1242,15 @@ MIXED = [
     Mutant(
         "halves are compared in the order of their rows",
         MIXING_TEST,
-        "        if self._each > 1 if in_order is None else in_order:\n",
-        "        if True:\n",
+        "        in_order = self._each > 1 if in_order is None else in_order\n",
+        "        in_order = True\n",
         COLLATED,
     ),
     Mutant(
         "users' rows may be in any order",
         MIXING_TEST,
-        "        if self._each > 1 if in_order is None else in_order:\n",
-        "        if bool(in_order):\n",
+        "        in_order = self._each > 1 if in_order is None else in_order\n",
+        "        in_order = bool(in_order)\n",
         COLLATED,
     ),
     Mutant(
@@ -2308,7 +2308,7 @@ OF_COMPANY = [
     Mutant(
         "augmentations of rows are drawn anew each time",
         LOADING,
-        "            return copy.deepcopy(self._read[row])\n",
+        "            return _copied(self._read[row])\n",
         "            return self._read.pop(row)\n",
         (*COLLATED, "-k", "generator"),
     ),

@@ -140,16 +140,20 @@ class MixingTest:
         return not all(have_same_sizes(rows.load(half).batch, len(half), whole, len(every)) for half in self._halves)
 
     def _moved(self, in_order: bool | None = None) -> bool:
-        """Whether losses of the halves differ from the whole's."""
-        trial = self._trial
-        losses = [trial.run(half).losses for half in self._halves]
-        if [len(each) if each.dim() == 1 else -1 for each in losses] != [len(half) for half in self._halves]:
+        """Whether losses of the halves differ from the whole's; with users, also those of the users in reverse order.
+
+        A collate function that sorts its rows gives these the same order in which it gave the others.
+        """
+        trial, parts = self._trial, self._halves
+        in_order = self._each > 1 if in_order is None else in_order
+        if in_order:
+            units = range(len(trial.every) // self._each)
+            parts = [*parts, [place for unit in reversed(units) for place in self._rows([unit])]]
+        losses = [trial.run(part).losses for part in parts]
+        if [len(each) if each.dim() == 1 else -1 for each in losses] != [len(part) for part in parts]:
             return False  # the loss function takes no batches of this size
-        before = trial.first.losses[self._halves[0] + self._halves[1]]
-        after = torch.cat(losses)
-        if self._each > 1 if in_order is None else in_order:
-            return trial.differ(after, before)
-        return trial.differ(after.sort().values, before.sort().values)
+        before, after = trial.first.losses[[place for part in parts for place in part]], torch.cat(losses)
+        return trial.differ(after, before) if in_order else trial.differ(after.sort().values, before.sort().values)
 
     def _swapped(self, part: Sequence[int]) -> list[int] | None:
         """An index by which the rows of ``part`` stay, and one of them stands in all other places; None: none can."""
