@@ -1776,6 +1776,27 @@ INTEGRATED = [
         ("tests/test_compat_opacus_records.py", "-k", "accountant or epsilon"),
     ),
     Mutant(
+        "nested tensors are divided as dense ones are",
+        "ghostclip/clipper/replay.py",
+        "torch.arange(start, stop)) if tensor.is_nested else",
+        "torch.arange(start, stop)) if False else",
+        ("tests/test_nested.py",),
+    ),
+    Mutant(
+        "rows of a nested tensor are its first ones",
+        "ghostclip/clipper/replay.py",
+        "[parts[row] for row in rows.tolist()]",
+        "list(parts[: len(rows)])",
+        ("tests/test_nested.py",),
+    ),
+    Mutant(
+        "nested tensors go into compiled graphs",
+        "ghostclip/clipper/replay.py",
+        "    if not nested and any(leaf.is_nested for leaf in leaves):\n",
+        "    if False:\n",
+        ("tests/test_nested.py",),
+    ),
+    Mutant(
         "an empty batch in Opacus's interface keeps an example",
         "ghostclip/compat/opacus/empty_batch.py",
         "max(0, 2 * first - second)",
