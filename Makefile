@@ -34,7 +34,7 @@ lint: install  ## ruff and mypy
 mutants: install  ## plant bugs in a copy of the package, one at a time: which test finds each (half an hour)
 	$(BIN)/python experiments/mutants.py
 
-fuzz: install  ## random models and neighbouring pairs for an hour on two processes; FUZZ="--seconds 60" for less
+fuzz: install  ## random models, neighbouring pairs and collated data sets for an hour on two processes; FUZZ="--seconds 60" for less
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/fuzz.py --seconds 3600 --processes 2 $(FUZZ)
 
 COMPILED := mlp,fcnn-adult,embedding,cnn,rnn,lstm,transformer,cifar-cnn,lstm-imdb,lora-gpt,gpt-128,vgg11,resnet18-64px

@@ -1,8 +1,10 @@
 """Random models, batches and neighbouring pairs through every way to clip, until time is up.
 
-A case is one whole number. Three in four clip some batches of a random model in a random way and compare each with the
-loop over single examples in float64 (experiments/fuzzing/batches.py, truth.py); one in four adds an example to a data
-set and sees how far it moves what the engine would release (pairs.py). Ctrl-C ends a run with what it has so far.
+A case is one whole number. Five in eight clip some batches of a random model in a random way and compare each with the
+loop over single examples in float64 (experiments/fuzzing/batches.py, truth.py). Two in eight add an example to a data
+set and see how far it moves what the engine would release (pairs.py). One in eight does so with data sets that are
+loaded, padded and collated each by itself, by examples or users, with hooks on tensors (data_pairs.py, collates.py): a
+collate function that minds other examples must be refused, and no other. Ctrl-C ends a run with what it has so far.
 
     python experiments/fuzz.py [--seconds N] [--seed S] [--processes P] [--out FOLDER]
     python experiments/fuzz.py --only SEED      that case again, with its model and differences
@@ -55,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write(totals.as_run(**more, seconds=seconds, processes=options.processes), options.out)
     counts, refused = totals.counts, sum(totals.refusals.values())
     print(
-        f"{counts['batches']} batches, {counts['pairs']} pairs, {refused} refused, in {seconds} s; "
+        f"{counts['batches']} batches, {counts['pairs']} pairs, {counts['data pairs']} pairs of data sets, {refused} "
+        f"refused, in {seconds} s; "
         f"{len(totals.findings)} without an explanation"
     )
     return bool(totals.findings)

@@ -315,7 +315,7 @@ def users_rows_sorted_by_length() -> Training:
 
 @mixing
 def two_users_rows_sorted_by_length() -> Training:
-    """Of users whose rows are sorted within one half, and all rows with the longer user in front, halves show nothing."""
+    """Halves by length show nothing of a sort by length: each user is a half."""
     data = [text for pair in range(2) for text in texts(2, (4 + 5 * pair, 9 + 5 * pair))]
     return packed(), loader(data, sorted_by_length), class_losses, {"unit_ids": [0, 0, 1, 1], "batch_size": 2}
 

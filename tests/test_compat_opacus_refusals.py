@@ -147,7 +147,7 @@ class Mixing(nn.Linear):
 
 @pytest.mark.parametrize(
     ("model", "error", "says"),
-    [(OwnLoss, LossShapeError, "has shape \\[\\]"), (Mixing, UnsupportedModelError, "mix|depend")],
+    [(OwnLoss, LossShapeError, "loss of shape \\[\\] that the model"), (Mixing, UnsupportedModelError, "mix|depend")],
 )
 def test_outputs_that_do_not_belong_to_examples(model: Any, error: Any, says: str) -> None:
     module = model(3, 2)
@@ -217,7 +217,6 @@ def test_a_data_set_without_a_length() -> None:
         ({"clipping": "per_layer"}, ValueError, "a list of 5 norms"),
         ({"grad_sample_mode": "no_op"}, ValueError, "per_example_grads"),
         ({"wrap_model": False}, ValueError, "same object"),
-        ({"rand_on_empty": True}, ValueError, "without rows"),
         ({"max_grad_nrom": 1.0}, TypeError, r"make_private\(\) has no option 'max_grad_nrom'; it takes batch_first"),
     ],
 )
@@ -268,6 +267,30 @@ def test_a_copy_of_the_model_is_a_model_alone() -> None:
     assert other._module is other
     with pytest.raises(PrivacyError, match=r"without loss\.backward\(\)"):
         optimizer.step()
+
+
+def test_what_one_accountant_counts_needs_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = PrivacyEngine(), PrivacyEngine()
+    model, optimizer, loader = private(first, "words", layers, noise_multiplier=1.0)
+
+    def again(engine: PrivacyEngine) -> list[str]:
+        caplog.clear()
+        found = DataLoader(loader.dataset, batch_size=8, collate_fn=loader.collate_fn)
+        made = engine.make_private(module=model, optimizer=optimizer, data_loader=found, noise_multiplier=1.0,
+                                   max_grad_norm=MAX_NORM)  # fmt: skip
+        list(train(made[2], model, made[1], mean_loss))
+        engine.detach()
+        return [record.message for record in caplog.records if "another engine" in record.message]
+
+    list(train(loader, model, optimizer, mean_loss))
+    first.detach()
+    assert again(first) == []
+    assert first.accountant.history == [(1.0, 0.2, 10)]
+    (warned,) = again(second)
+    assert "accountant.load_state_dict" in warned
+    second.accountant = first.accountant
+    assert again(second) == []
+    assert first.accountant.history == [(1.0, 0.2, 20)]
 
 
 def test_detach_takes_everything_off() -> None:

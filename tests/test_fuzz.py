@@ -60,7 +60,7 @@ def test_outcomes_are_added_up_and_runs_written_one_behind_the_other(tmp_path, m
         assert fuzz.main(["--seed", "5", "--out", str(tmp_path)]) == 1
     runs = json.loads((tmp_path / "fuzz.json").read_text())["runs"]
     assert [(run["batches"], run["pairs"], run["found"]) for run in runs] == [(4, 2, 1)] * 2
-    assert "8 clipped batches and 4 neighbouring pairs" in (tmp_path / "fuzz.md").read_text()
+    assert "8 clipped batches, 4 neighbouring pairs and 0 neighbouring data sets" in (tmp_path / "fuzz.md").read_text()
     assert "--only 6: off by much" in capsys.readouterr().out
 
 

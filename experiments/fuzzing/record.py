@@ -48,6 +48,7 @@ class Totals:
             "cases": self.cases,
             "batches": self.counts["batches"],
             "pairs": self.counts["pairs"],
+            "data_pairs": self.counts["data pairs"],
             "counts": dict(sorted(self.counts.items())),
             "refusals": dict(self.refusals.most_common()),
             "worst_error": self.worst_error,
@@ -83,18 +84,20 @@ def markdown(runs: Sequence[dict[str, Any]]) -> str:
     """The page: all runs, what they compared, what was found."""
     lines = ["# Random differential tests", ""]
     hours = sum(run["seconds"] for run in runs) / 3600
-    batches, pairs = (sum(run[name] for run in runs) for name in ("batches", "pairs"))
-    lines += [f"{batches:,} clipped batches and {pairs:,} neighbouring pairs in {hours:.1f} hours (`make fuzz`; a "
-              "row is a run).", "",
-              "| commit | started | first seed | minutes | batches | pairs | refused | worst relative error of a norm "
-              "(float32, float64) | worst share of the bound | unexplained |",
-              "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    # Earlier runs had no data sets.
+    batches, pairs, data = (sum(run.get(name, 0) for run in runs) for name in ("batches", "pairs", "data_pairs"))
+    lines += [f"{batches:,} clipped batches, {pairs:,} neighbouring pairs and {data:,} neighbouring data sets, each "
+              f"collated by itself, in {hours:.1f} hours (`make fuzz`; a row is a run).", "",
+              "| commit | started | first seed | minutes | batches | pairs | data sets | refused | worst relative "
+              "error of a norm (float32, float64) | worst share of the bound | unexplained |",
+              "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
     for run in runs:
         refused = sum(run["refusals"].values())
         errors = ", ".join(f"{run['worst_error'].get(dtype, 0.0):.1e}" for dtype in ("float32", "float64"))
         lines.append(
             f"| {run['commit']} | {run['started']} | {run['seed']} | {run['seconds'] / 60:.0f} | {run['batches']:,} | "
-            f"{run['pairs']:,} | {refused} | {errors} | {run['worst_share']:.7f} | {run['found']} |"
+            f"{run['pairs']:,} | {run.get('data_pairs', 0):,} | {refused} | {errors} | {run['worst_share']:.7f} | "
+            f"{run['found']} |"
         )
     lines += ["", "## The last run", "", "| what | how many |", "| --- | --- |"]
     lines += [f"| {name} | {count:,} |" for name, count in runs[-1]["counts"].items()]

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from .batches import batch_case
+from .data_pairs import data_case
 from .outcome import Outcome, in_short
 from .pairs import pair_case
 
-__all__ = ["PAIRS_EVERY", "outcomes", "run_case"]
+__all__ = ["DATA_EVERY", "PAIRS_EVERY", "outcomes", "run_case"]
 
-# One case in so many is one of pairs.
-PAIRS_EVERY = 4
+# One case in so many is one of pairs, and one of data sets that are collated.
+PAIRS_EVERY, DATA_EVERY = 4, 8
 # Seconds a case may take, before it counts as one that doesn't end.
 MOST_SECONDS = 300
 
@@ -33,7 +34,7 @@ class NoEnd(Exception):
 
 def run_case(seed: int, show: bool = False) -> Outcome:
     """What came of one case, whatever it raised."""
-    case = pair_case if seed % PAIRS_EVERY == 0 else batch_case
+    case = pair_case if seed % PAIRS_EVERY == 0 else data_case if seed % DATA_EVERY == 3 else batch_case
     handler = signal.signal(signal.SIGALRM, _no_end)
     signal.alarm(MOST_SECONDS)
     try:

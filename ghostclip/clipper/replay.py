@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ghostclip.clipper.first_pass import FirstPasses
 
-__all__ = ["Replay", "is_trial", "leaves_of", "shows_at_another_size"]
+__all__ = ["Replay", "is_trial", "leaves_of", "rows_between", "shows_at_another_size", "take_rows"]
 
 _TRYING = ContextVar("trying", default=False)
 # What modules keep hooks of a forward in.
@@ -139,13 +139,49 @@ def _put_back(buffers: list[tuple[Tensor, Tensor]], places: list[Place]) -> None
             buffer.copy_(value)
 
 
-def leaves_of(batch: Any) -> tuple[list[Tensor], Any, int] | None:
-    """(tensors, structure, number of examples) of a batch; None unless all leaves are tensors with B in dimension 0."""
+def leaves_of(batch: Any, nested: bool = False) -> tuple[list[Tensor], Any, int] | None:
+    """(tensors, structure, number of examples) of a batch; None unless all leaves are tensors with B in dimension 0.
+
+    Args:
+        batch: of any structure.
+        nested: whether they may be nested tensors, whose rows `take_rows` takes.
+    """
     leaves, structure = tree_flatten(batch)
     if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
         return None
-    examples = {leaf.shape[0] for leaf in leaves}
+    if not nested and any(leaf.is_nested for leaf in leaves):
+        return None
+    examples = {leaf.size(0) for leaf in leaves}
     return (leaves, structure, examples.pop()) if len(examples) == 1 else None
+
+
+def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Some rows of a tensor [B, ...], in this order: ``tensor[rows]``, which nested tensors don't have.
+
+    Args:
+        tensor: strided or jagged, where it is nested.
+        rows: numbers of rows, [n] with n >= 1.
+
+    Raises:
+        TypeError: the tensor is jagged and has lengths of its own, not those between its offsets.
+    """
+    if not tensor.is_nested:
+        return tensor[rows.to(tensor.device)]
+    jagged: Any = tensor if tensor.layout == torch.jagged else None
+    if jagged is not None and jagged.lengths() is not None:
+        raise TypeError("it holds a jagged tensor with lengths of its own, and not those between its offsets")
+    parts = tensor.unbind()
+    chosen = [parts[row] for row in rows.tolist()]
+    if jagged is None:
+        return torch.nested.as_nested_tensor(chosen)
+    dim = jagged._ragged_idx - 1
+    sizes = torch.tensor([0, *(part.shape[dim] for part in chosen)], device=tensor.device)
+    return torch.nested.nested_tensor_from_jagged(torch.cat(chosen, dim), sizes.cumsum(0), jagged_dim=dim + 1)
+
+
+def rows_between(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """``tensor[start:stop]``, which nested tensors don't have; raises as `take_rows`."""
+    return take_rows(tensor, torch.arange(start, stop)) if tensor.is_nested else tensor[start:stop]
 
 
 def shows_at_another_size(
@@ -155,14 +191,14 @@ def shows_at_another_size(
 
     Leaves no trace in the model and in random states but for what ``passes`` learnt.
     """
-    found = leaves_of(batch)
+    found = leaves_of(batch, nested=True)
     if found is None or found[2] < 2:
         return False
     leaves, structure, examples = found
     sizes = {size for parameter in model.parameters() for size in parameter.shape if size > 1}
     rows = torch.arange(_prime_above(examples, sizes)) % examples
-    repeated = tree_unflatten([leaf.detach()[rows.to(leaf.device)] for leaf in leaves], structure)
     try:
+        repeated = tree_unflatten([take_rows(leaf.detach(), rows) for leaf in leaves], structure)
         with Replay(model).again(gradients=True):
             return passes.rehearse(loss_fn(model, repeated))
     except Exception:  # what refuses this batch, too, or a loss function that takes no other: the first error stands

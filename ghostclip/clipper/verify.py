@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ghostclip.clipper.gradient_guard import gradients_aside
-from ghostclip.clipper.replay import Replay
+from ghostclip.clipper.replay import Replay, rows_between
 from ghostclip.clipping import Groupwise, Policy
 from ghostclip.errors import VerificationError
 
@@ -82,7 +82,7 @@ def _first(norms: Any) -> Any:
 def _single_gradients(
     model: nn.Module, loss_fn: Callable, batch: Any, example: int, trained: dict[str, nn.Parameter]
 ) -> dict[str, Tensor]:
-    one = tree_map(lambda leaf: leaf[example : example + 1] if isinstance(leaf, Tensor) else leaf, batch)
+    one = tree_map(lambda leaf: rows_between(leaf, example, example + 1) if isinstance(leaf, Tensor) else leaf, batch)
     loss = loss_fn(model, one).sum()
     grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     return {name: _or_zeros(grad, trained[name]) for name, grad in zip(trained, grads, strict=True)}

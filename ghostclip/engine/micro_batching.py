@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 
 from ghostclip.clipper import GhostClipper
 from ghostclip.clipper.gradient_guard import gradients_aside
-from ghostclip.clipper.replay import Replay, shows_at_another_size
+from ghostclip.clipper.replay import Replay, rows_between, shows_at_another_size, take_rows
 from ghostclip.clipper.second_pass import TwoPasses
 from ghostclip.engine.memory import MemoryMeter, in_words
 from ghostclip.errors import PrivacyError, UnsupportedModelError, is_out_of_memory
@@ -96,7 +96,7 @@ class MicroBatches:
 
         def trial(size: int) -> None:
             index = torch.arange(size) % rows
-            batch = _mapped(examples, rows, lambda tensor: tensor[index.to(tensor.device)])
+            batch = _mapped(examples, rows, lambda tensor: take_rows(tensor, index))
             _clip_without_a_trace(clipper, loss_fn, batch)
 
         reserve = _bytes_of_state(optimizer)
@@ -147,6 +147,15 @@ class MicroBatches:
             else:
                 self._halve(stop - start, failure)
         return done
+
+    def run_whole(self, work: Callable[[], T], units: int, reason: str) -> T:
+        """``work()`` on a physical batch that can't be divided for this reason, which is said where memory runs out."""
+        try:
+            return work()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise _advised(error, units, reason) from error
 
     def _halve(self, tried: int, failure: str) -> None:
         self.most = tried // 2
@@ -233,18 +242,21 @@ def _piece(examples: Any, start: int, stop: int, units: int, rows: int) -> Any:
 
 
 def rows_of(examples: Any, rows: int, start: int, stop: int) -> Any:
-    """Rows ``start`` to ``stop`` of a physical batch: tensors with ``rows`` in dimension 0, nested as they are.
+    """Rows ``start`` to ``stop`` of a physical batch: tensors with ``rows`` in dimension 0, in the structure they have.
 
     Raises:
         TypeError: something else is in it, of which nobody knows whose it is.
     """
-    return _mapped(examples, rows, lambda tensor: tensor[start:stop])
+    return _mapped(examples, rows, lambda tensor: rows_between(tensor, start, stop))
 
 
 def _mapped(examples: Any, rows: int, pick: Callable[[Tensor], Tensor]) -> Any:
-    """What ``pick`` makes of the tensors of a physical batch, nested as they are; raises as `rows_of`."""
+    """What ``pick`` makes of the tensors of a physical batch, in their structure; raises as `rows_of`."""
     if isinstance(examples, Tensor):
-        if examples.dim() == 0 or examples.shape[0] != rows or examples.layout != torch.strided:
+        if examples.is_nested and examples.size(0) != rows:
+            raise TypeError(f"it holds a nested tensor of {examples.size(0)} rows, which has not one for each example")
+        dense = examples.is_nested or examples.layout == torch.strided
+        if examples.dim() == 0 or examples.size(0) != rows or not dense:
             raise TypeError(f"it holds a tensor of shape {[*examples.shape]}, which has not one row for each example")
         return pick(examples)
     if examples is None:

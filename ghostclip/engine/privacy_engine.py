@@ -26,7 +26,7 @@ from ghostclip.engine.release import Release, refuse_second_engine
 from ghostclip.engine.snapshots import Restored, Snapshots, Stateful
 from ghostclip.engine.step import BatchIndexOf, LogicalStep, LossFunction, StepRecord
 from ghostclip.engine.terms import StepTerms
-from ghostclip.engine.update_check import warn_of_earlier
+from ghostclip.engine.update_check import how_to_count, warn_of_earlier
 from ghostclip.errors import PrivacyError
 from ghostclip.events import Event
 from ghostclip.ledger import Ledger
@@ -107,7 +107,9 @@ class PrivacyEngine(OpacusNames):
         ModuleNotFoundError: ``noise="hardened"`` without the `cryptography` package.
     """
 
-    _sampled_by: ClassVar[type[LogicalBatches]] = LogicalBatches  # `ghostclip.compat.opacus` has rates of its own
+    # `ghostclip.compat.opacus` has rates and accountants of its own.
+    _sampled_by: ClassVar[type[LogicalBatches]] = LogicalBatches
+    _how_to_count = how_to_count
 
     def __init__(
         self,
@@ -187,7 +189,7 @@ class PrivacyEngine(OpacusNames):
         )
         self._snapshots.start_alike()
         self._synchronise = keep_unsynchronised(model)
-        warn_of_earlier(self)
+        warn_of_earlier(self, self._how_to_count)
         if ranks.leads and self._spending.private:
             accounting.warn_of_delta(self.target_delta, loader.units, self._spending.unit)
 

@@ -31,6 +31,7 @@ BatchIndexOf = Callable[[Any], Any] | None
 TRACED_AND_COMPILED = (
     "trace() and compile() don't go together: a compiled step has its sums inside of its graph; leave one of them out"
 )
+OF_INDEX = "batch_index says whose rows are in the whole of it"
 OF_USERS = (
     "with unit_ids, a user's rows lie side by side in the batch, and a layer over [positions x rows, features] parts "
     "them: give it [positions, rows, features] with batch_dim=1, or [rows x positions, features]"
@@ -178,9 +179,9 @@ class LogicalStep:
         self, clip: Callable[[LossFunction, Any], ClippingResult], loss_fn: LossFunction, examples: Any
     ) -> list[ClippingResult]:
         """``clip`` of the physical batch that was handed out last, in pieces that fit into memory."""
-        if self._batch_index is not None:  # whose rows no piece of it would have
-            return [clip(loss_fn, examples)]
         whole = self._now
+        if self._batch_index is not None:
+            return [self.micro_batches.run_whole(lambda: clip(loss_fn, examples), whole.units, OF_INDEX)]
 
         def work(piece: Any, start: int, stop: int) -> ClippingResult:
             self._piece = start, stop

@@ -12,7 +12,7 @@ from transformers.models.auto import modeling_auto as auto
 
 from ghostclip.errors import UnsupportedModelError
 
-__all__ = ["ComputeLosses", "losses_for"]
+__all__ = ["ComputeLosses", "class_losses", "class_losses_of", "losses_for"]
 
 # (model, inputs of a physical batch) -> losses [B].
 ComputeLosses = Callable[[nn.Module, dict[str, Any]], Tensor]
@@ -62,7 +62,11 @@ def sequence_to_sequence_losses(model: nn.Module, inputs: dict[str, Any]) -> Ten
 
 def class_losses(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     """[B]: cross-entropy for one label of several, else the mean over labels of the squared or binary error."""
-    logits, labels = _outputs(model, inputs)
+    return class_losses_of(model, *_outputs(model, inputs))
+
+
+def class_losses_of(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
+    """`class_losses` of logits [B, classes] that the model returned."""
     kind = getattr(_base(model).config, "problem_type", None)
     if kind is None and logits.shape[1] == 1:
         kind = "regression"

@@ -44,6 +44,10 @@ class Accountant(ABC):
         """Counts the events that ``events()`` returns, now and later."""
         self._engines.append(events)
 
+    def follows(self, events: Callable[[], Sequence[Event]]) -> bool:
+        """Whether it counts the events of ``events()``."""
+        return events in self._engines
+
     def take_over(self, other: Accountant) -> None:
         """Counts all that ``other`` counted, and what its engines charge later."""
         self._noted += other._noted

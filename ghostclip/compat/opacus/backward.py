@@ -16,12 +16,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ghostclip.compat.opacus.core import CoreEngine
+from ghostclip.compat.opacus.model_losses import loss_of_rows
 from ghostclip.errors import LossShapeError, PrivacyError
 from ghostclip.nn.base import PROBE
 from ghostclip.sampling import LogicalBatch
 
 __all__ = ["ScalarLosses"]
 
+OWN_LOSS = """loss.backward() came to a loss of shape [] that the model computed itself, which can't be divided by \
+example. Compute the loss from the model's other outputs: criterion(outputs.logits, labels), or for any model of \
+transformers losses_for(model)(model, batch).{reduction}(), with losses_for from \
+ghostclip.integrations.huggingface_losses"""
 # A logical batch, and the number of the physical one.
 Turn: TypeAlias = tuple[LogicalBatch, int]
 
@@ -97,6 +102,10 @@ class ScalarLosses:
         forward = _Forward(self, turn, [leaves[place] for place in places], inputs)
         for place, cut in zip(places, _Cut.apply(forward, PROBE, *inputs), strict=True):
             leaves[place] = cut
+        # Models of transformers return their loss first, and logits next.
+        if self._mean and places[0] == 0 and leaves[0].dim() == 0 and len(leaves) > 1:
+            found = loss_of_rows(module, kwargs.get("labels"), leaves[0], leaves[1])
+            leaves[0] = leaves[0] if found is None else found
         return tree_unflatten(leaves, structure)
 
     def __reduce__(self) -> Any:
@@ -161,6 +170,8 @@ class ScalarLosses:
 
     def _batch_dim(self, place: int, output: Tensor, rows: int) -> int:
         """The dimension of an output that holds examples, the same in all batches; by its size in the first one."""
+        if output.dim() == 0:
+            raise LossShapeError(OWN_LOSS.format(reduction="mean" if self._mean else "sum"))
         known = self._dims.get((place, output.dim()))
         dims = self._batch_dims if known is None else (known,)
         fits = [dim for dim in dims if dim < output.dim() and output.shape[dim] == rows]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ghostclip.compat.opacus.accountants import Accountant
 from ghostclip.engine import PrivacyEngine
 from ghostclip.events import Event
 from ghostclip.sampling import LogicalBatch, LogicalBatches, Scheme
@@ -84,9 +85,25 @@ class LoaderBatches(LogicalBatches):
 
 
 class CoreEngine(PrivacyEngine):
-    """The engine that samples, clips, charges and adds noise; its losses come from `ScalarLosses`."""
+    """The engine that samples, clips, charges and adds noise; its losses come from `ScalarLosses`.
+
+    Args:
+        counted_by: the accountant that counts its steps.
+        args, options: as for `PrivacyEngine`.
+    """
 
     _sampled_by = LoaderBatches
+
+    def __init__(self, *args: Any, counted_by: Accountant, **options: Any) -> None:
+        self._counted_by = counted_by
+        super().__init__(*args, **options)
+        counted_by.follow(self.charged)
+
+    def _how_to_count(self, earlier: PrivacyEngine) -> str | None:
+        """What makes the accountant count the steps of an earlier engine; None where it does."""
+        if isinstance(earlier, CoreEngine) and self._counted_by.follows(earlier.charged):
+            return None
+        return "Call accountant.load_state_dict(...) of the new one with the state_dict() of the earlier one's"
 
     @property
     def batch(self) -> LogicalBatch | None:

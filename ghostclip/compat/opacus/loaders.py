@@ -1,4 +1,4 @@
-"""Opacus's data loader: logical batches as tensors, an empty one as tensors without rows; and BatchMemoryManager."""
+"""Opacus's data loader: logical batches as collated, an empty one without rows; and BatchMemoryManager."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-from torch import Tensor
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from ghostclip.compat.opacus.core import CoreEngine
+from ghostclip.compat.opacus.empty_batch import empty_batch
 from ghostclip.compat.opacus.optimizer import DPOptimizer
 from ghostclip.errors import PrivacyError
 from ghostclip.sampling import LogicalBatch
@@ -23,13 +22,14 @@ __all__ = ["BatchMemoryManager", "DPDataLoader"]
 class DPDataLoader:
     """The data loader that ``make_private`` returns: each iteration over it is one epoch of random batches.
 
-    A batch is what ``collate_fn`` returns. An empty batch has tensors without rows. Every batch, even an empty one,
-    needs its ``loss.backward()`` and ``optimizer.step()``, or `discard`. The next batch raises PrivacyError otherwise.
+    A batch is what ``collate_fn`` returns. An empty batch has the same structure without rows (see `empty_batch`).
+    Every batch, even an empty one, needs its ``loss.backward()`` and ``optimizer.step()``, or `discard`. The next batch
+    raises PrivacyError otherwise.
 
     Args:
         engine: draws the batches.
         given: the user's loader, whose dataset and ``collate_fn`` are kept.
-        batch_dim: the dimension of the tensors that holds the examples.
+        one_row: whether a batch of one row of ones takes the place of an empty one; its gradients are dropped.
         limit: the most examples in a physical batch; None: all of a logical batch.
 
     Attributes:
@@ -38,10 +38,10 @@ class DPDataLoader:
         sample_rate: the probability with which each example joins a logical batch.
     """
 
-    def __init__(self, engine: CoreEngine, given: DataLoader[Any], batch_dim: int, limit: int | None = None) -> None:
+    def __init__(self, engine: CoreEngine, given: DataLoader[Any], one_row: bool, limit: int | None = None) -> None:
         self.dataset, self.collate_fn = given.dataset, given.collate_fn
         self.sample_rate = engine.sample_rate
-        self._engine, self._given, self._batch_dim, self._limit = engine, given, batch_dim, limit
+        self._engine, self._given, self._one_row, self._limit = engine, given, one_row, limit
         self._examples = len(given.dataset)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
@@ -54,12 +54,13 @@ class DPDataLoader:
 
         Raises:
             PrivacyError: the batch before had no step, or trained parameters changed outside of steps.
-            TypeError: a batch is empty, and ``collate_fn`` doesn't return tensors in tuples, lists and dicts only.
+            TypeError: a batch is empty, and holds something of which `empty_batch` can't make an empty one.
         """
         batches = self._engine.batches()
         batches.limit_physical(self._limit or self._examples)
         for batch in batches:
-            for examples in batch.physical() if batch.sizes else [self._empty()]:
+            empty = [] if batch.sizes else [empty_batch(self.dataset, self.collate_fn, self._one_row)]
+            for examples in empty or batch.physical():
                 yield examples
                 if self._engine.batch is not batch:
                     break  # it had its step, or was discarded
@@ -67,7 +68,7 @@ class DPDataLoader:
 
     def limited(self, most: int) -> DPDataLoader:
         """The same loader with physical batches of at most ``most`` examples."""
-        return DPDataLoader(self._engine, self._given, self._batch_dim, most)
+        return DPDataLoader(self._engine, self._given, self._one_row, most)
 
     def discard(self) -> None:
         """Leaves the last batch out on purpose. Nothing of it is released, and its step is charged.
@@ -84,19 +85,6 @@ class DPDataLoader:
                 "the batch before this one had no loss.backward() with optimizer.step(), so it was neither charged nor "
                 "released; leave neither out, or call data_loader.discard(), which charges the batch, before the next"
             )
-
-    def _empty(self) -> Any:
-        """The tensors of a batch of one example, without their rows."""
-        return tree_map(self._without_rows, self.collate_fn([self.dataset[0]]))
-
-    def _without_rows(self, value: Any) -> Tensor:
-        if not isinstance(value, Tensor):
-            raise TypeError(
-                f"a batch holds a {type(value).__name__}, of which an empty batch can't be made; have collate_fn "
-                "return tensors in tuples, lists and dicts only"
-            )
-        dim = self._batch_dim if value.dim() > self._batch_dim else 0
-        return value.narrow(dim, 0, 0)
 
 
 class BatchMemoryManager:

@@ -64,8 +64,6 @@ class Options:
             )
         if not self.wrap_model:
             raise ValueError("wrap_model must be left out: the model stays the same object, and nothing is around it")
-        if self.rand_on_empty:
-            raise ValueError("rand_on_empty must be left out: an empty batch has tensors without rows, and its step")
 
     @property
     def sampling(self) -> str:
@@ -145,7 +143,9 @@ class OpacusEngine:
                 epsilon is inf.
                 ``grad_sample_mode`` ("hooks"): also "functorch", "ew" or "ghost". All give the same sums; "ghost"
                 returns the criterion too.
-                ``wrap_model`` (True) and ``rand_on_empty`` (False) take no other value.
+                ``rand_on_empty`` (False): True hands out a batch of one row of ones in place of an empty one, for
+                models that can't take 0 rows. Its gradients are dropped.
+                ``wrap_model`` (True) takes no other value.
 
         Returns:
             (module, optimizer, data_loader), or (module, optimizer, criterion, data_loader) with
@@ -165,15 +165,14 @@ class OpacusEngine:
         engine = CoreEngine(
             module, optimizer, data_loader, batch_size=expected if mean else 1, noise_multiplier=noise_multiplier,
             clipping=_policy(module, max_grad_norm, chosen.clipping), sampling=chosen.sampling,
-            **self._noise(chosen.noise_generator),
+            counted_by=self.accountant, **self._noise(chosen.noise_generator),
         )  # fmt: skip
-        self.accountant.follow(engine.charged)
         self._engines.append(engine)
         losses = self._attach(module, engine, mean, batch_dims)
         private = DPOptimizer(optimizer, engine, losses, loss_reduction=chosen.loss_reduction,
                               expected_batch_size=expected)  # fmt: skip
         self._undo.append(private.handle)
-        loader = DPDataLoader(engine, data_loader, batch_dims[0])
+        loader = DPDataLoader(engine, data_loader, chosen.rand_on_empty)
         if chosen.grad_sample_mode == "ghost":
             return module, private, nn.CrossEntropyLoss() if criterion is None else criterion, loader
         return module, private, loader
