@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
-from ghostclip.errors import GradientLeakError, PrivacyError, UnsupportedModelError
+from ghostclip.errors import PrivacyError, UnsupportedModelError
 from ghostclip.nn.sharding import INSTEAD_OF_SHARDING, is_fully_sharded, sharding_of
 
 if TYPE_CHECKING:
@@ -79,33 +79,17 @@ class UpdateCheck:
     def check(self) -> None:
         """Raises PrivacyError where a trained parameter isn't as the last charged step left it."""
         self.check_model()
-        name = self._written()
-        if name is None and self._versions is not None:
-            name = self._differs(self._addresses_now(), self._addresses)
-        if name is not None:
+        self.check_written()
+        if self._versions is not None and (name := self._differs(self._addresses_now(), self._addresses)) is not None:
             self._refuse(name)
 
-    def check_within(self, gathered: int) -> None:
-        """Raises within a logical batch, before its step, where a trained parameter was written to since its start.
+    def check_written(self) -> None:
+        """Raises PrivacyError where a trained parameter was written to since the last charged step.
 
-        Not where values lie elsewhere: recurrent layers on a GPU may gather their weights in one piece in the forward.
-
-        Args:
-            gathered: how many physical batches were, whose sums may have been stepped with.
-
-        Raises:
-            GradientLeakError: they may have been.
-            PrivacyError: nothing was gathered.
+        Within a logical batch values may lie elsewhere: recurrent layers on a GPU gather weights in the forward.
         """
-        if (name := self._written()) is None:
-            return
-        if not gathered:
+        if (name := self._written()) is not None:
             self._refuse(name)
-        raise GradientLeakError(
-            f"the parameter {name!r} was changed between engine.backward() and the step. If another optimizer did "
-            "that, it stepped with clipped sums that have no noise yet, which nothing charges: don't use this model. "
-            "Give all parameters to the engine's optimizer, and change them after its step only"
-        )
 
     def _written(self) -> str | None:
         """The name of a trained parameter that was written to since `accept`."""
