@@ -59,19 +59,23 @@ class ClippedSums:
         """
         self.check()
         self._refuse_hooks()
+        self._new.totals.clear()  # which an interruption may have left
         try:
             result = backward(self._take)
-        except BaseException:
+            self._keep(more)
+        finally:
             self._new.totals.clear()
-            raise
+        return result
+
+    def _keep(self, more: bool) -> None:
+        """Adds what is new and counts it; where that fails all is discarded, since adding can't be undone."""
         try:
             self._keep_new()
             self.drop_gradients()
             self.count += not more
         except BaseException:
-            self.discard()  # adding can't be undone
+            self.discard()
             raise
-        return result
 
     def check(self) -> None:
         """Raises GradientLeakError where someone else filled a p.grad before anything was gathered."""
