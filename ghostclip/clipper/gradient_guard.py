@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from ghostclip.errors import GradientLeakError
 from ghostclip.nn.sharding import local_part
 
-__all__ = ["GradientGuard", "gradients_aside", "have_hooks", "is_distributed"]
+__all__ = ["GradientGuard", "have_hooks", "is_distributed"]
 
 
 class GradientGuard:
@@ -77,16 +76,3 @@ def have_hooks(parameters: Iterable[nn.Parameter]) -> bool:
 def is_distributed() -> bool:
     """Whether several processes train together, who wait for each other's gradients of every parameter."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-@contextmanager
-def gradients_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Inside, the p.grads begin as None; afterwards what stood there is put back."""
-    before = [parameter.grad for parameter in parameters]
-    try:
-        for parameter in parameters:
-            parameter.grad = None
-        yield
-    finally:
-        for parameter, grad in zip(parameters, before, strict=True):
-            parameter.grad = grad
