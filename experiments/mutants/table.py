@@ -707,11 +707,11 @@ FUZZED = [
         ("tests/test_self_check.py", "-k", "scaled"),
     ),
     Mutant(
-        "a narrow number has no float32 sum",
+        "a single number has no sum over uses",
         "ghostclip/clipper/second_pass.py",
         "self.totals[owner][slice(*rows) if rows else ...] += amount",
         "self.totals[owner][slice(*rows) if rows else slice(None)] += amount",
-        ("tests/test_engine.py", "-k", "single_numbers"),
+        ("tests/test_engine_sums.py", "-k", "first_amount"),
     ),
     Mutant(
         "weights with a margin for rounding taken for weights that others decide",
