@@ -309,3 +309,9 @@ def test_a_spent_budget_stops_before_anything_is_released(model: nn.Module) -> N
         engine.optimizer.step()
     assert engine.steps_taken == 3
     assert torch.equal(runs.weights(model), before)
+
+
+def test_a_piece_that_an_interruption_left_is_not_taken_for_the_next_batch(engine: PrivacyEngine) -> None:
+    engine._steps._piece = (0, 1)  # as Ctrl-C leaves it in the last line of LogicalStep.in_pieces
+    engine.step(next(runs.nonempty(engine)), runs.losses_of)
+    assert engine.steps_taken == 1

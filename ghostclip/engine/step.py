@@ -249,6 +249,7 @@ class LogicalStep:
     def check_turn(self) -> None:
         """Raises PrivacyError unless the physical batch that was handed out last is the next to be gathered."""
         batch = self.release.current("engine.backward()")
+        self._piece = None  # which an interruption may have left
         self._clipper.check_whole()
         if batch.handed != self._sums.count + 1:
             raise PrivacyError(

@@ -44,6 +44,8 @@ class ClippedSums:
         # By a parameter's id, of the physical batch (or piece of it) in the making; and of those before.
         self._new = self._passes.new_sums()
         self._totals: dict[int, Tensor] = {}
+        # Held until sums come in their place: freed by zero_grad, memory may go back to the system and come again.
+        self._released: list[Tensor | None] = []
         self._warned = False
 
     def gather(self, backward: Callable[[Add], T], more: bool = False) -> T:
@@ -59,6 +61,7 @@ class ClippedSums:
         """
         self.check()
         self._refuse_hooks()
+        self._released = []
         self._new.totals.clear()  # which an interruption may have left
         try:
             result = backward(self._take)
@@ -157,6 +160,7 @@ class ClippedSums:
     def remember_released(self) -> None:
         """Takes what stands in the p.grads for what a step left there, which needs no zero_grad."""
         self._guard.remember(self._named)
+        self._released = [parameter.grad for _, parameter in self._named]
 
     def is_released(self) -> bool:
         """Whether the p.grads hold nothing but what `release` put there."""
