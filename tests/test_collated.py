@@ -68,12 +68,12 @@ def long_text_comes_late() -> list:
 @pytest.mark.parametrize(
     "name", [name for name, make in MIXING.items() if make.__name__.endswith("padding") or "mean" in name]
 )
-@pytest.mark.parametrize("physical", [None, 8])
-def test_one_long_text_is_found_in_the_first_batch_that_has_it(name, physical):
+@pytest.mark.parametrize(("size", "physical"), [(16, None), (16, 8), (60, None)])
+def test_one_long_text_is_found_in_the_first_batch_that_has_it(name, size, physical):
     torch.manual_seed(0)
     model, data, loss_fn, _ = MIXING[name]()
     data = loader(long_text_comes_late(), data.collate_fn)
-    engine = engine_of((model, data, loss_fn, {}), max_physical_batch_size=physical)
+    engine = engine_of((model, data, loss_fn, {}), max_physical_batch_size=physical, batch_size=size)
     long = []
 
     def until_refused() -> None:
@@ -150,6 +150,24 @@ def test_check_has_no_finding_in_honest_batches_of_any_structure(name):
     torch.manual_seed(0)
     model, data, loss_fn, _ = HONEST[name]()
     assert ghostclip.check(model, loss_fn, data.collate_fn(data.dataset[:6])) == []
+
+
+def test_each_example_is_read_once_more():
+    """Reading may take long, as decoding an image does."""
+    read: list[int] = []
+
+    class Counted(collated.Augmented):
+        def __getitem__(self, row):
+            read.append(row)
+            return super().__getitem__(row)
+
+    training = (collated.network(), loader(Counted(), torch.utils.data.default_collate), collated.plain, {})
+    engine = engine_of(training, batch_size=48, sampling="without_replacement")
+    for step in range(8):
+        read.clear()
+        train(engine, collated.plain, step + 1)
+        assert len(read) == 48 + (comparison.MOST if step < 6 else 0)
+        assert len(set(read)) == 48
 
 
 def test_loading_again_leaves_no_trace():

@@ -88,9 +88,9 @@ def test_backward_of_both_kinds(engine: PrivacyEngine) -> None:
 
 
 def test_no_zero_grad(engine: PrivacyEngine) -> None:
-    by_hand(engine, engine.backward)
-    with pytest.raises(PrivacyError, match=r"call optimizer\.zero_grad\(\) after each optimizer\.step\(\)"):
+    for _ in range(2):
         by_hand(engine, engine.backward)
+    assert engine.steps_taken == 2
 
 
 @pytest.mark.parametrize("call", [ghostclip.wrap, ghostclip.unwrap, ghostclip.check, ghostclip.GhostClipper])

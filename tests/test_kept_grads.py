@@ -92,7 +92,7 @@ def test_hooks_of_a_parameter_run_once_on_the_finished_sum(options, budget):
 def test_processes_that_wait_for_each_other_get_each_sum_from_autograd(monkeypatch):
     expected = clipper()
     expected.backward(losses(expected.model))
-    monkeypatch.setattr("ghostclip.clipper.second_pass.is_distributed", lambda: True)
+    monkeypatch.setattr("ghostclip.clipper.gradients.is_distributed", lambda: True)
     each, delivered = clipper(), []
     # What DistributedDataParallel counts on: the node that accumulates a gradient runs, once.
     nodes = [p.view_as(p).grad_fn.next_functions[0][0] for p in each.model.parameters()]

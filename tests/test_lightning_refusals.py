@@ -149,14 +149,25 @@ class Unpacks(lr.Module):
         self.manual_backward(self.losses(batch))
 
 
+class Penalizes(lr.Module):
+    def manual_step(self, batch):
+        for examples in batch.physical():
+            sum(p.square().sum() for p in self.parameters()).backward()
+            self.manual_backward(self.losses(examples))
+
+
 class Rescales(lr.Module):
+    looks = 0
+
     def on_before_optimizer_step(self, optimizer):
+        assert all(parameter.grad is None for parameter in self.parameters())
         torch.nn.utils.clip_grad_norm_(self.parameters(), 1e-3)
+        self.looks += 1
 
 
 @pytest.mark.parametrize(
     ("kind", "error"),
-    [(Forgets, PrivacyError), (Plain, PrivacyError), (Unpacks, TypeError), (Rescales, GradientLeakError)],
+    [(Forgets, PrivacyError), (Plain, PrivacyError), (Unpacks, TypeError), (Penalizes, GradientLeakError)],
 )
 def test_manual_optimization(kind, error, tmp_path):
     module = kind(manual=True)
@@ -164,6 +175,12 @@ def test_manual_optimization(kind, error, tmp_path):
     with pytest.raises(error):
         lr.fit(tmp_path, module)
     assert all(torch.equal(one, other) for one, other in zip(before, module.parameters(), strict=True))
+
+
+def test_gradients_are_not_there_yet_before_the_optimizer_s_step(tmp_path):
+    module = Rescales(manual=True)
+    lr.fit(tmp_path, module)
+    assert module.looks
 
 
 def test_several_optimizers(tmp_path):

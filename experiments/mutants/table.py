@@ -226,15 +226,15 @@ CLIPPING = [
     ),
     Mutant(
         "a hook of a parameter that runs on no sum",
-        PASSES,
-        "delivered = self._are_delivered()",
-        "delivered = False",
+        "ghostclip/clipper/gradients.py",
+        "    if not have_hooks([p for _, p in passes.index.trained()]) and (sharded or not is_distributed()):\n",
+        "    if True:\n",
         ("tests/test_kept_grads.py",),
     ),
     Mutant(
         "a hook of a parameter changes sums that get noise",
-        PASSES,
-        "        if hooked and self.wide_sums is not None:\n",
+        SUMS,
+        "        if have_hooks(parameter for _, parameter in trained):\n",
         "        if False:\n",
         ("tests/test_engine_arguments.py", "-k", "hook_on_a_parameter"),
     ),
@@ -247,9 +247,9 @@ CLIPPING = [
     ),
     Mutant(
         "sums rounded to bfloat16",
-        "ghostclip/engine/sums.py",
-        "self._exact.get(id(p), p.grad).float()",
-        "p.grad.float()",
+        PASSES,
+        "        amount = amount.to(torch.promote_types(parameter.dtype, torch.float32))\n",
+        "        amount = amount.to(parameter.dtype)\n",
         PITFALLS,
     ),
     Mutant(
@@ -359,8 +359,8 @@ ENGINE = [
     Mutant(
         "unused parameters without noise",
         SUMS,
-        "if p.requires_grad or p.grad is not None]",
-        "if p.grad is not None]",
+        "if parameter.requires_grad]",
+        "if id(parameter) in self._totals]",
         PITFALLS,
     ),
     Mutant(
@@ -373,15 +373,8 @@ ENGINE = [
     Mutant(
         "a foreign gradient passes",
         SUMS,
-        "            if parameter.grad is not None and bool(torch.count_nonzero(local_part(parameter.grad))):\n",
-        "            if False:\n",
-        ("tests/test_engine_guards.py",),
-    ),
-    Mutant(
-        "changed sums pass",
-        SUMS,
-        "if (name := self._changed_since(self._known, self._named)) is not None:\n                raise",
-        "if (name := self._changed_since(self._known, self._named)) is None:\n                raise",
+        "        if not self.count and not self._totals:\n",
+        "        if False:\n",
         ("tests/test_engine_guards.py",),
     ),
     Mutant(
@@ -718,11 +711,11 @@ FUZZED = [
         ("tests/test_self_check.py", "-k", "scaled"),
     ),
     Mutant(
-        "a narrow number has no float32 sum",
+        "a single number has no sum over uses",
         "ghostclip/clipper/second_pass.py",
-        "totals[owner][slice(*rows) if rows else ...] += amount",
-        "totals[owner][slice(*rows) if rows else slice(None)] += amount",
-        ("tests/test_engine.py", "-k", "single_numbers"),
+        "self.totals[owner][slice(*rows) if rows else ...] += amount",
+        "self.totals[owner][slice(*rows) if rows else slice(None)] += amount",
+        ("tests/test_engine_sums.py", "-k", "first_amount"),
     ),
     Mutant(
         "weights with a margin for rounding taken for weights that others decide",
@@ -1205,7 +1198,7 @@ MIXED = [
         (*COMPARED, "-k", "how_often or later"),
     ),
     Mutant(
-        "rows are exchanged only where random numbers are drawn",
+        "rows are never exchanged where random numbers are drawn",
         MIXING_TEST,
         "any(self._depends(half) for half in self._halves) else None\n",
         "False else None\n",
@@ -1482,14 +1475,14 @@ MISUSE = [
     Mutant(
         "proofs of trials are believed",
         "ghostclip/engine/micro_batching.py",
-        "with clipper.passes.forgetting(), gradients_aside(trained):",
-        "with gradients_aside(trained):",
+        "        with clipper.passes.forgetting():\n",
+        "        if True:\n",
         ("tests/test_auto_physical.py", "-k", "copies"),
     ),
     Mutant(
         "a loss function may fill gradients in a compiled step",
         "ghostclip/clipper/clipper.py",
-        "        self._guard.check(trained)  # the loss function ran meanwhile\n",
+        "            self._guard.check(trained)  # the loss function ran meanwhile\n",
         "",
         ("tests/test_compiled.py", "-k", "fills_gradients"),
     ),
@@ -1499,13 +1492,6 @@ MISUSE = [
         "        names += [name for name, now, before in self._lists if list(map(id, now)) != list(map(id, before))]\n",
         "",
         ("tests/test_same_as_refusals.py", "-k", "containers"),
-    ),
-    Mutant(
-        "trials of sizes leave their gradients",
-        "ghostclip/engine/micro_batching.py",
-        "with clipper.passes.forgetting(), gradients_aside(trained):",
-        "with clipper.passes.forgetting():",
-        ("tests/test_auto_physical.py", "-k", "trace"),
     ),
     Mutant(
         "trials of sizes take random numbers",
@@ -1605,21 +1591,82 @@ SAME = [
     ),
 ]
 
+GATHERED = ("tests/test_engine_sums.py",)
+
+# What stands in p.grad between a backward and the step.
+WITHIN = [
+    Mutant(
+        "what is in p.grad is taken for the clipped sum",
+        SUMS,
+        "        found = self._totals.get(id(parameter))\n",
+        "        found = self._totals.get(id(parameter)) if parameter.grad is None else parameter.grad\n",
+        (*GATHERED, "-k", "no_effect and (data or assigned)"),
+    ),
+    Mutant(
+        "clipped sums stand in p.grad before the step",
+        SUMS,
+        "            self.count += not more\n",
+        "            for _, p in self._named:\n"
+        "                p.grad = self._totals[id(p)] if id(p) in self._totals and p.dtype.itemsize > 2 else None\n"
+        "            self.count += not more\n",
+        (*GATHERED, "-k", "no_effect and data"),
+    ),
+    Mutant(
+        "gradients of others are added to the private one",
+        SUMS,
+        "            self.drop_gradients()\n"
+        "            for parameter, total in zip(stepped, private, strict=True):\n"
+        "                parameter.grad = total.to(parameter.dtype)\n",
+        "            for parameter, total in zip(stepped, private, strict=True):\n"
+        "                foreign = 0 if parameter.grad is None else parameter.grad\n"
+        "                parameter.grad = total.to(parameter.dtype) + foreign\n",
+        (*GATHERED, "-k", "no_effect"),
+    ),
+    Mutant(
+        "parameters that the optimizer doesn't step keep what others wrote",
+        SUMS,
+        "            self._warn_of_lost()\n            self.drop_gradients()\n",
+        "            self._warn_of_lost()\n",
+        (*GATHERED, "-k", "frozen"),
+    ),
+    Mutant(
+        "what the last step left stays in p.grad beside the next sums",
+        SUMS,
+        "            self._keep_new()\n            self.drop_gradients()\n",
+        "            self._keep_new()\n",
+        (*GATHERED, "-k", "forgotten"),
+    ),
+    Mutant(
+        "a gradient added to what a step left passes",
+        "ghostclip/clipper/gradient_guard.py",
+        "        return known is not None and known[0]() is grad and known[1] == grad._version\n",
+        "        return known is not None and known[0]() is grad\n",
+        (*GATHERED, "-k", "added_to"),
+    ),
+    Mutant(
+        "sums of an earlier physical batch are replaced",
+        SUMS,
+        "            torch._foreach_add_([totals[owner] for owner in both], [new[owner] for owner in both])\n",
+        "            totals |= new\n",
+        (*GATHERED, "-k", "clipped_mean"),
+    ),
+    Mutant(
+        "a failed backward leaves a part of its sums",
+        SUMS,
+        "            self._keep(more)\n        finally:\n            self._new.totals.clear()\n",
+        "            self.count += not more\n        finally:\n            self._keep_new()\n",
+        ("tests/test_engine_guards.py", "-k", "half_way"),
+    ),
+]
+
 TRACE, TRACED = "ghostclip/traces/steps.py", ("tests/test_trace.py",)
 
 OBSERVED = [
     Mutant(
-        "a trace leaves unclipped sums in the gradients",
-        PASSES,
-        "self._sum(losses, run, weights, finite, True, partial(self._gather, totals))",
-        "self._sum(losses, run, weights, finite, True, self._add)",
-        (*TRACED, "-k", "bit_for_bit"),
-    ),
-    Mutant(
         "an example that is not finite is in a trace's sums",
         PASSES,
-        "self._sum(losses, run, weights, finite, True, partial(self._gather, totals))",
-        "self._sum(losses, run, torch.ones_like(some), None, True, partial(self._gather, totals))",
+        "self._sum(losses, run, weights, finite, True, sums.add)",
+        "self._sum(losses, run, torch.ones_like(some), None, True, sums.add)",
         (*TRACED, "-k", "not_finite"),
     ),
     Mutant(
@@ -1859,7 +1906,7 @@ INTEGRATED = [
     Mutant(
         "a physical batch may be repeated after some of its sums were reduced",
         "ghostclip/engine/sharded.py",
-        "            self._lost = self._begun\n",
+        "            self._lost = self._lost or self._begun\n",
         "            self._lost = False\n",
         ("tests/test_fsdp_fetching.py",),
     ),
@@ -2366,7 +2413,7 @@ OF_COMPANY = [
         LOADING,
         "            return _copied(self._read[row])\n",
         "            return self._read.pop(row)\n",
-        (*COLLATED, "-k", "generator"),
+        (*COLLATED, "-k", "read_once"),
     ),
     Mutant(
         "loading again leaves other random numbers",
@@ -2538,8 +2585,8 @@ AROUND_THE_BATCH = [
     Mutant(
         "compiled steps of noise alone are not named",
         RELEASE,
-        "        self.sums.remember_released()\n        self.updates.accept()\n        self._readable.warn()\n\n\ndef",
-        "        self.sums.remember_released()\n        self.updates.accept()\n\n\ndef",
+        "        self.updates.accept()\n        self._readable.warn()\n\n\ndef",
+        "        self.updates.accept()\n\n\ndef",
         ("tests/test_compiled_update.py", "-k", "without_a_finite_example"),
     ),
     Mutant(
@@ -2609,5 +2656,5 @@ AROUND_THE_BATCH = [
 
 MUTANTS = [
     *CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *PROVED, *SHARDED, *MIXED, *COMPILED, *MISUSE,
-    *SAME, *OBSERVED, *INTEGRATED, *CHECKED, *FOLLOWED, *OWNED, *RAGGED_NORMS, *OF_COMPANY, *AROUND_THE_BATCH,
+    *SAME, *WITHIN, *OBSERVED, *INTEGRATED, *CHECKED, *FOLLOWED, *OWNED, *RAGGED_NORMS, *OF_COMPANY, *AROUND_THE_BATCH,
 ]  # fmt: skip

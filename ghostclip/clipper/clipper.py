@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from ghostclip.clipper.collector import Keep
 from ghostclip.clipper.explain import StrategyTable, plan_of
 from ghostclip.clipper.gradient_guard import GradientGuard
+from ghostclip.clipper.gradients import add_to_gradients
 from ghostclip.clipper.layout import layout_of
 from ghostclip.clipper.replay import shows_at_another_size
-from ghostclip.clipper.second_pass import TwoPasses, add_to_gradient
+from ghostclip.clipper.second_pass import Add, TwoPasses
 from ghostclip.clipper.verify import compare_with_loop
 from ghostclip.clipping import Adaptive, Composed, Groupwise, Policy, as_policy
 from ghostclip.errors import UnsupportedModelError
@@ -108,7 +109,6 @@ class GhostClipper(RefusesNames):
             self.model = wrap(model)
             self.passes = TwoPasses(self.model, policy, self.second_pass, planner, self.memory_budget, self.loss_scale)
         if self.layout.sharded:
-            self.passes.reduce_apart()
             self.passes.placed, self.passes.hold = self.layout.placed, self.layout.hold
         self._guard = GradientGuard()
         self.compiled: Any = None
@@ -245,9 +245,13 @@ class GhostClipper(RefusesNames):
             self.passes.index.watch()
             trained = self.passes.index.trained()
             self._guard.check(trained)
-            if self.passes.wide_sums is None and isinstance(losses, Tensor) and losses.dim() == 1:
+            if isinstance(losses, Tensor) and losses.dim() == 1:
                 self._guard.note_rounding(trained, len(losses))
-            norms, weights = self.passes.clip(losses, retain_graph=retain_graph)
+            norms, weights = add_to_gradients(
+                self.passes,
+                lambda add: self.passes.clip(losses, add, retain_graph=retain_graph),
+                sharded=self.layout.sharded,
+            )
             self._guard.remember(trained)
         return ClippingResult(norms, weights, self.sensitivity)
 
@@ -279,13 +283,26 @@ class GhostClipper(RefusesNames):
         self.passes.index.watch()
         trained = self.passes.index.trained()
         self._guard.check(trained)
-        found = self.compiled(loss_fn, batch)
-        self._guard.check(trained)  # the loss function ran meanwhile
-        for (_, parameter), total in zip(trained, found.sums, strict=True):
-            if total is not None:
-                add_to_gradient(parameter, None, total)
+
+        def clip(add: Add) -> ClippingResult:
+            found, sums = self.clip_compiled(loss_fn, batch)
+            self._guard.check(trained)  # the loss function ran meanwhile
+            for owner, total in sums:
+                add((owner, None), total)
+            return found
+
+        found = add_to_gradients(self.passes, clip)
         self._guard.remember(trained)
-        return ClippingResult(found.norms, found.weights, self.sensitivity, found.losses)
+        return found
+
+    def clip_compiled(
+        self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any
+    ) -> tuple[ClippingResult, list[tuple[int, Tensor]]]:
+        """`clip` by the compiled passes; its sums come as (id of the parameter, sum), and change no p.grad."""
+        found = self.compiled(loss_fn, batch)
+        owners = [id(parameter) for _, parameter in self.passes.trained()]
+        sums = [(owner, total) for owner, total in zip(owners, found.sums, strict=True) if total is not None]
+        return ClippingResult(found.norms, found.weights, self.sensitivity, found.losses), sums
 
     def _clip_eagerly(self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> ClippingResult:
         """`clip`, by a second forward where a third one of more examples shows what the first didn't."""

@@ -78,6 +78,12 @@ class FirstPasses:
     def _hold(self, parameters: list[nn.Parameter]) -> None:
         self.hold(parameters)
 
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        """(name, Parameter) of those that require a gradient now, which are those that sums are formed of."""
+        trained = self.index.trained()
+        self._parameters = {id(parameter): parameter for _, parameter in trained}
+        return trained
+
     def first_pass(
         self, losses: Tensor, keep: Keep = Keep.NOTHING, *, retain_graph: bool, exact: bool = False
     ) -> NormCollector:
@@ -113,8 +119,7 @@ class FirstPasses:
         """
         with in_our_words(), without_autocast(losses), self.placed():
             uses = read_graph(losses, self.index)
-            trained = self.index.trained()
-            self._parameters = {id(parameter): parameter for _, parameter in trained}
+            trained = self.trained()
             layout = (
                 self._ragged.lay_out(losses, uses, self.index, self._indices, again=reached)
                 if self._indices

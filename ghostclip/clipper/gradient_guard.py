@@ -1,17 +1,17 @@
-"""p.grad: a guard, by which whatever stands there was put there by a clipper; who waits for one; and sums beside it."""
+"""p.grad: a guard, by which whatever stands there was put there by clipping; and who waits for a gradient."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from ghostclip.errors import GradientLeakError
+from ghostclip.nn.sharding import local_part
 
-__all__ = ["GradientGuard", "gradients_aside", "have_hooks", "is_distributed"]
+__all__ = ["GradientGuard", "have_hooks", "is_distributed"]
 
 
 class GradientGuard:
@@ -35,11 +35,15 @@ class GradientGuard:
         known = self._known.get(id(grad))
         return known is not None and known[0]() is grad and known[1] == grad._version
 
+    def knows(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> bool:
+        """Whether every p.grad is None or as `remember` last saw it."""
+        return all(p.grad is None or self._is_known(p.grad) for _, p in parameters)
+
     def check(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Raises GradientLeakError when a p.grad holds anything but zeros that this guard doesn't know."""
         for name, parameter in parameters:
             grad = parameter.grad
-            if grad is not None and not self._is_known(grad) and bool(torch.count_nonzero(grad)):
+            if grad is not None and not self._is_known(grad) and bool(torch.count_nonzero(local_part(grad))):
                 raise GradientLeakError(
                     f"the gradient of {name!r} was filled or changed by something other than per-example clipping (a "
                     "plain .backward(), an assignment, gradient clipping or scaling), so no example's part is bounded; "
@@ -72,16 +76,3 @@ def have_hooks(parameters: Iterable[nn.Parameter]) -> bool:
 def is_distributed() -> bool:
     """Whether several processes train together, who wait for each other's gradients of every parameter."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-@contextmanager
-def gradients_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Inside, the p.grads begin as None; afterwards what stood there is put back."""
-    before = [parameter.grad for parameter in parameters]
-    try:
-        for parameter in parameters:
-            parameter.grad = None
-        yield
-    finally:
-        for parameter, grad in zip(parameters, before, strict=True):
-            parameter.grad = grad

@@ -23,6 +23,7 @@ from ghostclip.errors import GradientLeakError, PrivacyError, UnsupportedModelEr
 from ghostclip.nn.sharding import (
     INSTEAD_OF_SHARDING,
     is_fully_sharded,
+    local_part,
     parameter_groups,
     refuse_sharded,
     reshard,
@@ -39,11 +40,6 @@ def layout_of(model: nn.Module) -> WholeModel:
         UnsupportedModelError: it is sharded in a way that can't be made whole.
     """
     return ShardedModel(model) if is_fully_sharded(model) else WholeModel(model)
-
-
-def local_part(tensor: Any) -> Tensor:
-    """What this process holds of a tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class WholeModel:

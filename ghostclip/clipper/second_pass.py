@@ -1,13 +1,13 @@
 """The two passes over one graph: norms, weights, clipped sums (Lee & Kifer 2020, algorithm 1).
 
-Norms come from a first pass (first_pass.py); here they become weights, and weights become sums in the p.grads.
+Norms come from a first pass (first_pass.py). Here they become weights, and weights become clipped sums. The caller gets
+each sum as soon as it is formed: of a parameter, or of some rows of one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,20 +16,47 @@ from torch.utils._pytree import tree_map
 
 from ghostclip.clipper.collector import Keep, Kept, NormCollector, Part, TermReceiver
 from ghostclip.clipper.first_pass import FirstPasses, in_our_words, without_autocast
-from ghostclip.clipper.gradient_guard import have_hooks, is_distributed
 from ghostclip.clipping import Groupwise
-from ghostclip.errors import PrivacyError
-from ghostclip.graph.reader import AT_LEAST_FLOAT32, first_pass, free_graph
+from ghostclip.graph.reader import first_pass, free_graph
 from ghostclip.graph.row_layout import RowLayout
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.affine import LinearPair
 from ghostclip.norms.reduce import all_finite
 from ghostclip.norms.term import PerExampleGrads, may_sync
 
-__all__ = ["Reweighting", "TwoPasses", "add_to_gradient"]
+__all__ = ["Add", "ParameterSums", "Reweighting", "TwoPasses"]
 
-# Takes a part and what is to be added to its sum.
+# Takes a part and what is to be added to its sum. The tensor is the taker's own from then on.
 Add = Callable[[Part, Tensor], None]
+
+
+class ParameterSums:
+    """Adds up parts of sums, in float32 or wider.
+
+    Args:
+        parameter: id -> the parameter.
+
+    Attributes:
+        totals: {id of a parameter: its sum}, of those that a part came of.
+    """
+
+    def __init__(self, parameter: Callable[[int], nn.Parameter]) -> None:
+        self._parameter = parameter
+        self.totals: dict[int, Tensor] = {}
+
+    def add(self, part: Part, amount: Tensor) -> None:
+        """Adds a part's amount; the first one of a whole parameter is kept as it is."""
+        owner, rows = part
+        parameter = self._parameter(owner)
+        amount = amount.to(torch.promote_types(parameter.dtype, torch.float32))
+        if owner in self.totals:
+            self.totals[owner][slice(*rows) if rows else ...] += amount
+        elif rows is None:
+            self.totals[owner] = amount.contiguous()
+        else:
+            # Not zeros_like: the memory of a sharded model's whole Parameter may be freed.
+            total = self.totals[owner] = torch.zeros(parameter.shape, dtype=amount.dtype, device=amount.device)
+            total[slice(*rows)] = amount
 
 
 class TwoPasses(FirstPasses):
@@ -38,14 +65,10 @@ class TwoPasses(FirstPasses):
     Arguments, and all other attributes, are those of `FirstPasses`.
 
     Attributes:
-        wide_sums: None, or, after `reduce_apart`, what that returned.
-        deliver: gets the sums in the place of the p.grads; None: they are added to these.
         left_out: whether the last `clip` left out an example that wasn't finite.
         threshold_factor: the thresholds over the policy's, which is applied to gradients divided by it.
     """
 
-    wide_sums: dict[int, Tensor] | None = None
-    deliver: Add | None = None
     left_out: bool = False
     threshold_factor: float = 1.0
 
@@ -58,35 +81,24 @@ class TwoPasses(FirstPasses):
         """Norms, [B] or {group: [B]}, as the policy gets them."""
         return norms if self.threshold_factor == 1.0 else tree_map(lambda each: each / self.threshold_factor, norms)
 
-    def reduce_apart(self) -> dict[int, Tensor]:
-        """From now on the caller adds up the sums of several processes itself, so that no backward delivers them.
-
-        Returns where sums of parameters narrower than float32 are gathered in float32, by the parameter's id.
-        """
-        self.wide_sums = {}
-        return self.wide_sums
-
-    def clip(self, losses: Tensor, *, retain_graph: bool) -> tuple[Any, Any]:
-        """Adds the clipped sum of losses [B] to each p.grad; returns norms and weights, [B] or {group: [B]}."""
-        if self.wide_sums is not None:
-            self.wide_sums.clear()
-        delivered = self._are_delivered()
+    def clip(self, losses: Tensor, add: Add, *, retain_graph: bool) -> tuple[Any, Any]:
+        """Hands the clipped sum of losses [B] to ``add``; returns norms and weights, [B] or {group: [B]}."""
         with without_autocast(losses), self.placed():
             run, norms, bounds, finite = self._measured(losses, retain_graph)
             weights: Any = self.clipping.weights(self.scaled(bounds))
             self.left_out = finite is not None
             if finite is not None:
                 weights = tree_map(lambda each: torch.where(finite, each, torch.zeros_like(each)), weights)
-            if not delivered:
-                self._sum(losses, run, weights, finite, retain_graph, self.deliver or self._add)
-                return norms, weights
-            totals: dict[int, Tensor] = {}
-            self._sum(losses, run, weights, finite, retain_graph, partial(self._gather, totals))
-            if totals:
-                parameters = [self._parameters[owner] for owner in totals]
-                sums = [total.to(parameter.dtype) for parameter, total in zip(parameters, totals.values(), strict=True)]
-                torch.autograd.backward(parameters, sums)
+            self._sum(losses, run, weights, finite, retain_graph, add)
             return norms, weights
+
+    def parameter(self, owner: int) -> nn.Parameter:
+        """A trained parameter, by its id."""
+        return self._parameters[owner]
+
+    def new_sums(self) -> ParameterSums:
+        """Whose ``add`` takes what `clip` hands over."""
+        return ParameterSums(self.parameter)
 
     def _measured(self, losses: Tensor, retain_graph: bool) -> tuple[NormCollector, Any, Any, Tensor | None]:
         """A first pass, its `norms_and_bounds`, and which examples are finite, [B]; None where all are."""
@@ -104,7 +116,7 @@ class TwoPasses(FirstPasses):
         return run, norms, bounds, finite
 
     def unclipped(self, losses: Tensor, groups: Mapping[int, str]) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
-        """Norms [B] by group, and sums ``sum_i g_i`` over the finite examples; keeps the graph, and changes no p.grad.
+        """Norms [B] by group, and sums ``sum_i g_i`` over the finite examples; keeps the graph.
 
         Args:
             losses: [B].
@@ -118,31 +130,15 @@ class TwoPasses(FirstPasses):
             by_group, _ = run.norms_by_group(groups)
             some = next(iter(norms.values())) if isinstance(norms, dict) else norms
             weights = torch.ones_like(some) if finite is None else finite.to(some.dtype)
-            totals: dict[int, Tensor] = {}
-            self._sum(losses, run, weights, finite, True, partial(self._gather, totals))
-            return by_group, totals
+            sums = self.new_sums()
+            self._sum(losses, run, weights, finite, True, sums.add)
+            return by_group, sums.totals
 
     def weighted_sums(self, losses: Tensor, weights: Any, run: NormCollector) -> list[tuple[Part, Tensor]]:
         """``sum_i weights[i] g_i`` of all parts, formed as `clip` forms them after this first pass; keeps the graph."""
         found: list[tuple[Part, Tensor]] = []
         self._sum(losses, run, weights, None, True, lambda *each: found.append(each))
         return found
-
-    def _are_delivered(self) -> bool:
-        """Whether hooks on parameters, or other processes, wait for gradients: autograd delivers the finished sums.
-
-        A hook runs once, on the sum over all uses and examples; and so does DistributedDataParallel's reducer. What a
-        hook makes of a clipped sum, nothing bounds any more: PrivacyError, where the sums are to get noise.
-        """
-        trained = self.index.trained()
-        hooked = have_hooks([parameter for _, parameter in trained])
-        if hooked and self.wide_sums is not None:
-            name = next(name for name, parameter in trained if have_hooks([parameter]))
-            raise PrivacyError(
-                f"the parameter {name!r} has a hook, which may change its clipped sum before the noise is added; "
-                "remove it (to train a part of the model, set requires_grad=False on the rest)"
-            )
-        return hooked or (is_distributed() and self.wide_sums is None)
 
     def norms_and_bounds(self, run: NormCollector) -> tuple[Any, Any]:
         """Norms of a first pass as measured and with the rounding margin, [B] or {group: [B]}."""
@@ -180,36 +176,6 @@ class TwoPasses(FirstPasses):
             if repeat is not None:
                 # Whatever else goes over this graph, after a failure, has gradients of its own.
                 repeat.begun = False
-
-    def _add(self, part: Part, amount: Tensor) -> None:
-        """Adds a part's sum to its p.grad; with ``wide_sums``, those of narrow parameters are gathered there, too."""
-        owner, rows = part
-        parameter = self._parameters[owner]
-        add_to_gradient(parameter, rows, amount)
-        if self.wide_sums is not None and parameter.dtype not in AT_LEAST_FLOAT32:
-            self._gather(self.wide_sums, part, amount)
-
-    def _gather(self, totals: dict[int, Tensor], part: Part, amount: Tensor) -> None:
-        """Adds a part's sum to its parameter's in ``totals``, in the precision that it was formed in."""
-        owner, rows = part
-        if owner not in totals:
-            totals[owner] = torch.zeros_like(self._parameters[owner], dtype=amount.dtype)
-        totals[owner][slice(*rows) if rows else ...] += amount
-
-
-def add_to_gradient(parameter: nn.Parameter, rows: tuple[int, int] | None, amount: Tensor) -> None:
-    """``amount`` added to p.grad, or to the given rows of it, in the parameter's dtype."""
-    if amount.dtype != parameter.dtype:
-        amount = amount.to(parameter.dtype)
-    if rows is None:
-        if parameter.grad is None:
-            parameter.grad = amount if amount.is_contiguous() else amount.contiguous()
-        else:
-            parameter.grad += amount
-        return
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    parameter.grad[slice(*rows)] += amount
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ghostclip.clipper.gradient_guard import gradients_aside
 from ghostclip.clipper.replay import Replay, rows_between
 from ghostclip.clipping import Groupwise, Policy
 from ghostclip.errors import VerificationError
@@ -29,7 +29,7 @@ def compare_with_loop(
     if tolerance is None:
         tolerance = 1e-9 if all(parameter.dtype == torch.float64 for parameter in trained.values()) else 1e-3
     # In eval mode, so that dropout doesn't differ between the batch and the single examples.
-    with Replay(model).again(gradients=True, training=False), gradients_aside(list(trained.values())):
+    with Replay(model).again(gradients=True, training=False), _gradients_aside(list(trained.values())):
         losses = loss_fn(model, batch)
         norms = clipper.norms(losses, per="parameter", retain_graph=True)
         result = clipper.backward(losses)
@@ -100,3 +100,16 @@ def _relative(found: Tensor, expected: Tensor, scale: Tensor) -> float:
     """Largest deviation, relative to the expected value or a thousandth of ``scale``, whichever is larger."""
     floor = torch.maximum(expected.abs(), 1e-3 * scale).clamp_min(torch.finfo(torch.float64).tiny)
     return float(((found - expected).abs() / floor).max()) if found.numel() else 0.0
+
+
+@contextmanager
+def _gradients_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Inside, the p.grads begin as None; afterwards what stood there is put back."""
+    before = [parameter.grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad

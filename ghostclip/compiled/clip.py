@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ghostclip.clipper.gradient_guard import gradients_aside, have_hooks
+from ghostclip.clipper.gradient_guard import have_hooks
 from ghostclip.clipper.replay import Replay, leaves_of
 from ghostclip.clipper.second_pass import TwoPasses
 from ghostclip.compiled.region import Region, trace
@@ -140,12 +140,12 @@ class CompiledClip:
         return plan.run(asked, (), [self.keep_rows(asked)]) or self.eager(loss_fn, batch)
 
     def eager(self, loss_fn: LossFunction, batch: Any) -> Clipped:
-        """The same without compiling, the sums apart from p.grad: what a graph is held against."""
+        """The same without compiling: what a graph is held against."""
         losses = loss_fn(self.model, batch)
-        parameters = [parameter for _, parameter in self.passes.index.trained()]
-        with gradients_aside(parameters):
-            norms, weights = self.passes.clip(losses, retain_graph=False)
-            return Clipped(losses.detach(), norms, weights, [parameter.grad for parameter in parameters])
+        sums = self.passes.new_sums()
+        norms, weights = self.passes.clip(losses, sums.add, retain_graph=False)
+        totals = [sums.totals.get(id(parameter)) for _, parameter in self.passes.index.trained()]
+        return Clipped(losses.detach(), norms, weights, totals)
 
     def ask(self, loss_fn: LossFunction, batch: Any) -> CompileRequest | None:
         """The batch, padded, and the key of its graph; None for a batch that no graph takes."""

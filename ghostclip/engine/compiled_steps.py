@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ghostclip.clipper import ClippingResult, GhostClipper
 from ghostclip.clipper.gradient_guard import is_distributed
 from ghostclip.clipper.replay import Replay
+from ghostclip.clipper.second_pass import Add
 from ghostclip.compiled import NOT_YET, CompiledStep, GraphPlan, Update, UpdateReader
 from ghostclip.compiled.clip import LossFunction, in_a_line
 from ghostclip.compiled.signature import CompileRequest
@@ -95,7 +96,15 @@ class CompiledSteps:
 
     def _clip_compiled(self, loss_fn: LossFunction, examples: Any) -> ClippingResult:
         """`LogicalStep.clip`, by a graph of forward and passes."""
-        result = self._steps.gather(lambda: self._clipper.clip(loss_fn, examples))
+
+        def clip(add: Add) -> ClippingResult:
+            self._clipper.passes.index.watch()
+            found, sums = self._clipper.clip_compiled(loss_fn, examples)
+            for owner, total in sums:
+                add((owner, None), total)
+            return found
+
+        result = self._steps.gather(clip)
         if result.losses is not None:
             self._steps.check_count(result.losses)
         return result

@@ -3,7 +3,7 @@
 The scale that counts is the clipper's own: losses are multiplied before the passes, norms and sums divided after them
 in float32. Clipped sums are finite always, since examples whose gradients overflow are left out, so a GradScaler never
 finds an infinity, never skips a step and never backs off. Its scale follows from the number of steps alone, which is
-public, and cancels: the engine divides the losses by it, and p.grad holds unscaled sums.
+public, and cancels: the engine divides the losses by it, and gathers unscaled sums.
 """
 
 from __future__ import annotations

@@ -13,9 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from ghostclip.clipper import GhostClipper
-from ghostclip.clipper.gradient_guard import gradients_aside
 from ghostclip.clipper.replay import Replay, rows_between, shows_at_another_size, take_rows
-from ghostclip.clipper.second_pass import TwoPasses
+from ghostclip.clipper.second_pass import Add, TwoPasses
 from ghostclip.engine.memory import MemoryMeter, in_words
 from ghostclip.errors import PrivacyError, UnsupportedModelError, is_out_of_memory
 from ghostclip.sampling import LogicalBatches
@@ -92,16 +91,17 @@ class MicroBatches:
             rows_of(examples, rows, 0, 1)
         except TypeError as error:
             raise TypeError(f'max_physical_batch_size="auto" can\'t divide a batch: {error}; give a number') from error
-        trained = [whole for _, _, whole in clipper.layout.pairs if whole.requires_grad]
+        # Kept from trial to trial, as the sums of earlier physical batches are.
+        sums = clipper.passes.new_sums()
 
         def trial(size: int) -> None:
             index = torch.arange(size) % rows
             batch = _mapped(examples, rows, lambda tensor: take_rows(tensor, index))
-            _clip_without_a_trace(clipper, loss_fn, batch)
+            _clip_without_a_trace(clipper, loss_fn, batch, sums.add)
 
         reserve = _bytes_of_state(optimizer)
         clipper.passes.index.watch()
-        with clipper.passes.forgetting(), gradients_aside(trained):
+        with clipper.passes.forgetting():
             most = _largest_that_fits(trial, self._memory, self._memory.limit - reserve, self._largest)
         if not most:
             raise MemoryError(
@@ -214,14 +214,16 @@ def met_again(
     return clip(loss_fn(model, examples))
 
 
-def _clip_without_a_trace(clipper: GhostClipper, loss_fn: LossFunction, batch: Any) -> None:
-    """Forward and passes, as `LogicalStep.clip` has them; what is learnt of graphs and the p.grads are the caller's."""
+def _clip_without_a_trace(clipper: GhostClipper, loss_fn: LossFunction, batch: Any, add: Add) -> None:
+    """Forward and passes, as `LogicalStep.clip` has them; what is learnt of graphs is the caller's."""
     # Ranks make as many trials as each of them needs, so that none may wait for another in a forward.
     inner = clipper.model
     while isinstance(inner, DistributedDataParallel):
         inner = inner.module
     with Replay(clipper.model).again(gradients=True):
-        met_again(clipper.passes, inner, loss_fn, batch, lambda losses: clipper.passes.clip(losses, retain_graph=False))
+        met_again(
+            clipper.passes, inner, loss_fn, batch, lambda losses: clipper.passes.clip(losses, add, retain_graph=False)
+        )
 
 
 def _bytes_of_state(optimizer: Optimizer) -> int:

@@ -18,6 +18,7 @@ from ghostclip.engine.adaptation import policy_for
 from ghostclip.engine.budget import Spending
 from ghostclip.engine.compiled_steps import check_compilable
 from ghostclip.engine.distributed import keep_unsynchronised, ranks_of
+from ghostclip.engine.earlier_engines import how_to_count, warn_of_earlier
 from ghostclip.engine.loss_scaling import LossScaling
 from ghostclip.engine.micro_batching import MicroBatches, is_auto, micro_batches_of
 from ghostclip.engine.old_names import OpacusNames
@@ -26,7 +27,6 @@ from ghostclip.engine.release import Release, refuse_second_engine
 from ghostclip.engine.snapshots import Restored, Snapshots, Stateful
 from ghostclip.engine.step import BatchIndexOf, LogicalStep, LossFunction, StepRecord
 from ghostclip.engine.terms import StepTerms
-from ghostclip.engine.update_check import how_to_count, warn_of_earlier
 from ghostclip.errors import PrivacyError
 from ghostclip.events import Event
 from ghostclip.ledger import Ledger
@@ -227,6 +227,8 @@ class PrivacyEngine(OpacusNames):
     @keeping_grad_mode
     def backward(self, losses: Tensor, *, batch_index: Any = None, retain_graph: bool = False) -> ClippingResult:
         """Clips the gradients of one physical batch and adds them to the step's sum. Call it once per physical batch.
+
+        The sum stands in the engine: every ``p.grad`` is None until ``optimizer.step()``, which ignores what is there.
 
         Args:
             losses: [B], one for each example of the current physical batch.

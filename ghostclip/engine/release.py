@@ -231,8 +231,8 @@ class Release:
         if not self._released:
             raise PrivacyError(
                 "optimizer.step() came to its end without the engine's noise or charge (its closure was not called, or "
-                "the engine's hook before the step was removed). If it used clipped sums, they had no noise: don't use "
-                "this model. Call optimizer.step() without a closure, and leave its hooks"
+                "the engine's hook before the step was removed), so nothing of this batch was released. Call "
+                "optimizer.step() without a closure, and leave its hooks"
             )
         self._stepped()
 
@@ -269,7 +269,7 @@ class Release:
         same = {
             "whether the batch is discarded": False,
             "the sample (a digest of it)": self.current("optimizer.step()").digest,
-            "what is trained": [p.numel() for p in held if p.requires_grad or p.grad is not None],
+            "what is trained": [p.numel() for p in held if p.requires_grad],
         }
         return {
             "sensitivity": self.sensitivity,
@@ -298,7 +298,7 @@ class Release:
             )
         held = held_parameters(self._owned, self.optimizer)
         self.updates.check_model()
-        self.updates.check_within(gathered)
+        self.updates.check_written()
         self.scaling.before_step()
         self.sums.check()
         return held
@@ -369,9 +369,9 @@ class Release:
     def updated(self) -> None:
         """Ends the logical batch, charged and stepped with, without gradients ever having been in place."""
         self.sums.discard()
+        self.sums.drop_gradients()
         self._end()
         self.pending = False
-        self.sums.remember_released()
         self.updates.accept()
         self._readable.warn()
 

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from ghostclip.clipper import GhostClipper
 from ghostclip.clipper.collector import Part
-from ghostclip.clipper.layout import as_shard, local_part, part_of, reduced
+from ghostclip.clipper.layout import as_shard, part_of, reduced
+from ghostclip.clipper.second_pass import Add
 from ghostclip.engine.distributed import Ranks
 from ghostclip.engine.sums import ClippedSums
 from ghostclip.engine.update_check import UpdateCheck
 from ghostclip.errors import PrivacyError
+from ghostclip.nn.sharding import local_part
 from ghostclip.noise import Noise
 from ghostclip.noise.release import flat, on_flat
 
@@ -31,11 +33,10 @@ T = TypeVar("T")
 
 def sums_of(clipper: GhostClipper, ranks: Ranks) -> ClippedSums:
     """Where the clipped sums of the clipper's model are gathered; ``ranks`` are those that train it."""
-    exact = clipper.passes.reduce_apart()
     if isinstance(ranks, ShardedRanks):
         ranks.serve = clipper.layout.rounds.serve  # type: ignore[attr-defined]
-        return ShardedSums(clipper, exact)
-    return ClippedSums(clipper.model, exact)
+        return ShardedSums(clipper)
+    return ClippedSums(clipper)
 
 
 def updates_of(clipper: GhostClipper) -> UpdateCheck:
@@ -44,52 +45,36 @@ def updates_of(clipper: GhostClipper) -> UpdateCheck:
 
 
 class ShardedSums(ClippedSums):
-    """Adds up sums over all ranks, and leaves what is released in the p.grads of shards.
-
-    No p.grad of a whole Parameter is used. Sums that were not reduced yet wait beside them.
+    """Adds up sums over all ranks, of which each rank keeps its shards. Sums that were not reduced yet wait.
 
     Args:
         clipper: of a sharded model.
-        exact: as for `ClippedSums`.
     """
 
-    def __init__(self, clipper: GhostClipper, exact: dict[int, Tensor]) -> None:
-        super().__init__(clipper.model, exact)
-        self._passes = clipper.passes
+    def __init__(self, clipper: GhostClipper) -> None:
+        super().__init__(clipper)
         layout: Any = clipper.layout
         self._layout, layout.reduce = layout, self._reduce
         self._pairs = clipper.layout.pairs
-        self._named = [(name, whole) for name, _, whole in self._pairs]
-        self._stepped = [(name, shard) for name, shard, _ in self._pairs]
         self._place = {id(each): place for place, pair in enumerate(self._pairs) for each in pair[1:]}
-        # By the parameter's place: whole sums that wait, of the physical batch in the making and of those before, and
-        # this rank's shards of the others.
-        self._new: dict[int, Tensor] = {}
-        self._waiting: dict[int, Tensor] = {}
+        # This rank's shards of sums that were reduced, by the parameter's place in the pairs.
         self._shards: dict[int, Tensor] = {}
         # Whether sums of the physical batch in the making were reduced; and whether it failed after that.
         self._begun = self._lost = False
 
-    def gather(self, backward: Callable[[], T], more: bool = False) -> T:
+    def gather(self, backward: Callable[[Add], T], more: bool = False) -> T:
         """As `ClippedSums.gather`; where it fails after sums of the physical batch were reduced, the batch is lost."""
-        self.check()
         self._begun = False
-        self._passes.deliver = self._take
         try:
-            result = backward()
-            self._keep_new()
+            return super().gather(backward, more)
         except BaseException:
-            self._new.clear()
-            self._lost = self._begun
+            self._lost = self._lost or self._begun
             raise
-        finally:
-            self._passes.deliver = None
-        self.count += not more
-        return result
 
     def check(self) -> None:
         """As `ClippedSums.check`; raises PrivacyError where sums of a part of a physical batch were reduced."""
-        super().check()
+        if not self._shards:
+            super().check()
         if self._lost:
             raise PrivacyError(
                 "a physical batch failed after a part of its sums had been added up over all ranks, so this logical "
@@ -98,38 +83,27 @@ class ShardedSums(ClippedSums):
             )
 
     def _take(self, part: Part, amount: Tensor) -> None:
-        """Takes a part of a parameter's sum from the second pass."""
-        owner, rows = part
-        place = self._place[owner]
-        wide = torch.promote_types(self._pairs[place][2].dtype, torch.float32)
-        if rows is None and place not in self._new:
-            self._new[place] = amount.to(wide)
-        else:
-            total = self._new.setdefault(place, self._zeros(place))
-            total[slice(*rows) if rows else ...] += amount
-        if sum(each.nbytes for some in (self._new, self._waiting) for each in some.values()) > self._layout.most_bytes:
+        """As `ClippedSums._take`; where more sums wait than FSDP2 gathers parameters together, they are reduced."""
+        super()._take(part, amount)
+        waiting = sum(each.nbytes for some in (self._new.totals, self._totals) for each in some.values())
+        if waiting > self._layout.most_bytes:
             self._begun = True
             self._keep_new()
-            self._layout.add_up([*self._waiting])
+            self._add_up()
 
-    def _keep_new(self) -> None:
-        """Puts what the physical batch in the making has to what waits."""
-        for place, total in self._new.items():
-            if place in self._waiting:
-                self._waiting[place] += total
-            else:
-                self._waiting[place] = total
-        self._new = {}
-
-    def _zeros(self, place: int) -> Tensor:
-        whole = self._pairs[place][2]
-        return torch.zeros(whole.shape, dtype=torch.promote_types(whole.dtype, torch.float32), device=whole.device)
+    def _add_up(self) -> None:
+        """One round in which all ranks' sums that wait are reduced."""
+        self._layout.add_up([self._place[owner] for owner in self._totals])
 
     @torch.no_grad()
     def _reduce(self, place: int, mine: bool) -> None:
         """Adds up what waits of a parameter's sum on all ranks, and keeps this rank's shard of it."""
-        total = self._waiting.pop(place, None)
-        found = local_part(reduced(self._zeros(place) if total is None else total, self._pairs[place][1]))
+        _, shard, whole = self._pairs[place]
+        total = self._totals.pop(id(whole), None)
+        if total is None:
+            wide = torch.promote_types(whole.dtype, torch.float32)
+            total = torch.zeros(whole.shape, dtype=wide, device=whole.device)
+        found = local_part(reduced(total, shard))
         if place in self._shards:
             self._shards[place] += found
         else:
@@ -141,7 +115,7 @@ class ShardedSums(ClippedSums):
         make_private: Callable[[list[nn.Parameter], list[Tensor]], list[Tensor]],
     ) -> None:
         """As `ClippedSums.release`; ``make_private`` gets and gives this rank's shards. All ranks call it together."""
-        self._layout.add_up([*self._waiting])
+        self._add_up()
 
         def made(shards: list[nn.Parameter], sums: list[Tensor]) -> list[Tensor]:
             return [as_shard(each, shard) for each, shard in zip(make_private(shards, sums), shards, strict=True)]
@@ -154,10 +128,10 @@ class ShardedSums(ClippedSums):
         wide = torch.promote_types(parameter.dtype, torch.float32)
         return torch.zeros_like(local, dtype=wide) if found is None else found
 
-    def _forget(self) -> None:
-        super()._forget()
-        for some in (self._new, self._waiting, self._shards):
-            some.clear()
+    def discard(self) -> None:
+        """See `ClippedSums.discard`."""
+        super().discard()
+        self._shards.clear()
         self._lost = False
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.modules.loss import _Loss
 
 from ghostclip.clipper import ClippingResult
+from ghostclip.clipper.second_pass import Add
 from ghostclip.clipping.weighing import may_weigh_jointly, refuse_joint_weights
 from ghostclip.engine.compiled_steps import CompiledSteps, LossFunction
 from ghostclip.engine.micro_batching import met_again
@@ -70,7 +71,8 @@ class LogicalStep:
         if isinstance(failure, Exception):
             self.release.tell(failure)
         self.begin(None)
-        self._sums.discard_released()
+        if self._sums.is_released():
+            self._sums.drop_gradients()
 
     def discard(self, batch: LogicalBatch | None) -> None:
         """Ends the logical batch without a release, and charges it; None: whichever had no step."""
@@ -216,12 +218,11 @@ class LogicalStep:
         if users is not None:
             losses = users.add_up(losses)
 
-        def clip() -> ClippingResult:
-            """`GhostClipper.backward`, whose guard of the p.grads isn't needed: the sums have one."""
+        def clip(add: Add) -> ClippingResult:
             passes.index.watch()
             if self.release.trace is not None:
                 self.release.trace.observe(losses)
-            norms, weights = passes.clip(losses, retain_graph=retain_graph)
+            norms, weights = passes.clip(losses, add, retain_graph=retain_graph)
             return ClippingResult(norms, weights, self._clipper.sensitivity, losses.detach())
 
         try:
@@ -231,11 +232,11 @@ class LogicalStep:
         except UnsupportedModelError as error:
             raise error if users is None else UnsupportedModelError(f"{error}; {OF_USERS}") from error
 
-    def gather(self, clip: Callable[[], ClippingResult]) -> ClippingResult:
-        """Gathers what ``clip`` adds to the p.grads for the physical batch, or piece of one, in the making."""
+    def gather(self, clip: Callable[[Add], ClippingResult]) -> ClippingResult:
+        """Gathers the sums that ``clip`` hands over of the physical batch, or piece of one, in the making."""
 
-        def clipped() -> ClippingResult:
-            result = clip()
+        def clipped(add: Add) -> ClippingResult:
+            result = clip(add)
             if self._weighs_jointly:
                 refuse_joint_weights(self._clipper.clipping, self._clipper.passes.scaled(result.norms))
             # Before the sums count as gathered, lest an interruption part them from their noise.
@@ -250,6 +251,7 @@ class LogicalStep:
     def check_turn(self) -> None:
         """Raises PrivacyError unless the physical batch that was handed out last is the next to be gathered."""
         batch = self.release.current("engine.backward()")
+        self._piece = None  # which an interruption may have left
         self._clipper.check_whole()
         if batch.handed != self._sums.count + 1:
             raise PrivacyError(
@@ -257,7 +259,7 @@ class LogicalStep:
                 "far, so this call is not the one that the last of them needs; call it exactly once in each turn of "
                 "`for examples in batch.physical()` (add up several losses of one example first)"
             )
-        self.updates.check_within(self._sums.count)
+        self.updates.check_written()
 
     def check_count(self, losses: Tensor) -> None:
         """Raises LossShapeError unless there is a loss for each example of the physical batch, as large as it is."""

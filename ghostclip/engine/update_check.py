@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from torch import nn
 
-from ghostclip.errors import GradientLeakError, PrivacyError, UnsupportedModelError
+from ghostclip.errors import PrivacyError, UnsupportedModelError
 from ghostclip.nn.sharding import INSTEAD_OF_SHARDING, is_fully_sharded, sharding_of
 
-if TYPE_CHECKING:
-    from ghostclip.engine.privacy_engine import PrivacyEngine
-
-__all__ = ["UpdateCheck", "how_to_count", "warn_of_earlier"]
-
-log = logging.getLogger("ghostclip")
-
-# The last engine of each model; for a warning only, as when a notebook's cell is run twice. It keeps neither alive.
-_last: weakref.WeakKeyDictionary[nn.Module, weakref.ref[PrivacyEngine]] = weakref.WeakKeyDictionary()
+__all__ = ["UpdateCheck"]
 
 
 class UpdateCheck:
@@ -80,34 +69,17 @@ class UpdateCheck:
     def check(self) -> None:
         """Raises PrivacyError where a trained parameter isn't as the last charged step left it."""
         self.check_model()
-        name = self._written()
-        if name is None and self._versions is not None:
-            name = self._differs(self._addresses_now(), self._addresses)
-        if name is not None:
+        self.check_written()
+        if self._versions is not None and (name := self._differs(self._addresses_now(), self._addresses)) is not None:
             self._refuse(name)
 
-    def check_within(self, gathered: int) -> None:
-        """Raises within a logical batch, before its step, where a trained parameter was written to since its start.
+    def check_written(self) -> None:
+        """Raises PrivacyError where a trained parameter was written to since the last charged step.
 
-        Not where values lie elsewhere: recurrent layers on a GPU may gather their weights in one piece in the forward.
-
-        Args:
-            gathered: how many physical batches were, whose sums may have been stepped with.
-
-        Raises:
-            GradientLeakError: they may have been.
-            PrivacyError: nothing was gathered.
+        Within a logical batch values may lie elsewhere: recurrent layers on a GPU gather weights in the forward.
         """
-        if (name := self._written()) is None:
-            return
-        if not gathered:
+        if (name := self._written()) is not None:
             self._refuse(name)
-        raise GradientLeakError(
-            f"the parameter {name!r} was changed between engine.backward() and the step. If another optimizer did "
-            "that, it stepped with clipped sums that have no noise yet, which nothing charges: don't use this model. "
-            "Give all parameters to the engine's optimizer. If the forward did that (a max-norm constraint), use "
-            "torch.nn.utils.parametrize, or change them after the step and call engine.accept_parameters()"
-        )
 
     def _written(self) -> str | None:
         """The name of a trained parameter that was written to since `accept`."""
@@ -129,8 +101,9 @@ class UpdateCheck:
             f"the parameter {name!r} was changed outside of this engine's charged steps (by a second optimizer, one "
             "around the engine's as Lookahead is, an assignment, load_state_dict, or a forward that writes to it), so "
             "epsilon may not cover the model. Step with the engine's optimizer only, and build the engine with the "
-            "outermost one; where only public data or released weights went into the change (a max-norm constraint "
-            "after the step), call engine.accept_parameters()"
+            "outermost one; use torch.nn.utils.parametrize for what a forward does to a weight. Where only public data "
+            "or released weights went into the change (a max-norm constraint after the step), call "
+            "engine.accept_parameters()"
         )
 
     def check_model(self) -> None:
@@ -171,30 +144,3 @@ class UpdateCheck:
                     "values into parameters instead, or call engine.detach() and build optimizer and engine anew, with "
                     "the same ledger=... so that both count"
                 )
-
-
-def warn_of_earlier(engine: PrivacyEngine, how_to_count: Callable[[PrivacyEngine], str | None]) -> None:
-    """Logs a warning where another engine took steps with the engine's model that this one doesn't count.
-
-    Args:
-        engine: a new one.
-        how_to_count: what makes it count the steps of an earlier one, in words; None where it does.
-    """
-    last = _last.get(engine.model)
-    earlier = None if last is None else last()
-    _last[engine.model] = weakref.ref(engine)
-    if earlier is None or not earlier.steps_taken:
-        return
-    if (remedy := how_to_count(earlier)) is not None:
-        log.warning(
-            "another engine took %d step%s with this model before; epsilon() of the new one doesn't count them. %s so "
-            "that they add up, or train a new model",
-            earlier.steps_taken, "s" if earlier.steps_taken != 1 else "", remedy,
-        )  # fmt: skip
-
-
-def how_to_count(engine: PrivacyEngine, earlier: PrivacyEngine) -> str | None:
-    """What makes an engine count the steps of an earlier one; None where it does, by their common ledger."""
-    if engine.ledger is not None and earlier.ledger is not None and engine.ledger.path == earlier.ledger.path:
-        return None
-    return 'Give both the same ledger="..."'

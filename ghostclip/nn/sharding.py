@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from ghostclip.errors import UnsupportedModelError
 
-__all__ = ["INSTEAD_OF_SHARDING", "is_fully_sharded", "parameter_groups", "refuse_sharded", "reshard", "sharding_of"]
+__all__ = [
+    "INSTEAD_OF_SHARDING",
+    "is_fully_sharded",
+    "local_part",
+    "parameter_groups",
+    "refuse_sharded",
+    "reshard",
+    "sharding_of",
+]
 
 INSTEAD_OF_SHARDING = (
     "per-example norms need whole layers: use the model unsharded, for several processes in DistributedDataParallel, "
@@ -24,6 +32,11 @@ INSTEAD_OF_SHARDING = (
 SHARDING_CLASSES = {"FullyShardedDataParallel", "FSDPModule"}
 # What parameters have that FSDP1 flattened into others, and the flat ones.
 FLATTENED = frozenset(("_fsdp_flattened", "_is_flat_param"))
+
+
+def local_part(tensor: Any) -> Tensor:
+    """What this process holds of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def sharding_of(model: nn.Module) -> tuple[str, str] | None:

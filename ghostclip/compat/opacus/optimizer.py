@@ -171,8 +171,7 @@ class DPOptimizer(Optimizer):
             set_to_none: as for torch's optimizers.
         """
         self._losses.drop()
-        if not self._engine.gathered:
-            self.original_optimizer.zero_grad(set_to_none)
+        self.original_optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """The state dict of the user's optimizer."""

@@ -1,0 +1,53 @@
+"""Clipped sums in the p.grads, where `GhostClipper` leaves them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip.clipper.gradient_guard import have_hooks, is_distributed
+from ghostclip.clipper.second_pass import Add, TwoPasses
+
+__all__ = ["add_to_gradients"]
+
+T = TypeVar("T")
+
+
+def add_to_gradients(passes: TwoPasses, clip: Callable[[Add], T], *, sharded: bool = False) -> T:
+    """Runs ``clip`` and adds the sums that it hands over to the p.grads, in the parameters' own types.
+
+    Where hooks on parameters or other processes wait for gradients, autograd delivers the finished sums: a hook runs
+    once, on the sum over all uses and examples, and so does DistributedDataParallel's reducer. Sums of sharded models
+    are reduced afterwards.
+
+    Args:
+        passes: over the graphs of the model.
+        clip: takes a function of (part, amount); its result is returned.
+        sharded: whether layers use whole Parameters in the place of shards.
+    """
+    if not have_hooks([p for _, p in passes.index.trained()]) and (sharded or not is_distributed()):
+        return clip(lambda part, amount: _add(passes.parameter(part[0]), part[1], amount))
+    sums = passes.new_sums()
+    result = clip(sums.add)
+    if sums.totals:
+        parameters = [passes.parameter(owner) for owner in sums.totals]
+        totals = [total.to(parameter.dtype) for parameter, total in zip(parameters, sums.totals.values(), strict=True)]
+        torch.autograd.backward(parameters, totals)
+    return result
+
+
+def _add(parameter: nn.Parameter, rows: tuple[int, int] | None, amount: Tensor) -> None:
+    """``amount`` added to p.grad, or to the given rows of it, in the parameter's dtype."""
+    amount = amount.to(parameter.dtype)
+    if rows is None:
+        if parameter.grad is None:
+            parameter.grad = amount.contiguous()
+        else:
+            parameter.grad += amount
+        return
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    parameter.grad[slice(*rows)] += amount

@@ -1,0 +1,336 @@
+"""Clipped sums stand in the engine until noise is added: no p.grad holds them, and what is written there is lost."""
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import private_runs as runs
+import pytest
+import torch
+from graphs import interpret
+from opacus_programs import by_hand, mean_loss, private, train
+from ranks import on_ranks
+from sharded import QUIET, settled, sharded
+from sharded import weights as whole_weights
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+import ghostclip
+from ghostclip.clipper.second_pass import ParameterSums
+from ghostclip.clipping import PerLayer
+from ghostclip.compat.opacus import BatchMemoryManager, PrivacyEngine, layers
+
+NORM, RATE = 0.5, 0.5
+
+
+@pytest.fixture(autouse=True)
+def repeatable() -> Iterator[None]:
+    """Strategies are counted, not timed, so that two runs have the same digits."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def filled(model: nn.Module) -> Iterator[Any]:
+    """The gradients that someone who works on p.grad finds there."""
+    return (p.grad for p in model.parameters() if p.grad is not None)
+
+
+def assigned(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 7.0)
+
+
+def through_numpy(model: nn.Module) -> None:
+    for grad in filled(model):
+        grad.detach().view(torch.uint8).numpy()[...] = 64
+
+
+def other_storage(model: nn.Module) -> None:
+    for grad in filled(model):
+        grad.data.set_(torch.full_like(grad, 7.0))
+
+
+def stepped_with(model: nn.Module) -> None:
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        kind(model.parameters(), lr=0.3, weight_decay=0.5).step()
+
+
+def unscaled(model: nn.Module) -> None:
+    scaler, optimizer = GradScaler("cpu", init_scale=0.125), torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(optimizer)
+
+
+def fused(model: nn.Module) -> None:
+    if grads := list(filled(model)):
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros(()), torch.tensor(8.0))
+
+
+# What is done between a backward and the step.
+WRITES: dict[str, Callable[[nn.Module], Any]] = {
+    "assigned": assigned,
+    "data": lambda model: [grad.data.mul_(10) for grad in filled(model)],
+    "numpy": through_numpy,
+    "storage": other_storage,
+    "foreach": lambda model: torch._foreach_mul_(list(filled(model)), 3.0) if [*filled(model)] else None,
+    "fused": fused,
+    "unscale_": unscaled,
+    "clip_grad_norm_": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+    "clip_grad_value_": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1e-3) if [*filled(model)] else None,
+    "zero_grad": lambda model: model.zero_grad(),
+    "zeros": lambda model: model.zero_grad(set_to_none=False),
+    "other optimizers": stepped_with,
+    "backward": runs.plain_backward,
+    "backward, then data": lambda model: (runs.plain_backward(model), WRITES["data"](model)),
+}
+
+
+def engine_for(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    model = runs.network(dtype)
+    given = {"noise": "test", "seed": 3, "clipping": NORM, "max_physical_batch_size": 3, "batch_size": 12, **options}
+    torch.manual_seed(2)
+    return runs.engine_for(model, torch.optim.SGD(model.parameters(), lr=RATE), runs.data(dtype=dtype), **given)
+
+
+def no_gradient(model: nn.Module) -> None:
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def loop(engine: Any, between: Callable[[], None], scaler: Any = None) -> None:
+    for batch in engine.batches():
+        for examples in batch.physical():
+            losses = runs.losses_of(engine.model, examples)
+            engine.backward(losses if scaler is None else scaler.scale(losses))
+            between()
+        (engine.optimizer if scaler is None else _Stepper(scaler, engine.optimizer)).step()
+        engine.optimizer.zero_grad()
+
+
+class _Stepper:
+    def __init__(self, scaler: GradScaler, optimizer: Any) -> None:
+        self.scaler, self.optimizer = scaler, optimizer
+
+    def step(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+def scaled_loop(engine: Any, between: Callable[[], None]) -> None:
+    loop(engine, between, engine._steps._scaling._scaler)
+
+
+def closures(engine: Any, between: Callable[[], None]) -> None:
+    for batch in engine.batches():
+
+        def closure(batch: Any = batch) -> None:
+            engine.optimizer.zero_grad()
+            for examples in batch.physical():
+                engine.backward(runs.losses_of(engine.model, examples))
+                between()
+
+        engine.optimizer.step(closure)
+        engine.optimizer.zero_grad()
+
+
+def whole_steps(engine: Any, between: Callable[[], None]) -> None:
+    """Between the passes of `engine.step` and its update comes the charge."""
+    charge = engine._steps.release.charge
+    engine._steps.release.charge = lambda terms: (between(), charge(terms))
+    for _ in range(4):
+        for batch in engine.batches():
+            engine.step(batch, runs.losses_of)
+
+
+def compiled(engine: Any, between: Callable[[], None]) -> None:
+    engine.compile()
+    whole_steps(engine, between)
+
+
+USERS = [row // 2 for row in range(24)]
+# By name: how to train, and with which options.
+WAYS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
+    "loop": (loop, {}),
+    "one physical batch": (loop, {"max_physical_batch_size": None}),
+    "bfloat16": (loop, {"dtype": torch.bfloat16}),
+    "float64": (loop, {"dtype": torch.float64}),
+    "users": (loop, {"unit_ids": USERS, "batch_size": 6, "max_physical_batch_size": 4}),
+    "layers": (loop, {"clipping": PerLayer(NORM)}),
+    "closures": (closures, {}),
+    "scaler": (scaled_loop, {"loss_scale": GradScaler("cpu")}),
+    "step": (whole_steps, {}),
+    "step in bfloat16": (whole_steps, {"dtype": torch.bfloat16}),
+    "compiled": (compiled, {"max_physical_batch_size": None, "self_check": False}),
+    "compiled in parts": (compiled, {"self_check": False}),
+}
+
+
+def trained(way: str, write: Callable[[nn.Module], Any] | None = None) -> Tensor:
+    """The weights after steps without noise, between whose backwards and updates someone writes to p.grad."""
+    train, options = WAYS[way]
+    engine, seen = engine_for(**copy.deepcopy(options)), []
+
+    def between() -> None:
+        if write is None or not seen:
+            no_gradient(engine.model)
+        seen.append(1)
+        if write is not None:
+            write(engine.model)
+
+    train(engine, between)
+    assert len(seen) >= 2
+    return runs.weights(engine.model)
+
+
+undisturbed = cache(trained)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.one_in(3)
+def test_what_is_written_between_backward_and_step_has_no_effect(
+    way: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interpret(monkeypatch)
+    assert torch.equal(trained(way, WRITES[name]), undisturbed(way))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_released_gradient_is_the_clipped_mean(dtype: torch.dtype) -> None:
+    engine = engine_for(dtype)
+    plain = ghostclip.GhostClipper(runs.network(dtype))
+    total = [torch.zeros_like(p, dtype=torch.float64) for p in plain.model.parameters()]
+    batch = next(runs.nonempty(engine))
+    for examples in batch.physical():
+        engine.backward(runs.losses_of(engine.model, examples))
+        assigned(engine.model)
+        found = plain.per_example_grads(runs.losses_of(plain.model, examples))
+        norms = torch.stack([each.double().flatten(1).norm(dim=1) for each in found.values()]).norm(dim=0)
+        weights = (NORM / norms).clamp(max=1.0)
+        for into, each in zip(total, found.values(), strict=True):
+            into += torch.einsum("b,b...->...", weights, each.double())
+    engine.optimizer.step()
+    near = {torch.float32: 1e-5, torch.float64: 1e-9, torch.bfloat16: 1e-2}[dtype]
+    for parameter, expected in zip(engine.model.parameters(), total, strict=True):
+        slack = near * float(expected.abs().max())
+        torch.testing.assert_close(parameter.grad.double(), expected / 12, rtol=near, atol=slack)
+
+
+def test_sums_are_the_engine_s_alone_where_a_parameter_is_frozen_or_not_held() -> None:
+    model = runs.network()
+    engine = runs.engine_for(model, torch.optim.SGD(model[2].parameters(), lr=RATE), max_physical_batch_size=2)
+    runs.gather(engine, next(runs.nonempty(engine)))
+    assigned(model)
+    model[2].weight.requires_grad_(False)
+    before = [p.detach().clone() for p in model.parameters()]
+    engine.optimizer.step()
+    assert [p.grad is None for p in model.parameters()] == [True, True, True, False]
+    assert [torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)] == [True] * 3 + [False]
+
+
+def test_the_first_gradient_that_is_lost_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    trained("loop", runs.plain_backward)
+    assert caplog.text.count("a gradient of '0.weight' came between engine.backward() and the step") == 1
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_forgotten_zero_grad_changes_nothing(in_place: bool) -> None:
+    found = []
+    for zeroes in (True, False):
+        engine = engine_for(noise_multiplier=1.0)
+        for batch in engine.batches():
+            runs.gather(engine, batch)
+            if batch.sizes:
+                no_gradient(engine.model)
+            engine.optimizer.step()
+            engine.optimizer.zero_grad(set_to_none=not in_place) if zeroes else None
+        found.append(runs.weights(engine.model))
+    assert torch.equal(*found)
+
+
+def test_a_gradient_added_to_what_a_step_left_is_refused() -> None:
+    engine = engine_for()
+    batches = runs.nonempty(engine)
+    runs.gather(engine, next(batches))
+    engine.optimizer.step()
+    runs.plain_backward(engine.model)
+    examples = next(next(batches).physical())
+    with pytest.raises(ghostclip.GradientLeakError, match=r"optimizer\.zero_grad\(\)"):
+        engine.backward(runs.losses_of(engine.model, examples))
+
+
+def test_a_first_amount_is_kept_as_it_is() -> None:
+    parameter = nn.Parameter(torch.zeros(4, 3, dtype=torch.bfloat16))
+    sums, amount = ParameterSums(lambda _: parameter), torch.ones(4, 3)
+    sums.add((0, None), amount)
+    assert sums.totals[0] is amount
+    sums.add((0, (1, 3)), torch.ones(2, 3))
+    sums.add((1, (1, 3)), torch.ones(2, 3))
+    assert sums.totals[0].sum(1).tolist() == [3.0, 6.0, 6.0, 3.0]
+    assert sums.totals[1].sum(1).tolist() == [0.0, 3.0, 3.0, 0.0]
+    assert sums.totals[1].dtype == torch.float32
+    number = nn.Parameter(torch.zeros(()))
+    numbers = ParameterSums(lambda _: number)
+    for _ in range(3):
+        numbers.add((0, None), torch.ones(()))
+    assert numbers.totals[0] == 3
+
+
+@pytest.mark.parametrize("name", ["assigned", "data", "numpy", "clip_grad_norm_", "zeros", "other optimizers"])
+def test_programs_for_opacus(name: str) -> None:
+    engine = PrivacyEngine()
+    model, optimizer, loader = private(engine, "images", layers)
+    seen = []
+
+    def before(*_: Any) -> None:
+        no_gradient(model)
+        WRITES[name](model)
+        seen.append(1)
+
+    # Before the hook by which the engine releases.
+    hooks = optimizer.original_optimizer._optimizer_step_pre_hooks
+    optimizer.original_optimizer.register_step_pre_hook(before)
+    hooks.move_to_end(next(reversed(hooks)), last=False)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer) as parts:
+        for step in train(parts, model, optimizer, mean_losses_of_parts):
+            expected = by_hand(step, mean_loss, optimizer.expected_batch_size, 0.5)
+            torch.testing.assert_close(step.grads, expected, rtol=1e-9, atol=1e-12)
+    assert seen
+
+
+def mean_losses_of_parts(model: nn.Module, batch: Any) -> Tensor:
+    no_gradient(model)
+    return mean_loss(model, batch)
+
+
+SHARDED = ["assigned", "data", "zeros", "backward", "other optimizers"]
+
+
+def on_shards() -> list[Tensor]:
+    """Weights after steps of a model sharded by FSDP2, without and with each of the writes."""
+    found = []
+    for name in [None, *SHARDED]:
+        model = sharded(runs.network())
+        engine = runs.engine_for(
+            model, None, runs.data(), noise="test", seed=3, clipping=NORM, max_physical_batch_size=3
+        )
+        torch.manual_seed(7)
+        for batch in engine.batches():
+            for examples in batch.physical():
+                engine.backward(runs.losses_of(model, examples))
+                no_gradient(model)
+                if name is not None:
+                    WRITES[name](model)
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        found.append(whole_weights(settled(model)))
+    return found
+
+
+@pytest.mark.filterwarnings(*QUIET)
+def test_sharded_models(tmp_path: Path) -> None:
+    for expected, *found in on_ranks(on_shards, tmp_path):
+        for name, weights in zip(SHARDED, found, strict=True):
+            assert torch.equal(weights, expected), name
