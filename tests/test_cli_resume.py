@@ -61,8 +61,8 @@ def test_an_interrupted_run_goes_on_and_forgets_nothing(
 ) -> None:
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
-        # The self-check calls the loss function five times more in each of these steps, and more in the first.
-        interrupt_at(patch, 26)
+        # The self-check calls the loss function three times more in each of these steps, and once more in the first.
+        interrupt_at(patch, 20)
         assert main([*RUN, "--checkpoint", str(folder)]) == 130
     assert f"the run is kept at {folder}; add --resume" in capsys.readouterr().err
     done = steps_at(folder)

@@ -121,9 +121,6 @@ OWN: dict[str, Callable[[], None]] = {
     ),
     "backward twice": lambda: own(lambda engine, rows: (backward(engine, rows), backward(engine, rows))),  # type: ignore
     "no zero_grad": lambda: own(backward, more=lambda engine: engine.optimizer.step()),
-    "clip_grad_norm_": lambda: own(
-        backward, more=lambda engine: (nn.utils.clip_grad_norm_(engine.model.parameters(), 1.0), step(engine))  # type: ignore
-    ),
     "a second optimizer": second_optimizer,
     "two engines on one optimizer": two_engines,
     "BatchNorm": lambda: own(model=network(nn.BatchNorm1d(6))),
@@ -168,16 +165,10 @@ def accelerated(
             return
 
 
-def clipped_by_accelerate(accelerator: Any, engine: Any, rows: Any) -> None:
-    backward(engine, rows)
-    accelerator.clip_grad_norm_(engine.model.parameters(), 1.0)
-
-
 ACCELERATE: dict[str, Callable[[], None]] = {
     "accelerator.backward": lambda: accelerated(
         lambda accelerator, engine, rows: accelerator.backward(losses(engine.model, rows).mean())
     ),
-    "clip_grad_norm_": lambda: accelerated(clipped_by_accelerate),
     "gradient_accumulation_steps": lambda: accelerated(
         lambda _, engine, rows: backward(engine, rows), gradient_accumulation_steps=2
     ),
@@ -263,14 +254,8 @@ def fabric(work: Callable[[Any, Any, Any], None], prepared: bool = False) -> Non
         optimizer.zero_grad()
 
 
-def clipped_by_fabric(made: Any, engine: Any, rows: Any) -> None:
-    backward(engine, rows)
-    made.clip_gradients(engine.model, engine.optimizer, max_norm=1.0)
-
-
 FABRIC: dict[str, Callable[[], None]] = {
     "fabric.backward": lambda: fabric(lambda made, engine, rows: made.backward(losses(engine.model, rows).mean())),
-    "clip_gradients": lambda: fabric(clipped_by_fabric),
     "a loader from setup_dataloaders": lambda: fabric(lambda *_: None, prepared=True),
     'reduction="mean"': lambda: fabric(lambda _, engine, rows: engine.backward(losses(engine.model, rows, "mean"))),
 }

@@ -101,8 +101,9 @@ class LossComparison:
         if (mixed := test.mixed()) is not None:
             path, line = f"{mixed.path}: " if mixed.path else "", f" [{mixed.line}]" if mixed.line else ""
             raise ExamplesMixError(
-                f"the self-check found examples that mix, so that none of them can be bounded: {path}{mixed.problem}"
-                f"{line}; {mixed.remedy}. {NOTHING_RELEASED}"
+                "the self-check found examples that mix: an example's loss depends on the data of another, or on how "
+                f"many there are, so that none can be bounded: {path}{mixed.problem}{line}; {mixed.remedy}. "
+                f"{NOTHING_RELEASED}"
             )
 
     def _chosen(self, units: int, each: int, count: int) -> list[int]:

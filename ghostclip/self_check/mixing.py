@@ -34,8 +34,7 @@ CHOICES = 16
 REMEDY_OF_KEPT = "don't update it in training (put its module into eval mode, or take the update out)"
 OF_COMPANY = Mixed(
     "",
-    "losses change when their examples are loaded in a smaller batch, so they depend on other examples or on their "
-    "number",
+    "losses change when their examples are loaded in a smaller batch",
     "most often they see the padding to the longest text of the batch: mask it, divide by each text's own count of "
     "tokens, or pad to a fixed length; else the collate function or the loss computes something over the batch (a "
     "mean, a count of tokens or classes, MixUp, a division by the batch's size): compute it for each example alone, or "
