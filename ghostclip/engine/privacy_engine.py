@@ -73,9 +73,8 @@ class PrivacyEngine(OpacusNames):
         seed: of noise and sampling, with ``noise="test"`` only.
         ledger: a file (or a `ghostclip.ledger.Ledger`). Each step is charged there before it is released. An existing
             file is continued: its charges count for `epsilon`, ``max_epsilon`` and the planned steps.
-        self_check: test that gradients agree with autograd's, that losses don't depend on other examples and that
-            parameters move. `step` calls the loss function 5 to 7 times more in each of the first 6 steps, later in
-            one of 400 physical batches. A failure raises VerificationError before the release, or logs a warning.
+        self_check: test gradients against autograd's, losses in batches that are loaded again in the first 6 steps and
+            in one of 400 physical batches later, and whether parameters move. A failure raises before the release.
         sampling: "poisson". "without_replacement": ``batch_size`` different examples each time. "truncated": Poisson;
             a sample of more than ``max_batch_size`` examples is cut down to that at random.
         neighboring: how neighbouring data sets differ: by the presence of one example ("add_or_remove_one"), or in
@@ -313,9 +312,7 @@ class PrivacyEngine(OpacusNames):
         return f"{found} (noise='test' counts as none.)" if self.noise == "test" and self.steps_taken else found
 
     def accept_parameters(self) -> None:
-        """Accepts trained parameters that were changed outside of steps, if no private data went into the change.
-
-        Examples: a loaded state dict, steps on public data, averages of released weights.
+        """Accepts trained parameters that were changed by no private data, such as a loaded state dict.
 
         Raises:
             PrivacyError: a logical batch is unfinished, or parameters were replaced or changed their type.

@@ -29,7 +29,7 @@ log = logging.getLogger("ghostclip")
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
-class Outcome(NamedTuple):
+class TrialOutcome(NamedTuple):
     """The losses of a batch, and what their forward left.
 
     Attributes:
@@ -90,12 +90,12 @@ class TrialLosses:
                 module.training = False
             return work()
 
-    def run(self, index: Sequence[int], after: Sequence[int] | None = None, watch: Any = None) -> Outcome:
+    def run(self, index: Sequence[int], after: Sequence[int] | None = None, watch: Any = None) -> TrialOutcome:
         """The outcome for the rows ``index``, from the state that a forward of the rows ``after`` left."""
         loaded = self.rows.load(index)
         before = None if after is None else self.rows.load(after).batch
 
-        def outcome() -> Outcome:
+        def outcome() -> TrialOutcome:
             if before is not None:
                 self.loss_fn(self.model, before)
                 self._replay.rewind()
@@ -103,7 +103,7 @@ class TrialLosses:
 
         return self.replayed(outcome)
 
-    def _outcome(self, loaded: Loaded, watch: AbstractContextManager[Any]) -> Outcome:
+    def _outcome(self, loaded: Loaded, watch: AbstractContextManager[Any]) -> TrialOutcome:
         buffers, attributes, objects = buffers_of(self.model), attributes_of(self.model), objects_of(self.model)
         with watch:
             losses = self.loss_fn(self.model, loaded.batch).detach()
@@ -114,7 +114,7 @@ class TrialLosses:
         )
         touched = not same or attributes.keys() != attributes_now.keys() or bool(unlike(attributes, attributes_now))
         states = loaded.random_states, self._replay.state()
-        return Outcome(losses, written, attributes_now, touched, states, loaded._replace(batch=None))
+        return TrialOutcome(losses, written, attributes_now, touched, states, loaded._replace(batch=None))
 
     def differ(self, these: Tensor, those: Tensor) -> bool:
         """Whether losses [n] differ from others by more than rounding may do, or are of another number."""
