@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ghostclip.clipper.collector import Keep, NormCollector
 from ghostclip.clipping import Groupwise, Policy
-from ghostclip.errors import LossShapeError, StaleInputError
+from ghostclip.errors import LossShapeError, StaleInputError, UnsupportedModelError
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.ragged_layout import RaggedLayouts, read_indices
 from ghostclip.graph.reader import first_pass, free_graph, read_graph
@@ -259,7 +259,7 @@ def bytes_to_keep(calls: Sequence[LayerCall]) -> int:
 
 
 class in_our_words(AbstractContextManager[Any]):
-    """torch's errors about changed or freed tensors, said in ours: a context."""
+    """torch's errors about changed or freed tensors and missing second derivatives, said in ours: a context."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *where: Any) -> None:
         if not isinstance(error, RuntimeError):
@@ -274,4 +274,10 @@ class in_our_words(AbstractContextManager[Any]):
             raise StaleInputError(
                 "the graph of these losses was freed by an earlier norms(), backward() or .backward(); run the forward "
                 "again, or pass retain_graph=True to the earlier call"
+            ) from error
+        if "derivative for" in text and "not implemented" in text:
+            raise UnsupportedModelError(
+                "the losses contain a gradient that went through an operation which torch can't differentiate twice; "
+                "leave the gradient out of the losses, or replace the operation (attention has second derivatives under "
+                f"torch.nn.attention.sdpa_kernel(SDPBackend.MATH)). torch says: {text.splitlines()[0]}"
             ) from error
