@@ -1,0 +1,119 @@
+"""Losses that contain gradients: a double backward through every wrapper, against plain torch layers in the loop."""
+
+from copy import deepcopy
+
+import oracle
+import pytest
+import torch
+from case_models import Wired
+from cases import CASES
+from comparing import TOLERANCE, assert_close, assert_dicts_close, exact_or_refused, gradients, typical_norm
+from penalties import LOSSES, MODELS, Once, OnInputs, on_slope
+from torch import nn
+
+import ghostclip
+from ghostclip import GhostClipper, PrivacyEngine, UnsupportedModelError
+
+READING_NUMBERS = [row for row in CASES if any(not spec.below and spec.batch_dim is not None for spec in row.specs)]
+
+
+@pytest.mark.parametrize("linear", [True, False], ids=["of the sum", "of other losses"])
+@pytest.mark.parametrize("case", READING_NUMBERS, ids=str)
+@pytest.mark.one_in(4)
+def test_a_penalty_on_the_slope_is_exact_behind_every_layer(case, linear):
+    """Where torch has second derivatives of the layer; where not, it is refused."""
+    model = OnInputs(case.model(), case.batch_dims, case.output_dim, linear)
+    try:
+        oracle.per_example_grads(model, lambda losses: losses, case.inputs(1), case.batch_dims)
+    except RuntimeError as error:
+        assert "not implemented" in str(error)
+        clipper = GhostClipper(ghostclip.wrap(model, **case.wrap))
+        with pytest.raises(UnsupportedModelError):
+            clipper.norms(model(*case.inputs()))
+        return
+    for batch in (4, 1, 5):
+        refusal = exact_or_refused(deepcopy(model), case.inputs(batch), case.batch_dims, lambda losses: losses, **case.wrap)
+        assert refusal is None
+
+
+def both(name, dtype=torch.float64):
+    """The model in float64, plain, and a copy; and what makes batches of a size."""
+    build, shape = MODELS[name]
+    torch.manual_seed(3)
+    plain = build().double()
+    for parameter in plain.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape, dtype=torch.float64) * (parameter.dim() == 1)
+    return plain, deepcopy(plain).to(dtype), lambda size: torch.randn(size, *shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("second_pass", ["cached", "reweight"])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(3)
+def test_losses_of_gradients_are_clipped_exactly_in_batches_of_several_sizes(name, loss, second_pass):
+    plain, model, inputs = both(name)
+    clipper = GhostClipper(model, 0.3, second_pass=second_pass)
+    for size in (4, 6, 4):
+        x = inputs(size)
+        expected = oracle.per_example_grads(Wired(lambda m, x: LOSSES[loss](m.model, x), model=plain), lambda losses: losses, [x])
+        expected = {key.removeprefix("model."): value for key, value in expected.items()}
+        model.zero_grad()
+        result = clipper.backward(LOSSES[loss](model, x))
+        assert_close(result.norms, oracle.norms(expected), 1e-9, 1e-3 * oracle.norms(expected).max())
+        assert_dicts_close(gradients(model), oracle.clipped_sum(expected, 0.3), 1e-9)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_in_float32(name):
+    plain, model, inputs = both(name, torch.float32)
+    x = inputs(5)
+    expected = oracle.per_example_grads(Wired(lambda m, x: on_slope(m.model, x), model=plain), lambda losses: losses, [x])
+    bound = typical_norm(expected)
+    GhostClipper(model, bound).backward(on_slope(model, x.float()))
+    expected = {key.removeprefix("model."): value for key, value in oracle.clipped_sum(expected, bound).items()}
+    assert_dicts_close(gradients(model), expected, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("how", ["norms", "backward", "per_example_grads"])
+@pytest.mark.parametrize(
+    ("operation", "match"),
+    [
+        (Once.apply, "marked with @once_differentiable"),
+        (lambda h: torch.cdist(h, torch.ones(3, h.shape[-1])), "torch can't differentiate twice.*_cdist_backward"),
+        (lambda h: nn.functional.scaled_dot_product_attention(h, h, h), "torch can't differentiate twice.*attention"),
+    ],
+    ids=["once differentiable", "distances", "attention"],
+)
+def test_gradients_without_second_derivatives_are_refused(operation, match, how):
+    model = Wired(lambda m, x: operation(m.first(x)).sin(), first=nn.Linear(6, 6))
+    clipper = GhostClipper(model)
+    with pytest.raises(UnsupportedModelError, match=match):
+        getattr(clipper, how)(on_slope(model, torch.randn(4, 2, 3, 6)))
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "group norm", "instance norm", "weight norm"])
+def test_the_engine_takes_steps_on_such_losses(name):
+    plain, model, inputs = both(name)
+    x = inputs(24)
+    data = torch.utils.data.TensorDataset(x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = PrivacyEngine(
+        model, optimizer, data, batch_size=12, max_physical_batch_size=7, noise_multiplier=0.0, clipping=0.3
+    )
+    for batch in engine.batches():
+        rows = []
+
+        def loss_fn(model, batch, rows=rows):
+            return on_slope(model, batch[0])
+
+        before = deepcopy(model.state_dict())
+        plain.load_state_dict(before)
+        physical = batch.physical
+        batch.physical = lambda: (rows.append(part[0]) or part for part in physical())
+        engine.step(batch, loss_fn)
+        whole = Wired(lambda m, x: on_slope(m.model, x), model=plain)
+        expected = oracle.per_example_grads(whole, lambda losses: losses, [torch.cat(rows)])
+        update = {
+            f"model.{key}": 12 * (before[key] - value) for key, value in model.named_parameters() if value.requires_grad
+        }
+        assert_dicts_close(update, oracle.clipped_sum(expected, 0.3), 1e-9)
