@@ -12,7 +12,8 @@ from penalties import LOSSES, MODELS, Once, OnInputs, on_slope
 from torch import nn
 
 import ghostclip
-from ghostclip import GhostClipper, PrivacyEngine, UnsupportedModelError
+from ghostclip import GhostClipper, PrivacyEngine, UnsupportedModelError, VerificationError
+from ghostclip.nn.rnn import recurrence
 
 READING_NUMBERS = [row for row in CASES if any(not spec.below and spec.batch_dim is not None for spec in row.specs)]
 
@@ -117,3 +118,22 @@ def test_the_engine_takes_steps_on_such_losses(name):
             f"model.{key}": 12 * (before[key] - value) for key, value in model.named_parameters() if value.requires_grad
         }
         assert_dicts_close(update, oracle.clipped_sum(expected, 0.3), 1e-9)
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "group norm", "instance norm", "weight norm", "checkpointed"])
+def test_verify_passes_on_such_losses(name):
+    _, model, inputs = both(name)
+    clipper = GhostClipper(model, 0.3)
+    kinds = [type(part) for part in model.modules()]
+    assert clipper.verify(on_slope, inputs(4)) < 1e-9
+    assert [type(part) for part in model.modules()] == kinds
+
+
+def test_verify_finds_a_second_derivative_that_a_layer_leaves_out(monkeypatch):
+    """It runs torch's layers: a loop over the wrappers would leave out the same."""
+    whole = recurrence.recorded_gradients
+    cut = lambda *arguments: tuple(None if grad is None else grad.detach() for grad in whole(*arguments))  # noqa: E731
+    monkeypatch.setattr(recurrence, "recorded_gradients", cut)
+    _, model, inputs = both("gru")
+    with pytest.raises(VerificationError, match="rnn.weight"):
+        GhostClipper(model).verify(on_slope, inputs(4))
