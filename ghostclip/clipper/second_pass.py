@@ -23,6 +23,7 @@ from ghostclip.graph.reader import AT_LEAST_FLOAT32, first_pass, free_graph
 from ghostclip.graph.row_layout import RowLayout
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.affine import LinearPair
+from ghostclip.norms.precision import full_precision
 from ghostclip.norms.reduce import all_finite
 from ghostclip.norms.term import PerExampleGrads, may_sync
 
@@ -224,12 +225,15 @@ class WeightedSums:
     @torch.no_grad()
     def of_kept(self, kept: Kept, add: Add) -> None:
         """Those of what a first pass kept, which is let go of one after another."""
-        while kept:
-            parts, term = kept.popitem()
-            if isinstance(term, LinearPair):
-                self.of_pair(parts, term, add)
-            else:
-                add(parts[0], self.of(parts[0], term))
+        if not kept:
+            return
+        with full_precision(next(iter(self.weights.values())).device):
+            while kept:
+                parts, term = kept.popitem()
+                if isinstance(term, LinearPair):
+                    self.of_pair(parts, term, add)
+                else:
+                    add(parts[0], self.of(parts[0], term))
 
     def of(self, part: Part, term: PerExampleGrads) -> Tensor:
         """That of one term."""
