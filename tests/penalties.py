@@ -153,7 +153,7 @@ def _images(*layers: nn.Module) -> nn.Module:
 weight_norm, spectral_norm = parametrizations.weight_norm, parametrizations.spectral_norm
 # Each with the shape of one example.
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "perceptron": (lambda: nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Softplus(), nn.Linear(5, 1)), (6,)),
+    "perceptron": (lambda: nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Softplus()), (6,)),
     "positions": (lambda: nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5)), (4, 6)),
     "convolutions": (lambda: _images(), (2, 5, 5)),
     "batch norm in eval mode": (lambda: _settled(_images(nn.BatchNorm2d(4))), (2, 5, 5)),

@@ -278,6 +278,6 @@ class in_our_words(AbstractContextManager[Any]):
         if "derivative for" in text and "not implemented" in text:
             raise UnsupportedModelError(
                 "the losses contain a gradient that went through an operation which torch can't differentiate twice; "
-                "leave the gradient out of the losses, or replace the operation (attention has second derivatives under "
-                f"torch.nn.attention.sdpa_kernel(SDPBackend.MATH)). torch says: {text.splitlines()[0]}"
+                "leave the gradient out of the losses, or replace the operation (attention has second derivatives "
+                f"under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)). torch says: {text.splitlines()[0]}"
             ) from error

@@ -42,8 +42,8 @@ HIDING = {
     "CheckpointFunctionBackward": "reentrant activation checkpointing hides the layers inside it; "
     "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
     "CompiledFunctionBackward": "torch.compile compiled the model, or a function in it, which hides what happens to "
-    "each example; leave torch.compile out, and call engine.compile() (or GhostClipper(..., compile=True)) for compiled "
-    "steps",
+    "each example; leave torch.compile out, and call engine.compile() (or GhostClipper(..., compile=True)) for "
+    "compiled steps",
     # What torch gives a gradient that a once_differentiable backward made: it raises when a gradient comes to it, and
     # leads nowhere, so that none would.
     "Error": "the losses contain a gradient that went through an autograd.Function marked with @once_differentiable, "
@@ -155,7 +155,11 @@ def _word_for(kind: type) -> Any:
 
     Which of two that do the same it is may depend on whether the forward is compiled.
     """
-    if kind.__module__ != "builtins" or kind is ACCUMULATE or kind.__name__ in REORDERING | BATCH_STATISTICS | HIDING.keys():
+    if (
+        kind.__module__ != "builtins"
+        or kind is ACCUMULATE
+        or kind.__name__ in REORDERING | BATCH_STATISTICS | HIDING.keys()
+    ):
         return None
     if has_lengths(kind):
         return None

@@ -118,7 +118,6 @@ class _InstanceNorm(GhostLayer):
     weight: Any
     bias: Any
     eps: float
-    momentum: float
     num_features: int
     _get_no_batch_dim: Any
 
@@ -138,12 +137,13 @@ class _InstanceNorm(GhostLayer):
         # torch gives each example's channels a copy of their weights, too, and normalizes all as if of one example.
         examples, channels = input.shape[:2]
         weight, bias = (self._for_each_example(name, examples) for name in ("weight", "bias"))
-        statistics = [
-            None if each is None else to_float32(each).repeat(examples) for each in (self.running_mean, self.running_var)
-        ]
-        options = self.training or not self.track_running_stats, self.momentum, self.eps
+        mean, variance = (
+            None if each is None else to_float32(each).repeat(examples)
+            for each in (self.running_mean, self.running_var)
+        )
         whole = input.reshape(1, examples * channels, *input.shape[2:])
-        return F.instance_norm(whole, *statistics, weight, bias, *options).view(input.shape)
+        of_input = self.training or not self.track_running_stats
+        return F.instance_norm(whole, mean, variance, weight, bias, of_input, eps=self.eps).view(input.shape)
 
     def _fits(self, input: Tensor) -> bool:
         """Whether the input has sizes that torch takes; where not, torch says what is wrong."""

@@ -1,9 +1,9 @@
 """Full float32 for the products that norms and sums are made of, whatever precision torch may use elsewhere.
 
-``torch.set_float32_matmul_precision`` and its kin let torch round the factors of float32 products: to TensorFloat-32 (ten
-bits) on GPUs, to bfloat16 (seven bits) on CPUs that have units for it. The norm of rows that were rounded is not that of
-the rows which are summed, so a share could exceed the bound by a thousandth. The model's own forward and backward, which
-give the rows, keep what was set. No convolution or recurrence is among these products, so their settings don't matter.
+``torch.set_float32_matmul_precision`` and newer settings let torch round the factors of float32 products: to TensorFloat-32
+(ten bits) on GPUs, to bfloat16 (seven bits) on CPUs that have units for it. The norm of rows that were rounded is not
+that of the rows which are summed, so a share could exceed the bound by a thousandth. The model's own forward and
+backward, which give the rows, keep what was set. Norms and sums need no convolution and no recurrence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 __all__ = ["full_precision", "is_narrow"]
 
-# Since torch 2.9 each kind of device has a setting of its own; the older one sets all, and can't be read where they differ.
+# Since torch 2.9 each kind of device has a setting of its own. The older one sets all; it can't be read if they differ.
 _read: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
 _write: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
 _BACKENDS = ("cuda", "mkldnn")
@@ -31,7 +31,7 @@ _before: tuple[str | None, dict[str, str]] | None = None
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Inside, products of float32 matrices on such devices take their factors as they are; it takes 4 us."""
+    """Inside, products of float32 matrices on such devices take their factors as they are; it takes 3 us."""
     global _inside, _before
     with _LOCK:
         if not _inside and is_narrow(device):

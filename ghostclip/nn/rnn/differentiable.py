@@ -1,8 +1,8 @@
 """A recurrence's backward that can be differentiated again: for losses that contain a gradient (gradient penalties).
 
-torch's kernels hide the gates, cuDNN's can't be differentiated twice, and the ways back in kernels.py aren't recorded. So a
-backward with ``create_graph=True`` runs the recurrence once more, one time step after another, and lets autograd go
-back through that. Weights then enter the graph a second time, in products outside of the layer.
+cuDNN's kernels have no second derivative, and autograd records nothing of the ways back in kernels.py. So a backward with
+``create_graph=True`` runs the recurrence once more, one time step after another, and lets autograd go back through
+that. Weights then enter the graph a second time, in products outside of the layer.
 """
 
 from __future__ import annotations
@@ -50,9 +50,11 @@ def recorded_gradients(
         matrices = [None if t is None else t.t() for t in (tensors[0], tensors[1], tensors[4])]
         aliases = [None if t is None else t.view_as(t) for t in tensors]
         aliases[0], aliases[1], aliases[4] = matrices
-        results = _recurrence(mode, order, *aliases)
+        results = _recurrence(mode, order, *aliases)  # type: ignore[arg-type]
         pairs = [(result, grad) for result, grad in zip(results, came, strict=True) if grad is not None]
-        places = [n for n, (alias, wanted) in enumerate(zip(aliases, needed, strict=True)) if wanted and alias is not None]
+        places = [
+            n for n, (alias, wanted) in enumerate(zip(aliases, needed, strict=True)) if wanted and alias is not None
+        ]
         if pairs and places:
             outputs, grads = zip(*pairs, strict=True)
             wanted = [aliases[place] for place in places]
