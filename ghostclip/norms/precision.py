@@ -1,9 +1,9 @@
 """Full float32 for the products that norms and sums are made of, whatever precision torch may use elsewhere.
 
-``torch.set_float32_matmul_precision`` and newer settings let torch round the factors of float32 products: to TensorFloat-32
-(ten bits) on GPUs, to bfloat16 (seven bits) on CPUs that have units for it. The norm of rows that were rounded is not
-that of the rows which are summed, so a share could exceed the bound by a thousandth. The model's own forward and
-backward, which give the rows, keep what was set. Norms and sums need no convolution and no recurrence.
+``torch.set_float32_matmul_precision`` and newer settings let torch round the factors of float32 products: to
+TensorFloat-32 (ten bits) on GPUs, to bfloat16 (seven bits) on CPUs that have units for it. The norm of rows that were
+rounded is not that of the rows which are summed, so a share could exceed the bound by a thousandth. The model's own
+forward and backward, which give the rows, keep what was set. Norms and sums need no convolution and no recurrence.
 """
 
 from __future__ import annotations

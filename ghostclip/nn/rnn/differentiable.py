@@ -1,7 +1,7 @@
 """A recurrence's backward that can be differentiated again: for losses that contain a gradient (gradient penalties).
 
-cuDNN's kernels have no second derivative, and autograd records nothing of the ways back in kernels.py. So a backward with
-``create_graph=True`` runs the recurrence once more, one time step after another, and lets autograd go back through
+cuDNN's kernels have no second derivative, and autograd records nothing of the ways back in kernels.py. So a backward
+with ``create_graph=True`` runs the recurrence once more, one time step after another, and lets autograd go back through
 that. Weights then enter the graph a second time, in products outside of the layer.
 """
 
