@@ -2356,7 +2356,7 @@ DIFFERENTIATED_TWICE = [
     Mutant(
         "the precision of a device is not put back",
         "ghostclip/norms/precision.py",
-        "                _write(backend, \"matmul\", value)\n",
+        '                _write(backend, "matmul", value)\n',
         "                pass\n",
         PRECISION,
     ),

@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from ghostclip.clipper.random_states import RandomStates
 from ghostclip.graph.row_layout import RowLayout
 from ghostclip.nn.base import LayerCall, Repeat
 from ghostclip.norms.affine import LinearPair
@@ -131,6 +132,7 @@ class NormCollector(TermReceiver):
         choices: what the planner chose, by the id of the parameter.
         holds_graph: whether the graph is still there, though it may not have been asked for.
         repeat: what a second backward over this graph repeats; None where none may follow.
+        random_states: before the pass, where it computes checkpointed blocks again; else None.
     """
 
     def __init__(
@@ -151,6 +153,7 @@ class NormCollector(TermReceiver):
         self.choices: dict[int, StrategyChoice] = {}
         self.holds_graph = True
         self.repeat: Repeat | None = None
+        self.random_states: RandomStates | None = None
         self._examples, self._device, self._dtype = len(losses), losses.device, norm_dtype(trained)
         self._planner, self._trained, self._scale = planner, trained, scale
         self._keep, self._room, self._exact = keep, room, exact

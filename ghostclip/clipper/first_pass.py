@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip.clipper.collector import Keep, NormCollector
+from ghostclip.clipper.random_states import RandomStates
 from ghostclip.clipping import Groupwise, Policy
 from ghostclip.errors import LossShapeError, StaleInputError, UnsupportedModelError
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.ragged_layout import RaggedLayouts, read_indices
 from ghostclip.graph.reader import first_pass, free_graph, read_graph
 from ghostclip.graph.row_layout import RowLayouts
+from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import LayerCall, Repeat
 from ghostclip.nn.fallback import FallbackCall
 from ghostclip.norms.ragged import RowIndex
@@ -129,6 +131,7 @@ class FirstPasses:
                 keep=keep, room=self._room_for_small(calls) if small else 0, exact=exact,
             )  # fmt: skip
             hooked = any(call.has_saved_tensor_hooks for call in calls)
+            collector.random_states = RandomStates(losses.device) if hooked and not is_traced() else None
             collector.holds_graph = retain_graph or (chosen and (small or hooked))
             once = chosen and small and not retain_graph and not self._indices
             collector.repeat = Repeat() if once else None

@@ -6,6 +6,7 @@ Norms come from a first pass (first_pass.py); here they become weights, and weig
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -171,7 +172,8 @@ class TwoPasses(FirstPasses):
                 if wanted:
                     sink = Reweighting(run.layout, done, sums, add)
                     keep, ends = retain_graph or not whole, None if whole else wanted
-                    first_pass(losses, run.calls, sink.receive, retain_graph=keep, wanted=ends)
+                    with nullcontext() if run.random_states is None else run.random_states.again():
+                        first_pass(losses, run.calls, sink.receive, retain_graph=keep, wanted=ends)
                 if run.holds_graph and not retain_graph and not whole:
                     free_graph(losses, run.calls)
         finally:
