@@ -2360,6 +2360,20 @@ DIFFERENTIATED_TWICE = [
         "                pass\n",
         PRECISION,
     ),
+    Mutant(
+        "checkpointed blocks draw other numbers in the second pass",
+        PASSES,
+        "with nullcontext() if run.random_states is None else run.random_states.again():",
+        "with nullcontext():",
+        ("tests/test_recomputed.py",),
+    ),
+    Mutant(
+        "generators go on from where a second pass began",
+        "ghostclip/clipper/random_states.py",
+        "            now._set()\n",
+        "            pass\n",
+        ("tests/test_recomputed.py",),
+    ),
 ]
 
 MUTANTS = [
