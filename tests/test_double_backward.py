@@ -142,3 +142,15 @@ def test_verify_finds_a_second_derivative_that_a_layer_leaves_out(monkeypatch):
     _, model, inputs = both("gru")
     with pytest.raises(VerificationError, match=r"rnn\.weight"):
         GhostClipper(model).verify(on_slope, inputs(4))
+
+
+@pytest.mark.parametrize("kind", ["RNN", "LSTM", "GRU"])
+def test_second_derivatives_by_the_weights_of_a_layer_that_is_used_twice(kind):
+    torch.manual_seed(0)
+    plain = getattr(nn, kind)(4, 4, dtype=torch.float64)
+    wrapped, x, found = ghostclip.wrap(deepcopy(plain)), torch.randn(3, 2, 4, dtype=torch.float64), []
+    for layer in (plain, wrapped):
+        parameters, total = list(layer.parameters()), layer(layer(x)[0])[0].square().sum()
+        firsts = torch.autograd.grad(total, parameters, create_graph=True)
+        found.append(torch.autograd.grad(sum(first.square().sum() for first in firsts), parameters))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)

@@ -2281,7 +2281,7 @@ DIFFERENTIATED_TWICE = [
         "ghostclip/nn/rnn/differentiable.py",
         "aliases = [None if t is None else t.view_as(t) for t in tensors]",
         "aliases = list(tensors)",
-        (*TWICE, "-k", "float32 and twice"),
+        (*TWICE, "-k", "used_twice"),
     ),
     Mutant(
         "a group's mean depends on its scale",
