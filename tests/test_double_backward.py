@@ -34,7 +34,7 @@ def test_a_penalty_on_the_slope_is_exact_behind_every_layer(case, linear):
         with pytest.raises(UnsupportedModelError):
             clipper.norms(model(*case.inputs()))
         return
-    for batch in (4, 1, 5):
+    for batch in (3, 1, 5):  # an odd number of gradients of one number, clipped, does not cancel
         refusal = exact_or_refused(
             deepcopy(model), case.inputs(batch), case.batch_dims, lambda losses: losses, **case.wrap
         )

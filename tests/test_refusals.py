@@ -19,6 +19,7 @@ import ragged_refusals
 import torch
 from case_fallback import with_parameters
 from case_models import Wired
+from penalties import Once, on_slope
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -181,6 +182,12 @@ def stale(change: str) -> None:
     clipper.backward(found)
 
 
+def sloped(function: Callable[[Tensor], Tensor]) -> None:
+    """A loss with the gradient of a function behind a layer."""
+    model = wrap(one(nn.Linear(3, 3)))
+    GhostClipper(model).norms(on_slope(lambda x: function(model(x)).sin(), X))
+
+
 def both_outputs(m: Any, x: Tensor) -> Tensor:
     scaled, doubled = ScaleAndDouble.apply(x, m.p)
     return m.layer(scaled) + doubled
@@ -319,6 +326,10 @@ ROWS: dict[str, Row] = {
     "checkpoint": (lambda: clip(Wired(lambda m, x: checkpoint(m.a, m.b(x), use_reentrant=True), a=nn.Linear(3, 3),
                                       b=nn.Linear(3, 3))),
                    "", "hides the layers inside", "use_reentrant=False"),
+    "once_differentiable": (lambda: sloped(Once.apply), "", "marked with @once_differentiable",
+                            "make its backward of differentiable operations"),
+    "no second derivative": (lambda: sloped(lambda h: torch.cdist(h, h)), "", "torch can't differentiate twice",
+                             "SDPBackend.MATH"),
     "F.batch_norm": (lambda: clip(one(nn.Linear(3, 3)),
                                   loss=lambda h: losses(F.batch_norm(h, None, None, training=True))),
                      "", "a batch of shape [4, 6, 3] is normalized", "use F.group_norm, F.layer_norm"),
