@@ -8,6 +8,7 @@ from torch import nn
 
 import ghostclip
 from ghostclip import GhostClipper
+from ghostclip.clipper.second_pass import WeightedSums
 from ghostclip.compiled.region import Region
 from ghostclip.norms.precision import full_precision
 
@@ -135,9 +136,25 @@ def test_threads_that_leave_in_any_order_leave_the_settings_as_they_were():
     with full_precision(CPU):
         thread.start()
         inside.wait()
-    assert settings()[1] == "ieee"
+    still = settings()[1]
     may_leave.set()
     thread.join()
+    assert still == "ieee"
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("second_pass", ["cached", "reweight"])
+def test_sums_are_formed_in_full_precision(second_pass, monkeypatch):
+    seen, of = [], WeightedSums.of
+
+    def noted(*arguments):
+        seen.append(settings()[1])
+        return of(*arguments)
+
+    monkeypatch.setattr(WeightedSums, "of", noted)
+    network, x = model("positions")
+    GhostClipper(network, second_pass=second_pass).backward(squares(network(x)))
+    assert set(seen) == {"ieee"}
 
 
 @pytest.mark.parametrize("older", [True, False], ids=["torch before 2.9", "this torch"])
