@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["LOSSES", "MODELS", "OnInputs", "Once", "on_slope"]
+__all__ = ["LOSSES", "MODELS", "OnInputs", "Once", "on_slope", "sloped"]
 
 
 class OnInputs(nn.Module):
@@ -94,6 +94,16 @@ LOSSES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "activations": at_activations,
     "curvature": curvature,
 }
+
+
+def sloped(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Losses of activations: the squared gradient of a function of them."""
+
+    def losses(h: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(function(h).sin().sum(), h, create_graph=True)
+        return squared(slope)
+
+    return losses
 
 
 class Once(torch.autograd.Function):

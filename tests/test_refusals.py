@@ -17,9 +17,9 @@ import private_runs as runs
 import pytest
 import ragged_refusals
 import torch
-from case_fallback import with_parameters
+from case_fallback import ScaleAndDouble, with_parameters
 from case_models import Wired
-from penalties import Once, on_slope
+from penalties import Once, sloped
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -148,19 +148,6 @@ class Complex(nn.Module):
         self.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
 
 
-class ScaleAndDouble(torch.autograd.Function):
-    """Gives examples times a parameter, and the parameter doubled."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x)
-        return x * p, 2 * p
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, of_double: Tensor) -> tuple[None, Tensor]:
-        return None, (grad * ctx.saved_tensors[0]).sum((0, 1)) + 2 * of_double
-
-
 def compiled_in_place(layer: nn.Module) -> nn.Module:
     layer.compile(backend="aot_eager")
     return layer
@@ -180,12 +167,6 @@ def stale(change: str) -> None:
     else:
         clipper.norms(found)
     clipper.backward(found)
-
-
-def sloped(function: Callable[[Tensor], Tensor]) -> None:
-    """A loss with the gradient of a function behind a layer."""
-    model = wrap(one(nn.Linear(3, 3)))
-    GhostClipper(model).norms(on_slope(lambda x: function(model(x)).sin(), X))
 
 
 def both_outputs(m: Any, x: Tensor) -> Tensor:
@@ -326,9 +307,9 @@ ROWS: dict[str, Row] = {
     "checkpoint": (lambda: clip(Wired(lambda m, x: checkpoint(m.a, m.b(x), use_reentrant=True), a=nn.Linear(3, 3),
                                       b=nn.Linear(3, 3))),
                    "", "hides the layers inside", "use_reentrant=False"),
-    "once_differentiable": (lambda: sloped(Once.apply), "", "marked with @once_differentiable",
+    "once_differentiable": (lambda: clip(one(nn.Linear(3, 3)), loss=sloped(Once.apply)), "", "marked with @once_differentiable",
                             "make its backward of differentiable operations"),
-    "no second derivative": (lambda: sloped(lambda h: torch.cdist(h, h)), "", "torch can't differentiate twice",
+    "no second derivative": (lambda: clip(one(nn.Linear(3, 3)), loss=sloped(lambda h: torch.cdist(h, h))), "", "torch can't differentiate twice",
                              "SDPBackend.MATH"),
     "F.batch_norm": (lambda: clip(one(nn.Linear(3, 3)),
                                   loss=lambda h: losses(F.batch_norm(h, None, None, training=True))),
