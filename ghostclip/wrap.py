@@ -24,7 +24,7 @@ from ghostclip.nn.normalization import instead_of_batchnorm
 from ghostclip.nn.sharding import INSTEAD_OF_SHARDING, sharding_of
 from ghostclip.nn.subclass import leaves_parameters_to_parent
 
-__all__ = ["Finding", "check_module", "obstacles", "unwrap", "wrap", "wrapped"]
+__all__ = ["Finding", "check_module", "obstacles", "unwrap", "unwrapped", "wrap", "wrapped"]
 
 # Libraries with layers of their own: the module that has rules for them, imported on meeting one.
 ELSEWHERE = {"transformers": "ghostclip.integrations.huggingface_layers"}
@@ -128,6 +128,19 @@ def wrapped(model: torch_nn.Module) -> Iterator[torch_nn.Module]:
                 # The module itself stands for nothing.
                 if value is not module:
                     vars(module)[name] = value
+
+
+@contextmanager
+def unwrapped(model: torch_nn.Module) -> Iterator[torch_nn.Module]:
+    """A model with its plain torch classes inside, which has its wrappers afterwards."""
+    before = [(module, type(module)) for module in model.modules() if isinstance(module, GhostLayer)]
+    try:
+        for module, kind in before:
+            module.__class__ = kind.wrapped  # type: ignore[assignment]
+        yield model
+    finally:
+        for module, kind in before:
+            module.__class__ = kind
 
 
 def obstacles(model: torch_nn.Module) -> list[Finding]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["fallback_cases"]
+__all__ = ["ScaleAndDouble", "fallback_cases", "with_parameters"]
 
 
 def with_parameters(wiring: Any, shapes: dict[str, tuple[int, ...]], **parts: torch.nn.Module) -> torch.nn.Module:
@@ -20,6 +20,19 @@ def with_parameters(wiring: Any, shapes: dict[str, tuple[int, ...]], **parts: to
     for name, shape in shapes.items():
         model.register_parameter(name, torch.nn.Parameter(torch.randn(shape)))
     return model
+
+
+class ScaleAndDouble(torch.autograd.Function):
+    """Gives examples times a parameter, and the parameter doubled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x)
+        return x * p, 2 * p
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, of_double: Tensor) -> tuple[None, Tensor]:
+        return None, (grad * ctx.saved_tensors[0]).sum((0, 1)) + 2 * of_double
 
 
 def _vision_transformer(m: Any, x: Tensor) -> Tensor:

@@ -17,8 +17,9 @@ import private_runs as runs
 import pytest
 import ragged_refusals
 import torch
-from case_fallback import with_parameters
+from case_fallback import ScaleAndDouble, with_parameters
 from case_models import Wired
+from penalties import Once, sloped
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -145,19 +146,6 @@ class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
-
-
-class ScaleAndDouble(torch.autograd.Function):
-    """Gives examples times a parameter, and the parameter doubled."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x)
-        return x * p, 2 * p
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, of_double: Tensor) -> tuple[None, Tensor]:
-        return None, (grad * ctx.saved_tensors[0]).sum((0, 1)) + 2 * of_double
 
 
 def compiled_in_place(layer: nn.Module) -> nn.Module:
@@ -319,6 +307,10 @@ ROWS: dict[str, Row] = {
     "checkpoint": (lambda: clip(Wired(lambda m, x: checkpoint(m.a, m.b(x), use_reentrant=True), a=nn.Linear(3, 3),
                                       b=nn.Linear(3, 3))),
                    "", "hides the layers inside", "use_reentrant=False"),
+    "once_differentiable": (lambda: clip(one(nn.Linear(3, 3)), loss=sloped(Once.apply)), "", "marked with @once_differentiable",
+                            "make its backward of differentiable operations"),
+    "no second derivative": (lambda: clip(one(nn.Linear(3, 3)), loss=sloped(lambda h: torch.cdist(h, h))), "", "torch can't differentiate twice",
+                             "SDPBackend.MATH"),
     "F.batch_norm": (lambda: clip(one(nn.Linear(3, 3)),
                                   loss=lambda h: losses(F.batch_norm(h, None, None, training=True))),
                      "", "a batch of shape [4, 6, 3] is normalized", "use F.group_norm, F.layer_norm"),

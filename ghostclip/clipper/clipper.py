@@ -331,6 +331,8 @@ class GhostClipper(RefusesNames):
     ) -> float:
         """Compares norms and clipped sums with a loop over single examples; returns the largest relative error.
 
+        The loop runs torch's own layers in place of the wrappers, but for a model under ``fully_shard``.
+
         Args:
             loss_fn: (model, batch) -> losses [B].
             batch: tensors (or nested tuples, lists, dicts of them) with examples in dimension 0.

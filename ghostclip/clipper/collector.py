@@ -11,9 +11,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from ghostclip.clipper.random_states import RandomStates
 from ghostclip.graph.row_layout import RowLayout
 from ghostclip.nn.base import LayerCall, Repeat
 from ghostclip.norms.affine import LinearPair
+from ghostclip.norms.precision import full_precision
 from ghostclip.norms.ragged import combined, regrouped
 from ghostclip.norms.reduce import norms, rounding_margin
 from ghostclip.norms.term import Dense, PerExampleGrads, to_float32
@@ -81,6 +83,10 @@ class TermReceiver(ABC):
         """Takes the gradient at one pre-activation; called by the layer's node in the graph."""
         # Saved inputs still know their history; what is held must not keep that part of the graph alive.
         inputs = tuple([tensor.detach() if tensor.requires_grad else tensor for tensor in inputs])
+        with full_precision(grad.device):
+            self._receive(call, inputs, grad)
+
+    def _receive(self, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
         parts = self._parts[id(call)]
         if id(call) in self._single and (pair := call.linear_pair(inputs, grad)) is not None:
             self._take_pair([parts[name] for name in pair.names], pair)
@@ -126,6 +132,7 @@ class NormCollector(TermReceiver):
         choices: what the planner chose, by the id of the parameter.
         holds_graph: whether the graph is still there, though it may not have been asked for.
         repeat: what a second backward over this graph repeats; None where none may follow.
+        random_states: before the pass, where it computes checkpointed blocks again; else None.
     """
 
     def __init__(
@@ -146,6 +153,7 @@ class NormCollector(TermReceiver):
         self.choices: dict[int, StrategyChoice] = {}
         self.holds_graph = True
         self.repeat: Repeat | None = None
+        self.random_states: RandomStates | None = None
         self._examples, self._device, self._dtype = len(losses), losses.device, norm_dtype(trained)
         self._planner, self._trained, self._scale = planner, trained, scale
         self._keep, self._room, self._exact = keep, room, exact
@@ -213,12 +221,13 @@ class NormCollector(TermReceiver):
     def measure_exactly(self) -> None:
         """Squared norms of all parameters once more, from what is kept of them all, in no form that may cancel."""
         self._measured = []
-        for parts, term in self.kept.items():
-            if isinstance(term, LinearPair):
-                self._take_pair(parts, term)
-            else:
-                answer, self.choices[parts[0][0]] = self._planner.answer(term, False, exact=True)
-                self._measured.append((parts[0][0], answer.squared_norms, answer.absolute))
+        with full_precision(self._device):
+            for parts, term in self.kept.items():
+                if isinstance(term, LinearPair):
+                    self._take_pair(parts, term)
+                else:
+                    answer, self.choices[parts[0][0]] = self._planner.answer(term, False, exact=True)
+                    self._measured.append((parts[0][0], answer.squared_norms, answer.absolute))
 
     @property
     def kept_owners(self) -> frozenset[int]:

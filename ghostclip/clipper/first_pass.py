@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip.clipper.collector import Keep, NormCollector
+from ghostclip.clipper.random_states import RandomStates
 from ghostclip.clipping import Groupwise, Policy
-from ghostclip.errors import LossShapeError, StaleInputError
+from ghostclip.errors import LossShapeError, StaleInputError, UnsupportedModelError
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.ragged_layout import RaggedLayouts, read_indices
 from ghostclip.graph.reader import first_pass, free_graph, read_graph
 from ghostclip.graph.row_layout import RowLayouts
+from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import LayerCall, Repeat
 from ghostclip.nn.fallback import FallbackCall
 from ghostclip.norms.ragged import RowIndex
@@ -134,6 +136,7 @@ class FirstPasses:
                 keep=keep, room=self._room_for_small(calls) if small else 0, exact=exact,
             )  # fmt: skip
             hooked = any(call.has_saved_tensor_hooks for call in calls)
+            collector.random_states = RandomStates(losses.device) if hooked and not is_traced() else None
             collector.holds_graph = retain_graph or (chosen and (small or hooked))
             once = chosen and small and not retain_graph and not self._indices
             collector.repeat = Repeat() if once else None
@@ -265,7 +268,7 @@ def bytes_to_keep(calls: Sequence[LayerCall]) -> int:
 
 
 class in_our_words(AbstractContextManager[Any]):
-    """torch's errors about changed or freed tensors, said in ours: a context."""
+    """torch's errors about changed or freed tensors and missing second derivatives, said in ours: a context."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *where: Any) -> None:
         if not isinstance(error, RuntimeError):
@@ -280,4 +283,10 @@ class in_our_words(AbstractContextManager[Any]):
             raise StaleInputError(
                 "the graph of these losses was freed by an earlier norms(), backward() or .backward(); run the forward "
                 "again, or pass retain_graph=True to the earlier call"
+            ) from error
+        if "derivative for" in text and "not implemented" in text:
+            raise UnsupportedModelError(
+                "the losses contain a gradient that went through an operation which torch can't differentiate twice; "
+                "leave the gradient out of the losses, or replace the operation (attention has second derivatives "
+                f"under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)). torch says: {text.splitlines()[0]}"
             ) from error

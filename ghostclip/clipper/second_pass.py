@@ -7,6 +7,7 @@ each sum as soon as it is formed: of a parameter, or of some rows of one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from ghostclip.graph.reader import first_pass, free_graph
 from ghostclip.graph.row_layout import RowLayout
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.affine import LinearPair
+from ghostclip.norms.precision import full_precision
 from ghostclip.norms.reduce import all_finite
 from ghostclip.norms.term import PerExampleGrads, may_sync
 
@@ -169,7 +171,8 @@ class TwoPasses(FirstPasses):
                 if wanted:
                     sink = Reweighting(run.layout, done, sums, add)
                     keep, ends = retain_graph or not whole, None if whole else wanted
-                    first_pass(losses, run.calls, sink.receive, retain_graph=keep, wanted=ends)
+                    with nullcontext() if run.random_states is None else run.random_states.again():
+                        first_pass(losses, run.calls, sink.receive, retain_graph=keep, wanted=ends)
                 if run.holds_graph and not retain_graph and not whole:
                     free_graph(losses, run.calls)
         finally:
@@ -193,12 +196,15 @@ class WeightedSums:
     @torch.no_grad()
     def of_kept(self, kept: Kept, add: Add) -> None:
         """Those of what a first pass kept, which is let go of one after another."""
-        while kept:
-            parts, term = kept.popitem()
-            if isinstance(term, LinearPair):
-                self.of_pair(parts, term, add)
-            else:
-                add(parts[0], self.of(parts[0], term))
+        if not kept:
+            return
+        with full_precision(next(iter(self.weights.values())).device):
+            while kept:
+                parts, term = kept.popitem()
+                if isinstance(term, LinearPair):
+                    self.of_pair(parts, term, add)
+                else:
+                    add(parts[0], self.of(parts[0], term))
 
     def of(self, part: Part, term: PerExampleGrads) -> Tensor:
         """That of one term."""

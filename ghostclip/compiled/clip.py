@@ -21,6 +21,7 @@ from ghostclip.compiled.signature import CompileRequest, ModelState, capacity_fo
 from ghostclip.compiled.trace_friendly import Clipped, learn, trace_friendly
 from ghostclip.compiled.trial import TRIALS, Trial, difference, timed
 from ghostclip.native.notices import slow_work
+from ghostclip.norms.precision import is_narrow
 
 __all__ = [
     "TRIALS",
@@ -201,6 +202,11 @@ class CompiledClip:
             return f"hooks of {name} want to be called at each step"
         if have_hooks(parameter for _, parameter in self.passes.index.trained()):
             return "hooks of parameters want to be called at each step"
+        if is_narrow(asked.leaves[0].device):
+            return (
+                "float32 products are allowed to round (torch.set_float32_matmul_precision, or torch.backends), and a "
+                'graph has norms among its products; set them to "highest" to compile'
+            )
         before = self.state.now(), function_key(loss_fn)[0]
         losses = loss_fn(self.model, tree_unflatten(asked.leaves, asked.structure))
         if (self.state.now(), function_key(loss_fn)[0]) != before:

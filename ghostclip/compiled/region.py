@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.native.pooling import leave_pooling_alone
+from ghostclip.norms.precision import full_precision
 
 __all__ = ["Region", "trace", "write_back"]
 
@@ -62,11 +63,12 @@ class Region:
 
     @torch.no_grad()
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The outputs for inputs of the shapes it was compiled for."""
-        if self._on_cuda:
-            torch.compiler.cudagraph_mark_step_begin()
-            return tuple(output.clone() for output in self._run(*inputs))
-        return self._run(*inputs)
+        """The outputs for inputs of the shapes it was compiled for; its products are in full float32."""
+        with full_precision(inputs[0].device):
+            if self._on_cuda:
+                torch.compiler.cudagraph_mark_step_begin()
+                return tuple(output.clone() for output in self._run(*inputs))
+            return self._run(*inputs)
 
 
 def _in_place(graph: GraphModule, inputs: Sequence[Tensor], lasting: int) -> Any:

@@ -37,6 +37,19 @@ __all__ = [
 
 # Functions that normalize by the statistics of a batch, whatever module calls them.
 BATCH_STATISTICS = {f"{name}BatchNormBackward0" for name in ("Native", "Cudnn", "Miopen")}
+# Nodes behind which there is more than the graph has, and what to do about them.
+HIDING = {
+    "CheckpointFunctionBackward": "reentrant activation checkpointing hides the layers inside it; "
+    "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+    "CompiledFunctionBackward": "torch.compile compiled the model, or a function in it, which hides what happens to "
+    "each example; leave torch.compile out, and call engine.compile() (or GhostClipper(..., compile=True)) for "
+    "compiled steps",
+    # What torch gives a gradient that a once_differentiable backward made: it raises when a gradient comes to it, and
+    # leads nowhere, so that none would.
+    "Error": "the losses contain a gradient that went through an autograd.Function marked with @once_differentiable, "
+    "whose second derivative is unknown; make its backward of differentiable operations, or leave the gradient out of "
+    "the losses",
+}
 # Types in which sums may be formed.
 AT_LEAST_FLOAT32 = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -119,19 +132,8 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
                 reordering.append(node)
             if has_lengths(kind):
                 lengthy.append(node)
-            if kind.__name__ == "CheckpointFunctionBackward":
-                raise UnsupportedModelError(
-                    "reentrant activation checkpointing hides the layers inside it; "
-                    "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
-                    place=node,
-                )
-            if kind.__name__ == "CompiledFunctionBackward":
-                raise UnsupportedModelError(
-                    "torch.compile compiled the model, or a function in it, which hides what happens to each example; "
-                    "leave torch.compile out, and call engine.compile() (or GhostClipper(..., compile=True)) for "
-                    "compiled steps",
-                    place=node,
-                )
+            if kind.__name__ in HIDING:
+                raise UnsupportedModelError(HIDING[kind.__name__], place=node)
             if kind.__name__ in BATCH_STATISTICS:
                 _refuse_statistics(node)
             words += (kind, len(node.next_functions), said_by(node))
@@ -153,7 +155,11 @@ def _word_for(kind: type) -> Any:
 
     Which of two that do the same it is may depend on whether the forward is compiled.
     """
-    if kind.__module__ != "builtins" or kind is ACCUMULATE or kind.__name__ in REORDERING | BATCH_STATISTICS:
+    if (
+        kind.__module__ != "builtins"
+        or kind is ACCUMULATE
+        or kind.__name__ in REORDERING | BATCH_STATISTICS | HIDING.keys()
+    ):
         return None
     if has_lengths(kind):
         return None

@@ -108,8 +108,8 @@ class GroupNorm(_OverChannels, torch.nn.GroupNorm, wraps=torch.nn.GroupNorm):
         return F.group_norm(input, self.num_groups, eps=self.eps)
 
 
-class _InstanceNorm(_OverChannels):
-    """What all three share."""
+class _InstanceNorm(GhostLayer):
+    """What all three share: the weights are captured as torch's kernel gets them, repeated for each example."""
 
     checked_when_frozen = True
     # What torch.nn.modules.instancenorm._InstanceNorm has, for the type checker.
@@ -118,6 +118,7 @@ class _InstanceNorm(_OverChannels):
     weight: Any
     bias: Any
     eps: float
+    num_features: int
     _get_no_batch_dim: Any
 
     def forward(self, input: Tensor) -> Tensor:
@@ -127,19 +128,42 @@ class _InstanceNorm(_OverChannels):
             if input.dim() == self._get_no_batch_dim():
                 raise without_examples(self, input, input.dim() + 1)
         if not len(input):  # which torch's own kernel can't take
-            return self.capture(
-                F.group_norm(input, input.shape[1], self.weight, self.bias, self.eps), input, batch_dim=0
-            )
-        return self.capture(super().forward(input), input, batch_dim=0)
+            weight, bias = (self._for_each_example(name, 0) for name in ("weight", "bias"))
+            outputs = F.group_norm(input, input.shape[1], eps=self.eps)
+            return outputs + sum(each.sum() for each in (weight, bias) if each is not None)
+        trained = any(each is not None and each.requires_grad for each in (self.weight, self.bias))
+        if not (is_capturing() and trained and self._fits(input)):
+            return super().forward(input)
+        # torch gives each example's channels a copy of their weights, too, and normalizes all as if of one example.
+        examples, channels = input.shape[:2]
+        weight, bias = (self._for_each_example(name, examples) for name in ("weight", "bias"))
+        mean, variance = (
+            None if each is None else to_float32(each).repeat(examples)
+            for each in (self.running_mean, self.running_var)
+        )
+        whole = input.reshape(1, examples * channels, *input.shape[2:])
+        of_input = self.training or not self.track_running_stats
+        return F.instance_norm(whole, mean, variance, weight, bias, of_input, eps=self.eps).view(input.shape)
+
+    def _fits(self, input: Tensor) -> bool:
+        """Whether the input has sizes that torch takes; where not, torch says what is wrong."""
+        several = self.running_mean is not None or input.shape[2:].numel() > 1
+        return input.dim() == self._get_no_batch_dim() + 1 and input.shape[1] == self.num_features and several
+
+    def _for_each_example(self, name: str, examples: int) -> Tensor | None:
+        """A parameter repeated for each example, [B * C]. Whatever uses it, its gradient is each example's own."""
+        parameter = getattr(self, name)
+        if parameter is None:
+            return None
+        # The kernels sum narrow gradients over positions in float32, and for wide weights don't round the sums.
+        return self.capture(to_float32(parameter).repeat(examples, 1), parameters=(name,), batch_dim=0).flatten()
+
+    def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        return grad
 
     @staticmethod
     def _updates_statistics(module: Any) -> bool:
         return module.running_mean is not None and (module.training or not module.track_running_stats)
-
-    def _normalized(self, input: Tensor) -> Tensor:
-        if self.running_mean is None:
-            return F.group_norm(input, input.shape[1], eps=self.eps)
-        return F.instance_norm(input, self.running_mean, self.running_var, use_input_stats=False, eps=self.eps)
 
     @classmethod
     def obstacles(cls, module: torch.nn.Module) -> list[tuple[str, str]]:

@@ -146,6 +146,8 @@ class BroadcastBoundary:
             places: some of ``shared``.
         """
         left, name = [], self.node.name()
+        if self.number and name in (LAYER_NORM, GROUP_NORM):
+            return  # mean and deviation, which second derivatives use, depend on no scale and no shift
         unsummed: Sequence[Tensor | None] | None = None
         for place, edge in places:
             if name in (EXPAND, *ELEMENTWISE) or (name == "AddmmBackward0" and place == 0):

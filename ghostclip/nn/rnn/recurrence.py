@@ -18,6 +18,7 @@ from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import NOTHING, LayerCall, has_saved_tensor_hooks
 from ghostclip.norms.term import to_float32
 
+from .differentiable import recorded_gradients
 from .fused import native
 from .kernels import back_through_time
 from .trace import GateGradients, Incoming, Trace
@@ -150,9 +151,10 @@ class Recurrence(torch.autograd.Function):
         return results
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *came: Tensor | None) -> tuple:
         call, found, needed = ctx.call, ctx.found, ctx.needs_input_grad
+        if torch.is_grad_enabled():  # create_graph=True: a loss will contain these gradients
+            return (*(None,) * 4, *_recorded(ctx, came), None)
         sink, repeat = (None, None) if call is None else (call.sink, call.repeat)
         stays = torch._C._autograd._get_current_graph_task_keep_graph()
         ctx.found = None
@@ -172,6 +174,14 @@ class Recurrence(torch.autograd.Function):
             weights = (None,) * 5
             sink(call, found.for_rule(call), found.gates.into_input)
         return (*(None,) * 4, *weights, *inputs, None)
+
+
+def _recorded(ctx: Any, came: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Gradients of W_ih, W_hh, b_ih, b_hh, W_hr, x, h0 and c0 that can be differentiated again."""
+    x, _, h0, c0, *weights = ctx.saved_tensors
+    came = came if len(came) == 3 else (*came, None)
+    with torch.autocast(x.device.type, enabled=False):
+        return recorded_gradients(ctx.mode, ctx.order, (*weights, x, h0, c0), came, ctx.needs_input_grad[4:12])
 
 
 def _back(ctx: Any, came: tuple[Tensor | None, ...]) -> Found:
