@@ -317,7 +317,7 @@ ROWS: dict[str, Row] = {
     "time first": (lambda: clip(Wired(lambda m, x: m.layer(x.mT.mT.transpose(0, 1)).transpose(0, 1),
                                       layer=nn.Linear(3, 3))), "layer", "for 4 losses", DIMENSION),
     "token losses": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: h.square().mean(2).flatten()), "layer",
-                     "losses must have shape exactly [B]; got [24]", "average them by .mean(1)"),
+                     "losses must have shape exactly [B]; got [24]", "over its own tokens, (losses * mask).sum(1)"),
     "centred": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: losses(h - h.mean(0))), "layer",
                 "belong to others", DIMENSION),
     "a table as long as the batch": (
