@@ -2655,7 +2655,7 @@ AROUND_THE_BATCH = [
 ]
 
 TWICE = ("tests/test_double_backward.py",)
-PRECISION = ("tests/test_precision.py",)
+PRECISION = ("tests/test_full_precision.py",)
 
 DIFFERENTIATED_TWICE = [
     Mutant(

@@ -29,7 +29,10 @@ _TRYING = ContextVar("trying", default=False)
 HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
          "_forward_pre_hooks_with_kwargs")  # fmt: skip
 
-Place = tuple[nn.Module, dict[str, Any], dict[str, Tensor | None], list[dict[int, Any]]]
+# What holds buffers and submodules, to which a forward may add some.
+OWNED = ("_buffers", "_modules")
+
+Place = tuple[nn.Module, dict[str, Any], list[dict[Any, Any]]]
 
 
 def is_trial() -> bool:
@@ -116,20 +119,19 @@ def _plain_tensors(model: nn.Module) -> Iterator[Tensor]:
 
 def _place_of(module: nn.Module) -> Place:
     own: Any = vars(module)
-    return module, dict(own), dict(module._buffers), [dict(own[name]) for name in HOOKS]
+    return module, dict(own), [dict(own[name]) for name in (*OWNED, *HOOKS)]
 
 
 @torch.no_grad()
 def _put_back(buffers: list[tuple[Tensor, Tensor]], places: list[Place]) -> None:
-    for module, attributes, known, hooks in places:
+    for module, attributes, tables in places:
         own = vars(module)
         for name in own.keys() - attributes.keys():
             del own[name]
         own.update(attributes)
-        module._buffers.update(known)
         # A forward that adds hooks once, and marks that it did, would add them again: the mark is an attribute.
-        for name, before in zip(HOOKS, hooks, strict=True):
-            if own[name].keys() != before.keys():
+        for name, before in zip((*OWNED, *HOOKS), tables, strict=True):
+            if [*map(id, own[name].values())] != [*map(id, before.values())]:
                 own[name].clear()
                 own[name].update(before)
     for buffer, value in buffers:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ghostclip.clipper import per_example_norms
 from ghostclip.clipper.replay import Replay
@@ -79,6 +79,8 @@ def _tried(model: nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[Rows, T
     """The rows to be tried, and their losses; raises ValueError where there are fewer than two."""
     rows: Rows | None = None
     if isinstance(batch, DataLoader):
+        if isinstance(batch.dataset, IterableDataset) or not hasattr(batch.dataset, "__getitem__"):
+            raise TypeError("check takes a DataLoader over a data set that has single examples by number; got a stream")
         places = range(len(batch.dataset))  # type: ignore[arg-type]
         collate: Any = batch.collate_fn
         rows = LoadedRows(batch.dataset, collate, random.sample(places, min(MOST, len(places))), lambda found: found)
@@ -91,7 +93,7 @@ def _tried(model: nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[Rows, T
 
 def _mixing(model: nn.Module, loss_fn: LossFunction, rows: Rows) -> list[Mixed]:
     """How losses depend on other examples, and what the model keeps of them."""
-    test = MixingTest(TrialLosses(loss_fn, model, rows), len(rows), random.Random(), log.info)
+    test = MixingTest(TrialLosses(loss_fn, model, rows), len(rows), random.Random(), log.warning)
     # Rows that are loaded again may be padded otherwise, and draw other random numbers, when one is exchanged.
     found = [test.place() if isinstance(rows, CutRows) else None]
     if (kept := test.kept()) is not None:

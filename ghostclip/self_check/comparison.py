@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ghostclip.clipper.first_pass import FirstPasses
 from ghostclip.errors import ExamplesMixError
 from ghostclip.self_check.cutting import Sizes
 from ghostclip.self_check.loading import LoadedRows
@@ -19,6 +20,8 @@ __all__ = ["LossComparison"]
 
 # Logical batches at the start that are compared, and one in how many physical batches later.
 STEPS, SELDOM = 6, 400
+# Comparisons that may fail, by a file that can't be read for instance, before sizes count as tried.
+MISTRIALS = 6
 # The most units of a physical batch that are tried, unless more are needed for its shapes.
 MOST = 32
 
@@ -34,22 +37,24 @@ class LossComparison:
     as when the first long text comes. Which batches, rows and orders is drawn from the operating system's entropy.
 
     Args:
+        passes: of the model, which measure gradients; None: losses are compared alone.
         model: in training. Its buffers, modes and torch's, numpy's and Python's random numbers are put back.
 
     Attributes:
         begun: whether the user was told of it, or of why there is none.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._tried, self._dice = model, Sizes(), random.Random()
+    def __init__(self, model: nn.Module, passes: FirstPasses | None = None) -> None:
+        self._model, self._passes, self._tried, self._dice = model, passes, Sizes(), random.Random()
         # Not the batch itself, which holds its data loader's workers.
         self._left, self._seen = STEPS, weakref.ref[Any](self)
-        self.begun = False
+        self.begun, self._failures = False, 0
         self._said: set[str] = set()
 
     def compare(
-        self, loss_fn: LossFunction, batch: Any, rows: LoadedRows, units: int, logical: object, most: int | None = None
-    ) -> None:
+        self, loss_fn: LossFunction, batch: Any, rows: LoadedRows, units: int, logical: object,
+        *, most: int | None = None, ragged: bool = False,
+    ) -> None:  # fmt: skip
         """Compares the losses of a physical batch if its turn has come.
 
         Args:
@@ -59,6 +64,7 @@ class LossComparison:
             units: of privacy (examples, or users with as many rows each, side by side).
             logical: the batch it is part of, of which one part is compared in the first steps.
             most: units that fit into memory; None: all.
+            ragged: whether rows of layers are told by an index, which parts of the batch have none of.
 
         Raises:
             ExamplesMixError: a loss depends on other examples, or the model keeps something of them.
@@ -69,17 +75,21 @@ class LossComparison:
         if not (self._is_due(logical) or larger):
             return
         try:
-            self._compare(loss_fn, batch, rows, units, larger, units if most is None else most)
+            passes = None if ragged else self._passes
+            self._compare(loss_fn, batch, rows, units, larger, units if most is None else most, passes)
         except ExamplesMixError:
             raise
         except Exception as error:  # what is wrong with the batch itself shows in its own forward
             self._say(f"{type(error).__name__}: {error}")
+            self._failures += 1
+            larger = larger and self._failures > MISTRIALS
         if larger:
             self._tried.add(batch, len(rows))
 
     def _compare(
-        self, loss_fn: LossFunction, batch: Any, rows: LoadedRows, units: int, larger: bool, most: int
-    ) -> None:
+        self, loss_fn: LossFunction, batch: Any, rows: LoadedRows, units: int, larger: bool, most: int,
+        passes: FirstPasses | None,
+    ) -> None:  # fmt: skip
         each = len(rows) // units
         some = rows.some(self._chosen(units, each, min(MOST, most)))
         if larger and len(some) < len(rows):
@@ -87,7 +97,7 @@ class LossComparison:
             found.add(some.load(range(len(some))).batch, len(some))
             if not found.hold(batch, len(rows)):
                 some = rows.some(self._chosen(units, each, most))
-        trial = TrialLosses(loss_fn, self._model, some)
+        trial = TrialLosses(loss_fn, self._model, some, passes)
         losses = trial.first.losses
         if losses.shape != (len(some),) or not losses.is_floating_point():
             return

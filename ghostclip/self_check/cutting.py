@@ -7,11 +7,12 @@ import dataclasses
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
-__all__ = ["Sizes", "cut", "have_same_sizes", "length_of"]
+__all__ = ["Sizes", "cut", "have_same_sizes", "length_of", "tensors_of"]
 
 # Objects within objects of a batch that are looked into.
 DEPTH = 8
@@ -26,10 +27,15 @@ def cut(batch: Any, examples: int, index: Sequence[int]) -> Any:
     """
     if isinstance(batch, Tensor):
         return _cut_tensor(batch, examples, index)
+    if isinstance(batch, np.ndarray):
+        return batch[list(index)] if batch.ndim and len(batch) == examples else batch
     if isinstance(batch, PackedSequence):
         parts = unpack_sequence(batch)
         return pack_sequence([parts[place] for place in index], enforce_sorted=False)
     if isinstance(batch, Mapping):
+        if len(batch) == examples > 1 and not any(_is_batched(entry, examples) for entry in batch.values()):
+            names = list(batch)
+            return {place: batch[names[row]] for place, row in enumerate(index)}
         return _like(batch, {name: cut(value, examples, index) for name, value in batch.items()})
     if isinstance(batch, list | tuple):
         if len(batch) == examples and not any(_is_batched(entry, examples) for entry in batch):
@@ -60,7 +66,9 @@ def _is_batched(entry: Any, examples: int) -> bool:
     """Whether one entry of a list holds all examples, as inputs and targets in ``[inputs, targets]`` do."""
     if isinstance(entry, Tensor):
         return entry.dim() > 0 and entry.size(0) == examples
-    return isinstance(entry, list | tuple) and len(entry) == examples
+    if isinstance(entry, np.ndarray):
+        return entry.ndim > 0 and len(entry) == examples
+    return isinstance(entry, list | tuple | Mapping) and len(entry) == examples
 
 
 def _like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
@@ -74,7 +82,7 @@ def _like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
 
 def _cut_object(batch: Any, examples: int, index: Sequence[int]) -> Any:
     """An object with attributes: a copy of which these are cut."""
-    attributes = _attributes(batch)
+    attributes = attributes_of(batch)
     if not attributes:
         return batch
     found = copy.copy(batch)
@@ -83,14 +91,15 @@ def _cut_object(batch: Any, examples: int, index: Sequence[int]) -> Any:
     return found
 
 
-def _attributes(batch: Any) -> dict[str, Any]:
+def attributes_of(batch: Any) -> dict[str, Any]:
     """{name: value} of a dataclass or another object of a user's; {} for numbers, strings, functions and classes."""
     if isinstance(batch, type) or callable(batch):
         return {}
     if dataclasses.is_dataclass(batch):
         fields = [field.name for field in dataclasses.fields(batch)]
         return {name: getattr(batch, name) for name in fields if hasattr(batch, name)}
-    return dict(getattr(batch, "__dict__", {}))
+    slots = [name for kind in type(batch).__mro__ for name in getattr(kind, "__slots__", ())]
+    return {name: getattr(batch, name) for name in slots if hasattr(batch, name)} | dict(getattr(batch, "__dict__", {}))
 
 
 def length_of(example: Any, depth: int = DEPTH) -> int:
@@ -106,22 +115,35 @@ def length_of(example: Any, depth: int = DEPTH) -> int:
     return size if isinstance(size, int) else 1
 
 
-def _tensors(batch: Any, rows: int, name: str = "", depth: int = DEPTH) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of all tensors in a batch; the entries of a list with one for each row have one name."""
-    if isinstance(batch, Tensor):
+def tensors_of(batch: Any, rows: int, name: str = "", depth: int = DEPTH) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of all tensors in a batch, see `_leaves_of`."""
+    return ((name, leaf) for name, leaf in _leaves_of(batch, rows, name, depth) if isinstance(leaf, Tensor))
+
+
+def _leaves_of(batch: Any, rows: int, name: str = "", depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
+    """(name, leaf) of all tensors, arrays, strings and lists of numbers in a batch.
+
+    The entries of a list, or of a dict, with one for each row have one name.
+    """
+    if isinstance(batch, Tensor | np.ndarray | str | bytes):
         yield name, batch
         return
-    if not depth or isinstance(batch, str | bytes | int | float):
+    if not depth or isinstance(batch, int | float):
         return
+    each = False
     if isinstance(batch, Mapping):
         parts = list(batch.items())
+        each = len(parts) == rows and not any(_is_batched(entry, rows) for _, entry in parts)
     elif isinstance(batch, list | tuple):
+        parts = list(enumerate(batch))
         each = len(batch) == rows and not any(_is_batched(entry, rows) for entry in batch)
-        parts = [("*" if each else place, entry) for place, entry in enumerate(batch)]
+        if batch and isinstance(batch[0], int | float):
+            yield name, batch
+            return
     else:
-        parts = list(_attributes(batch).items())
+        parts = list(attributes_of(batch).items())
     for own, value in parts:
-        yield from _tensors(value, rows, f"{name}.{own}", depth - 1)
+        yield from _leaves_of(value, rows, f"{name}.{'*' if each else own}", depth - 1)
 
 
 class Sizes:
@@ -152,11 +174,11 @@ def have_same_sizes(batch: Any, rows: int, other: Any, others: int) -> bool:
 
 
 def _sizes(batch: Any, rows: int) -> Iterator[tuple[tuple[str, int], list[int]]]:
-    """((name, number of sizes), sizes) of the tensors of a batch."""
-    for name, tensor in _tensors(batch, rows):
-        if tensor.is_nested:
-            yield (name, 1), [max((len(part) for part in tensor.unbind() if part.dim()), default=0)]
-            continue
-        shape = list(tensor.shape)
+    """((name, number of sizes), sizes) of what a batch holds."""
+    for name, leaf in _leaves_of(batch, rows):
+        if isinstance(leaf, Tensor) and leaf.is_nested:
+            shape = [rows, max((len(part) for part in leaf.unbind() if part.dim()), default=0)]
+        else:
+            shape = list(leaf.shape) if isinstance(leaf, Tensor | np.ndarray) else [len(leaf)]
         sizes = shape[1:] if shape and shape[0] == rows else shape
         yield (name, len(sizes)), sizes

@@ -51,7 +51,8 @@ class SelfCheck:
     def __init__(self, clipper: GhostClipper, optimizer: Optimizer, wanted: bool = True) -> None:
         self._model, self._passes = clipper.model, clipper.passes
         self._to_compare = wanted
-        self._comparison = LossComparison(self._model) if wanted else None
+        passes = None if clipper.layout.sharded else self._passes
+        self._comparison = LossComparison(self._model, passes) if wanted else None
         self._movement = _Movement(clipper.layout, optimizer) if wanted else None
         self._saw_examples = False
 
@@ -74,7 +75,7 @@ class SelfCheck:
             VerificationError: as `backward`.
         """
         if self._comparison is not None:
-            self._comparison.compare(loss_fn, examples, rows, units, logical, most)
+            self._comparison.compare(loss_fn, examples, rows, units, logical, most=most, ragged=ragged)
         if not self._to_compare or ragged or (head := _head_of_large(examples)) is None:
             return
         try:

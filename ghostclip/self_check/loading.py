@@ -15,11 +15,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from ghostclip.clipper.replay import trying
-from ghostclip.self_check.cutting import cut, length_of
+from ghostclip.self_check.cutting import cut, length_of, tensors_of
 
-__all__ = ["CutRows", "Loaded", "LoadedRows", "Rows"]
+__all__ = ["CutRows", "Loaded", "LoadedRows", "Rows", "Widened"]
 
 
 class Loaded(NamedTuple):
@@ -116,7 +117,8 @@ def _copied(example: Any) -> Any:
         return type(example)(_copied(part) for part in example)
     if type(example) is dict:
         return {name: _copied(part) for name, part in example.items()}
-    return copy.deepcopy(example)
+    # A copy of a part of a large tensor would have all of it.
+    return copy.deepcopy(example, {id(tensor): tensor.clone() for _, tensor in tensors_of(example, 0)})
 
 
 class CutRows:
@@ -136,6 +138,30 @@ class CutRows:
     def load(self, index: Sequence[int]) -> Loaded:
         """See `Rows`."""
         return Loaded(cut(self._batch, self._examples, index))
+
+
+class Widened:
+    """Rows whose batches have float64 in the place of float32.
+
+    Args:
+        rows: as they are.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def load(self, index: Sequence[int]) -> Loaded:
+        """See `Rows`."""
+        loaded = self._rows.load(index)
+        wide = tree_map(lambda leaf: leaf.double() if _is_float32(leaf) else leaf, loaded.batch)
+        return loaded._replace(batch=wide)
+
+
+def _is_float32(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dtype == torch.float32
 
 
 def _devices() -> list[int]:

@@ -11,25 +11,31 @@ each in its place.
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from ghostclip.clipper.replay import trying
 from ghostclip.graph.data_swap import Mixed, mixed_examples
 from ghostclip.self_check.cutting import have_same_sizes
+from ghostclip.self_check.loading import Widened
 from ghostclip.self_check.model_state import unlike
-from ghostclip.self_check.trial_losses import TrialLosses
+from ghostclip.self_check.trial_losses import TrialLosses, TrialOutcome
 
 __all__ = ["REMEDY_OF_KEPT", "Kept", "MixingTest"]
 
 # Times that a difference must come back, in an order by chance, lest it be one from call to call. Only a loss that is
 # about to be refused is called so often.
-TOSSES = 20
+TOSSES = 40
 # Random choices of rows for which the same random numbers must be drawn.
 CHOICES = 16
+# Rows of which halves may be like the whole by chance.
+FEW = 16
 
 REMEDY_OF_KEPT = "don't update it in training (put its module into eval mode, or take the update out)"
 OF_COMPANY = Mixed(
@@ -75,6 +81,7 @@ class MixingTest:
     def __init__(self, trial: TrialLosses, units: int, dice: random.Random, say: Callable[[str], None]) -> None:
         self._trial, self._dice, self._say = trial, dice, say
         self._each = len(trial.rows) // units
+        self._outcomes: list[TrialOutcome] = []
         order = self._order(units)
         self._halves = [self._rows(order[: units // 2]), self._rows(order[units // 2 :])]
 
@@ -91,46 +98,72 @@ class MixingTest:
         return [unit * self._each + row for unit in sorted(units) for row in range(self._each)]
 
     def kept(self) -> Kept | None:
-        """Where the forward keeps something of the examples: a buffer, or a tensor that is an attribute of a module.
+        """Where the forward keeps something of the examples, and passes it on without noise.
 
-        A buffer must not have other values after other examples: it is saved and published with the model. An attribute
-        that each forward overwrites keeps nothing: it must have the same values after the same rows, whichever came
-        before these.
+        A buffer must not have other values after other examples: it is saved and published with the model. A frozen
+        parameter must not be written at all. Anything else is kept for nobody if it changes no later loss: the same
+        rows must have the same losses, whichever came before them.
         """
-        trial, first = self._trial, self._trial.first
+        trial, first = self._trial, self._trial.untouched
+        if first.left.frozen:
+            return Kept("frozen parameter", first.left.frozen[0])
         if (others := self._swapped(self._halves[0])) is None:
             return None
-        if first.buffers and not unlike(first.buffers, trial.run(trial.every).buffers):
-            for name in unlike(first.buffers, trial.run(others).buffers):
-                return Kept("buffer", name)
-        if first.touched:
-            once, again = (trial.run(trial.every, after=trial.every).attributes for _ in range(2))
-            if not unlike(once, again):
-                for name in unlike(once, trial.run(trial.every, after=others).attributes):
-                    return Kept("attribute", name)
+        if first.left.wrote:
+            again, swapped = (trial.run(rows, quiet=False) for rows in (trial.every, others))
+            repeats = not unlike(first.left.buffers, again.left.buffers)
+            if repeats and swapped.random_states[1] == first.random_states[1]:
+                for name in unlike(first.left.buffers, swapped.left.buffers):
+                    return Kept("buffer", name)
+        return self._remembered(others) if first.left.changed else None
+
+    def _remembered(self, others: Sequence[int]) -> Kept | None:
+        """The attribute by which losses follow the rows of the batch before."""
+        trial = self._trial
+        once, again, after = (trial.run(trial.every, after=rows) for rows in (trial.every, trial.every, others))
+        if trial.differ(once.losses, again.losses) or unlike(once.left.attributes, again.left.attributes):
+            return None
+        names = unlike(once.left.attributes, after.left.attributes)
+        if trial.differ(once.losses, after.losses):
+            return Kept("attribute", [*names, *trial.untouched.left.changed][0] or "a list, dict or number")
+        if names:
+            self._say(
+                f"the attribute {names[0]!r} keeps something of the examples, which no loss depends on so far: it is "
+                "private (a metric, for instance), so don't publish it, or keep it outside of the model"
+            )
         return None
 
     def mixed(self) -> Mixed | None:
         """How losses depend on other examples."""
         if self._trial.draws:
-            if self._trial.collate_draws:
-                self._say(
-                    "the collate function draws random numbers, so it isn't tested whether losses see the padding, or "
-                    "the number of examples"
-                )
+            who = "the collate function" if self._trial.collate_draws else "the loss function, or a model in eval mode,"
+            self._say(
+                f"{who} draws random numbers, so it isn't tested whether losses see the padding, or the number of "
+                "examples"
+            )
             return (self.place() or OF_DATA) if any(self._depends(half) for half in self._halves) else None
         try:
-            if not self._moved():
-                return None
+            moved = self._what_moves()
         except Exception as error:  # a loss function need not take batches of every size
             self._say(f"parts of a batch can't be tried: {type(error).__name__}: {error}")
             return None
+        if moved is None:
+            return None
         self._trial.allow_rounding()
-        if not self._repeats(self._moved):
+        if not self._repeats(moved) or (moved != self._norms_moved and self._is_rounding()):
             return None
         if self._each > 1 and not self._moved(in_order=False):
             return OF_ORDER
         return OF_COMPANY if self._is_padded() else self.place() or OF_COMPANY
+
+    def _what_moves(self) -> Callable[[], bool] | None:
+        """The test by which something moves, to be repeated; None where nothing does."""
+        if self._moved():
+            return self._moved
+        if self._norms_differ():
+            return self._norms_moved
+        # Halves of few rows may have the statistics of all of them by chance.
+        return self._not_found if len(self._trial.rows) < FEW and self._not_found() else None
 
     def _is_padded(self) -> bool:
         """Whether tensors of the halves have other sizes than those of all rows, each beside its number of rows."""
@@ -143,16 +176,56 @@ class MixingTest:
 
         A collate function that sorts its rows gives these the same order in which it gave the others.
         """
-        trial, parts = self._trial, self._halves
         in_order = self._each > 1 if in_order is None else in_order
-        if in_order:
-            units = range(len(trial.every) // self._each)
-            parts = [*parts, [place for unit in reversed(units) for place in self._rows([unit])]]
-        losses = [trial.run(part).losses for part in parts]
-        if [len(each) if each.dim() == 1 else -1 for each in losses] != [len(part) for part in parts]:
-            return False  # the loss function takes no batches of this size
-        before, after = trial.first.losses[[place for part in parts for place in part]], torch.cat(losses)
-        return trial.differ(after, before) if in_order else trial.differ(after.sort().values, before.sort().values)
+        parts = self._parts(in_order)
+        self._outcomes = [self._trial.run(part, norms=True) for part in parts]
+        if [tuple(each.losses.shape) for each in self._outcomes] != [(len(part),) for part in parts]:
+            self._say("the loss function doesn't give one loss for each row of a smaller batch")
+            return False
+        found = torch.cat([each.losses for each in self._outcomes])
+        return self._differ(self._trial.differ, self._trial.first.losses, found, in_order)
+
+    def _norms_moved(self) -> bool:
+        """Whether losses or the norms of their gradients do: gradients may follow the batch where losses don't."""
+        return self._moved() or self._norms_differ()
+
+    def _norms_differ(self) -> bool:
+        """Whether gradient norms of the parts that were run last differ from the whole's."""
+        norms = [each.norms for each in self._outcomes if each.norms is not None]
+        first = self._trial.first.norms
+        if first is None or len(norms) < len(self._outcomes) or sum(map(len, norms)) < len(self._trial.rows):
+            return False
+        return self._differ(self._trial.norms_differ, first, torch.cat(norms), self._each > 1)
+
+    def _parts(self, in_order: bool) -> list[list[int]]:
+        units = range(len(self._trial.every) // self._each)
+        reverse = [[place for unit in reversed(units) for place in self._rows([unit])]]
+        return [*self._halves, *(reverse if in_order else [])]
+
+    def _differ(self, test: Callable[[Tensor, Tensor], bool], before: Tensor, after: Tensor, in_order: bool) -> bool:
+        """Whether numbers of all parts' rows differ from those before, each in its place or as multisets."""
+        before = before[[place for part in self._parts(in_order) for place in part]]
+        return test(after, before) if in_order else test(after.sort().values, before.sort().values)
+
+    def _not_found(self) -> bool:
+        """Whether a loss among copies of other rows is none of the first losses."""
+        index = self._swapped(self._halves[0])
+        return index is not None and not self._found_elsewhere(index)
+
+    def _is_rounding(self) -> bool:
+        """Whether the halves have the whole's losses in float64: then float32 lost digits, where large sums cancel."""
+        trial = self._trial
+        try:
+            with trying():
+                model = copy.deepcopy(trial.model).double()
+            other = MixingTest(
+                TrialLosses(trial.loss_fn, model, Widened(trial.rows)), len(trial.rows), self._dice, log.info
+            )
+            other._each, other._halves = self._each, self._halves
+            return other._trial.first.losses.dtype == torch.float64 and not other._moved()
+        except Exception as error:
+            log.info("losses are not compared in float64: %s: %s", type(error).__name__, error)
+            return False
 
     def _swapped(self, part: Sequence[int]) -> list[int] | None:
         """An index by which the rows of ``part`` stay, and one of them stands in all other places; None: none can."""
@@ -182,10 +255,11 @@ class MixingTest:
         return self._repeats(lambda: trial.moves(index, part))
 
     def _found_elsewhere(self, index: Sequence[int]) -> bool:
-        """Whether each loss of other rows is one of the first losses, in another place."""
-        first = self._trial.first.losses
-        near = first[(self._trial.run(index).losses.unsqueeze(1) - first).abs().argmin(1)]
-        return not self._trial.differ(self._trial.run(index).losses, near)
+        """Whether each finite loss of the rows ``index`` is one of the first losses, in whatever place."""
+        first, found = self._trial.first.losses, self._trial.run(index).losses
+        found = found[found.isfinite()]
+        distances = (found.unsqueeze(1) - first).abs().nan_to_num(nan=torch.inf)
+        return not len(found) or not self._trial.differ(found, first[distances.argmin(1)])
 
     def _draws_alike(self, part: Sequence[int]) -> bool:
         """Whether the same random numbers are drawn whichever rows of ``part`` stand in the other places, as far as

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -12,17 +12,21 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ghostclip.clipper.first_pass import FirstPasses
 from ghostclip.clipper.replay import Replay
 from ghostclip.self_check.loading import Loaded, Rows
-from ghostclip.self_check.model_state import Left, attributes_of, buffers_of, objects_of, unlike
+from ghostclip.self_check.model_state import Left, ModelState
 
-__all__ = ["LossFunction", "TrialLosses"]
+__all__ = ["LossFunction", "TrialLosses", "TrialOutcome"]
 
 # By the narrowest type: share of the largest loss by which one must move to be another, and the least that counts.
 ROUNDING = {torch.float64: (1e-9, 1e-14), torch.float32: (1e-5, 1e-6)}
 ROUNDING_OF_HALVES = (5e-2, 1e-4)
 # Kernels of accelerators may round products to fewer digits than their type has (TF32).
 ROUNDING_OF_DEVICES = (1e-3, 1e-5)
+
+# Relative, and of the clipping norm: a difference of gradient norms that is more than rounding, and that matters.
+NORMS_ROUND, LEAST_SHARE = 1e-3, 1e-4
 
 log = logging.getLogger("ghostclip")
 
@@ -34,54 +38,83 @@ class TrialOutcome(NamedTuple):
 
     Attributes:
         losses: as the loss function gives them.
-        buffers: those with other values than before, by their names.
-        attributes: tensors that are plain attributes of modules, by their names.
-        touched: whether any attribute of a module is another one, or has another value.
-        random_states: of the collate function and of the forward, after they ran.
+        norms: of their gradients, [B]; None where they weren't asked for, or can't be measured.
         loaded: what is known of the batch, without it.
+        left: in the model.
+        random_states: of the collate function and of the forward, after they ran.
     """
 
     losses: Tensor
-    buffers: Left
-    attributes: Left
-    touched: bool
-    random_states: tuple[Any, ...]
+    norms: Tensor | None
     loaded: Loaded
+    left: Left
+    random_states: tuple[Any, ...]
 
 
 class TrialLosses:
     """The losses of rows in different batches, from the same state of the model and of random numbers.
 
     Graphs are recorded, since the loss function may need one of its own. Modules that draw random numbers themselves,
-    not by their children, are in eval mode.
+    not by their children, are in eval mode unless it is said otherwise.
 
     Args:
         loss_fn: (model, batch) -> losses [B].
         model: in training.
         rows: of which batches are made.
+        passes: of the model, which measure gradients; None: losses are compared alone.
 
     Attributes:
         model, rows, loss_fn: as given.
         every: the index of all rows.
-        first: the outcome for these.
+        untouched: the outcome for these with all modules in the modes they had.
+        first: the same with those that draw in eval mode.
         collate_draws: whether the collate function draws random numbers.
         draws: whether random numbers are drawn by it, or by what is not in eval mode.
     """
 
-    def __init__(self, loss_fn: LossFunction, model: nn.Module, rows: Rows) -> None:
-        self.loss_fn, self.model, self.rows = loss_fn, model, rows
+    def __init__(self, loss_fn: LossFunction, model: nn.Module, rows: Rows, passes: FirstPasses | None = None) -> None:
+        self.loss_fn, self.model, self.rows, self._passes = loss_fn, model, rows, passes
         self._replay = Replay(model)
         self._begins = self._replay.state()
         self._quiet: set[nn.Module] = set()
         self.every = list(range(len(rows)))
-        self._rounding = ROUNDING[torch.float32]
+        self._rounding, self._rounding_of_norms = ROUNDING[torch.float32], NORMS_ROUND
         with self._noting_who_draws():
-            self.first = self.run(self.every)
-        if self._quiet:
-            self.first = self.run(self.every)
+            self.untouched = self.run(self.every, quiet=False, norms=True)
+        self.first = self.run(self.every, norms=True) if self._quiet else self.untouched
         self.collate_draws = self.first.loaded.drew
         self.draws = self.collate_draws or self.first.random_states[1] != self._begins
         self._rounding = ROUNDING.get(self.first.losses.dtype, self._rounding)
+
+    def run(
+        self, index: Sequence[int], *, after: Sequence[int] | None = None, quiet: bool = True, norms: bool = False,
+        watch: Any = None,
+    ) -> TrialOutcome:  # fmt: skip
+        """The outcome for the rows ``index``, from the state that a forward of the rows ``after`` left."""
+        loaded = self.rows.load(index)
+        before = None if after is None else self.rows.load(after).batch
+        with self._replay.again(gradients=True):
+            for module in self._quiet if quiet else ():
+                module.training = False
+            if before is not None:
+                self.loss_fn(self.model, before)
+                self._replay.rewind()
+            state = ModelState(self.model)
+            with watch or nullcontext():
+                losses = self.loss_fn(self.model, loaded.batch)
+            states, left = (loaded.random_states, self._replay.state()), state.left()
+            measured = self._norms(losses) if norms else None
+        return TrialOutcome(losses.detach(), measured, loaded._replace(batch=None), left, states)
+
+    def _norms(self, losses: Tensor) -> Tensor | None:
+        if self._passes is None or losses.dim() != 1 or not losses.requires_grad:
+            return None
+        try:
+            with self._passes.forgetting():
+                return self._passes.measure(losses, retain_graph=False).norms()
+        except Exception as error:  # what can't be measured is refused in the batch's own passes
+            log.info("gradients of a part of a batch are not compared: %s: %s", type(error).__name__, error)
+            return None
 
     def replayed(self, work: Callable[[], Any]) -> Any:
         """What ``work`` returns in the state in which all batches are tried."""
@@ -90,31 +123,11 @@ class TrialLosses:
                 module.training = False
             return work()
 
-    def run(self, index: Sequence[int], after: Sequence[int] | None = None, watch: Any = None) -> TrialOutcome:
-        """The outcome for the rows ``index``, from the state that a forward of the rows ``after`` left."""
-        loaded = self.rows.load(index)
-        before = None if after is None else self.rows.load(after).batch
-
-        def outcome() -> TrialOutcome:
-            if before is not None:
-                self.loss_fn(self.model, before)
-                self._replay.rewind()
-            return self._outcome(loaded, watch or nullcontext())
-
-        return self.replayed(outcome)
-
-    def _outcome(self, loaded: Loaded, watch: AbstractContextManager[Any]) -> TrialOutcome:
-        buffers, attributes, objects = buffers_of(self.model), attributes_of(self.model), objects_of(self.model)
-        with watch:
-            losses = self.loss_fn(self.model, loaded.batch).detach()
-        after, attributes_now, objects_now = buffers_of(self.model), attributes_of(self.model), objects_of(self.model)
-        written = {name: after[name] for name in after if name not in buffers or unlike({name: after[name]}, buffers)}
-        same = len(objects) == len(objects_now) and all(
-            one is other and size == now for (one, size), (other, now) in zip(objects, objects_now, strict=True)
-        )
-        touched = not same or attributes.keys() != attributes_now.keys() or bool(unlike(attributes, attributes_now))
-        states = loaded.random_states, self._replay.state()
-        return TrialOutcome(losses, written, attributes_now, touched, states, loaded._replace(batch=None))
+    def norms_differ(self, these: Tensor, those: Tensor) -> bool:
+        """Whether gradient norms [n] differ from others by more than rounding may do, and by what clipping may show."""
+        assert self._passes is not None
+        least = LEAST_SHARE * self._passes.clipping.sensitivity
+        return not bool(torch.isclose(these, those, rtol=self._rounding_of_norms, atol=least, equal_nan=True).all())
 
     def differ(self, these: Tensor, those: Tensor) -> bool:
         """Whether losses [n] differ from others by more than rounding may do, or are of another number."""
@@ -155,6 +168,7 @@ class TrialLosses:
         found = [ROUNDING.get(dtype, ROUNDING_OF_HALVES) for dtype in types]
         on_cpu = all(each.is_cpu for each in parameters)
         self._rounding = max(found if on_cpu else [*found, ROUNDING_OF_DEVICES])
+        self._rounding_of_norms = max(NORMS_ROUND, 2 * self._rounding[0])
 
     @contextmanager
     def _noting_who_draws(self) -> Iterator[None]:
