@@ -143,6 +143,23 @@ def test_what_each_forward_overwrites_or_counts_is_kept_from_nobody():
     assert model[1].seen == model[1].step == engine.steps_taken
 
 
+class Metric(nn.Module):
+    """Counts what it has seen, as a metric of torchmetrics in a model does; no loss depends on it."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = torch.zeros(())
+
+    def forward(self, x):
+        self.total = self.total + (x.detach() > 0).sum()
+        return x
+
+
+def test_a_metric_in_the_model_is_named_as_private_and_trains_on(caplog):
+    steps(model_of(Metric()))
+    assert sum("the attribute '1.total' keeps something of the examples" in said for said in caplog.messages) == 1
+
+
 def test_a_first_batch_that_sets_an_attribute_for_good_is_refused():
     class Scaled(nn.Module):
         scale = None
