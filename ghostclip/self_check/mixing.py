@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.clipper.replay import trying
-from ghostclip.graph.data_swap import Mixed, mixed_examples
+from ghostclip.graph.data_swap import LOSS_REMEDY, Mixed, mixed_examples
 from ghostclip.self_check.cutting import have_same_sizes
 from ghostclip.self_check.loading import Widened
 from ghostclip.self_check.model_state import unlike
@@ -34,8 +34,6 @@ __all__ = ["REMEDY_OF_KEPT", "Kept", "MixingTest"]
 TOSSES = 40
 # Random choices of rows for which the same random numbers must be drawn.
 CHOICES = 16
-# Rows of which halves may be like the whole by chance.
-FEW = 16
 
 REMEDY_OF_KEPT = "don't update it in training (put its module into eval mode, or take the update out)"
 OF_COMPANY = Mixed(
@@ -162,8 +160,8 @@ class MixingTest:
             return self._moved
         if self._norms_differ():
             return self._norms_moved
-        # Halves of few rows may have the statistics of all of them by chance.
-        return self._not_found if len(self._trial.rows) < FEW and self._not_found() else None
+        # Halves may have the statistics of all rows by chance: quantiles of a few, or as many of each class.
+        return self._not_found if self._not_found() else None
 
     def _is_padded(self) -> bool:
         """Whether tensors of the halves have other sizes than those of all rows, each beside its number of rows."""
@@ -298,4 +296,6 @@ class MixingTest:
         except Exception as error:  # a finding stands without a place
             log.info("the place where examples meet was not found: %s: %s", type(error).__name__, error)
             return None
+        if found and found[0].remedy == LOSS_REMEDY:  # it may be what made the batch
+            return found[0]._replace(remedy=OF_DATA.remedy)
         return found[0] if found else None
