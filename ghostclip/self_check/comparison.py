@@ -80,7 +80,7 @@ class LossComparison:
         except ExamplesMixError:
             raise
         except Exception as error:  # what is wrong with the batch itself shows in its own forward
-            self._say(f"{type(error).__name__}: {error}")
+            self._say(f"losses can't be compared among other examples ({type(error).__name__}: {error})")
             self._failures += 1
             larger = larger and self._failures > MISTRIALS
         if larger:
@@ -138,7 +138,7 @@ class LossComparison:
         return True
 
     def _say(self, reason: str) -> None:
-        """Says once for each reason what was not compared."""
+        """Says once for each reason what isn't tested, or is to be known."""
         if (kind := reason.partition(":")[0]) not in self._said:
             self._said.add(kind)
-            log.warning("the self-check could not compare losses among other examples: %s", reason)
+            log.warning("self-check: %s", reason)

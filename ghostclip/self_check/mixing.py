@@ -143,7 +143,7 @@ class MixingTest:
         try:
             moved = self._what_moves()
         except Exception as error:  # a loss function need not take batches of every size
-            self._say(f"parts of a batch can't be tried: {type(error).__name__}: {error}")
+            self._say(f"losses of a smaller batch can't be compared ({type(error).__name__}: {error})")
             return None
         if moved is None:
             return None
