@@ -97,6 +97,15 @@ def test_the_remedies_are_named_padding_first():
     assert places == sorted(places)
 
 
+def test_padding_is_named_and_not_the_layer_that_sees_it_first():
+    """Where the longest text is exchanged for another, an embedding has other sizes, and would be blamed."""
+    torch.manual_seed(0)
+    model, data, loss_fn, _ = MIXING["mean_pooling_without_a_mask"]()
+    data = loader([*collated.texts(1, (20, 21)), *collated.texts(15)], data.collate_fn)
+    with pytest.raises(UnsupportedModelError, match="padding to the longest text"):
+        train(engine_of((model, data, loss_fn, {}), batch_size=16), loss_fn)
+
+
 def test_a_collate_that_sorts_users_rows_is_named():
     torch.manual_seed(0)
     training = MIXING["users_rows_sorted_by_length"]()

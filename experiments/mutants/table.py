@@ -2442,7 +2442,7 @@ OF_COMPANY = [
         MIXING_TEST,
         "        return OF_COMPANY if self._is_padded() else self.place() or OF_COMPANY\n",
         "        return self.place() or OF_COMPANY\n",
-        ("tests/test_collated_texts.py", "-k", "accelerate or lightning"),
+        (*COLLATED, "-k", "not_the_layer"),
     ),
     Mutant(
         "lists of one entry for each example are not cut",
