@@ -134,11 +134,13 @@ class MixingTest:
     def mixed(self) -> Mixed | None:
         """How losses depend on other examples."""
         if self._trial.draws:
-            who = "the collate function" if self._trial.collate_draws else "the loss function, or a model in eval mode,"
-            self._say(
-                f"{who} draws random numbers, so it isn't tested whether losses see the padding, or the number of "
-                "examples"
+            untested = (
+                "draws random numbers, so it isn't tested whether losses see the padding, or how many rows there are"
             )
+            if self._trial.collate_draws:
+                self._say(f"the collate function {untested}")
+            else:  # as augmentation in the loss function does, mostly of rows that have one size
+                log.info("self-check: the loss function, or a model in eval mode, %s", untested)
             return (self.place() or OF_DATA) if any(self._depends(half) for half in self._halves) else None
         try:
             moved = self._what_moves()
