@@ -23,6 +23,9 @@ def train(model, data, loss_fn, steps=12, **options):
     while engine.steps_taken < steps:
         for batch in engine.batches():
             engine.step(batch, loss_fn)
+            if engine.steps_taken == steps:
+                break
+    return engine
 
 
 def around(*layers):
@@ -228,6 +231,23 @@ def test_check_does_not_call_a_batch_fine_that_it_can_not_take_apart(kind):
     assert ghostclip.check(nn.Linear(5, 3), loss_fn, batch)
 
 
+def test_a_statistic_that_both_halves_share_with_the_whole_is_refused():
+    """Weights by the counts of two classes, of which the short texts and the long ones have as many."""
+    torch.manual_seed(0)
+    data = [(torch.randint(1, 30, (length,)), length % 2) for length in range(4, 12)]
+
+    def collate(rows):
+        ids = pad_sequence([F.pad(text, (0, 12 - len(text))) for text, _ in rows], batch_first=True)
+        labels = torch.tensor([y for _, y in rows])
+        return ids, labels, len(labels) / torch.bincount(labels, minlength=2)
+
+    def loss_fn(model, batch):
+        return runs.losses_of(model, batch[:2]) * batch[2][batch[1]]
+
+    with pytest.raises(UnsupportedModelError, match="examples that mix"):
+        train(Pooled(zero=False), DataLoader(data, 8, collate_fn=collate), loss_fn, batch_size=8)
+
+
 def test_differences_of_sums_are_honest_rounding():
     """Two scores of 1e4 and more that are subtracted, as log-probabilities of long texts are."""
     torch.manual_seed(0)
@@ -243,4 +263,5 @@ def test_differences_of_sums_are_honest_rounding():
         return F.softplus(one.sum(1) - two.sum(1))
 
     data = [(torch.randn(int(length), 8),) for length in torch.randint(50, 400, (64,))]
-    train(model, DataLoader(data, 16, collate_fn=collate), loss_fn, 6)
+    engine = train(model, DataLoader(data, 16, collate_fn=collate), loss_fn, 6)
+    assert engine.steps_taken == 6

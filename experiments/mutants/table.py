@@ -2501,9 +2501,16 @@ OF_COMPANY = [
         OVERLOOKED,
     ),
     Mutant(
+        "what only copies of rows show passes in float64",
+        MIXING_TEST,
+        "not getattr(other, test)()\n",
+        "not other._moved()\n",
+        OVERLOOKED,
+    ),
+    Mutant(
         "losses that float32 rounded are refused",
         MIXING_TEST,
-        "(moved != self._norms_moved and self._is_rounding())",
+        "(moved != self._norms_moved and self._is_rounding(moved.__name__))",
         "False",
         OVERLOOKED,
     ),

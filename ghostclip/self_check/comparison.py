@@ -37,8 +37,8 @@ class LossComparison:
     as when the first long text comes. Which batches, rows and orders is drawn from the operating system's entropy.
 
     Args:
-        passes: of the model, which measure gradients; None: losses are compared alone.
         model: in training. Its buffers, modes and torch's, numpy's and Python's random numbers are put back.
+        passes: of the model, which measure gradients; None: losses are compared alone.
 
     Attributes:
         begun: whether the user was told of it, or of why there is none.

@@ -1,7 +1,8 @@
 """Whether losses, or what a model keeps, depend on the other examples of a batch: rows are tried in other company.
 
-Gradients show where examples meet in what is differentiated. Two things show in losses only: what the loss function
+The graph shows where examples meet in what is differentiated. Two things don't show there: what the loss function
 computes without gradients (a weight over the batch's sum), and what the collate function computes (the longest length).
+They show in losses, or in the norms of their gradients, when the batch is another one.
 
 Example: four texts have lengths 5, 9, 3 and 7, padded to 9. Loaded again as halves, 5 and 9 are padded to 9, 3 and 7
 to 7. If a loss sees the padding, those of the second half change. The losses of both halves together must be those of
@@ -15,7 +16,7 @@ import copy
 import logging
 import random
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ log = logging.getLogger("ghostclip")
 
 
 class Kept(NamedTuple):
-    """A buffer, or an attribute, that keeps something of the examples: which of both it is, and its full name."""
+    """What keeps something of the examples: "buffer", "frozen parameter" or "attribute", and its full name."""
 
     kind: str
     name: str
@@ -150,14 +151,14 @@ class MixingTest:
         if moved is None:
             return None
         self._trial.allow_rounding()
-        if not self._repeats(moved) or (moved != self._norms_moved and self._is_rounding()):
+        if not self._repeats(moved) or (moved != self._norms_moved and self._is_rounding(moved.__name__)):
             return None
         if self._each > 1 and not self._moved(in_order=False):
             return OF_ORDER
         return OF_COMPANY if self._is_padded() else self.place() or OF_COMPANY
 
-    def _what_moves(self) -> Callable[[], bool] | None:
-        """The test by which something moves, to be repeated; None where nothing does."""
+    def _what_moves(self) -> Any:
+        """The method by which something moves, to be repeated; None where nothing does."""
         if self._moved():
             return self._moved
         if self._norms_differ():
@@ -212,8 +213,8 @@ class MixingTest:
         index = self._swapped(self._halves[0])
         return index is not None and not self._found_elsewhere(index)
 
-    def _is_rounding(self) -> bool:
-        """Whether the halves have the whole's losses in float64: then float32 lost digits, where large sums cancel."""
+    def _is_rounding(self, test: str) -> bool:
+        """Whether the method ``test`` sees nothing move in float64: float32 lost digits, where large sums cancel."""
         trial = self._trial
         try:
             with trying():
@@ -222,7 +223,7 @@ class MixingTest:
                 TrialLosses(trial.loss_fn, model, Widened(trial.rows)), len(trial.rows), self._dice, log.info
             )
             other._each, other._halves = self._each, self._halves
-            return other._trial.first.losses.dtype == torch.float64 and not other._moved()
+            return other._trial.first.losses.dtype == torch.float64 and not getattr(other, test)()
         except Exception as error:
             log.info("losses are not compared in float64: %s: %s", type(error).__name__, error)
             return False

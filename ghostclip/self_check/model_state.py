@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Left", "ModelState", "unlike"]
+__all__ = ["Left", "ModelSnapshot", "unlike"]
 
 # Elements of a frozen parameter whose sum is compared: of a larger one, a change that torch counts is seen.
 LARGE = 1 << 24
@@ -36,7 +36,7 @@ class Left(NamedTuple):
     changed: list[str]
 
 
-class ModelState:
+class ModelSnapshot:
     """A model before a forward.
 
     Args:

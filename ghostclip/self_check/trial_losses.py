@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ghostclip.clipper.first_pass import FirstPasses
 from ghostclip.clipper.replay import Replay
 from ghostclip.self_check.loading import Loaded, Rows
-from ghostclip.self_check.model_state import Left, ModelState
+from ghostclip.self_check.model_state import Left, ModelSnapshot
 
 __all__ = ["LossFunction", "TrialLosses", "TrialOutcome"]
 
@@ -99,7 +99,7 @@ class TrialLosses:
             if before is not None:
                 self.loss_fn(self.model, before)
                 self._replay.rewind()
-            state = ModelState(self.model)
+            state = ModelSnapshot(self.model)
             with watch or nullcontext():
                 losses = self.loss_fn(self.model, loaded.batch)
             states, left = (loaded.random_states, self._replay.state()), state.left()

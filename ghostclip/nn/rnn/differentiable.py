@@ -7,7 +7,8 @@ that. Weights then enter the graph a second time, in products outside of the lay
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ def recorded_gradients(
         matrices = [None if t is None else t.t() for t in (tensors[0], tensors[1], tensors[4])]
         aliases = [None if t is None else t.view_as(t) for t in tensors]
         aliases[0], aliases[1], aliases[4] = matrices
-        results = _recurrence(mode, order, *aliases)  # type: ignore[arg-type]
+        results = _recurrence(mode, order, aliases)
         pairs = [(result, grad) for result, grad in zip(results, came, strict=True) if grad is not None]
         places = [
             n for n, (alias, wanted) in enumerate(zip(aliases, needed, strict=True)) if wanted and alias is not None
@@ -64,25 +65,15 @@ def recorded_gradients(
     return tuple(found)
 
 
-def _recurrence(
-    mode: str,
-    order: _Order | None,
-    from_x: Tensor,
-    from_h: Tensor,
-    bias_ih: Tensor | None,
-    bias_hh: Tensor | None,
-    project: Tensor | None,
-    x: Tensor,
-    h: Tensor,
-    c: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Output, h_n and c_n of one direction, by operations for each time step; ``from_x`` and ``from_h`` transposed.
+def _recurrence(mode: str, order: _Order | None, tensors: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Output, h_n and c_n of one direction, by operations for each time step; matrices in ``tensors`` are transposed.
 
     In the layouts and types of ``x``, ``h`` and ``c``.
     """
-    kind, (x, h, c) = x.dtype, (x, h[0], None if c is None else c[0])
-    widened = [None if t is None else to_float32(t) for t in (x, h, c, from_x, from_h, bias_ih, bias_hh, project)]
-    x, h, c, from_x, from_h, bias_ih, bias_hh, project = widened  # type: ignore[assignment]
+    kind = tensors[5].dtype
+    widened: list[Any] = [None if t is None else to_float32(t) for t in tensors]
+    from_x, from_h, bias_ih, bias_hh, project, x, h, c = widened
+    h, c = h[0], None if c is None else c[0]
     steps = x if order is None else order.padded(x)
     states = []
     for t, inputs in enumerate(steps.unbind(0)):
