@@ -229,12 +229,16 @@ class MixingTest:
             return False
 
     def _swapped(self, part: Sequence[int]) -> list[int] | None:
-        """An index by which the rows of ``part`` stay, and one of them stands in all other places; None: none can."""
-        losses = self._trial.first.losses
-        fine = [row for row in part if bool(losses[row].isfinite())]
+        """An index by which the units of ``part`` stay, and one of them stands in all other places; None: none can.
+
+        With users it is one's rows, side by side: losses of a user may depend on all of them.
+        """
+        losses, each = self._trial.first.losses, self._each
+        units = [part[place : place + each] for place in range(0, len(part), each)]
+        fine = [rows for rows in units if bool(losses[list(rows)].isfinite().all())]
         if not fine:
             return None
-        index = [self._dice.choice(fine)] * len(losses)
+        index = list(self._dice.choice(fine)) * (len(losses) // each)
         for row in part:
             index[row] = row
         return index
