@@ -8,6 +8,7 @@ __all__ = [
     "LedgerError",
     "LossShapeError",
     "PrivacyError",
+    "RowsMovedError",
     "StaleInputError",
     "UnsupportedModelError",
     "VerificationError",
@@ -50,6 +51,13 @@ class VerificationError(GhostClipError):
 
 class ExamplesMixError(UnsupportedModelError, VerificationError):
     """The loss of an example, or what the model keeps, depends on other examples, so that no example is bounded."""
+
+
+class RowsMovedError(UnsupportedModelError):
+    """A batch's rows don't belong to the examples that earlier batches like it showed; nothing was clipped.
+
+    Ownership is measured in every such batch from now on, so that the next one may be exact.
+    """
 
 
 class PrivacyError(GhostClipError):

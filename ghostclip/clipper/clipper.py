@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from ghostclip.clipper.collector import Keep
 from ghostclip.clipper.explain import StrategyTable, plan_of
+from ghostclip.clipper.forwards import ModelCalls, forward_of, without_ranks
 from ghostclip.clipper.gradient_guard import GradientGuard
 from ghostclip.clipper.gradients import add_to_gradients
 from ghostclip.clipper.layout import layout_of
-from ghostclip.clipper.replay import shows_at_another_size
 from ghostclip.clipper.second_pass import Add, TwoPasses
 from ghostclip.clipper.verify import compare_with_loop
 from ghostclip.clipping import Adaptive, Composed, Groupwise, Policy, as_policy
-from ghostclip.errors import UnsupportedModelError
+from ghostclip.errors import RowsMovedError
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.planner import Planner
 from ghostclip.validate import RefusesNames, one_of, positive, power_of_two
@@ -110,6 +110,8 @@ class GhostClipper(RefusesNames):
             self.passes = TwoPasses(self.model, policy, self.second_pass, planner, self.memory_budget, self.loss_scale)
         if self.layout.sharded:
             self.passes.placed, self.passes.hold = self.layout.placed, self.layout.hold
+        self.calls = ModelCalls(without_ranks(self.model))
+        self.passes.calls = self.calls
         self._guard = GradientGuard()
         self.compiled: Any = None
         if compile:
@@ -259,9 +261,8 @@ class GhostClipper(RefusesNames):
     def clip(self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> ClippingResult:
         """Forward and `backward` in one call: adds the clipped sum of ``loss_fn(model, batch)`` to each ``p.grad``.
 
-        ``loss_fn`` is called once, with the whole batch. If a batch has as many examples as positions, a tensor's
-        dimension of examples may be ambiguous. Then ``loss_fn`` is called with some examples repeated, to find that
-        dimension, and once more with the batch.
+        ``loss_fn`` is called once, with the whole batch; twice more, with some examples in the places of others, when
+        parameters are used outside of layers, or layers read no examples, in a kind of graph that is new.
 
         With ``compile=True`` forward and passes become one graph. It is traced on the first batch of a shape, compared
         with the eager passes on the next four, and used from then on if it gives the same sums faster;
@@ -305,14 +306,13 @@ class GhostClipper(RefusesNames):
         return ClippingResult(found.norms, found.weights, self.sensitivity, found.losses), sums
 
     def _clip_eagerly(self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> ClippingResult:
-        """`clip`, by a second forward where a third one of more examples shows what the first didn't."""
+        """`clip`; by a second forward where the first showed that its rows don't lie as those of earlier batches."""
         self.check_whole()
-        try:
-            return self._clip_once(loss_fn, batch)
-        except UnsupportedModelError:
-            if not shows_at_another_size(self.passes, self.model, loss_fn, batch):
-                raise
-        return self._clip_once(loss_fn, batch)
+        with self.passes.running(forward_of(self.model, loss_fn, batch)):
+            try:
+                return self._clip_once(loss_fn, batch)
+            except RowsMovedError:
+                return self._clip_once(loss_fn, batch)
 
     def _clip_once(self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> ClippingResult:
         losses = loss_fn(self.model, batch)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip.clipper.random_states import RandomStates
-from ghostclip.graph.row_layout import RowLayout
+from ghostclip.graph.layouts import RowLayout
 from ghostclip.nn.base import LayerCall, Repeat
 from ghostclip.norms.affine import LinearPair
 from ghostclip.norms.precision import full_precision
@@ -130,6 +130,7 @@ class NormCollector(TermReceiver):
         layout, calls: as given, and the calls in it.
         kept: terms by the parts that they are of: what clipped sums are formed from without a second backward.
         choices: what the planner chose, by the id of the parameter.
+        structure: of the graph.
         holds_graph: whether the graph is still there, though it may not have been asked for.
         repeat: what a second backward over this graph repeats; None where none may follow.
         random_states: before the pass, where it computes checkpointed blocks again; else None.
@@ -151,6 +152,7 @@ class NormCollector(TermReceiver):
         super().__init__(layout, whole=self._padded)
         self.kept: Kept = {}
         self.choices: dict[int, StrategyChoice] = {}
+        self.structure = 0
         self.holds_graph = True
         self.repeat: Repeat | None = None
         self.random_states: RandomStates | None = None

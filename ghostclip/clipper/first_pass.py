@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ghostclip.clipper.batch_index import read_indices
 from ghostclip.clipper.collector import Keep, NormCollector
+from ghostclip.clipper.forwards import ModelCalls
 from ghostclip.clipper.random_states import RandomStates
 from ghostclip.clipping import Groupwise, Policy
 from ghostclip.errors import LossShapeError, StaleInputError, UnsupportedModelError
+from ghostclip.graph.layouts import Layouts
+from ghostclip.graph.overwritten import Forward
 from ghostclip.graph.parameter_names import ParameterNames
-from ghostclip.graph.ragged_layout import RaggedLayouts, read_indices
 from ghostclip.graph.reader import first_pass, free_graph, read_graph
-from ghostclip.graph.row_layout import RowLayouts
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import LayerCall, Repeat
 from ghostclip.nn.fallback import FallbackCall
@@ -51,8 +53,10 @@ class FirstPasses:
         choices: what the planner chose for the last batch it was asked for, by id of parameter; None before one.
         placed: inside of what this returns the model has the parameters that its layers use.
         hold: has the values of given Parameters stay for the passes over a graph.
-        reorders: whether the last batch's forward may order examples differently from batch to batch.
-        is_open: whether one of the last batch's layers isn't proved, which no gradient has reached so far.
+        forward: runs the step's forward again on other examples, for a batch whose layout isn't known; None where
+            nothing can.
+        calls: of the model, to be run again where no loss function is known.
+        is_open: whether the last batch's layout isn't stored, so that the next one like it will be measured.
     """
 
     def __init__(
@@ -70,10 +74,12 @@ class FirstPasses:
         self.hold: Callable[[list[nn.Parameter]], None] = lambda _: None
         self.index = ParameterNames(model)
         self.choices: Mapping[int, StrategyChoice] | None = None
-        self.is_open = self.reorders = False
+        self.forward: Forward | None = None
+        self.calls: ModelCalls | None = None
+        self.is_open = False
         self._parameters: dict[int, nn.Parameter] = {}
-        self._grouping = RowLayouts(self._hold)
-        self._ragged, self._indices = RaggedLayouts(), list[RowIndex]()
+        self._layouts = Layouts(self._hold)
+        self._indices = list[RowIndex]()
         self._partition: dict[str, str] = {}
         self.group_of()
 
@@ -91,8 +97,8 @@ class FirstPasses:
     ) -> NormCollector:
         """A backward from ``losses`` [B] to the pre-activations; raises what `GhostClipper.norms` raises.
 
-        Where it brings the first gradient to a layer that isn't proved, the proof is made on this batch, and the pass
-        again: nothing is clipped by rows of which it isn't known whose they are.
+        Where it brings a gradient to where there were zeros when ownership was measured, the batch is measured, and the
+        pass is made again: nothing is clipped by rows of which it isn't known whose they are.
 
         Args:
             losses: [B].
@@ -103,8 +109,10 @@ class FirstPasses:
         losses = self._scaled(losses)
         found = self._pass(losses, keep, exact, retain_graph)
         if found is None:
-            found = self._pass(losses, keep, exact, retain_graph, reached=True)
+            found = self._pass(losses, keep, exact, retain_graph, anew=True)
         assert found is not None
+        if self.calls is not None:
+            self.calls.used()
         return found
 
     def _scaled(self, losses: Tensor) -> Tensor:
@@ -113,28 +121,26 @@ class FirstPasses:
         return losses if self.scale == 1.0 else losses * self.scale
 
     def _pass(
-        self, losses: Tensor, keep: Keep, exact: bool, retain_graph: bool, reached: bool = False
+        self, losses: Tensor, keep: Keep, exact: bool, retain_graph: bool, anew: bool = False
     ) -> NormCollector | None:
-        """One such backward; None, and the graph is still there, where it reached a layer that isn't proved.
+        """One such backward; None, and the graph is still there, where a gradient came that had been zero.
 
-        ``reached``: an earlier pass over the graph was given up, for a gradient that reached what wasn't proved.
+        ``anew``: measure ownership, whatever is known.
         """
         with in_our_words(), without_autocast(losses), self.placed():
             uses = read_graph(losses, self.index)
             trained = self.trained()
-            layout = (
-                self._ragged.lay_out(losses, uses, self.index, self._indices, again=reached)
-                if self._indices
-                else self._grouping.lay_out(losses, uses, self.index, reached=reached)
+            layout = self._layouts.lay_out(
+                losses, uses, self.index, forward=self._forward(), indices=self._indices, anew=anew
             )
-            calls, check, self.is_open = layout.calls, layout.check, not layout.proved
-            self.reorders = layout.reorders
+            calls, check, self.is_open = layout.calls, layout.check, not layout.stored
             chosen, keep = keep is Keep.CHOSEN, self._keep_of(keep, calls)
             small = keep is Keep.SMALL
             collector = NormCollector(
                 losses, layout, self._planner, trained, self.scale,
                 keep=keep, room=self._room_for_small(calls) if small else 0, exact=exact,
             )  # fmt: skip
+            collector.structure = uses.structure
             hooked = any(call.has_saved_tensor_hooks for call in calls)
             collector.random_states = RandomStates(losses.device) if hooked and not is_traced() else None
             collector.holds_graph = retain_graph or (chosen and (small or hooked))
@@ -150,6 +156,10 @@ class FirstPasses:
                     free_graph(losses, calls)
         self.choices = collector.choices
         return collector
+
+    def _forward(self) -> Forward | None:
+        """What runs the forward behind the losses again."""
+        return self.forward or (None if self.calls is None else self.calls.forward)
 
     def _keep_of(self, keep: Keep, calls: Sequence[LayerCall]) -> Keep:
         """What is kept of these uses of layers, by the second pass that was asked for and the memory budget."""
@@ -177,24 +187,23 @@ class FirstPasses:
                     free_graph(losses, run.calls)
         return run
 
-    def rehearse(self, losses: Tensor) -> bool:
-        """Proves what a first pass would first; whether that showed layers that see no examples.
-
-        The graph behind ``losses`` is that of other examples, met to see just this.
-        """
-        losses, known = self._scaled(losses), self._grouping.constants
-        with in_our_words(), without_autocast(losses), self.placed():
-            self._grouping.lay_out(losses, read_graph(losses, self.index), self.index, rehearsal=True)
-        return self._grouping.constants > known
-
     @contextmanager
     def forgetting(self) -> Iterator[None]:
-        """What is proved of graphs meanwhile, of batches made up of few examples or copies, is forgotten afterwards."""
-        known, self._grouping = self._grouping, RowLayouts(self._hold)
+        """What is measured of graphs meanwhile, of batches made up of few examples or copies, is forgotten after it."""
+        known, self._layouts = self._layouts, Layouts(self._hold)
         try:
             yield
         finally:
-            self._grouping = known
+            self._layouts = known
+
+    @contextmanager
+    def running(self, forward: Forward | None) -> Iterator[None]:
+        """Inside, the forward behind the losses can be run again by ``forward``."""
+        before, self.forward = self.forward, forward
+        try:
+            yield
+        finally:
+            self.forward = before
 
     @contextmanager
     def indexed(self, batch_index: Any, losses: Tensor) -> Iterator[None]:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ghostclip.clipper.clipper import GhostClipper
-from ghostclip.clipper.replay import Replay, shows_at_another_size
-from ghostclip.errors import UnsupportedModelError
+from ghostclip.clipper.forwards import forward_of
+from ghostclip.clipper.replay import Replay
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.wrap import wrapped
 
@@ -45,13 +45,8 @@ def per_example_norms(
         clipper = GhostClipper(model)
 
         def norms(batch: Any) -> Any:
-            try:
+            with clipper.passes.running(forward_of(model, loss_fn, batch)):
                 return clipper.norms(loss_fn(model, batch), per=per)
-            except UnsupportedModelError:
-                # As many examples as positions: which are which shows on a batch of another size.
-                if not shows_at_another_size(clipper.passes, model, loss_fn, batch):
-                    raise
-            return clipper.norms(loss_fn(model, batch), per=per)
 
         parts = [norms(batch) for batch in (data if isinstance(data, DataLoader) else [data])]
     if per is None:

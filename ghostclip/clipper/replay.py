@@ -1,16 +1,9 @@
-"""A forward that is tried again without a trace, on the same batch or on one of more examples.
-
-A batch refused because a layer's rows may be examples or positions is met once more with another number of rows: a
-table read by position ids [T] gives [T, d], and so does a layer that folds T / B positions of each of B examples into
-its batch dimension. Where the graph doesn't tell which it is (`ghostclip.graph.shared.positions`), a forward on some
-other number of examples does: T stays what it was.
-"""
+"""A forward that is tried again without a trace in the model and in random states."""
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -18,11 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
-from ghostclip.clipper.first_pass import FirstPasses
-
-__all__ = ["Replay", "is_trial", "leaves_of", "rows_between", "shows_at_another_size", "take_rows"]
+__all__ = ["Replay", "is_trial", "leaves_of", "rows_between", "take_rows"]
 
 _TRYING = ContextVar("trying", default=False)
 # What modules keep hooks of a forward in.
@@ -184,30 +175,3 @@ def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
 def rows_between(tensor: Tensor, start: int, stop: int) -> Tensor:
     """``tensor[start:stop]``, which nested tensors don't have; raises as `take_rows`."""
     return take_rows(tensor, torch.arange(start, stop)) if tensor.is_nested else tensor[start:stop]
-
-
-def shows_at_another_size(
-    passes: FirstPasses, model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any
-) -> bool:
-    """Whether a forward on more rows of a batch, its examples repeated, shows layers that see no examples.
-
-    Leaves no trace in the model and in random states but for what ``passes`` learnt.
-    """
-    found = leaves_of(batch, nested=True)
-    if found is None or found[2] < 2:
-        return False
-    leaves, structure, examples = found
-    sizes = {size for parameter in model.parameters() for size in parameter.shape if size > 1}
-    rows = torch.arange(_prime_above(examples, sizes)) % examples
-    try:
-        repeated = tree_unflatten([take_rows(leaf.detach(), rows) for leaf in leaves], structure)
-        with Replay(model).again(gradients=True):
-            return passes.rehearse(loss_fn(model, repeated))
-    except Exception:  # what refuses this batch, too, or a loss function that takes no other: the first error stands
-        return False
-
-
-def _prime_above(number: int, sizes: set[int]) -> int:
-    """The smallest prime above a number that goes into none of the sizes: few tables have a multiple of it."""
-    primes = (n for n in itertools.count(number + 1) if all(n % d for d in range(2, int(n**0.5) + 1)))
-    return next(prime for prime in primes if all(size % prime for size in sizes))

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map
 from ghostclip.clipper.collector import Keep, Kept, NormCollector, Part, TermReceiver
 from ghostclip.clipper.first_pass import FirstPasses, in_our_words, without_autocast
 from ghostclip.clipping import Groupwise
+from ghostclip.graph.layouts import RowLayout
 from ghostclip.graph.reader import first_pass, free_graph
-from ghostclip.graph.row_layout import RowLayout
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.affine import LinearPair
 from ghostclip.norms.precision import full_precision

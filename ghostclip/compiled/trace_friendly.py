@@ -42,11 +42,9 @@ def learn(passes: TwoPasses, losses: Tensor, padded: bool) -> str | None:
     if any(parameter.dtype not in AT_LEAST_FLOAT32 for _, parameter in passes.index.trained()):
         return "sums of parameters narrower than float32 are gathered in float32, which a graph doesn't do"
     run = passes.first_pass(losses, Keep.ALL, retain_graph=False)
-    if passes.reorders:
-        return "its forward may order examples differently from batch to batch, which is proved anew for each"
     if run.unkept_calls():
         return "its graph keeps all gradients that it measures, and the memory budget or checkpointing forbids that"
-    return "no gradient has reached some layer so far" if passes.is_open else None
+    return "whose rows are whose has to be measured in the next batch, too" if passes.is_open else None
 
 
 def trace_friendly(passes: TwoPasses, losses: Tensor, keep: Tensor) -> tuple[Tensor, Clipped]:

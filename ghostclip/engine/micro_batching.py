@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from ghostclip.clipper import GhostClipper
-from ghostclip.clipper.replay import Replay, rows_between, shows_at_another_size, take_rows
+from ghostclip.clipper.forwards import forward_of, without_ranks
+from ghostclip.clipper.replay import Replay, rows_between, take_rows
 from ghostclip.clipper.second_pass import Add, TwoPasses
 from ghostclip.engine.memory import MemoryMeter, in_words
-from ghostclip.errors import PrivacyError, UnsupportedModelError, is_out_of_memory
+from ghostclip.errors import PrivacyError, RowsMovedError, is_out_of_memory
 from ghostclip.sampling import LogicalBatches
 from ghostclip.validate import positive_int
 
@@ -97,7 +97,7 @@ class MicroBatches:
         def trial(size: int) -> None:
             index = torch.arange(size) % rows
             batch = _mapped(examples, rows, lambda tensor: take_rows(tensor, index))
-            _clip_without_a_trace(clipper, loss_fn, batch, sums.add)
+            _clip_without_a_trace(clipper, loss_fn, batch, size, sums.add)
 
         reserve = _bytes_of_state(optimizer)
         clipper.passes.index.watch()
@@ -199,31 +199,25 @@ def _largest_that_fits(trial: Callable[[int], None], memory: MemoryMeter, limit:
 
 
 def met_again(
-    passes: TwoPasses, model: nn.Module, loss_fn: LossFunction, examples: Any, clip: Callable[[Tensor], T]
+    passes: TwoPasses, model: nn.Module, loss_fn: LossFunction, examples: Any, clip: Callable[[Tensor], T], rows: int
 ) -> T:
-    """``clip`` of the losses of a batch.
+    """``clip`` of the losses of a batch with so many rows.
 
-    One that is refused because its number of examples is that of positions, too, is tried once more after a forward of
-    more examples (`shows_at_another_size`).
+    It is tried once more, after another forward, where it showed that its rows don't lie as those of earlier batches.
     """
-    try:
-        return clip(loss_fn(model, examples))
-    except UnsupportedModelError:
-        if not shows_at_another_size(passes, model, loss_fn, examples):
-            raise
-    return clip(loss_fn(model, examples))
+    with passes.running(forward_of(model, loss_fn, examples, rows)):
+        try:
+            return clip(loss_fn(model, examples))
+        except RowsMovedError:
+            return clip(loss_fn(model, examples))
 
 
-def _clip_without_a_trace(clipper: GhostClipper, loss_fn: LossFunction, batch: Any, add: Add) -> None:
+def _clip_without_a_trace(clipper: GhostClipper, loss_fn: LossFunction, batch: Any, rows: int, add: Add) -> None:
     """Forward and passes, as `LogicalStep.clip` has them; what is learnt of graphs is the caller's."""
     # Ranks make as many trials as each of them needs, so that none may wait for another in a forward.
-    inner = clipper.model
-    while isinstance(inner, DistributedDataParallel):
-        inner = inner.module
+    inner, passes = without_ranks(clipper.model), clipper.passes
     with Replay(clipper.model).again(gradients=True):
-        met_again(
-            clipper.passes, inner, loss_fn, batch, lambda losses: clipper.passes.clip(losses, add, retain_graph=False)
-        )
+        met_again(passes, inner, loss_fn, batch, lambda losses: passes.clip(losses, add, retain_graph=False), rows)
 
 
 def _bytes_of_state(optimizer: Optimizer) -> int:

@@ -196,9 +196,7 @@ class LogicalStep:
 
     def clip(self, loss_fn: LossFunction, examples: Any) -> ClippingResult:
         """Forward and both passes of the physical batch (or piece of one) that `prepare` has seen."""
-        if self._batch_index is not None:
-            return self._gather_losses(loss_fn(self._model, examples))
-        return met_again(self._clipper.passes, self._model, loss_fn, examples, self._gather_losses)
+        return met_again(self._clipper.passes, self._model, loss_fn, examples, self._gather_losses, self._now.rows)
 
     def backward(self, losses: Tensor, batch_index: Any, retain_graph: bool) -> ClippingResult:
         """Gathers the clipped sum of the physical batch that was handed out last; see `PrivacyEngine.backward`."""

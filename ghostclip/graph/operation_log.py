@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ghostclip.graph.mixing_test import projected
+from ghostclip.graph.owners import numbers
 from ghostclip.graph.source_lines import current_line
 
 __all__ = ["OperationLog", "first_moved"]
@@ -36,7 +36,7 @@ class OperationLog(TorchDispatchMode):
     """What the operations of a forward give, held against an earlier forward with other data of one example.
 
     Only dimensions as long as the batch are looked at: an operation has mixed examples if rows of others moved along
-    each that its result has. Rows are kept as a few random projections.
+    each that its result has. Rows are kept as two numbers each.
 
     Args:
         model: that runs.
@@ -66,7 +66,7 @@ class OperationLog(TorchDispatchMode):
         for leaf in () if "empty" in func.__name__ else tree_leaves(found):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 dims = [dim for dim, size in enumerate(leaf.shape) if size == self._examples]
-                self._sketches.append((func, [projected(leaf, dim) for dim in dims]))
+                self._sketches.append((func, [torch.stack(numbers(leaf, dim), 1) for dim in dims]))
                 if self._follows:
                     self._compare()
         return found

@@ -82,13 +82,13 @@ class ParameterNames:
         """(name, Parameter) of every parameter that requires a gradient now."""
         return [item for item in self._named if item[1].requires_grad]
 
-    def own_calls(self, calls: Sequence[LayerCall]) -> dict[LayerCall, int]:
-        """{call: serial number of its layer} of those that used parameters of this model, which are noted as `own`.
+    def own_calls(self, calls: Sequence[LayerCall]) -> list[LayerCall]:
+        """Those calls that used parameters of this model, which are noted as `own`.
 
         Reads the model again for a layer or parameter it doesn't know. Calls of another model in the graph are left
         out.
         """
-        found = {}
+        found = []
         for call in calls:
             owners = [id(call.owners[name]) for name in call.parameters]
             if call.values and owners != list(map(id, call.values)):
@@ -102,7 +102,7 @@ class ParameterNames:
                 self.refresh()
             call.own = [name for name, owner in zip(call.parameters, owners, strict=True) if owner in self.names]
             if call.own:
-                found[call] = serial_number(call.layer)
+                found.append(call)
         return found
 
     def name_of(self, leaf: Tensor) -> str | None:

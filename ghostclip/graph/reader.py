@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.graph import _engine_run_backward as run_backward
+from torch.utils.hooks import RemovableHandle
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.graph.lengths import has_lengths, lengths_of
-from ghostclip.graph.nodes import ACCUMULATE, COPY_INTO_SLICES, REORDERING, Edge, from_below, inputs_of, said_by
+from ghostclip.graph.nodes import ACCUMULATE, Edge, from_below, inputs_of, said_by
 from ghostclip.graph.parameter_names import ParameterNames, serial_number
 from ghostclip.nn.base import NOTHING, PROBE, LayerCall
 from ghostclip.nn.fallback import FallbackCall
@@ -62,29 +62,38 @@ class Uses:
 
     Attributes:
         calls: every use of a wrapper layer that the losses depend on.
-        layers: {call: serial number of its layer}.
         leaves: nodes at which trained parameters enter outside of every layer.
-        moving: operations of `REORDERING` kinds between the layers, each with its number among them. Those that are
-            known to leave the examples in place are left out later (`ghostclip.graph.moved_rows`).
-        awaited: copies into parts of tensors with the numbers of inputs that no gradient has reached, so that nobody
-            knows where these have the examples; such a one moves nothing until a gradient comes.
-        picked: rows that are picked by index (`ghostclip.graph.picked_rows`); None before they are looked for.
-        lengths: those of examples that proofs hold for (`ghostclip.graph.lengths`); None where they hold for all.
-        size: how many nodes there are, by which a forward that took another way is told; and
-            `ParameterNames.version`, by which another layer is told from the one in whose place it is.
-        structure: a hash of the graph's operations, of what each was given, and of what each says of how it moves
-            entries (`said_by`). What was proved holds where it is the same. It doesn't depend on the batch's size.
+        nodes: all nodes, over the inside of layers, in the order of the walk; the same place in the same structure.
+        structure: a hash of the graph's operations, of what each was given, of what each says of how it moves entries
+            (`said_by`), and of the layers and parameters that they belong to. It doesn't depend on the batch's size.
+        hooked: whether a hook was registered since the first of these layers was called, on a tensor perhaps.
     """
 
     calls: list[LayerCall]
-    layers: Mapping[LayerCall, int]
     leaves: list[Any]
-    moving: list[tuple[int, Any]]
-    size: tuple[int, int]
+    nodes: list[Any]
     structure: int
-    lengths: Any = None
-    awaited: Sequence[tuple[Any, list[int]]] = ()
-    picked: Any = None
+    hooked: bool
+
+    @functools.cached_property
+    def places(self) -> Mapping[Any, int]:
+        """{node: its place in ``nodes``}."""
+        return {node: place for place, node in enumerate(self.nodes)}
+
+    @functools.cached_property
+    def consumers(self) -> Mapping[Any, list[Any]]:
+        """{node: what its outputs went into}, a consumer as often as it was given one."""
+        found: dict[Any, list[Any]] = {node: [] for node in self.nodes}
+        for node in self.nodes:
+            for below, _ in inputs_of(node):
+                if below is not None:
+                    found[below].append(node)
+        return found
+
+    @functools.cached_property
+    def capturing(self) -> Mapping[LayerCall, Any]:
+        """{call: its node}."""
+        return {node.call: node for node in self.nodes if isinstance(getattr(node, "call", None), LayerCall)}
 
 
 def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
@@ -96,9 +105,9 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
     """
     index.watch()
     calls: list[LayerCall] = []
-    leaves, reordering, lengthy = list[Any](), list[Any](), list[Any]()
+    leaves = list[Any]()
     # The walk in words: another graph, or the same with its inputs in another order, gives others.
-    words: list[Any] = []
+    words: list[Any] = [index.version]
     places: dict[Any, int] = {}
     stack: list[Edge] = [(losses.grad_fn, losses.output_nr)]
     while stack:
@@ -107,6 +116,9 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
             words.append(~number)  # Python's hashes of -1 and -2 are one
         if node in places or node is None:
             words.append(places.get(node))
+            continue
+        if isinstance(node, Tensor):  # a layer's input that nothing computed
+            stack.append((get_gradient_edge(node).node, 0))
             continue
         places[node] = len(places)
         kind: Any = type(node)
@@ -117,21 +129,13 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
         elif kind is ACCUMULATE:
             words.append(kind)
             if index.name_of(node.variable) is not None:
+                words.append(serial_number(node.variable))
                 leaves.append(node)
-        elif isinstance(node, Tensor):
-            words.append(Tensor)
-            stack.append((get_gradient_edge(node).node, 0))
         elif isinstance(call := getattr(node, "call", None), LayerCall):
             calls.append(call)
-            if call.lengths:
-                lengthy.append(call)
             words += (serial_number(call.layer), len(call.sources))
             stack += zip(call.sources, call.numbers, strict=True)
         else:
-            if kind.__name__ in REORDERING and not _keeps_places(node):
-                reordering.append(node)
-            if has_lengths(kind):
-                lengthy.append(node)
             if kind.__name__ in HIDING:
                 raise UnsupportedModelError(HIDING[kind.__name__], place=node)
             if kind.__name__ in BATCH_STATISTICS:
@@ -139,14 +143,8 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
             words += (kind, len(node.next_functions), said_by(node))
             stack += node.next_functions
     own = index.own_calls(calls)
-    lengths, size = lengths_of(lengthy, index) if lengthy else None, (len(places), index.version)
-    return Uses(list(own), own, leaves, list(enumerate(reordering)), size, hash(tuple(words)), lengths)
-
-
-def _keeps_places(node: Any) -> bool:
-    """Whether an operation in place on a part of a tensor brings nothing there but constants and parameters."""
-    sources = [below for below, _ in node.next_functions[1:]]
-    return node.name() == COPY_INTO_SLICES and all(below is None or type(below) is ACCUMULATE for below in sources)
+    hooked = bool(calls) and min([call.registered for call in calls]) != RemovableHandle.next_id
+    return Uses(own, leaves, list(places), hash(tuple(words)), hooked)
 
 
 @functools.cache
@@ -155,13 +153,7 @@ def _word_for(kind: type) -> Any:
 
     Which of two that do the same it is may depend on whether the forward is compiled.
     """
-    if (
-        kind.__module__ != "builtins"
-        or kind is ACCUMULATE
-        or kind.__name__ in REORDERING | BATCH_STATISTICS | HIDING.keys()
-    ):
-        return None
-    if has_lengths(kind):
+    if kind.__module__ != "builtins" or kind is ACCUMULATE or kind.__name__ in BATCH_STATISTICS | HIDING.keys():
         return None
     return "view" if kind.__name__ in ("ReshapeAliasBackward0", "ViewBackward0") else kind
 

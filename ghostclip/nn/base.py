@@ -258,6 +258,10 @@ class GhostLayer(torch.nn.Module):
         """The names of the module's own parameters that the rule knows."""
         return ("weight", "bias")
 
+    def example_dims(self, call: LayerCall) -> Sequence[int]:
+        """The dimensions of a use's output along which the rule can take the examples."""
+        return (call.batch_dim,)
+
     @classmethod
     def obstacles(cls, module: torch.nn.Module) -> list[tuple[str, str]]:
         """(problem, remedy) for settings of ``module`` this rule can't be exact for; [] when there are none."""

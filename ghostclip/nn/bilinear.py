@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,9 @@ class Bilinear(GhostLayer, torch.nn.Bilinear, wraps=torch.nn.Bilinear):
 
     def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
         return self.capture(super().forward(input1, input2), input1, input2)
+
+    def example_dims(self, call: LayerCall) -> Sequence[int]:
+        return range(len(call.shape) - 1)
 
     def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         grad = examples_first(grad, call.batch_dim)

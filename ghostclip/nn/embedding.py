@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,6 +53,9 @@ class Embedding(Table, torch.nn.Embedding, wraps=torch.nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         return self.capture(super().forward(input), input)
+
+    def example_dims(self, call: LayerCall) -> Sequence[int]:
+        return range(len(call.shape) - 1)
 
     def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         indices = inputs[0].movedim(call.batch_dim, 0).long()

@@ -5,6 +5,8 @@ dL_i/dW = sum_t dz[i,t] (x) x[i,t] and dL_i/db = sum_t dz[i,t], over the positio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,9 @@ class Linear(GhostLayer, torch.nn.Linear, wraps=torch.nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return self.capture(super().forward(input), input)
+
+    def example_dims(self, call: LayerCall) -> Sequence[int]:
+        return range(len(call.shape) - 1)
 
     def linear_pair(self, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> LinearPair | None:
         return LinearPair(grad, inputs[0], call.parameters) if grad.dim() == 2 else None

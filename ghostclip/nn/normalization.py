@@ -6,6 +6,7 @@ that `wrap` found in eval mode, where it is a fixed affine map, refuses to run i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -68,6 +69,9 @@ class _OverFeatures(_OverChannels):
     # What torch.nn.LayerNorm and RMSNorm have, for the type checker.
     normalized_shape: Any
     eps: Any
+
+    def example_dims(self, call: LayerCall) -> Sequence[int]:
+        return range(len(call.shape) - len(self.normalized_shape))
 
     def _summed(self, products: Tensor) -> Dense:
         positions = products.dim() - 1 - len(self.normalized_shape)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,9 @@ class PReLU(GhostLayer, torch.nn.PReLU, wraps=torch.nn.PReLU):
         # Several slopes go to dimension 1 whatever the user says, so that examples can only be before it.
         batch_dim = 0 if self.num_parameters > 1 else None
         return self.capture(super().forward(input), input, batch_dim=batch_dim)
+
+    def example_dims(self, call: LayerCall) -> Sequence[int]:
+        return (call.batch_dim,) if self.num_parameters > 1 else range(len(call.shape))
 
     def per_example(self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         products = to_float32(grad) * to_float32(inputs[0]).clamp(max=0)

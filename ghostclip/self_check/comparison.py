@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from ghostclip.clipper.cutting import Sizes
 from ghostclip.clipper.first_pass import FirstPasses
 from ghostclip.errors import ExamplesMixError
-from ghostclip.self_check.cutting import Sizes
 from ghostclip.self_check.loading import LoadedRows
 from ghostclip.self_check.mixing import REMEDY_OF_KEPT, MixingTest
 from ghostclip.self_check.trial_losses import LossFunction, TrialLosses

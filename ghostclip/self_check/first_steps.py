@@ -1,7 +1,7 @@
 """The first steps' self-check: are gradients what autograd says, do examples stay apart, do the parameters move.
 
 Losses are compared as `LossComparison` says; the rest is looked at once. What the proof by factors shows anyway
-(`ghostclip.graph.mixing_test`: rows of each layer follow their own example's loss) is not repeated here.
+(`ghostclip.graph.owners`: rows of each layer follow their own example's loss) is not repeated here.
 """
 
 from __future__ import annotations

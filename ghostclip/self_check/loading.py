@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ghostclip.clipper.cutting import cut, length_of, tensors_of
 from ghostclip.clipper.replay import trying
-from ghostclip.self_check.cutting import cut, length_of, tensors_of
 
 __all__ = ["CutRows", "Loaded", "LoadedRows", "Rows", "Widened"]
 
@@ -122,7 +122,7 @@ def _copied(example: Any) -> Any:
 
 
 class CutRows:
-    """The rows of a batch that is there, see `ghostclip.self_check.cutting.cut`.
+    """The rows of a batch that is there, see `ghostclip.clipper.cutting.cut`.
 
     Args:
         batch: tensors and lists with an entry for each example, in any nesting.

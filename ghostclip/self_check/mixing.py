@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ghostclip.clipper.cutting import have_same_sizes
 from ghostclip.clipper.replay import trying
 from ghostclip.graph.data_swap import LOSS_REMEDY, Mixed, mixed_examples
-from ghostclip.self_check.cutting import have_same_sizes
 from ghostclip.self_check.loading import Widened
 from ghostclip.self_check.model_state import unlike
 from ghostclip.self_check.trial_losses import TrialLosses, TrialOutcome

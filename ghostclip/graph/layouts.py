@@ -1,0 +1,372 @@
+"""When ownership is measured, and what is remembered of it: one layout for each structure of graphs.
+
+A batch is measured when its structure is unknown; when it is the 2nd, 4th, 8th and so on of its structure, or every
+64th; when it is at least twice as large as any that was measured; when operations in it move rows by values; and when
+something shows up where all gradients were zero. What is found is stored only where it is regular (every example has as
+many rows, in order), was shown by rows of two examples, and leaves nothing open. Any other structure is measured in
+every batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip.errors import UnsupportedModelError
+from ghostclip.graph.moves import Movements, movements
+from ghostclip.graph.nodes import ACCUMULATE, Edge, inputs_of
+from ghostclip.graph.overwritten import Forward, check_shared
+from ghostclip.graph.owners import Owned, Rows, Subject, owners, rows_in_order
+from ghostclip.graph.parameter_names import ParameterNames
+from ghostclip.graph.reader import Uses
+from ghostclip.graph.shared.boundary import BroadcastBoundary
+from ghostclip.graph.shared.search import edges_above, edges_of, mixes, shared_part, without_boundaries
+from ghostclip.graph.shared.subgraph import SharedSubgraph
+from ghostclip.native.custom_ops import is_traced
+from ghostclip.nn.base import LayerCall, Sink
+from ghostclip.norms.ragged import RowIndex, RowOrder
+
+__all__ = ["Layouts", "RowLayout", "WatchedZeros"]
+
+# Every so many batches of a structure are measured, and so many where gradients are float16.
+EVERY, EVERY_HALF = 64, 16
+# Where so many structures are remembered, all are forgotten: a forward that cuts its inputs at random makes new ones
+# for ever.
+REMEMBERED = 10_000
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Whose the rows behind a vector of losses are.
+
+    Attributes:
+        calls: every use of a parameter.
+        folded: {id(call): (rows of each example, their order)} of calls that have other than one row of each example,
+            in the order of the losses; with an index, the first number means nothing.
+        stored: whether the next batch like this one is taken to be laid out alike.
+        measured: whether this one was measured.
+        check: what is left to be seen in the gradients of the pass itself; nothing is clipped before.
+    """
+
+    calls: list[LayerCall]
+    folded: Mapping[int, tuple[int, RowOrder]]
+    stored: bool = True
+    measured: bool = False
+    check: WatchedZeros | None = None
+
+
+class WatchedZeros:
+    """Sees whether a gradient that was zero when ownership was measured isn't any more.
+
+    Args:
+        calls: uses of layers.
+        edges: tensors of the graph.
+    """
+
+    def __init__(self, calls: Sequence[LayerCall], edges: Sequence[Edge]) -> None:
+        self._calls, self._arrived = set(map(id, calls)), list[Tensor]()
+        self._edges: dict[Any, list[int]] = {}
+        for node, number in edges:
+            self._edges.setdefault(node, []).append(number)
+        self._hooks = list[Any]()
+
+    def watched(self, sink: Sink) -> Sink:
+        """A sink for the pass, which is told what ``sink`` is to be told."""
+
+        def look(call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
+            if id(call) in self._calls:
+                self._arrived.append(grad.any())
+            sink(call, inputs, grad)
+
+        self._hooks = [
+            node.register_prehook(functools.partial(self._see, numbers)) for node, numbers in self._edges.items()
+        ]
+        return look
+
+    def _see(self, numbers: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+        self._arrived += [grad.any() for grad in [grads[number] for number in numbers] if grad is not None]
+
+    def fails(self) -> bool:
+        """Whether one of them was given a gradient that isn't zero, after the pass."""
+        for hook in self._hooks:
+            hook.remove()
+        return bool(self._arrived) and bool(torch.stack(self._arrived).any())
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What is stored of a structure; places are those of nodes in the walk, numbers those of uses of layers.
+
+    Attributes:
+        rows: of each use of a layer; None where it is shared.
+        silent_calls, silent_edges: whose gradients were zero.
+        boundaries: (place of a node, number of its output, rows, (slot, place, number) of each shared input).
+        movements: what has to be looked at in each batch.
+        largest: of how many examples the largest batch was that was measured.
+    """
+
+    rows: Sequence[Rows | None]
+    silent_calls: Sequence[int]
+    silent_edges: Sequence[tuple[int, int]]
+    boundaries: Sequence[tuple[int, int, Rows, Sequence[tuple[int, int, int]]]]
+    movements: Movements
+    largest: int
+
+
+@dataclass
+class Layouts:
+    """Measures and remembers whose rows are whose, by the structures of graphs.
+
+    Args:
+        hold: called with Parameters whose values are needed after a backward, too.
+    """
+
+    hold: Callable[[list[nn.Parameter]], None]
+    _known: dict[int, _Layout] = field(default_factory=dict)
+    # Structures of which a batch was irregular, or refused.
+    _always: set[int] = field(default_factory=set)
+    _batches: Counter[int] = field(default_factory=Counter)
+
+    def lay_out(
+        self, losses: Tensor, uses: Uses, names: ParameterNames, *, forward: Forward | None = None,
+        indices: Sequence[RowIndex] = (), anew: bool = False,
+    ) -> RowLayout:  # fmt: skip
+        """Every use of a parameter behind ``losses`` [B], and how each call's rows belong to the examples.
+
+        Args:
+            losses, uses, names: what `read_graph` was given and found.
+            forward: runs the forward again on other examples; None where nothing can.
+            indices: whose the rows are that somebody says; they must agree.
+            anew: measure this batch whatever is known.
+
+        Raises:
+            UnsupportedModelError: examples mix, or an index doesn't agree.
+        """
+        examples, key = len(losses), uses.structure
+        if examples < 2:
+            return self._of_one(losses, uses)
+        known = self._known.get(key)
+        self._batches[key] += 1
+        if known is None or anew or indices or self._is_due(known, uses, examples):
+            if is_traced():
+                raise UnsupportedModelError("whose rows are whose is measured in every batch of this forward")
+            return self._measured(losses, uses, names, forward, indices)
+        return self._by_layout(known, uses, examples)
+
+    def forget(self, key: int) -> None:
+        """Measures every batch of a structure from now on: one of them wasn't laid out as was stored."""
+        self._known.pop(key, None)
+        self._always.add(key)
+
+    def _is_due(self, known: _Layout, uses: Uses, examples: int) -> bool:
+        """Whether a batch of a known structure is measured again."""
+        number = self._batches[uses.structure]
+        every = EVERY_HALF if any(call.dtype == torch.float16 for call in uses.calls) else EVERY
+        if is_traced():
+            return bool(known.movements.indexed or known.movements.views)
+        return (
+            examples >= 2 * known.largest
+            or number & (number - 1) == 0
+            or number % every == 0
+            or uses.hooked
+            or not all(map(_has_rows, uses.calls, known.rows, [examples] * len(uses.calls)))
+            or known.movements.moved(uses, examples)
+        )
+
+    def _of_one(self, losses: Tensor, uses: Uses) -> RowLayout:
+        """Of one example, to which all rows belong; or of none."""
+        examples = len(losses)
+        odd = [] if examples else [call for call in uses.calls if call.shape[call.batch_dim]]
+        region = without_boundaries(losses, uses, odd) if odd or uses.leaves else None
+        shared = set() if region is None else set(region.calls.values())
+        calls = [call for call in uses.calls if call not in shared]
+        folded = {id(c): (rows, "example") for c in calls if (rows := c.shape[c.batch_dim]) > 1}
+        empty = [call for call in calls if examples and not call.shape[call.batch_dim]]
+        folded |= {id(c): (1, RowIndex(torch.zeros(0, dtype=torch.int64, device=c.device), 1)) for c in empty}
+        return RowLayout([*calls, *(() if region is None else region.uses)], folded, stored=not uses.calls)
+
+    def _measured(
+        self, losses: Tensor, uses: Uses, names: ParameterNames, forward: Forward | None, indices: Sequence[RowIndex]
+    ) -> RowLayout:
+        """Measures a batch, and stores what was found where it will hold."""
+        examples, key = len(losses), uses.structure
+        if len(self._known) + len(self._always) > REMEMBERED:
+            self._known, self._always, self._batches = {}, set(), Counter()
+        may_store = key not in self._always and not indices and not uses.hooked
+        try:
+            owned = self._owners(losses, uses, indices, may_store)
+            region = shared_part(losses, uses, owned, names)
+            shared = set() if region is None else set(region.calls.values())
+            _check_calls(uses, owned, shared, indices, names)
+            if region is not None:
+                self.hold([node.variable for node in uses.leaves] + [p for c in shared for p in c.layer.parameters()])
+                check_shared(uses, _shared_nodes(uses, region), examples, names, forward)
+        except UnsupportedModelError:
+            self.forget(key)
+            raise
+        if may_store:
+            self._store(losses, uses, owned, region)
+        rows = {call: owned[call].rows or Rows(call.batch_dim, _nobody(call, examples)) for call in uses.calls}
+        return _row_layout(uses, rows, region, examples, stored=key in self._known, measured=True)
+
+    def _owners(self, losses: Tensor, uses: Uses, indices: Sequence[RowIndex], may_store: bool) -> dict[Subject, Owned]:
+        """What marks show of all calls, and of the tensors that matter."""
+        leaves = [node.variable for node in uses.leaves]
+        if may_store:
+            return owners(losses, uses.calls, edges_of(uses, uses.nodes, losses), leaves, indices)
+        edges = edges_above(uses, uses.leaves, losses) if uses.leaves else []
+        owned = owners(losses, uses.calls, edges, leaves, indices)
+        tables = [uses.capturing[call] for call in uses.calls if owned[call].is_shared]
+        if left := [edge for edge in edges_above(uses, tables, losses) if edge not in owned] if tables else []:
+            owned |= owners(losses, uses.calls, left, leaves, indices)
+        return owned
+
+    def _store(self, losses: Tensor, uses: Uses, owned: Mapping[Subject, Owned], region: SharedSubgraph | None) -> None:
+        """Stores the layout if it is regular, shown by two examples' rows, and leaves nothing open."""
+        examples, key, places = len(losses), uses.structure, uses.places
+        boundaries = () if region is None else region.boundaries
+        subjects: list[Subject] = [*uses.calls, *(boundary.edge for boundary in boundaries)]
+        found = [owned[subject] for subject in subjects if not (owned[subject].zero or owned[subject].is_shared)]
+        if not all(each.is_regular for each in found):
+            self.forget(key)
+            return
+        at = {subject: each for subject, each in owned.items() if not isinstance(subject, LayerCall)}
+        at |= {(uses.capturing[call], 0): owned[call] for call in uses.calls}
+        moves = movements(uses, at, examples)
+        if moves.always or any(not each.shown or each.unclear for each in found):
+            self._known.pop(key, None)
+            return
+        before = self._known.get(key)
+        self._known[key] = _Layout(
+            [
+                None if owned[call].is_shared else owned[call].rows or Rows(call.batch_dim, "example")
+                for call in uses.calls
+            ],
+            [number for number, call in enumerate(uses.calls) if owned[call].zero],
+            [(places[node], number) for node, number in _silent_edges(uses, at)],
+            [
+                (places[b.node], b.number, Rows(b.dim, b.row_order), [(s, places[n], nr) for s, (n, nr) in b.shared])
+                for b in boundaries
+            ],
+            moves,
+            max(examples, 0 if before is None else before.largest),
+        )
+
+    def _by_layout(self, known: _Layout, uses: Uses, examples: int) -> RowLayout:
+        """How a batch is laid out whose structure is known."""
+        region = None
+        if uses.leaves or None in known.rows:
+            boundaries = []
+            for place, number, rows, shared in known.boundaries:
+                node = uses.nodes[place]
+                inputs = [(slot, (uses.nodes[below], nr)) for slot, below, nr in shared]
+                size = (*node._input_metadata[number].shape, 1)[rows.dim]
+                boundaries.append(
+                    BroadcastBoundary(node, number, rows.dim, rows.count(size, examples), rows.order, inputs)
+                )
+            tables = {uses.capturing[call]: call for call, rows in zip(uses.calls, known.rows, strict=True) if not rows}
+            self.hold(
+                [node.variable for node in uses.leaves] + [p for c in tables.values() for p in c.layer.parameters()]
+            )
+            region = SharedSubgraph(examples, boundaries, {node: node.variable for node in uses.leaves}, tables)
+        silent = [uses.calls[number] for number in known.silent_calls]
+        edges = [(uses.nodes[place], number) for place, number in known.silent_edges]
+        rows = {call: each for call, each in zip(uses.calls, known.rows, strict=True) if each is not None}
+        check = WatchedZeros(silent, edges) if silent or edges else None
+        if check is not None and is_traced():
+            raise UnsupportedModelError("no gradient has reached some layer yet")
+        return _row_layout(uses, rows, region, examples, check=check)
+
+
+def _row_layout(
+    uses: Uses, rows: Mapping[LayerCall, Rows], region: SharedSubgraph | None, examples: int, **rest: Any
+) -> RowLayout:
+    """The layout of one batch; each call is told where its examples are."""
+    shared = set() if region is None else set(region.calls.values())
+    calls = [call for call in uses.calls if call not in shared]
+    folded: dict[int, tuple[int, RowOrder]] = {}
+    for call in calls:
+        own = rows[call]
+        call.batch_dim = own.dim
+        count = own.count(call.shape[own.dim], examples)
+        if count != 1 or isinstance(own.order, RowIndex):
+            folded[id(call)] = count, own.order
+    return RowLayout([*calls, *(() if region is None else region.uses)], folded, **rest)
+
+
+def _nobody(call: LayerCall, examples: int) -> RowOrder:
+    """The order of rows whose gradient is zero, which may be anybody's."""
+    rows = call.shape[call.batch_dim]
+    if orders := rows_in_order(rows, examples):
+        return orders[0]
+    return RowIndex(torch.zeros(rows, dtype=torch.int64, device=call.device), examples)
+
+
+def _has_rows(call: LayerCall, rows: Rows | None, examples: int) -> bool:
+    """Whether a use of a layer can have as many rows of each example."""
+    return rows is None or bool(rows_in_order(call.shape[rows.dim], examples))
+
+
+def _shared_nodes(uses: Uses, region: SharedSubgraph) -> list[Any]:
+    """The nodes below boundaries, in the order of the walk."""
+    stack = [edge[0] for boundary in region.boundaries for _, edge in boundary.shared]
+    seen = set[Any]()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen and type(node) is not ACCUMULATE:
+            seen.add(node)
+            stack += [below for below, _ in inputs_of(node)]
+    return [node for node in uses.nodes if node in seen]
+
+
+def _silent_edges(uses: Uses, owned: Mapping[Edge, Owned]) -> list[Edge]:
+    """Tensors with a gradient of zeros whose consumers had another: something multiplied it with zeros."""
+    alive = {node for (node, _), each in owned.items() if not each.zero}
+    silent = {edge for edge, each in owned.items() if each.zero}
+    fed = {edge for node in alive for edge in inputs_of(node) if edge in silent}
+    return [edge for edge in silent if edge in fed]
+
+
+def _check_calls(
+    uses: Uses, owned: Mapping[Subject, Owned], shared: set[LayerCall], indices: Sequence[RowIndex],
+    names: ParameterNames,
+) -> None:  # fmt: skip
+    """Raises unless every layer's rows have owners, where the user says they are."""
+    for call in uses.calls:
+        found = owned[call]
+        if found.is_shared and call not in shared:
+            raise mixes(uses.capturing[call], names)
+        if found.rows is None or found.zero:
+            continue
+        if found.rows.dim != call.batch_dim and "ghost_batch_dim" in vars(call.layer):
+            raise UnsupportedModelError(
+                f"{names.layer(call)}: wrap(model, batch_dim=...) says that examples are in dimension "
+                f"{call.batch_dim} of its output ({list(call.shape)}), but they are in dimension {found.rows.dim}",
+                name=names.layer(call), place=call,
+            )  # fmt: skip
+        _check_index(call, found.rows, indices, names)
+
+
+def _check_index(call: LayerCall, rows: Rows, indices: Sequence[RowIndex], names: ParameterNames) -> None:
+    """Raises unless the rows belong to the examples that ``batch_index`` says."""
+    size = call.shape[rows.dim]
+    said = next((index for index in indices if len(index) == size), None)
+    if said is None or said is rows.order:
+        return
+    if isinstance(rows.order, RowIndex):
+        own, used = rows.order.index, rows.order.used
+    else:
+        own, used = RowIndex.in_order(size, said.examples, rows.order, call.device), None
+    differs = own != said.index
+    if bool((differs if used is None else differs & used).any()):
+        raise UnsupportedModelError(
+            f"{names.layer(call)}: its {size} rows do not belong to the examples that batch_index says; correct it, or "
+            "leave it out",
+            name=names.layer(call), place=call,
+        )  # fmt: skip

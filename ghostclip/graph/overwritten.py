@@ -1,0 +1,184 @@
+"""Whether what all examples share is the same whatever the examples are: two forwards on overwritten rows.
+
+A table of positions and a mean over the batch look alike in a gradient: several losses depend on their rows. They
+differ in what they are computed from. So the forward is run twice more, once with every row of the second half of the
+batch overwritten by the last row of the first half, and once with every row of the first half overwritten by the first
+row of the second. What the shared part of the graph saved for its gradients, and what its layers read, must be the same
+in both, bit for bit. (Rows stay in order, so that sorted lengths stay sorted.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ghostclip.errors import UnsupportedModelError
+from ghostclip.graph.moves import made_of_parameters
+from ghostclip.graph.nodes import ACCUMULATE
+from ghostclip.graph.parameter_names import ParameterNames
+from ghostclip.graph.reader import Uses, read_graph
+from ghostclip.graph.shared.search import mixes
+from ghostclip.nn.base import LayerCall
+
+__all__ = ["Forward", "check_shared", "overwriting"]
+
+# Runs the step's forward again on a batch overwritten in the first or second way (0 or 1), given how many losses there
+# are; returns tensors from which its graph is read. It leaves no trace in the model and in random states.
+Forward = Callable[[int, int], Sequence[Tensor]]
+REMEDY = "call engine.step(batch, loss_fn) or clipper.clip(loss_fn, batch), which can run the forward again on other examples"
+
+
+class _Found(NamedTuple):
+    """A node of the shared part in the batch's own graph, and the same in both others."""
+
+    own: Any
+    others: tuple[Any, Any]
+
+
+def overwriting(part: int, rows: int) -> list[int]:
+    """Which row stands in the place of each of so many (at least two), in the first or second (0 or 1) of both."""
+    half = rows // 2
+    return [max(row, half) if part else min(row, half - 1) for row in range(rows)]
+
+
+def check_shared(
+    uses: Uses, shared: Sequence[Any], examples: int, names: ParameterNames, forward: Forward | None
+) -> None:
+    """Raises UnsupportedModelError unless what these nodes saved is the same whatever the examples are.
+
+    Args:
+        uses: of the batch's graph.
+        shared: its nodes that all examples share.
+        examples: B.
+        names: of the model.
+        forward: runs it again; None where nothing can.
+    """
+    known = made_of_parameters(uses)
+    questions = [node for node in shared if node not in known and type(node) is not ACCUMULATE]
+    if not questions:
+        return
+    what = _in_words(questions[0], names)
+    if forward is None:
+        raise UnsupportedModelError(f"{what} depends on the examples could not be tried; {REMEDY}", place=questions[0])
+    graphs = []
+    for part in (0, 1):
+        try:
+            graphs.append(_Graph(forward(part, examples), names))
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{what} depends on the examples could not be tried: the forward on some of the batch's rows raised "
+                f"{type(error).__name__}: {error}",
+                place=questions[0],
+            ) from error
+    wanted = set(questions)
+    for found in _alike(uses, graphs, set(shared), names):
+        if found.own in wanted and not _same(*map(_saved, found.others)):
+            raise mixes(found.own, names)
+        wanted.discard(found.own)
+    if wanted:
+        missing = next(node for node in questions if node in wanted)
+        raise UnsupportedModelError(
+            f"{_in_words(missing, names)} depends on the examples could not be tried: the forward on some of the "
+            "batch's rows takes another way; remove branches that depend on the examples' values from before this place",
+            place=missing,
+        )
+
+
+def _in_words(node: Any, names: ParameterNames) -> str:
+    call = getattr(node, "call", None)
+    what = f"layer {names.layer(call)}" if isinstance(call, LayerCall) else f"operation {node.name()}"
+    return f"all examples share what the {what} gives; whether it"
+
+
+class _Graph:
+    """The graph of a forward, as far as shared parts are looked for in it."""
+
+    def __init__(self, outputs: Sequence[Tensor], names: ParameterNames) -> None:
+        self._kept = outputs
+        self.consumers: dict[Any, list[Any]] = {}
+        self.starts: dict[Any, list[Any]] = {}
+        for output in outputs:
+            if output.grad_fn is None:
+                continue
+            uses = read_graph(output, names)
+            for node, each in uses.consumers.items():
+                self.consumers.setdefault(node, []).extend(each)
+            for node in uses.nodes:
+                self.starts.setdefault(_name(node), []).append(node)
+
+    def ordered(self) -> None:
+        """Consumers and uses of layers in the order of the forward."""
+        for table in (self.consumers, self.starts):
+            for key, nodes in table.items():
+                table[key] = _in_turn(nodes)
+
+
+def _in_turn(nodes: Sequence[Any]) -> list[Any]:
+    return sorted(dict.fromkeys(nodes), key=lambda node: node._sequence_nr())
+
+
+def _name(node: Any) -> Any:
+    """What a node is found by: a layer or a parameter; None for others."""
+    if isinstance(call := getattr(node, "call", None), LayerCall):
+        return "layer", id(call.layer), call.parameters
+    return ("parameter", id(node.variable)) if type(node) is ACCUMULATE else None
+
+
+def _alike(uses: Uses, graphs: Sequence[_Graph], shared: set[Any], names: ParameterNames) -> Iterator[_Found]:
+    """The shared nodes of a graph with those in their place in two others, from parameters and layers on upwards."""
+    for graph in graphs:
+        graph.ordered()
+    starts: dict[Any, list[Any]] = {}
+    for node in uses.nodes:
+        starts.setdefault(_name(node), []).append(node)
+    stack, seen = list[_Found](), set[Any]()
+    for name, nodes in starts.items():
+        if name is not None and any(node in shared for node in nodes):
+            stack += _matched(_in_turn(nodes), [graph.starts.get(name, []) for graph in graphs])
+    while stack:
+        found = stack.pop()
+        if found.own in seen or found.own not in shared:
+            continue
+        seen.add(found.own)
+        yield found
+        others = [graph.consumers[node] for graph, node in zip(graphs, found.others, strict=True)]
+        stack += _matched(_in_turn(uses.consumers[found.own]), others)
+
+
+def _matched(own: Sequence[Any], others: Sequence[Sequence[Any]]) -> list[_Found]:
+    """Each node with those in its place; nothing where there are other nodes."""
+    kinds = [[type(node) for node in nodes] for nodes in (own, *others)]
+    if any(each != kinds[0] for each in kinds):
+        return []
+    return [_Found(each[0], (each[1], each[2])) for each in zip(own, *others, strict=True)]
+
+
+def _saved(node: Any) -> list[Any]:
+    """What a node keeps for its gradient."""
+    if type(node).__module__ != "builtins":
+        own = [value for name, value in sorted(vars(node).items()) if isinstance(value, (Tensor, int, float))]
+        return [*node.saved_tensors, *own]
+    return [getattr(node, name) for name in _names_of_saved(type(node))]
+
+
+def _names_of_saved(kind: type) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_saved_")]
+
+
+def _same(first: Any, second: Any) -> bool:
+    """Whether both are the same numbers, bit for bit."""
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return first.shape == second.shape and bool(torch.equal(_plain(first), _plain(second)))
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+        return len(first) == len(second) and all(map(_same, first, second))
+    return type(first) is type(second) and bool(first == second)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.nan_to_num() if tensor.is_floating_point() or tensor.is_complex() else tensor

@@ -1,0 +1,346 @@
+"""Whose row is whose, measured: which example each row of a gradient belongs to.
+
+A backward is linear in the gradient that it starts from, and multiplying with a power of two commutes with rounding. So
+each loss is given a *mark*, a power of two, and a backward starts from the marks in place of ones. A row that only one
+example's loss reaches comes out multiplied with exactly that example's mark; a row that several losses reach does not
+come out multiplied with any one power of two. Two backwards, a plain one and a marked one, so show for every row whether
+it belongs to the example that it is thought to belong to; a few more, one for each digit of the examples' numbers, show
+whose it is where it isn't known.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ghostclip.graph.nodes import Edge, shape_of
+from ghostclip.graph.reader import first_pass, without_hooks
+from ghostclip.nn.base import LayerCall
+from ghostclip.norms.ragged import RowIndex, RowOrder
+
+__all__ = ["Marks", "Owned", "Rows", "Subject", "fits", "numbers", "owners", "rows_in_order"]
+
+# A layer's use, by the gradient at its pre-activation; or a tensor of the graph.
+Subject = LayerCall | Edge
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The powers of two that losses are multiplied with, and what counts as equal.
+
+    Attributes:
+        levels, lowest: marks are 2 ** lowest to 2 ** (lowest + levels - 1). None is 1 or more: a backward that
+            normalizes what it is given returns every row as it was, as if its mark were 1.
+        tolerance: what share of its largest entry a row may be off, before it isn't multiplied with its mark.
+        floor: rows whose largest entry is no larger show nothing. Below the smallest normal number rounding doesn't
+            scale with a mark. None: by the gradient's type.
+        plain: what the unmarked losses are multiplied with.
+    """
+
+    levels: int = 32
+    lowest: int = -32
+    tolerance: float = 2.0**-12
+    floor: float | None = None
+    plain: float = 1.0
+
+    def drawn(self, losses: Tensor) -> Tensor:
+        """Marks [B]: levels spread evenly over the examples, in random order, so that no two share one for long."""
+        examples = len(losses)
+        level = torch.arange(examples, device=losses.device) % self.levels
+        if examples < self.levels:
+            level = level * (self.levels - 1) // max(1, examples - 1)
+        return self.of(level[_shuffled(examples, losses.device)], losses)
+
+    def of(self, level: Tensor, like: Tensor) -> Tensor:
+        """The marks of levels, in the type of ``like``."""
+        powers = [2.0 ** (self.lowest + power) for power in range(self.levels)]
+        return torch.tensor(powers, dtype=like.dtype, device=level.device)[level]
+
+
+# Drawn apart from torch's own random numbers, which must not depend on whether a batch is measured.
+_dice = torch.Generator("cpu")
+_dice.seed()
+
+
+def _shuffled(count: int, device: torch.device) -> Tensor:
+    return torch.randperm(count, generator=_dice, device="cpu").to(device)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How the rows of a gradient along one dimension belong to the examples.
+
+    Attributes:
+        dim: the dimension.
+        order: "example" where the rows of one example lie together, "row" where every B-th row is one of the same
+            example, and an index for any other order.
+    """
+
+    dim: int
+    order: RowOrder
+
+    def count(self, size: int, examples: int) -> int:
+        """Rows of each example; an index says by itself."""
+        return 1 if isinstance(self.order, RowIndex) or not examples else size // examples
+
+
+@dataclass(frozen=True)
+class Owned:
+    """What marks showed of one subject.
+
+    Attributes:
+        rows: how its rows belong to the examples; None where rows of every dimension belong to several.
+        zero: all of its gradient is zero, so that nothing was shown.
+        shown: rows of at least two examples were shown.
+        unclear: the rows fit another order or dimension as well, as where only a diagonal isn't zero.
+    """
+
+    rows: Rows | None
+    zero: bool = False
+    shown: bool = False
+    unclear: bool = False
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether every example has as many rows, in order."""
+        return self.rows is not None and not isinstance(self.rows.order, RowIndex)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several examples have a part in the rows, whichever dimension they are taken along."""
+        return self.rows is None and not self.zero
+
+
+def owners(
+    losses: Tensor, calls: Sequence[LayerCall], edges: Sequence[Edge] = (), leaves: Sequence[Tensor] = (),
+    indices: Sequence[RowIndex] = (),
+) -> dict[Subject, Owned]:  # fmt: skip
+    """Whose the rows are of the gradients at ``calls`` and ``edges``; the graph is kept.
+
+    Args:
+        losses: [B] with B >= 2.
+        calls: of the layers behind them.
+        edges: tensors of the graph.
+        leaves: parameters that are used outside of layers, to which these backwards must go, too.
+        indices: orders in which rows may be, beside those of `rows_in_order`.
+    """
+    run = _Measurement(losses, calls, edges, leaves)
+    dims = {subject: _first_dims(subject, len(losses)) for subject in (*calls, *edges)}
+    plain = run.numbers(dims, run.plain())
+    marks = run.marks.drawn(losses)
+    marked = run.numbers(dims, marks)
+    found: dict[Subject, Owned] = {}
+    for subject, each in dims.items():
+        ways = list[tuple[Rows, Tensor]]()
+        for dim in each:
+            for rows, index in _candidates(dim, len(plain[subject, dim][0]), len(losses), indices, losses.device):
+                shown = fits(plain[subject, dim], marked[subject, dim], marks[index], run.floor(subject), run.marks)
+                if shown is not None:
+                    ways.append((rows, index[shown]))
+        zero = subject not in run.reached
+        if ways or zero:
+            best, own = max(ways, key=lambda way: len(way[1].unique())) if len(ways) > 1 else [*ways, (None, None)][0]
+            shown = not zero and own is not None and bool((own != own[:1]).any())
+            found[subject] = Owned(best, zero, shown, not zero and len(ways) > 1)
+    left = [subject for subject in dims if subject not in found]
+    return found | (run.by_digits(left) if left else {})
+
+
+def rows_in_order(size: int, examples: int) -> list[str]:
+    """In which orders so many rows may be those of the examples, as many of each."""
+    if not examples or size % examples or not size:
+        return []
+    return ["example", "row"] if size > examples else ["example"]
+
+
+def _candidates(
+    dim: int, size: int, examples: int, indices: Sequence[RowIndex], device: torch.device
+) -> Iterator[tuple[Rows, Tensor]]:
+    """What rows along a dimension may be, each with the example of every row, [size]."""
+    for order in rows_in_order(size, examples):
+        yield Rows(dim, order), RowIndex.in_order(size, examples, order, device)
+    for index in indices:
+        if len(index) == size:
+            yield Rows(dim, index), index.index
+
+
+def _shape(subject: Subject) -> torch.Size:
+    return subject.shape if isinstance(subject, LayerCall) else shape_of(subject)
+
+
+def _all_dims(subject: Subject) -> list[int]:
+    """The dimensions that may hold examples, the likeliest first."""
+    if isinstance(subject, LayerCall):
+        first = subject.batch_dim
+        return [first, *(dim for dim in subject.layer.example_dims(subject) if dim != first)]
+    return list(range(max(1, len(shape_of(subject)))))
+
+
+def _first_dims(subject: Subject, examples: int) -> list[int]:
+    """Those along which all examples may have as many rows; and the likeliest."""
+    shape = _shape(subject) or (1,)
+    return [dim for place, dim in enumerate(_all_dims(subject)) if place == 0 or not shape[dim] % examples]
+
+
+class _Measurement:
+    """Backwards that start from given marks, and what they leave at each subject.
+
+    Attributes:
+        marks: that fit the narrowest type of any gradient.
+        reached: subjects at which some gradient wasn't zero.
+    """
+
+    def __init__(
+        self, losses: Tensor, calls: Sequence[LayerCall], edges: Sequence[Edge], leaves: Sequence[Tensor]
+    ) -> None:
+        self._losses, self._calls, self._leaves = losses, calls, list(leaves)
+        self._edges: dict[Any, list[int]] = {}
+        for node, number in edges:
+            self._edges.setdefault(node, []).append(number)
+        self.reached = set[Subject]()
+        self.marks = Marks()
+        self._largest = 0.0
+        if any(call.dtype == torch.float16 for call in calls) or losses.dtype == torch.float16:
+            # float16 has few powers of two: the gradients are brought near 2 ** 8 first.
+            dims = {call: [_all_dims(call)[0]] for call in calls}
+            found = self.numbers(dims, torch.ones_like(losses))
+            sizes = torch.cat([largest.flatten() for largest, _ in found.values()] or [losses.new_zeros(1)])
+            largest = float(sizes[sizes.isfinite()].max()) if bool(sizes.isfinite().any()) else 0.0
+            most = math.frexp(torch.finfo(losses.dtype).max)[1] - 1
+            power = 0 if largest == 0 else min(8 - math.frexp(largest)[1], most)
+            self.marks = Marks(8, power - 8, 2.0**-7, 2.0**-8, 2.0**power)
+
+    def plain(self) -> Tensor:
+        """What an unmarked backward starts from, [B]."""
+        return torch.full_like(self._losses, self.marks.plain)
+
+    def floor(self, subject: Subject) -> float:
+        """The size up to which rows of a subject show nothing."""
+        if self.marks.floor is not None:
+            return self.marks.floor
+        node = subject if isinstance(subject, LayerCall) else subject[0]._input_metadata[subject[1]]
+        dtype = torch.float32 if node.dtype == torch.bfloat16 else node.dtype
+        return torch.finfo(dtype).tiny * 2.0**60
+
+    def numbers(self, dims: Mapping[Subject, Sequence[int]], seed: Tensor) -> dict[tuple[Subject, int], Any]:
+        """{(subject, dimension): `numbers`} of the gradients of a backward that starts from ``seed`` [B]."""
+        found: dict[tuple[Subject, int], Any] = {}
+
+        def look(subject: Subject, grad: Tensor | None) -> None:
+            if grad is None or subject not in dims:
+                return
+            for dim in dims[subject]:
+                found[subject, dim] = numbers(grad, dim)
+            if subject not in self.reached and bool((found[subject, dims[subject][0]][0] != 0).any()):
+                self.reached.add(subject)
+
+        def at_node(node: Any, wanted: Sequence[int], grads: tuple[Tensor | None, ...]) -> None:
+            for number in wanted:
+                look((node, number), grads[number])
+
+        hooks = [
+            node.register_prehook(functools.partial(at_node, node, wanted)) for node, wanted in self._edges.items()
+        ]
+        try:
+            with without_hooks(self._leaves):
+                first_pass(
+                    self._losses, self._calls, lambda call, inputs, grad: look(call, grad), seed,
+                    retain_graph=True, edges=self._leaves,
+                )  # fmt: skip
+        finally:
+            for hook in hooks:
+                hook.remove()
+        nothing = torch.zeros((), device=self._losses.device)
+        for subject, each in dims.items():
+            for dim in each:
+                if (subject, dim) not in found:
+                    rows = nothing.expand((*_shape(subject), 1)[dim] if len(_shape(subject)) else 1)
+                    found[subject, dim] = rows, rows
+        return found
+
+    def by_digits(self, subjects: Sequence[Subject]) -> dict[Subject, Owned]:
+        """Whose each row is, by one backward for each digit of the examples' numbers."""
+        examples, levels = len(self._losses), self.marks.levels
+        dims = {subject: _all_dims(subject) for subject in subjects}
+        plain = self.numbers(dims, self.plain())
+        owner = {
+            key: torch.zeros(len(each[0]), dtype=torch.int64, device=each[0].device) for key, each in plain.items()
+        }
+        several = {key: torch.zeros_like(each, dtype=torch.bool) for key, each in owner.items()}
+        readable = {key: torch.zeros_like(each, dtype=torch.bool) for key, each in owner.items()}
+        rest, place = torch.arange(examples, device=self._losses.device), 1
+        while place < examples:
+            digit_of = _shuffled(levels, self._losses.device)  # {level: digit}
+            level_of = digit_of.argsort()
+            seen = self.numbers(dims, self.marks.of(level_of[rest % levels], self._losses))
+            for key, each in plain.items():
+                level = (seen[key][0] / each[0]).log2().round().nan_to_num(0, 0, 0).to(torch.int64) - self.marks.lowest
+                level = level + int(math.log2(self.marks.plain))
+                inside = (level >= 0) & (level < levels)
+                own = self.marks.of(level.clamp(0, levels - 1), each[0])
+                off, clear = _compared(each, seen[key], own, self.floor(key[0]), self.marks)
+                several[key] |= off | (clear & ~inside)
+                readable[key] |= clear
+                owner[key] += torch.where(clear, digit_of[level.clamp(0, levels - 1)], 0) * place
+            rest, place = rest // levels, place * levels
+        found = {}
+        for subject, each in dims.items():
+            ways = [dim for dim in each if not bool((several[subject, dim] | (owner[subject, dim] >= examples)).any())]
+            counted = {dim: len(owner[subject, dim][readable[subject, dim]].unique()) for dim in ways}
+            if not ways:
+                found[subject] = Owned(None)
+                continue
+            best = max(ways, key=lambda dim: counted[dim])
+            clear = readable[subject, best]
+            index = torch.where(clear, owner[subject, best], 0)
+            rows = Rows(best, RowIndex(index, examples, None if bool(clear.all()) else clear))
+            found[subject] = Owned(rows, shown=counted[best] > 1)
+        return found
+
+
+def numbers(grad: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """For each row of a gradient along one dimension its largest entry and a fixed random projection, [rows] each."""
+    if grad.is_complex():
+        grad = torch.view_as_real(grad)
+    if grad.dtype not in (torch.float32, torch.float64):
+        grad = grad.float()
+    rows = grad.movedim(dim, 0).flatten(1) if grad.dim() > 1 else grad.reshape(-1, 1)
+    if not rows.numel():
+        return rows.new_zeros(len(rows)), rows.new_zeros(len(rows))
+    return torch.linalg.vector_norm(rows, math.inf, dim=1), rows @ _direction(rows.shape[1], rows.dtype, rows.device)
+
+
+@functools.lru_cache(maxsize=256)
+def _direction(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(width)
+    return torch.randn(width, generator=generator, dtype=dtype, device="cpu").to(device)
+
+
+def _compared(
+    plain: tuple[Tensor, Tensor], marked: tuple[Tensor, Tensor], marks: Tensor, floor: float, way: Marks
+) -> tuple[Tensor, Tensor]:
+    """Which rows do not fit their marks, and which show whose they are, [rows] bool each.
+
+    A row shows nothing if it is zero in both backwards, tiny, or not finite. One that is zero in the plain backward
+    only belongs to several examples, which cancel.
+    """
+    (largest, projected), (largest_now, projected_now) = plain, marked
+    ratio = marks.to(largest.dtype) / way.plain
+    near = way.tolerance * ratio * largest
+    fit = ((largest_now - ratio * largest).abs() <= near) & ((projected_now - ratio * projected).abs() <= near)
+    clear = (largest > floor) & largest.isfinite() & largest_now.isfinite()
+    return (clear & ~fit) | ((largest == 0) & (largest_now > floor)), clear
+
+
+def fits(
+    plain: tuple[Tensor, Tensor], marked: tuple[Tensor, Tensor], marks: Tensor, floor: float, way: Marks
+) -> Tensor | None:
+    """Which rows show that they fit their ``marks`` [rows], bool [rows]; None where some row doesn't."""
+    off, clear = _compared(plain, marked, marks, floor, way)
+    return None if bool(off.any()) else clear
