@@ -7,13 +7,16 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ghostclip.clipper.random_states import RandomStates
 from ghostclip.graph.layouts import RowLayout
+from ghostclip.graph.owners import numbers
 from ghostclip.nn.base import LayerCall, Repeat
+from ghostclip.nn.fallback import FallbackCall
 from ghostclip.norms.affine import LinearPair
 from ghostclip.norms.precision import full_precision
 from ghostclip.norms.ragged import combined, regrouped
@@ -121,13 +124,16 @@ class NormCollector(TermReceiver):
         layout: whose rows are whose.
         planner: chooses the way to each squared norm.
         trained: the model's trained parameters by name.
-        scale: what the losses were multiplied with, and norms and gradients are divided by.
+        scale: what the losses were multiplied with, and norms and gradients are divided by: a number, or one of each
+            example, [B].
         keep: which gradients are kept, not CHOSEN.
         room: bytes that `Keep.SMALL` may take.
         exact: use no form of a norm that may cancel, and wait for a GPU where that takes it.
 
     Attributes:
-        layout, calls: as given, and the calls in it.
+        layout, calls, scale: as given, and the calls in the layout.
+        marks: [B], what the pass started from; None for ones.
+        seen: {subject: `numbers` of its rows}, for a second backward to check; None where none will.
         kept: terms by the parts that they are of: what clipped sums are formed from without a second backward.
         choices: what the planner chose, by the id of the parameter.
         structure: of the graph.
@@ -142,7 +148,7 @@ class NormCollector(TermReceiver):
         layout: RowLayout,
         planner: Planner,
         trained: Sequence[tuple[str, nn.Parameter]],
-        scale: float,
+        scale: float | Tensor,
         *,
         keep: Keep,
         room: int,
@@ -153,11 +159,13 @@ class NormCollector(TermReceiver):
         self.kept: Kept = {}
         self.choices: dict[int, StrategyChoice] = {}
         self.structure = 0
+        self.marks: Tensor | None = None
+        self.seen: dict[Any, Any] | None = None
         self.holds_graph = True
         self.repeat: Repeat | None = None
         self.random_states: RandomStates | None = None
         self._examples, self._device, self._dtype = len(losses), losses.device, norm_dtype(trained)
-        self._planner, self._trained, self._scale = planner, trained, scale
+        self._planner, self._trained, self.scale = planner, trained, scale
         self._keep, self._room, self._exact = keep, room, exact
         self._measured: list[Measured] = []
         if keep is Keep.MATERIALISED:
@@ -167,6 +175,17 @@ class NormCollector(TermReceiver):
         again = [call for call in layout.calls if call.has_saved_tensor_hooks or call.rows] if hooked else []
         self._not_kept = {owner for call in again for owner in owners_of(call)}
         self._waiting: dict[Part, list[PerExampleGrads]] = {}
+
+    def receive(self, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
+        """See `TermReceiver.receive`; notes the numbers of rows of which nothing was kept."""
+        super().receive(call, inputs, grad)
+        if self.seen is not None and not isinstance(call, FallbackCall):
+            self.seen[call] = numbers(grad, call.batch_dim)
+
+    def see(self, edge: Any, grad: Tensor) -> None:
+        """Notes the numbers of rows of a boundary."""
+        if self.seen is not None:
+            self.seen[edge] = numbers(grad, self.layout.rows[edge].dim)
 
     def _take_pair(self, parts: Sequence[Part], pair: LinearPair) -> None:
         for (owner, _), squared in zip(parts, pair.squared_norms(), strict=True):
@@ -267,7 +286,13 @@ class NormCollector(TermReceiver):
         if not squared:
             return torch.zeros(self._examples, dtype=self._dtype, device=self._device)
         found = norms(squared, self._dtype)
-        return found if self._scale == 1.0 else found / self._scale
+        return self._unscaled(found)
+
+    def _unscaled(self, found: Tensor) -> Tensor:
+        """[B, ...] of the losses as they are."""
+        if not isinstance(self.scale, Tensor):
+            return found if self.scale == 1.0 else found / self.scale
+        return found / self.scale.to(found.dtype).view(-1, *[1] * (found.dim() - 1))
 
     def _bounded(self, measured: Sequence[Measured]) -> tuple[Tensor, Tensor]:
         """Norms and bounds [B] of some parameters together."""
@@ -275,7 +300,7 @@ class NormCollector(TermReceiver):
         found = self._root(squared)
         if not absolute:
             return found, found
-        margin = (rounding_margin(absolute) / self._scale).to(found.dtype)
+        margin = self._unscaled(rounding_margin(absolute)).to(found.dtype)
         return found + 0.0 * margin, found + margin
 
     @torch.no_grad()
@@ -293,7 +318,7 @@ class NormCollector(TermReceiver):
             if rows is not None:
                 found[owner, None][:, slice(*rows)] += gradients
         every = {name: found[id(parameter), None] for name, parameter in self._trained}
-        return {name: each if self._scale == 1.0 else each / self._scale for name, each in every.items()}
+        return {name: self._unscaled(each) for name, each in every.items()}
 
 
 def _padded(call: LayerCall, name: str, term: PerExampleGrads) -> Dense:

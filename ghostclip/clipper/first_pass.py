@@ -18,10 +18,11 @@ from ghostclip.clipper.forwards import ModelCalls
 from ghostclip.clipper.random_states import RandomStates
 from ghostclip.clipping import Groupwise, Policy
 from ghostclip.errors import LossShapeError, StaleInputError, UnsupportedModelError
+from ghostclip.graph.alarm import ALARM
 from ghostclip.graph.layouts import Layouts
 from ghostclip.graph.overwritten import Forward
 from ghostclip.graph.parameter_names import ParameterNames
-from ghostclip.graph.reader import first_pass, free_graph, read_graph
+from ghostclip.graph.reader import Uses, first_pass, free_graph, read_graph
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import LayerCall, Repeat
 from ghostclip.nn.fallback import FallbackCall
@@ -136,19 +137,25 @@ class FirstPasses:
             calls, check, self.is_open = layout.calls, layout.check, not layout.stored
             chosen, keep = keep is Keep.CHOSEN, self._keep_of(keep, calls)
             small = keep is Keep.SMALL
+            marked = chosen and not layout.measured and self._may_mark(losses, uses)
+            marks = ALARM.drawn(losses) if marked and not small else None
             collector = NormCollector(
-                losses, layout, self._planner, trained, self.scale,
+                losses, layout, self._planner, trained, self.scale if marks is None else self.scale * marks,
                 keep=keep, room=self._room_for_small(calls) if small else 0, exact=exact,
             )  # fmt: skip
-            collector.structure = uses.structure
+            collector.structure, collector.marks = uses.structure, marks
+            if marked and small:
+                collector.seen = {}
+                if calls and isinstance(calls[-1], FallbackCall):
+                    calls[-1].region.watch = collector.see
             hooked = any(call.has_saved_tensor_hooks for call in calls)
             collector.random_states = RandomStates(losses.device) if hooked and not is_traced() else None
             collector.holds_graph = retain_graph or (chosen and (small or hooked))
-            once = chosen and small and not retain_graph and not self._indices
+            once = chosen and small and not retain_graph and collector.seen is None
             collector.repeat = Repeat() if once else None
             _expect_again(losses, calls, collector.repeat)
             sink = collector.receive if check is None else check.watched(collector.receive)
-            first_pass(losses, calls, sink, retain_graph=collector.holds_graph or check is not None)
+            first_pass(losses, calls, sink, marks, retain_graph=collector.holds_graph or check is not None)
             if check is not None:
                 if check.fails():
                     return None
@@ -156,6 +163,12 @@ class FirstPasses:
                     free_graph(losses, calls)
         self.choices = collector.choices
         return collector
+
+    @staticmethod
+    def _may_mark(losses: Tensor, uses: Uses) -> bool:
+        """Whether a backward may start from marks: float16 has too few powers of two."""
+        half = losses.dtype == torch.float16 or any(call.dtype == torch.float16 for call in uses.calls)
+        return len(losses) > 1 and not half and not is_traced()
 
     def _forward(self) -> Forward | None:
         """What runs the forward behind the losses again."""

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
 
 from ghostclip.clipper.gradient_guard import have_hooks, is_distributed
 from ghostclip.clipper.second_pass import Add, TwoPasses
@@ -28,26 +27,18 @@ def add_to_gradients(passes: TwoPasses, clip: Callable[[Add], T], *, sharded: bo
         clip: takes a function of (part, amount); its result is returned.
         sharded: whether layers use whole Parameters in the place of shards.
     """
-    if not have_hooks([p for _, p in passes.index.trained()]) and (sharded or not is_distributed()):
-        return clip(lambda part, amount: _add(passes.parameter(part[0]), part[1], amount))
     sums = passes.new_sums()
-    result = clip(sums.add)
-    if sums.totals:
-        parameters = [passes.parameter(owner) for owner in sums.totals]
-        totals = [total.to(parameter.dtype) for parameter, total in zip(parameters, sums.totals.values(), strict=True)]
+    result = clip(sums.add)  # of which nothing stays where it fails
+    if not sums.totals:
+        return result
+    parameters = [passes.parameter(owner) for owner in sums.totals]
+    totals = [total.to(parameter.dtype) for parameter, total in zip(parameters, sums.totals.values(), strict=True)]
+    if have_hooks([p for _, p in passes.index.trained()]) or (is_distributed() and not sharded):
         torch.autograd.backward(parameters, totals)
-    return result
-
-
-def _add(parameter: nn.Parameter, rows: tuple[int, int] | None, amount: Tensor) -> None:
-    """``amount`` added to p.grad, or to the given rows of it, in the parameter's dtype."""
-    amount = amount.to(parameter.dtype)
-    if rows is None:
+        return result
+    for parameter, total in zip(parameters, totals, strict=True):
         if parameter.grad is None:
-            parameter.grad = amount.contiguous()
+            parameter.grad = total
         else:
-            parameter.grad += amount
-        return
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    parameter.grad[slice(*rows)] += amount
+            parameter.grad += total
+    return result

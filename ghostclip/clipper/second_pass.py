@@ -18,9 +18,12 @@ from torch.utils._pytree import tree_map
 from ghostclip.clipper.collector import Keep, Kept, NormCollector, Part, TermReceiver
 from ghostclip.clipper.first_pass import FirstPasses, in_our_words, without_autocast
 from ghostclip.clipping import Groupwise
-from ghostclip.graph.layouts import RowLayout
+from ghostclip.errors import RowsMovedError
+from ghostclip.graph.layouts import MOVED, RowLayout
+from ghostclip.graph.owners import Marks, fits, numbers
 from ghostclip.graph.reader import first_pass, free_graph
 from ghostclip.nn.base import LayerCall
+from ghostclip.nn.fallback import FallbackCall
 from ghostclip.norms.affine import LinearPair
 from ghostclip.norms.precision import full_precision
 from ghostclip.norms.reduce import all_finite
@@ -28,6 +31,7 @@ from ghostclip.norms.term import PerExampleGrads, may_sync
 
 __all__ = ["Add", "ParameterSums", "Reweighting", "TwoPasses"]
 
+MARKS = Marks()
 # Takes a part and what is to be added to its sum. The tensor is the taker's own from then on.
 Add = Callable[[Part, Tensor], None]
 
@@ -106,6 +110,7 @@ class TwoPasses(FirstPasses):
         """A first pass, its `norms_and_bounds`, and which examples are finite, [B]; None where all are."""
         run = self.first_pass(losses, Keep.CHOSEN, retain_graph=retain_graph)
         norms, bounds = self.norms_and_bounds(run)
+        self._check(run, norms)
         finite = _finite(norms, losses)
         if finite is not None and not may_sync(losses.device):
             # In no form that may cancel: from what was kept, or by another first pass.
@@ -116,6 +121,17 @@ class TwoPasses(FirstPasses):
             norms, bounds = self.norms_and_bounds(run)
             finite = _finite(norms, losses)
         return run, norms, bounds, finite
+
+    def _check(self, run: NormCollector, norms: Any) -> None:
+        """Raises RowsMovedError where norms, [B] or {group: [B]}, follow the marks that the pass started from."""
+        if run.marks is None and not run.layout.measured:
+            return
+        if isinstance(norms, dict):
+            norms = torch.stack(list(norms.values())).norm(dim=0)
+        if run.marks is None:
+            self._layouts.note_norms(run.structure, norms)
+        else:
+            self._layouts.check_norms(run.structure, norms, run.marks, self.forward is not None)
 
     def unclipped(self, losses: Tensor, groups: Mapping[int, str]) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
         """Norms [B] by group, and sums ``sum_i g_i`` over the finite examples; keeps the graph.
@@ -154,12 +170,7 @@ class TwoPasses(FirstPasses):
         That ends at the lowest layer that it is needed for. ``weights`` are [B] or {group: [B]}, ``finite`` is as
         `WeightedSums` has it.
         """
-        scaled = weights if self.scale == 1.0 else tree_map(lambda each: each / self.scale, weights)
-        if isinstance(scaled, Tensor):
-            by_owner = dict.fromkeys(self._parameters, scaled)
-        else:
-            by_owner = {owner: scaled[group] for owner, group in self.group_of().items()}
-        sums, repeat = WeightedSums(by_owner, finite), run.repeat
+        sums, repeat = WeightedSums(self._by_owner(weights, run.scale), finite), run.repeat
         done, wanted = run.kept_owners, run.unkept_calls()
         sums.of_kept(run.kept, add)
         losses = self._scaled(losses)
@@ -169,16 +180,31 @@ class TwoPasses(FirstPasses):
         try:
             with in_our_words(), self.placed():
                 if wanted:
-                    sink = Reweighting(run.layout, done, sums, add)
+                    marks = None
+                    if run.seen is not None:
+                        marks = MARKS.drawn(losses)
+                        sums = WeightedSums(self._by_owner(weights, run.scale * marks), finite)
+                    sink = Reweighting(run.layout, done, sums, add, run.seen, marks)
                     keep, ends = retain_graph or not whole, None if whole else wanted
                     with nullcontext() if run.random_states is None else run.random_states.again():
-                        first_pass(losses, run.calls, sink.receive, retain_graph=keep, wanted=ends)
+                        first_pass(losses, run.calls, sink.receive, marks, retain_graph=keep, wanted=ends)
+                    if sink.moved:
+                        self._layouts.forget(run.structure)
+                        raise RowsMovedError(MOVED)
                 if run.holds_graph and not retain_graph and not whole:
                     free_graph(losses, run.calls)
         finally:
             if repeat is not None:
                 # Whatever else goes over this graph, after a failure, has gradients of its own.
                 repeat.begun = False
+
+    def _by_owner(self, weights: Any, scale: float | Tensor) -> Mapping[int, Tensor]:
+        """{id of a parameter: weights [B] of gradients that are ``scale`` times as large}."""
+        if isinstance(scale, Tensor) or scale != 1.0:
+            weights = tree_map(lambda each: each / scale, weights)
+        if isinstance(weights, Tensor):
+            return dict.fromkeys(self._parameters, weights)
+        return {owner: weights[group] for owner, group in self.group_of().items()}
 
 
 @dataclass(frozen=True)
@@ -238,12 +264,39 @@ class Reweighting(TermReceiver):
         done: ids of parameters whose sums are known already.
         sums: how terms are summed.
         add: takes a part and what is to be added to its sum: that of all uses, to be rounded to its type once.
+        seen: what the first pass noted of rows; None: nothing is checked.
+        marks: [B], what this pass starts from; None for ones.
+
+    Attributes:
+        moved: whether some row didn't follow the mark of its example; nothing was added from then on.
     """
 
-    def __init__(self, layout: RowLayout, done: frozenset[int], sums: WeightedSums, add: Add) -> None:
+    def __init__(
+        self, layout: RowLayout, done: frozenset[int], sums: WeightedSums, add: Add,
+        seen: Mapping[Any, Any] | None = None, marks: Tensor | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(layout, without=done)
-        self._sums, self._add = sums, add
+        self._sums, self._add, self._seen, self._marks = sums, add, seen, marks
         self._gathered: dict[Part, Tensor] = {}
+        self.moved = False
+        if layout.calls and isinstance(last := layout.calls[-1], FallbackCall):
+            last.region.watch = self._look
+
+    def receive(self, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
+        """See `TermReceiver.receive`; rows are held against what the first pass noted."""
+        if not isinstance(call, FallbackCall):
+            self._look(call, grad)
+        if not self.moved:
+            super().receive(call, inputs, grad)
+
+    def _look(self, subject: Any, grad: Tensor) -> None:
+        if self._seen is None or self._marks is None or subject not in self._seen or self.moved:
+            return
+        rows = self.layout.rows[subject]
+        owner = rows.owners(grad.shape[rows.dim] if grad.dim() else 1, len(self._marks), grad.device)
+        floor = torch.finfo(torch.float32 if grad.dtype == torch.bfloat16 else grad.dtype).tiny * 2.0**60
+        found = fits(self._seen[subject], numbers(grad, rows.dim), self._marks[owner], floor, MARKS)
+        self.moved = found is None
 
     def _take_pair(self, parts: Sequence[Part], pair: LinearPair) -> None:
         self._sums.of_pair(parts, pair, self._add)

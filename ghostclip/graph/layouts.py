@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ghostclip.errors import UnsupportedModelError
+from ghostclip.errors import RowsMovedError, UnsupportedModelError
+from ghostclip.graph.alarm import rings
 from ghostclip.graph.moves import Movements, movements
 from ghostclip.graph.nodes import ACCUMULATE, Edge, inputs_of
 from ghostclip.graph.overwritten import Forward, check_shared
@@ -32,8 +33,12 @@ from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import LayerCall, Sink
 from ghostclip.norms.ragged import RowIndex, RowOrder
 
-__all__ = ["Layouts", "RowLayout", "WatchedZeros"]
+__all__ = ["MOVED", "Layouts", "RowLayout", "WatchedZeros"]
 
+MOVED = (
+    "in this batch one example's loss depends on rows of others, so examples mix, or rows lie in another order than in "
+    "earlier batches of its kind; nothing was clipped. Compute each loss from its own example"
+)
 # Every so many batches of a structure are measured, and so many where gradients are float16.
 EVERY, EVERY_HALF = 64, 16
 # Where so many structures are remembered, all are forgotten: a forward that cuts its inputs at random makes new ones
@@ -49,6 +54,7 @@ class RowLayout:
         calls: every use of a parameter.
         folded: {id(call): (rows of each example, their order)} of calls that have other than one row of each example,
             in the order of the losses; with an index, the first number means nothing.
+        rows: of every layer's use, and of the tensors at which parameters used outside of layers meet the examples.
         stored: whether the next batch like this one is taken to be laid out alike.
         measured: whether this one was measured.
         check: what is left to be seen in the gradients of the pass itself; nothing is clipped before.
@@ -56,6 +62,7 @@ class RowLayout:
 
     calls: list[LayerCall]
     folded: Mapping[int, tuple[int, RowOrder]]
+    rows: Mapping[Subject, Rows] = field(default_factory=dict)
     stored: bool = True
     measured: bool = False
     check: WatchedZeros | None = None
@@ -132,6 +139,8 @@ class Layouts:
     # Structures of which a batch was irregular, or refused.
     _always: set[int] = field(default_factory=set)
     _batches: Counter[int] = field(default_factory=Counter)
+    # The largest norm of an example in a batch that was measured.
+    _largest: dict[int, float] = field(default_factory=dict)
 
     def lay_out(
         self, losses: Tensor, uses: Uses, names: ParameterNames, *, forward: Forward | None = None,
@@ -164,6 +173,20 @@ class Layouts:
         self._known.pop(key, None)
         self._always.add(key)
 
+    def note_norms(self, key: int, norms: Tensor) -> None:
+        """Takes the norms [B] of a batch that was measured."""
+        largest = float(norms.nan_to_num(0, 0, 0).max()) if len(norms) else 0.0
+        self._largest[key] = max(largest, self._largest.get(key, 0.0))
+
+    def check_norms(self, key: int, norms: Tensor, marks: Tensor, again: bool) -> None:
+        """Raises RowsMovedError where the norms [B] of a batch that wasn't measured follow ``marks`` [B].
+
+        ``again``: whether the batch can be tried again.
+        """
+        if rings(norms, marks, self._largest.get(key, 0.0), again):
+            self.forget(key)
+            raise RowsMovedError(MOVED)
+
     def _is_due(self, known: _Layout, uses: Uses, examples: int) -> bool:
         """Whether a batch of a known structure is measured again."""
         number = self._batches[uses.structure]
@@ -186,7 +209,9 @@ class Layouts:
         region = without_boundaries(losses, uses, odd) if odd or uses.leaves else None
         shared = set() if region is None else set(region.calls.values())
         calls = [call for call in uses.calls if call not in shared]
-        folded = {id(c): (rows, "example") for c in calls if (rows := c.shape[c.batch_dim]) > 1}
+        folded: dict[int, tuple[int, RowOrder]] = {
+            id(c): (rows, "example") for c in calls if (rows := c.shape[c.batch_dim]) > 1
+        }
         empty = [call for call in calls if examples and not call.shape[call.batch_dim]]
         folded |= {id(c): (1, RowIndex(torch.zeros(0, dtype=torch.int64, device=c.device), 1)) for c in empty}
         return RowLayout([*calls, *(() if region is None else region.uses)], folded, stored=not uses.calls)
@@ -277,11 +302,11 @@ class Layouts:
             region = SharedSubgraph(examples, boundaries, {node: node.variable for node in uses.leaves}, tables)
         silent = [uses.calls[number] for number in known.silent_calls]
         edges = [(uses.nodes[place], number) for place, number in known.silent_edges]
-        rows = {call: each for call, each in zip(uses.calls, known.rows, strict=True) if each is not None}
+        found = {call: each for call, each in zip(uses.calls, known.rows, strict=True) if each is not None}
         check = WatchedZeros(silent, edges) if silent or edges else None
         if check is not None and is_traced():
             raise UnsupportedModelError("no gradient has reached some layer yet")
-        return _row_layout(uses, rows, region, examples, check=check)
+        return _row_layout(uses, found, region, examples, check=check)
 
 
 def _row_layout(
@@ -297,7 +322,9 @@ def _row_layout(
         count = own.count(call.shape[own.dim], examples)
         if count != 1 or isinstance(own.order, RowIndex):
             folded[id(call)] = count, own.order
-    return RowLayout([*calls, *(() if region is None else region.uses)], folded, **rest)
+    every: dict[Subject, Rows] = dict(rows)
+    every |= {} if region is None else {b.edge: Rows(b.dim, b.row_order) for b in region.boundaries}
+    return RowLayout([*calls, *(() if region is None else region.uses)], folded, every, **rest)
 
 
 def _nobody(call: LayerCall, examples: int) -> RowOrder:

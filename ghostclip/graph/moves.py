@@ -23,25 +23,55 @@ from ghostclip.nn.base import LayerCall
 
 __all__ = ["Movements", "constants_in", "made_of_parameters", "movements"]
 
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # One number for each of the inputs' numbers that are in the same place, by broadcasting.
-POINTWISE = set(
-    ["Abs", "Acos", "Acosh", "Add", "Addcdiv", "Addcmul", "Angle", "Asin", "Asinh", "Atan", "Atan2", "Atanh", "Ceil", "Celu", "Clamp", "ClampMax", "ClampMin", "Complex", "Copysign", "Cos", "Cosh", "Deg2Rad", "Digamma", "Div", "Elu", "Erf", "Erfc", "Erfinv", "Exp", "Exp2", "Expand", "Expm1", "Floor", "Fmax", "Fmin", "Fmod", "Frac", "Gelu", "Hardshrink", "Hardsigmoid", "Hardswish", "Hardtanh", "HuberLoss", "Hypot", "I0", "LeakyRelu", "Lerp", "Lgamma", "Log", "Log10", "Log1P", "Log2", "LogSigmoid", "Logaddexp", "Logaddexp2", "Logit", "MaskedFill", "Maximum", "Minimum", "Mish", "MseLoss", "Mul", "NanToNum", "NativeDropout", "Neg", "Polar", "Pow", "PreluKernel", "Rad2Deg", "Reciprocal", "Relu", "Remainder", "Round", "Rsqrt", "Rsub", "RreluWithNoise", "Sgn", "Sigmoid", "Sign", "Silu", "Sin", "Sinc", "Sinh", "SmoothL1Loss", "SoftMarginLoss", "Softplus", "Softshrink", "SpecialEntr", "SpecialErfcx", "Sqrt", "Sub", "Tan", "Tanh", "Threshold", "Trunc", "Where", "Xlogy", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "SigmoidBackward", "TanhBackward", "SoftplusBackward", "EluBackward", "GeluBackward", "LeakyReluBackward", "ThresholdBackward", "NativeDropoutBackward", "LogSigmoidBackward", "HardtanhBackward"]
-)
+POINTWISE = _words("""
+    Abs Acos Acosh Add Addcdiv Addcmul Angle Asin Asinh Atan Atan2 Atanh BinaryCrossEntropy BinaryCrossEntropyWithLogits
+    Ceil Celu Clamp ClampMax ClampMin Complex Copysign Cos Cosh Deg2Rad Digamma Div Elu EluBackward Erf Erfc Erfinv Exp
+    Exp2 Expand Expm1 Floor Fmax Fmin Fmod Frac Gelu GeluBackward Hardshrink Hardsigmoid Hardswish Hardtanh
+    HardtanhBackward HuberLoss Hypot I0 LeakyRelu LeakyReluBackward Lerp Lgamma Log Log10 Log1P Log2 LogSigmoid
+    LogSigmoidBackward LogSigmoidForward Logaddexp Logaddexp2 Logit MaskedFill Maximum Minimum Mish MseLoss Mul NanToNum
+    NativeDropout NativeDropoutBackward Neg Polar Pow PreluKernel Rad2Deg Reciprocal Relu Remainder Round
+    RreluWithNoise Rsqrt Rsub Sgn Sigmoid SigmoidBackward Sign Silu Sin Sinc Sinh SmoothL1Loss SoftMarginLoss Softplus
+    SoftplusBackward Softshrink SpecialEntr SpecialErfcx Sqrt Sub Tan Tanh TanhBackward Threshold ThresholdBackward
+    Trunc Where Xlogy
+""")
 # The same numbers in another shape or type.
-SHAPING = set(
-    ["Alias", "AsStrided", "Chunk", "Clone", "Conj", "ConjPhysical", "Diagonal", "DiagEmbed", "Lift", "LiftFresh", "Movedim", "NegView", "Permute", "PixelShuffle", "PixelUnshuffle", "ChannelShuffle", "ReshapeAlias", "ReshapeCopy", "Select", "Slice", "Split", "SplitWithSizes", "Squeeze", "T", "ToCopy", "Transpose", "Unbind", "Unfold", "UnsafeSplit", "UnsafeSplitWithSizes", "UnsafeView", "Unsqueeze", "View", "ViewAsComplex", "ViewAsReal", "Repeat", "Narrow", "Cat", "Stack", "ConstantPadNd", "ReflectionPad1D", "ReflectionPad2D", "ReflectionPad3D", "ReplicationPad1D", "ReplicationPad2D", "ReplicationPad3D", "Rot90", "Tril", "Triu", "SliceBackward", "SelectBackward", "DiagonalBackward", "Values"]
-)
+SHAPING = _words("""
+    Alias AsStrided Cat ChannelShuffle Chunk Clone Conj ConjPhysical ConstantPadNd DiagEmbed Diagonal DiagonalBackward
+    Lift LiftFresh NegView Permute PixelShuffle PixelUnshuffle ReflectionPad1D ReflectionPad2D ReflectionPad3D Repeat
+    ReplicationPad1D ReplicationPad2D ReplicationPad3D ReshapeAlias ReshapeCopy Rot90 Select SelectBackward Slice
+    SliceBackward Split SplitWithSizes Squeeze Stack T ToCopy Transpose Tril Triu Unbind Unfold UnsafeSplit
+    UnsafeSplitWithSizes UnsafeView Unsqueeze View ViewAsComplex ViewAsReal
+""")
 # Along dimensions, or within rows, that the graph's structure names.
-ALONG = set(
-    ["AdaptiveAvgPool2D", "AdaptiveAvgPool3D", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D", "Amax", "Amin", "Aminmax", "AvgPool2D", "AvgPool3D", "BatchNormNoUpdate", "Cdist", "Cholesky", "Col2Im", "ConvTbc", "Convolution", "ConvolutionBackward", "CtcLoss", "CudnnConvolution", "CudnnBatchNorm", "CudnnCtcLoss", "Cummax", "Cummin", "Cumprod", "Cumsum", "FftC2C", "FftC2R", "FftR2C", "FractionalMaxPool2D", "FractionalMaxPool3D", "FusedRmsNorm", "Glu", "Im2Col", "Kthvalue", "LinalgCholeskyEx", "LinalgCross", "LinalgDet", "LinalgEig", "LinalgEigh", "LinalgInvEx", "LinalgLuFactorEx", "LinalgMatrixExp", "LinalgPinv", "LinalgQr", "LinalgSlogdet", "LinalgSolveEx", "LinalgSolveTriangular", "LinalgSvd", "LinalgVectorNorm", "LogSoftmax", "LogSoftmaxBackwardData", "Logcumsumexp", "Logsumexp", "Max", "MaxPool2D", "MaxPool2DWithIndices", "MaxPool3DWithIndices", "Mean", "Median", "Min", "Mode", "MultiMarginLoss", "MultilabelMarginLoss", "Nanmedian", "Nansum", "NativeBatchNorm", "NativeGroupNorm", "NativeLayerNorm", "NativeLayerNormBackward", "NllLoss", "NllLoss2D", "Norm", "Prod", "SafeSoftmax", "SlowConv2D", "Softmax", "SoftmaxBackwardData", "Std", "StdMean", "Sum", "Trace", "UpsampleBicubic2D", "UpsampleBilinear2D", "UpsampleLinear1D", "UpsampleNearest1D", "UpsampleNearest2D", "UpsampleNearest3D", "UpsampleTrilinear3D", "Var", "VarMean", "WeightNormInterface", "ThnnFusedGruCell", "ThnnFusedLstmCell", "MiopenConvolution", "ConvDepthwise2D", "ConvDepthwise3D", "CudnnConvolutionTranspose", "AffineGridGenerator"]
-)
+ALONG = _words("""
+    AdaptiveAvgPool2D AdaptiveAvgPool3D AdaptiveMaxPool2D AdaptiveMaxPool3D AffineGridGenerator Amax Amin Aminmax
+    AvgPool2D AvgPool3D BatchNormNoUpdate Cdist Cholesky Col2Im ConvDepthwise2D ConvDepthwise3D ConvTbc Convolution
+    ConvolutionBackward CtcLoss CudnnBatchNorm CudnnConvolution CudnnConvolutionTranspose CudnnCtcLoss Cummax Cummin
+    Cumprod Cumsum FftC2C FftC2R FftR2C FractionalMaxPool2D FractionalMaxPool3D FusedRmsNorm Glu Im2Col Kthvalue
+    LinalgCholeskyEx LinalgCross LinalgDet LinalgEig LinalgEigh LinalgInvEx LinalgLuFactorEx LinalgMatrixExp LinalgPinv
+    LinalgQr LinalgSlogdet LinalgSolveEx LinalgSolveTriangular LinalgSvd LinalgVectorNorm LogSoftmax
+    LogSoftmaxBackwardData Logcumsumexp Logsumexp Max MaxPool2D MaxPool2DWithIndices MaxPool3DWithIndices Mean Median
+    Min MiopenConvolution Mode MultiMarginLoss MultilabelMarginLoss Nanmedian Nansum NativeBatchNorm NativeGroupNorm
+    NativeLayerNorm NativeLayerNormBackward NllLoss NllLoss2D Norm Prod SafeSoftmax SlowConv2D Softmax
+    SoftmaxBackwardData Std StdMean Sum ThnnFusedGruCell ThnnFusedLstmCell Trace UpsampleBicubic2D UpsampleBilinear2D
+    UpsampleLinear1D UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleTrilinear3D Var VarMean
+    WeightNormInterface
+""")
 # Sums over a dimension that both factors have.
-PRODUCTS = set(["Addbmm", "Addmm", "Addmv", "Baddbmm", "Bmm", "Dot", "GroupedMm", "Linear", "Matmul", "Mm", "Mv", "Vdot"])
+PRODUCTS = _words("Addbmm Addmm Addmv Baddbmm Bmm Dot GroupedMm Linear Matmul Mm Mv Vdot")
 ATTENTION = re.compile("ScaledDotProduct|FlashAttention|EfficientAttention|CudnnAttention")
 # Whose entries come from places that indices name.
-INDEXED = set(
-    ["Embedding", "EmbeddingBag", "Flip", "Gather", "GridSampler2D", "GridSampler3D", "GridSampler2DCpuFallback", "Index", "IndexAdd", "IndexCopy", "IndexFill", "IndexPut", "IndexReduce", "IndexSelect", "MaskedScatter", "MaskedSelect", "MaxUnpool2D", "MaxUnpool3D", "Put", "Roll", "Scatter", "ScatterAdd", "ScatterReduce", "SegmentReduce", "Sort", "Take", "Topk", "UnsafeIndex", "UnsafeIndexPut"]
-)
+INDEXED = _words("""
+    Embedding EmbeddingBag Flip Gather GridSampler2D GridSampler2DCpuFallback GridSampler3D Index IndexAdd IndexCopy
+    IndexFill IndexPut IndexReduce IndexSelect MaskedScatter MaskedSelect MaxUnpool2D MaxUnpool3D Put Roll Scatter
+    ScatterAdd ScatterReduce SegmentReduce Sort Take Topk UnsafeIndex UnsafeIndexPut
+""")
 WORD = re.compile(r"(\w+?)Backward\d$")
 MASKED_SCATTER, EMBEDDING = "MaskedScatter", "Embedding"
 # Their results may have other dimensions than their first inputs.
@@ -98,10 +128,7 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int) -> Movemen
             subject = owned.get(edge)
             if edge[0] in constant or (subject is not None and subject.is_shared):
                 continue  # rows of a table: those of its result are the examples'
-            if subject is None or subject.zero or subject.rows is None:
-                dim = -1
-            else:
-                dim = subject.rows.dim
+            dim = -1 if subject is None or subject.zero or subject.rows is None else subject.rows.dim
             if word not in _BY_VALUE and node.name() != COPY_INTO_SLICES:
                 if _moves(node, dim, examples):
                     return Movements(f"{node.name()} goes along the dimension that has the examples")

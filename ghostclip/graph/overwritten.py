@@ -28,7 +28,7 @@ __all__ = ["Forward", "check_shared", "overwriting"]
 # Runs the step's forward again on a batch overwritten in the first or second way (0 or 1), given how many losses there
 # are; returns tensors from which its graph is read. It leaves no trace in the model and in random states.
 Forward = Callable[[int, int], Sequence[Tensor]]
-REMEDY = "call engine.step(batch, loss_fn) or clipper.clip(loss_fn, batch), which can run the forward again on other examples"
+REMEDY = "call engine.step(batch, loss_fn) or clipper.clip(loss_fn, batch), which can run the forward on other examples"
 
 
 class _Found(NamedTuple):
@@ -84,7 +84,7 @@ def check_shared(
         missing = next(node for node in questions if node in wanted)
         raise UnsupportedModelError(
             f"{_in_words(missing, names)} depends on the examples could not be tried: the forward on some of the "
-            "batch's rows takes another way; remove branches that depend on the examples' values from before this place",
+            "batch's rows takes another way; remove branches that depend on the examples from before this place",
             place=missing,
         )
 
@@ -122,7 +122,7 @@ def _in_turn(nodes: Sequence[Any]) -> list[Any]:
     return sorted(dict.fromkeys(nodes), key=lambda node: node._sequence_nr())
 
 
-def _name(node: Any) -> Any:
+def _name(node: Any) -> tuple[Any, ...] | None:
     """What a node is found by: a layer or a parameter; None for others."""
     if isinstance(call := getattr(node, "call", None), LayerCall):
         return "layer", id(call.layer), call.parameters

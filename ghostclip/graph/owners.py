@@ -3,9 +3,9 @@
 A backward is linear in the gradient that it starts from, and multiplying with a power of two commutes with rounding. So
 each loss is given a *mark*, a power of two, and a backward starts from the marks in place of ones. A row that only one
 example's loss reaches comes out multiplied with exactly that example's mark; a row that several losses reach does not
-come out multiplied with any one power of two. Two backwards, a plain one and a marked one, so show for every row whether
-it belongs to the example that it is thought to belong to; a few more, one for each digit of the examples' numbers, show
-whose it is where it isn't known.
+come out multiplied with any one power of two. So two backwards, a plain one and a marked one, show for every row
+whether it belongs to the example that it should belong to. Where it doesn't, a few more, one for each digit of the
+examples' numbers, show whose it is.
 """
 
 from __future__ import annotations
@@ -89,6 +89,10 @@ class Rows:
         """Rows of each example; an index says by itself."""
         return 1 if isinstance(self.order, RowIndex) or not examples else size // examples
 
+    def owners(self, size: int, examples: int, device: torch.device) -> Tensor:
+        """The example of each of so many rows, [size]."""
+        return self.order.index if isinstance(self.order, RowIndex) else _in_order(size, examples, self.order, device)
+
 
 @dataclass(frozen=True)
 class Owned:
@@ -131,7 +135,8 @@ def owners(
         indices: orders in which rows may be, beside those of `rows_in_order`.
     """
     run = _Measurement(losses, calls, edges, leaves)
-    dims = {subject: _first_dims(subject, len(losses)) for subject in (*calls, *edges)}
+    subjects: list[Subject] = [*calls, *edges]
+    dims = {subject: _first_dims(subject, len(losses)) for subject in subjects}
     plain = run.numbers(dims, run.plain())
     marks = run.marks.drawn(losses)
     marked = run.numbers(dims, marks)
@@ -143,11 +148,11 @@ def owners(
                 shown = fits(plain[subject, dim], marked[subject, dim], marks[index], run.floor(subject), run.marks)
                 if shown is not None:
                     ways.append((rows, index[shown]))
-        zero = subject not in run.reached
-        if ways or zero:
-            best, own = max(ways, key=lambda way: len(way[1].unique())) if len(ways) > 1 else [*ways, (None, None)][0]
-            shown = not zero and own is not None and bool((own != own[:1]).any())
-            found[subject] = Owned(best, zero, shown, not zero and len(ways) > 1)
+        if subject not in run.reached:
+            found[subject] = Owned(ways[0][0] if ways else None, zero=True)
+        elif ways:
+            best, own = max(ways, key=lambda way: len(way[1].unique())) if len(ways) > 1 else ways[0]
+            found[subject] = Owned(best, False, bool((own != own[:1]).any()), len(ways) > 1)
     left = [subject for subject in dims if subject not in found]
     return found | (run.by_digits(left) if left else {})
 
@@ -159,12 +164,17 @@ def rows_in_order(size: int, examples: int) -> list[str]:
     return ["example", "row"] if size > examples else ["example"]
 
 
+@functools.lru_cache(maxsize=64)
+def _in_order(size: int, examples: int, order: str, device: torch.device) -> Tensor:
+    return RowIndex.in_order(size, examples, order, device)
+
+
 def _candidates(
     dim: int, size: int, examples: int, indices: Sequence[RowIndex], device: torch.device
 ) -> Iterator[tuple[Rows, Tensor]]:
     """What rows along a dimension may be, each with the example of every row, [size]."""
     for order in rows_in_order(size, examples):
-        yield Rows(dim, order), RowIndex.in_order(size, examples, order, device)
+        yield Rows(dim, order), _in_order(size, examples, order, device)
     for index in indices:
         if len(index) == size:
             yield Rows(dim, index), index.index
@@ -208,7 +218,7 @@ class _Measurement:
         self._largest = 0.0
         if any(call.dtype == torch.float16 for call in calls) or losses.dtype == torch.float16:
             # float16 has few powers of two: the gradients are brought near 2 ** 8 first.
-            dims = {call: [_all_dims(call)[0]] for call in calls}
+            dims: dict[Subject, list[int]] = {call: [_all_dims(call)[0]] for call in calls}
             found = self.numbers(dims, torch.ones_like(losses))
             sizes = torch.cat([largest.flatten() for largest, _ in found.values()] or [losses.new_zeros(1)])
             largest = float(sizes[sizes.isfinite()].max()) if bool(sizes.isfinite().any()) else 0.0

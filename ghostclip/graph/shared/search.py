@@ -99,8 +99,8 @@ def _boundaries(
     """One for each output of an operation at which shared tensors meet the examples."""
     if getattr(node, "_saved_scale_grad_by_freq", False):
         raise UnsupportedModelError(
-            "a table is looked up with scale_grad_by_freq=True, which divides an example's gradient by how often others "
-            "of the batch have the index, and so mixes examples; leave scale_grad_by_freq out",
+            "a table is looked up with scale_grad_by_freq=True, which divides an example's gradient by how often "
+            "others of the batch have the index, and so mixes examples; leave scale_grad_by_freq out",
             place=node,
         )
     if isinstance(call := getattr(node, "call", None), LayerCall):
@@ -155,8 +155,8 @@ def mixes(node: Any, names: ParameterNames) -> UnsupportedModelError:
         else ""
     )
     return UnsupportedModelError(
-        f"{name}: one example's loss depends on rows of this output that belong to others ({list(call.shape)}, examples "
-        f"in dimension {call.batch_dim}), so examples mix{small}; compute each loss from its own example",
+        f"{name}: one example's loss depends on rows of this output that belong to others ({list(call.shape)}, "
+        f"examples in dimension {call.batch_dim}), so examples mix{small}; compute each loss from its own example",
         name=name, place=call,
     )  # fmt: skip
 

@@ -1,0 +1,54 @@
+"""An alarm in every batch whose ownership isn't measured: do its gradient norms follow marks?
+
+The one backward of such a batch starts from marks, 2 ** -15 to 1 in random order, in place of ones, and norms are
+divided by them. Where every row belongs to the example that it is taken to belong to, that changes nothing. Where rows
+are mixed, examples with small marks inherit from those with large ones: their norms come out too large. So ranks of
+norms and marks are compared, and the largest norm with the largest that was ever measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from ghostclip.graph.owners import Marks
+
+__all__ = ["ALARM", "CERTAIN", "SUSPICIOUS", "rings"]
+
+ALARM = Marks(levels=16, lowest=-15)
+# By how many standard deviations ranks of norms and marks may be correlated by chance: once in a million honest
+# batches where the batch can be tried again, and once in a billion where it is refused.
+SUSPICIOUS, CERTAIN = 4.75, 6.0
+# How many times the largest norm that was measured is suspicious.
+LARGE = 16.0
+
+
+def rings(norms: Tensor, marks: Tensor, largest: float, again: bool) -> bool:
+    """Whether norms follow marks.
+
+    Args:
+        norms, marks: [B].
+        largest: norm of an example that was measured in a graph like this; 0 where there is none.
+        again: whether a false alarm costs another forward only; else the batch is refused.
+    """
+    order = norms.argsort()
+    rising = _centred_ranks(len(norms), norms.device)
+    levels = marks.log2()[order].to(rising.dtype)
+    levels = levels - levels.mean()
+    spread = levels.norm()
+    found = torch.stack([rising @ levels, spread, norms.to(rising.dtype)[order[-1]]]).tolist()
+    correlated = -found[0] / found[1] * math.sqrt(len(norms) - 1) if found[1] else 0.0
+    if not math.isfinite(found[2]):  # an example that isn't finite has no rank
+        return False
+    return correlated > (SUSPICIOUS if again else CERTAIN) or (again and 0 < LARGE * largest < found[2])
+
+
+@functools.lru_cache(maxsize=64)
+def _centred_ranks(count: int, device: torch.device) -> Tensor:
+    """0 to count - 1, minus their mean, of length one."""
+    ranks = torch.arange(count, dtype=torch.float32, device=device)
+    ranks = ranks - ranks.mean()
+    return ranks / ranks.norm().clamp(min=1e-30)
