@@ -108,12 +108,12 @@ class FirstPasses:
             exact: use no form of a norm that may cancel, and wait for a GPU where that takes it.
         """
         losses = self._scaled(losses)
+        if self.calls is not None:
+            self.calls.used()
         found = self._pass(losses, keep, exact, retain_graph)
         if found is None:
             found = self._pass(losses, keep, exact, retain_graph, anew=True)
         assert found is not None
-        if self.calls is not None:
-            self.calls.used()
         return found
 
     def _scaled(self, losses: Tensor) -> Tensor:

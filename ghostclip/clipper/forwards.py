@@ -92,7 +92,9 @@ class ModelCalls:
         with Replay(model).again(gradients=True):
             found = []
             for args, kwargs in self._calls:
-                args, kwargs = cut((args, kwargs), examples, overwriting(part, examples))
+                rows = overwriting(part, examples)
+                args = tuple([cut(each, examples, rows) for each in args])
+                kwargs = {name: cut(each, examples, rows) for name, each in kwargs.items()}
                 # What has no examples may have been computed from them.
                 args, kwargs = tree_map(lambda leaf: _other(leaf, part, examples), (args, kwargs))
                 found += [each for each in tree_leaves(model(*args, **kwargs)) if isinstance(each, Tensor)]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ghostclip.errors import RowsMovedError, UnsupportedModelError
+from ghostclip.errors import LossShapeError, RowsMovedError, UnsupportedModelError
 from ghostclip.graph.alarm import rings
 from ghostclip.graph.moves import Movements, movements
 from ghostclip.graph.nodes import ACCUMULATE, Edge, inputs_of
@@ -27,7 +27,7 @@ from ghostclip.graph.owners import Owned, Rows, Subject, owners, rows_in_order
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
 from ghostclip.graph.shared.boundary import BroadcastBoundary
-from ghostclip.graph.shared.search import edges_above, edges_of, mixes, shared_part, without_boundaries
+from ghostclip.graph.shared.search import edges_above, edges_of, may_be_shared, mixes, shared_part, without_boundaries
 from ghostclip.graph.shared.subgraph import SharedSubgraph
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import LayerCall, Sink
@@ -226,12 +226,9 @@ class Layouts:
         may_store = key not in self._always and not indices and not uses.hooked
         try:
             owned = self._owners(losses, uses, indices, may_store)
-            region = shared_part(losses, uses, owned, names)
+            region = self._region(losses, uses, owned, names, forward)
             shared = set() if region is None else set(region.calls.values())
             _check_calls(uses, owned, shared, indices, names)
-            if region is not None:
-                self.hold([node.variable for node in uses.leaves] + [p for c in shared for p in c.layer.parameters()])
-                check_shared(uses, _shared_nodes(uses, region), examples, names, forward)
         except UnsupportedModelError:
             self.forget(key)
             raise
@@ -247,17 +244,35 @@ class Layouts:
             return owners(losses, uses.calls, edges_of(uses, uses.nodes, losses), leaves, indices)
         edges = edges_above(uses, uses.leaves, losses) if uses.leaves else []
         owned = owners(losses, uses.calls, edges, leaves, indices)
-        tables = [uses.capturing[call] for call in uses.calls if owned[call].is_shared]
+        tables = [uses.capturing[call] for call in uses.calls if may_be_shared(call, owned[call], sure=True)]
         if left := [edge for edge in edges_above(uses, tables, losses) if edge not in owned] if tables else []:
             owned |= owners(losses, uses.calls, left, leaves, indices)
         return owned
+
+    def _region(
+        self, losses: Tensor, uses: Uses, owned: Mapping[Subject, Owned], names: ParameterNames, forward: Forward | None
+    ) -> SharedSubgraph | None:
+        """What all examples share, which must be the same whatever they are; None where nothing is shared."""
+        for sure in (True, False):
+            try:
+                region = shared_part(losses, uses, owned, names, sure=sure)
+                if region is not None:
+                    tables = region.calls.values()
+                    self.hold([n.variable for n in uses.leaves] + [p for c in tables for p in c.layer.parameters()])
+                    check_shared(uses, _shared_nodes(uses, region), len(losses), names, forward)
+                return region
+            except (LossShapeError, UnsupportedModelError):
+                if not sure:
+                    raise
+        return None
 
     def _store(self, losses: Tensor, uses: Uses, owned: Mapping[Subject, Owned], region: SharedSubgraph | None) -> None:
         """Stores the layout if it is regular, shown by two examples' rows, and leaves nothing open."""
         examples, key, places = len(losses), uses.structure, uses.places
         boundaries = () if region is None else region.boundaries
         subjects: list[Subject] = [*uses.calls, *(boundary.edge for boundary in boundaries)]
-        found = [owned[subject] for subject in subjects if not (owned[subject].zero or owned[subject].is_shared)]
+        tables = set() if region is None else set(region.calls.values())
+        found = [owned[subject] for subject in subjects if not (owned[subject].zero or subject in tables)]
         if not all(each.is_regular for each in found):
             self.forget(key)
             return
@@ -270,7 +285,7 @@ class Layouts:
         before = self._known.get(key)
         self._known[key] = _Layout(
             [
-                None if owned[call].is_shared else owned[call].rows or Rows(call.batch_dim, "example")
+                None if call in tables else owned[call].rows or Rows(call.batch_dim, "example")
                 for call in uses.calls
             ],
             [number for number, call in enumerate(uses.calls) if owned[call].zero],
@@ -322,7 +337,7 @@ def _row_layout(
         count = own.count(call.shape[own.dim], examples)
         if count != 1 or isinstance(own.order, RowIndex):
             folded[id(call)] = count, own.order
-    every: dict[Subject, Rows] = dict(rows)
+    every: dict[Subject, Rows] = {call: own for call, own in rows.items()}
     every |= {} if region is None else {b.edge: Rows(b.dim, b.row_order) for b in region.boundaries}
     return RowLayout([*calls, *(() if region is None else region.uses)], folded, every, **rest)
 

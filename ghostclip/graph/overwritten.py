@@ -76,7 +76,7 @@ def check_shared(
                 place=questions[0],
             ) from error
     wanted = set(questions)
-    for found in _alike(uses, graphs, set(shared), names):
+    for found in _alike(uses, graphs, {*shared, *uses.leaves}):
         if found.own in wanted and not _same(*map(_saved, found.others)):
             raise mixes(found.own, names)
         wanted.discard(found.own)
@@ -126,10 +126,10 @@ def _name(node: Any) -> tuple[Any, ...] | None:
     """What a node is found by: a layer or a parameter; None for others."""
     if isinstance(call := getattr(node, "call", None), LayerCall):
         return "layer", id(call.layer), call.parameters
-    return ("parameter", id(node.variable)) if type(node) is ACCUMULATE else None
+    return ("parameter", id(node.variable)) if type(node) is ACCUMULATE else None  # type: ignore[union-attr]
 
 
-def _alike(uses: Uses, graphs: Sequence[_Graph], shared: set[Any], names: ParameterNames) -> Iterator[_Found]:
+def _alike(uses: Uses, graphs: Sequence[_Graph], shared: set[Any]) -> Iterator[_Found]:
     """The shared nodes of a graph with those in their place in two others, from parameters and layers on upwards."""
     for graph in graphs:
         graph.ordered()

@@ -102,12 +102,15 @@ class Owned:
         rows: how its rows belong to the examples; None where rows of every dimension belong to several.
         zero: all of its gradient is zero, so that nothing was shown.
         shown: rows of at least two examples were shown.
+        open: several examples may have a part in the rows all the same: one large example outweighs others, and one
+            that isn't finite hides them.
         unclear: the rows fit another order or dimension as well, as where only a diagonal isn't zero.
     """
 
     rows: Rows | None
     zero: bool = False
     shown: bool = False
+    open: bool = False
     unclear: bool = False
 
     @property
@@ -152,7 +155,9 @@ def owners(
             found[subject] = Owned(ways[0][0] if ways else None, zero=True)
         elif ways:
             best, own = max(ways, key=lambda way: len(way[1].unique())) if len(ways) > 1 else ways[0]
-            found[subject] = Owned(best, False, bool((own != own[:1]).any()), len(ways) > 1)
+            several = bool((own != own[:1]).any())
+            hidden = not several and _hidden(plain[subject, best.dim][0], best, own, losses)
+            found[subject] = Owned(best, shown=several, open=hidden, unclear=len(ways) > 1)
     left = [subject for subject in dims if subject not in found]
     return found | (run.by_digits(left) if left else {})
 
@@ -162,6 +167,15 @@ def rows_in_order(size: int, examples: int) -> list[str]:
     if not examples or size % examples or not size:
         return []
     return ["example", "row"] if size > examples else ["example"]
+
+
+def _hidden(largest: Tensor, rows: Rows, own: Tensor, losses: Tensor) -> bool:
+    """Whether several examples may have a part in rows of which those of one example, or none (``own``), are shown.
+
+    They have none where the rows of others aren't finite because their losses aren't.
+    """
+    spoilt = rows.owners(len(largest), len(losses), largest.device)[~largest.isfinite()]
+    return not len(own) or not len(spoilt) or bool(losses.detach().isfinite()[spoilt].any())
 
 
 @functools.lru_cache(maxsize=64)
@@ -310,7 +324,8 @@ class _Measurement:
             clear = readable[subject, best]
             index = torch.where(clear, owner[subject, best], 0)
             rows = Rows(best, RowIndex(index, examples, None if bool(clear.all()) else clear))
-            found[subject] = Owned(rows, shown=counted[best] > 1)
+            spoilt = not bool(plain[subject, best][0].isfinite().all())
+            found[subject] = Owned(rows, shown=counted[best] > 1, open=counted[best] < 2 or spoilt)
         return found
 
 

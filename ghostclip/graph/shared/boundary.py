@@ -150,7 +150,8 @@ class BroadcastBoundary:
             return  # mean and deviation, which second derivatives use, depend on no scale and no shift
         unsummed: Sequence[Tensor | None] | None = None
         for place, edge in places:
-            if name in (EXPAND, *ELEMENTWISE) or (name == "AddmmBackward0" and place == 0):
+            summed = name in (EXPAND, *ELEMENTWISE) or (name == "AddmmBackward0" and place == 0)
+            if summed and broadcasts(shape_of(edge), grad.shape, self.dim):
                 if unsummed is None:
                     unsummed = [grad] if name == EXPAND else self._inputs_gradients(grad)
                 if (each := unsummed[place]) is not None:

@@ -21,7 +21,7 @@ from ghostclip.graph.shared.boundary import BroadcastBoundary
 from ghostclip.graph.shared.subgraph import SharedSubgraph, parameters_of
 from ghostclip.nn.base import LayerCall
 
-__all__ = ["edges_above", "edges_of", "mixes", "shared_part", "without_boundaries"]
+__all__ = ["may_be_shared", "edges_above", "edges_of", "mixes", "shared_part", "without_boundaries"]
 
 
 def edges_of(uses: Uses, nodes: Sequence[Any], losses: Tensor) -> list[Edge]:
@@ -46,7 +46,7 @@ def edges_above(uses: Uses, starts: Sequence[Any], losses: Tensor) -> list[Edge]
 
 
 def shared_part(
-    losses: Tensor, uses: Uses, owned: Mapping[Subject, Owned], names: ParameterNames
+    losses: Tensor, uses: Uses, owned: Mapping[Subject, Owned], names: ParameterNames, *, sure: bool
 ) -> SharedSubgraph | None:
     """What all examples of a batch share, up to where it meets them; None where nothing is shared.
 
@@ -55,6 +55,7 @@ def shared_part(
         uses: what is behind them.
         owned: of every layer's use, and of every tensor above what may be shared.
         names: of the model.
+        sure: take what may have several owners (`Owned.open`) for shared, too.
 
     Raises:
         UnsupportedModelError: examples mix.
@@ -64,7 +65,7 @@ def shared_part(
     for subject in owned:
         if not isinstance(subject, LayerCall):
             outputs.setdefault(subject[0], []).append(subject)
-    tables = {uses.capturing[call]: call for call in uses.calls if owned[call].is_shared}
+    tables = {uses.capturing[call]: call for call in uses.calls if may_be_shared(call, owned[call], sure)}
     shared = dict.fromkeys([*uses.leaves, *tables])
     met: dict[Any, None] = {}
     stack = list(shared)
@@ -73,10 +74,8 @@ def shared_part(
             if node in shared or node in met:
                 continue
             call = getattr(node, "call", None)
-            found = [owned[call]] if isinstance(call, LayerCall) and call in owned else [
-                owned[edge] for edge in outputs.get(node, ())
-            ]  # fmt: skip
-            if any(each.is_shared for each in found) or not found:
+            subjects = [call] if isinstance(call, LayerCall) and call in owned else outputs.get(node, ())
+            if not subjects or any(may_be_shared(each, owned[each], sure) for each in subjects):
                 shared[node] = None
                 stack.append(node)
             else:
@@ -90,6 +89,14 @@ def shared_part(
         for boundary in _boundaries(node, outputs.get(node, ()), shared, owned, len(losses), names)
     ]
     return SharedSubgraph(len(losses), boundaries, {node: node.variable for node in uses.leaves}, tables)
+
+
+def may_be_shared(subject: Subject, found: Owned, sure: bool) -> bool:
+    """Whether several examples have a part in its rows, or may have and ``sure`` asks for that."""
+    if found.is_shared or not sure or found.zero or not found.open:
+        return found.is_shared
+    # A layer that was given examples was given them in rows.
+    return not isinstance(subject, LayerCall) or (not subject.sources and subject.layer.reads_indices)
 
 
 def _boundaries(
