@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from ghostclip.clipper.forwards import ModelCalls
+
 __all__ = ["CompileRequest", "ModelState", "capacity_for", "function_key", "pad", "settings_of"]
 
 # Values that are told by their types and what they print as.
@@ -124,7 +126,8 @@ class ModelState:
     def hooked(self) -> str | None:
         """The name of a module with hooks, which want to be called at each step; None where there is none."""
         for name, module in self._model.named_modules():
-            if any(vars(module).get(kind) for kind in HOOKS) or _has_global_hooks():
+            hooks = [hook for kind in HOOKS for hook in (vars(module).get(kind) or {}).values()]
+            if not all(isinstance(hook, ModelCalls) for hook in hooks) or _has_global_hooks():
                 return name or "the model"
         return None
 

@@ -191,8 +191,8 @@ class Layouts:
         """Whether a batch of a known structure is measured again."""
         number = self._batches[uses.structure]
         every = EVERY_HALF if any(call.dtype == torch.float16 for call in uses.calls) else EVERY
-        if is_traced():
-            return bool(known.movements.indexed or known.movements.views)
+        if is_traced():  # of batches of one size, in which no index is looked at
+            return bool(known.movements.indexed)
         return (
             examples >= 2 * known.largest
             or number & (number - 1) == 0
@@ -284,10 +284,7 @@ class Layouts:
             return
         before = self._known.get(key)
         self._known[key] = _Layout(
-            [
-                None if call in tables else owned[call].rows or Rows(call.batch_dim, "example")
-                for call in uses.calls
-            ],
+            [None if call in tables else owned[call].rows or Rows(call.batch_dim, "example") for call in uses.calls],
             [number for number, call in enumerate(uses.calls) if owned[call].zero],
             [(places[node], number) for node, number in _silent_edges(uses, at)],
             [
