@@ -286,7 +286,7 @@ class Layouts:
         self._known[key] = _Layout(
             [None if call in tables else owned[call].rows or Rows(call.batch_dim, "example") for call in uses.calls],
             [number for number, call in enumerate(uses.calls) if owned[call].zero],
-            [(places[node], number) for node, number in _silent_edges(uses, at)],
+            [(places[node], number) for node, number in _silent_edges(losses, at)],
             [
                 (places[b.node], b.number, Rows(b.dim, b.row_order), [(s, places[n], nr) for s, (n, nr) in b.shared])
                 for b in boundaries
@@ -364,12 +364,21 @@ def _shared_nodes(uses: Uses, region: SharedSubgraph) -> list[Any]:
     return [node for node in uses.nodes if node in seen]
 
 
-def _silent_edges(uses: Uses, owned: Mapping[Edge, Owned]) -> list[Edge]:
+def _silent_edges(losses: Tensor, owned: Mapping[Edge, Owned]) -> list[Edge]:
     """Tensors with a gradient of zeros whose consumers had another: something multiplied it with zeros."""
     alive = {node for (node, _), each in owned.items() if not each.zero}
     silent = {edge for edge, each in owned.items() if each.zero}
     fed = {edge for node in alive for edge in inputs_of(node) if edge in silent}
-    return [edge for edge in silent if edge in fed]
+    if not fed:
+        return []
+    # What a layer's rule reads may have a node of its own, which no backward comes to.
+    reached, stack = set[Any](), [losses.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in reached:
+            reached.add(node)
+            stack += [below for below, _ in node.next_functions]
+    return [edge for edge in fed if edge[0] in reached]
 
 
 def _check_calls(

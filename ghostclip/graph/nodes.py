@@ -96,8 +96,10 @@ def _getter(kind: type) -> Callable[[Any], Any] | None:
 
 
 def shape_of(edge: Edge) -> torch.Size:
-    """The shape of a tensor of the graph."""
+    """The shape of a tensor of the graph; a layer's output may be a view of what its node gave."""
     node, number = edge
+    if isinstance(call := getattr(node, "call", None), LayerCall):
+        return torch.Size(call.shape)
     return torch.Size(tuple(node._input_metadata[number].shape))
 
 
