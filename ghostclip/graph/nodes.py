@@ -43,9 +43,9 @@ REORDERING = {
 FACTORS = {
     f"_saved_{name}"
     for name in ("alpha", "beta", "correction", "delta", "dropout", "dropout_p", "eps", "epsilon", "exponent",
-                 "grad_factor", "initial", "input_scale", "lambd", "lower", "margin", "max", "max_val", "maxnorm", "min",
-                 "min_val", "negative_slope", "ord", "other", "p", "scalar", "scalars", "scale", "scales", "scales_d",
-                 "scales_h", "scales_w", "self", "threshold", "value", "weight")
+                 "grad_factor", "initial", "input_scale", "lambd", "lower", "margin", "max", "max_val", "maxnorm",
+                 "min", "min_val", "negative_slope", "ord", "other", "p", "scalar", "scalars", "scale", "scales",
+                 "scales_d", "scales_h", "scales_w", "self", "threshold", "value", "weight")
 }  # fmt: skip
 # Saved sizes that grow with the batch or with its texts, beside those with ``_sym_`` in their names.
 SIZES = {
@@ -69,7 +69,7 @@ def said_by(node: Any) -> int | None:
 
 @functools.lru_cache(1 << 16)
 def _number_of(signature: Any) -> int:
-    """A number of its own for each signature, since Python's hashes of 4 and of 2**64 - 4, which is -4, are the same."""
+    """A number of its own for each signature: Python's hashes of 4 and of 2**64 - 4, as torch saves -4, are the same."""
     return next(NUMBERS)
 
 
@@ -77,12 +77,11 @@ class _Signatures(dict[type, Callable[[Any], Any] | None]):
     """{type of nodes: what gives the signature of one}, filled at the first node of each type."""
 
     def __missing__(self, kind: type) -> Callable[[Any], Any] | None:
-        own = SIGNATURES.get(kind.__name__.removesuffix("_copy"), _values(kind))
-        self[kind] = own = own if kind.__module__ == "builtins" else None
+        self[kind] = own = SIGNATURES.get(kind.__name__.removesuffix("_copy")) or _values(kind)
         return own
 
 
-def _values(kind: type, *but: str) -> Callable[[Any], Any] | None:
+def _values(kind: type) -> Callable[[Any], Any] | None:
     """What gives the saved numbers and words of a node by value. A tensor isn't read, since that would unpack it."""
     names = [name for name in dir(kind) if name.startswith("_saved_") and not hasattr(kind, f"_raw{name}")]
     names = [name for name in names if "_sym_" not in name and name not in FACTORS | SIZES]
@@ -108,18 +107,28 @@ def _split(node: Any) -> Any:
 
 
 def _slice(node: Any) -> Any:
-    """Along which dimension a slice goes, and from where to where; of a parameter, whose rows are no example's, less."""
+    """Along which dimension a slice goes, and from where to where; only the first of a slice of a parameter."""
     dim = node._saved_dim
     if type(node.next_functions[0][0]) is ACCUMULATE:
         return dim
     size = node._saved_self_sym_sizes[signed(dim)]
-    return dim, _from_nearer_end(node._saved_start or 0, size), _from_nearer_end(node._saved_end, size), node._saved_step
+    return (
+        dim,
+        _from_nearer_end(node._saved_start or 0, size),
+        _from_nearer_end(node._saved_end, size),
+        node._saved_step,
+    )
 
 
 def _slice_scatter(node: Any) -> Any:
     dim = node._saved_dim
     size = shape_of((node, 0))[signed(dim)]
-    return dim, _from_nearer_end(node._saved_start or 0, size), _from_nearer_end(node._saved_end, size), node._saved_step
+    return (
+        dim,
+        _from_nearer_end(node._saved_start or 0, size),
+        _from_nearer_end(node._saved_end, size),
+        node._saved_step,
+    )
 
 
 def _narrow_copy(node: Any) -> Any:
@@ -140,19 +149,28 @@ def _from_nearer_end(place: int | None, size: int) -> int | None:
 
 
 def _strided(node: Any) -> Any:
-    """Sizes, strides and offset, and the shape they are used on; of the examples' dimension, that it is whole."""
-    size, edge = node._saved_size, node.next_functions[0]
-    shape = shape_of(edge) if edge[0] is not None else ()
-    whole = bool(size and shape) and size[0] == shape[0]
-    return size[whole:], shape[1:], node._saved_stride, node._saved_storage_offset
+    """Sizes, strides and offset, and the shape they are used on.
+
+    Where the first dimension divides all of the input into equal parts, as that of ``h.view(B, heads, T, T)`` does, its
+    size is left out, and of the input's first dimension there is how much of it goes to each part.
+    """
+    size, stride, offset = node._saved_size, node._saved_stride, node._saved_storage_offset
+    edge = node.next_functions[0]
+    shape = shape_of(edge) if edge[0] is not None else torch.Size()
+    if size and shape and shape[0] % max(1, size[0]) == 0 and size[0] * stride[0] == shape.numel():
+        return size[1:], stride, offset, shape[0] // max(1, size[0]), shape[1:]
+    return size, stride, offset, None, shape
 
 
 def _resized(node: Any) -> Any:
     """By how much an image or a sequence is enlarged; its size where that is no whole number."""
     sizes = zip(node._saved_output_size, node._saved_self_sym_sizes[2:], strict=True)
-    return tuple([(new // old, 0) if new % old == 0 else (new, old) for new, old in sizes])
+    by = [(new // old, 0) if new % old == 0 else (new, old) for new, old in sizes]
+    return tuple(by), getattr(node, "_saved_align_corners", None)
 
 
+UPSAMPLING = ("Bicubic2D", "Bicubic2DAa", "Bilinear2D", "Bilinear2DAa", "Lanczos2DAa", "Linear1D", "Nearest1D", "Nearest2D",
+              "Nearest3D", "NearestExact1D", "NearestExact2D", "NearestExact3D", "Trilinear3D")  # fmt: skip
 # Operations whose saved numbers may grow with the batch, or that save too little, with what their signature is.
 SIGNATURES: dict[str, Callable[[Any], Any]] = {
     "AffineGridGeneratorBackward0": lambda node: (node._saved_size[1:], node._saved_align_corners),
@@ -166,6 +184,7 @@ SIGNATURES: dict[str, Callable[[Any], Any]] = {
     "SliceScatterBackward0": _slice_scatter,
     "SplitBackward0": _split,
     "UnsafeSplitBackward0": _split,
+    **{f"Upsample{name}Backward0": _resized for name in UPSAMPLING},
     **{f"{name}Backward0": _ones for name in ("ReshapeAlias", "ReshapeCopy", "Squeeze", "UnsafeView", "View")},
 }
 _signatures = _Signatures()
