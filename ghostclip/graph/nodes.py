@@ -69,7 +69,7 @@ def said_by(node: Any) -> int | None:
 
 @functools.lru_cache(1 << 16)
 def _number_of(signature: Any) -> int:
-    """A number of its own for each signature: Python's hashes of 4 and of 2**64 - 4, as torch saves -4, are the same."""
+    """A number of its own for each signature. Torch saves -4 as 2**64 - 4, whose hash in Python is that of 4."""
     return next(NUMBERS)
 
 
@@ -107,39 +107,34 @@ def _split(node: Any) -> Any:
 
 
 def _slice(node: Any) -> Any:
-    """Along which dimension a slice goes, and from where to where; only the first of a slice of a parameter."""
+    """Along which dimension a slice goes, and from where to where; of a parameter, the dimension alone."""
     dim = node._saved_dim
     if type(node.next_functions[0][0]) is ACCUMULATE:
         return dim
     size = node._saved_self_sym_sizes[signed(dim)]
-    return (
-        dim,
-        _from_nearer_end(node._saved_start or 0, size),
-        _from_nearer_end(node._saved_end, size),
-        node._saved_step,
-    )
+    return dim, *_range(node._saved_start or 0, node._saved_end, size), node._saved_step
 
 
 def _slice_scatter(node: Any) -> Any:
     dim = node._saved_dim
     size = shape_of((node, 0))[signed(dim)]
-    return (
-        dim,
-        _from_nearer_end(node._saved_start or 0, size),
-        _from_nearer_end(node._saved_end, size),
-        node._saved_step,
-    )
+    return dim, *_range(node._saved_start or 0, node._saved_end, size), node._saved_step
 
 
 def _narrow_copy(node: Any) -> Any:
     dim, start = node._saved_dim, signed(node._saved_start)
     size = node._saved_self_sym_sizes[signed(dim)]
     start += size if start < 0 else 0
-    return dim, _from_nearer_end(start, size), _from_nearer_end(start + node._saved_length, size)
+    return dim, *_range(start, start + node._saved_length, size)
+
+
+def _range(start: int, end: int | None, size: int) -> tuple[int | None, int | None]:
+    """Where a slice begins and ends, of so many entries."""
+    return _from_nearer_end(start, size), _from_nearer_end(end, size)
 
 
 def _from_nearer_end(place: int | None, size: int) -> int | None:
-    """Where a slice begins or ends: 2 of 9 is 2, 7 of 9 is -2, and 9 of 9 and all beyond is None.
+    """A place, counted from the nearer end: 2 of 9 is 2, 7 of 9 is -2, and 9 of 9 and all beyond is None.
 
     So ``h[:, : T - 1]`` is the same slice at every T, as ``h[:, :-1]`` is, which torch saves as it was given.
     """
@@ -169,8 +164,9 @@ def _resized(node: Any) -> Any:
     return tuple(by), getattr(node, "_saved_align_corners", None)
 
 
-UPSAMPLING = ("Bicubic2D", "Bicubic2DAa", "Bilinear2D", "Bilinear2DAa", "Lanczos2DAa", "Linear1D", "Nearest1D", "Nearest2D",
-              "Nearest3D", "NearestExact1D", "NearestExact2D", "NearestExact3D", "Trilinear3D")  # fmt: skip
+UPSAMPLING = ("Bicubic2D", "Bicubic2DAa", "Bilinear2D", "Bilinear2DAa", "Lanczos2DAa", "Linear1D", "Nearest1D",
+              "Nearest2D", "Nearest3D", "NearestExact1D", "NearestExact2D", "NearestExact3D",
+              "Trilinear3D")  # fmt: skip
 # Operations whose saved numbers may grow with the batch, or that save too little, with what their signature is.
 SIGNATURES: dict[str, Callable[[Any], Any]] = {
     "AffineGridGeneratorBackward0": lambda node: (node._saved_size[1:], node._saved_align_corners),
