@@ -208,17 +208,27 @@ def test_texts_of_another_length_have_the_same_structure(name: str) -> None:
     assert len({structure(EXAMPLES, length) for length in (5, 6, 9, 12)}) == 1
 
 
-@pytest.mark.parametrize("heads", [1, 2, 3])
-def test_an_operation_in_place_on_a_view_has_one_structure_at_every_batch_size(heads: int) -> None:
-    """Torch gives the view an AsStrided node then, with all of its sizes."""
+# Operations in place on a view of [B, T, 12]; torch gives the view an AsStrided node then, with all of its sizes.
+IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "view": lambda h: h.view(-1, WIDTH).mul_(3),
+    "a dimension more": lambda h: h.unflatten(2, (3, 4)).mul_(3),
+    "heads": lambda h: h.unflatten(2, (3, 4)).transpose(1, 2).mul_(3),
+    "parts": lambda h: h.view(2 * len(h), -1, WIDTH).mul_(3),
+    "time first": lambda h: h.view(h.shape[1], len(h), WIDTH).mul_(3),
+    "one position": lambda h: h[:, 2].mul_(3),
+    "positions": lambda h: h[:, 1:3].mul_(3),
+}
 
-    def form(h: Tensor) -> Tensor:
-        rows = h.mul(2).reshape(heads * len(h), -1, WIDTH)
-        return rows.view(len(h), heads, -1, WIDTH).mul_(3)
 
-    structure = Structures(form)
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_an_operation_in_place_on_a_view_has_one_structure_at_every_batch_size(name: str) -> None:
+    structure = Structures(lambda h: IN_PLACE[name](h.mul(2)))
     assert len({structure(examples, LENGTH) for examples in (2, 3, 4, 8)}) == 1
-    assert structure(EXAMPLES, LENGTH) != structure(EXAMPLES, 2 * LENGTH)
+
+
+def test_a_view_in_another_order_has_another_structure() -> None:
+    structure = Structures(lambda h, *stride: h.mul(2).as_strided((4, 12, 12), (*stride, 1)))
+    assert len({structure(EXAMPLES, LENGTH, *stride) for stride in ((144, 12), (12, 48), (12, 12))}) == 3
 
 
 def test_windows_that_begin_later_in_each_example_have_a_structure_for_each_batch_size() -> None:

@@ -2084,6 +2084,13 @@ CHECKED = [
         ("tests/test_structure_words.py", "-k", "begin_later"),
     ),
     Mutant(
+        "strides of all entries in any order are a view",
+        "ghostclip/graph/nodes.py",
+        "(in_order[0], *stride) == (shape.numel(), *in_order[1:]):",
+        "in_order[0] == shape.numel():",
+        ("tests/test_structure_words.py", "-k", "another_order"),
+    ),
+    Mutant(
         "a slice to the last but one has another structure at each length",
         "ghostclip/graph/nodes.py",
         "return place - size if 2 * place > size else place\n",

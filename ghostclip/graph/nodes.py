@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -144,14 +145,17 @@ def _from_nearer_end(place: int | None, size: int) -> int | None:
 
 
 def _strided(node: Any) -> Any:
-    """Sizes, strides and offset, and the shape they are used on.
+    """Of all entries in their order, what a view says; else sizes, strides and offset, and the shape they are used on.
 
-    Where the first dimension divides all of the input into equal parts, as that of ``h.view(B, heads, T, T)`` does, its
-    size is left out, and of the input's first dimension there is how much of it goes to each part.
+    ``h.view(B, heads, T, d).transpose(1, 2).mul_(2)`` has such a node. Its first dimension divides the input into equal
+    parts, so that B is left out, and of the input's first dimension there is how much of it goes to each part.
     """
     size, stride, offset = node._saved_size, node._saved_stride, node._saved_storage_offset
     edge = node.next_functions[0]
     shape = shape_of(edge) if edge[0] is not None else torch.Size()
+    in_order = [math.prod(size[dim:]) for dim in range(len(size) + 1)]
+    if not offset and (in_order[0], *stride) == (shape.numel(), *in_order[1:]):
+        return _ones(node)
     if size and shape and shape[0] % max(1, size[0]) == 0 and size[0] * stride[0] == shape.numel():
         return size[1:], stride, offset, shape[0] // max(1, size[0]), shape[1:]
     return size, stride, offset, None, shape
