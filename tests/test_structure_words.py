@@ -126,7 +126,7 @@ OPERATIONS: dict[str, tuple[Callable[[Tensor, Any], Tensor], Any, Any]] = {
     "slice end": (lambda h, end: h[:, :, :end], 3, 4),
     "slice end from the end": (lambda h, end: h[:, :, :end], -1, 7),
     "slice step": (lambda h, step: h[:, :, ::step], 1, 2),
-    "slice empty or whole": (lambda h, start: h[:, :, start:], 0, 12),
+    "slice empty or whole": (lambda h, start: torch.ops.aten.slice(h, 2, start), 0, 12),
     "slice_scatter start": (lambda h, start: h.slice_scatter(h[:, :, :2], 2, start, start + 2), 0, 1),
     "slice_scatter step": (lambda h, step: h.slice_scatter(h[:, :, :2], 2, 0, 2 * step, step), 1, 2),
     "split dim": (lambda h, dim: h.split(2, dim)[0], 1, 2),
