@@ -64,8 +64,7 @@ def said_by(node: Any) -> int | None:
 
     ``rot90`` by 1 and by 3 have two numbers. ``h[:, :-1]`` has one number at every length of ``h``.
     """
-    signature = _signatures[type(node)]
-    return None if signature is None else _number_of(signature(node))
+    return None if (signature := _signatures[type(node)]) is None else _number_of(signature(node))
 
 
 @functools.lru_cache(1 << 16)
@@ -104,7 +103,9 @@ def _repeated(node: Any) -> Any:
 
 
 def _split(node: Any) -> Any:
-    return node._saved_dim, len(node._input_metadata)
+    """Along which dimension, and into how many parts, of which the last may be a smaller one."""
+    dim, size = node._saved_dim, node._saved_split_size
+    return dim, -(-node._saved_self_sym_sizes[signed(dim)] // max(1, size))
 
 
 def _slice(node: Any) -> Any:
