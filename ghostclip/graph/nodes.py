@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,61 +40,156 @@ REORDERING = {
                  "MaxUnpool3D", "Put", "Roll", "Scatter", "ScatterAdd", "ScatterReduce", "SegmentReduce", "Sort",
                  "Take", "Topk", "UnsafeIndex", "UnsafeIndexPut")
 } | {"CopySlices"}  # fmt: skip
-# What nodes say of how they move, join or cut off entries. It depends on how many examples there are only where
-# the parts themselves do.
-SAID = ("dim", "dims", "dim0", "dim1", "dim2", "dimension", "keepdim", "start", "end", "step", "split_sizes", "pad",
-        "offset", "diagonal", "normalized_shape", "kernel_size", "stride", "padding", "dilation", "groups")  # fmt: skip
-SAID_BY = {
-    "AsStridedBackward0": ("size", "storage_offset"),
-    "SelectBackward0": ("index",),
-    "SelectScatterBackward0": ("index",),
-}
-# What gives a tensor other dimensions says which of these have one entry: along them it is broadcast later.
-RESHAPING = {f"{name}Backward0" for name in ("ReshapeAlias", "Squeeze", "UnsafeView", "View")}
+# Saved numbers that each entry is multiplied with, added to or compared with. They move no entry, and are floats.
+FACTORS = {
+    f"_saved_{name}"
+    for name in ("alpha", "beta", "correction", "delta", "dropout", "dropout_p", "eps", "epsilon", "exponent",
+                 "grad_factor", "initial", "input_scale", "lambd", "lower", "margin", "max", "max_val", "maxnorm",
+                 "min", "min_val", "negative_slope", "ord", "other", "p", "scalar", "scalars", "scale", "scales",
+                 "scales_d", "scales_h", "scales_w", "self", "threshold", "value", "weight")
+}  # fmt: skip
+# Saved sizes that grow with the batch or with its texts, beside those with ``_sym_`` in their names.
+SIZES = {
+    f"_saved_{name}"
+    for name in ("H", "HxW", "N", "W", "batch_sizes", "input_lengths", "max_k", "max_q", "max_seqlen_batch_k",
+                 "max_seqlen_batch_q", "target_lengths")
+}  # fmt: skip
 
 # An operation in place on a part of a tensor; its first input is the whole tensor before. It doesn't say which part.
 COPY_INTO_SLICES = "torch::autograd::CopySlices"
 
 
-def said_by(node: Any) -> Any:
-    """What an operation says, beside its kind, of how it moves, joins or cuts off entries; None where it says nothing.
+def said_by(node: Any) -> int | None:
+    """A number for all that an operation saved, beside tensors, factors and sizes; None where there is nothing.
 
-    Sizes are left out, since they change with the batch. Of tensors that are broadcast, where they have ones stays.
+    ``rot90`` by 1 and by 3 have two numbers. ``h[:, :-1]`` has one number at every length of ``h``.
     """
-    kind: Any = type(node)
-    if (getter := _getter(kind)) is not None:
-        return getter(node)
-    if (name := kind.__name__) in RESHAPING:
-        shape = shape_of((node, 0))
-        return len(shape), 1 in shape and tuple([dim for dim, size in enumerate(shape) if size == 1])
-    if name == "ExpandBackward0":
-        return tuple([size == 1 for size in node._saved_self_sym_sizes])
-    if name == "RepeatBackward0":
-        return tuple([times == 1 for times in node._saved_repeats])
-    if name == "SliceBackward0":
-        return node._saved_dim, _range_of_slice(node)
-    if name == "SplitBackward0":
-        return node._saved_dim, len(node._input_metadata)
-    return None
+    return None if (signature := _signatures[type(node)]) is None else _number_of(signature(node))
 
 
-def _range_of_slice(node: Any) -> Any:
-    """From where to where a slice goes; None of a parameter, none of whose rows is an example's."""
+@functools.lru_cache(1 << 16)
+def _number_of(signature: Any) -> int:
+    """A number of its own for each signature. Torch saves -4 as 2**64 - 4, whose hash in Python is that of 4."""
+    return next(NUMBERS)
+
+
+class _Signatures(dict[type, Callable[[Any], Any] | None]):
+    """{type of nodes: what gives the signature of one}, filled at the first node of each type."""
+
+    def __missing__(self, kind: type) -> Callable[[Any], Any] | None:
+        self[kind] = own = SIGNATURES.get(kind.__name__.removesuffix("_copy")) or _values(kind)
+        return own
+
+
+def _values(kind: type) -> Callable[[Any], Any] | None:
+    """What gives the saved numbers and words of a node by value. A tensor isn't read, since that would unpack it."""
+    names = [name for name in dir(kind) if name.startswith("_saved_") and not hasattr(kind, f"_raw{name}")]
+    names = [name for name in names if "_sym_" not in name and name not in FACTORS | SIZES]
+    return operator.attrgetter(*names) if names else None
+
+
+def _ones(node: Any) -> Any:
+    """How many dimensions a node's output has, and which of them have one entry: along these it is broadcast later."""
+    shape = node._input_metadata[0].shape
+    return len(shape), 1 in shape and tuple([dim for dim, size in enumerate(shape) if size == 1])
+
+
+def _expanded(node: Any) -> Any:
+    return tuple([size == 1 for size in node._saved_self_sym_sizes])
+
+
+def _repeated(node: Any) -> Any:
+    return tuple([times == 1 for times in node._saved_repeats])
+
+
+def _split(node: Any) -> Any:
+    """Along which dimension, and into how many parts, of which the last may be a smaller one."""
+    dim, size = node._saved_dim, node._saved_split_size
+    return dim, -(-node._saved_self_sym_sizes[signed(dim)] // max(1, size))
+
+
+def _slice(node: Any) -> Any:
+    """Along which dimension a slice goes, and from where to where; of a parameter, the dimension alone."""
+    dim = node._saved_dim
     if type(node.next_functions[0][0]) is ACCUMULATE:
-        return None
-    size = node._saved_self_sym_sizes[signed(node._saved_dim)]
-    # A whole text may be cut off where it ends, or not.
-    return node._saved_start, None if signed(node._saved_end) >= size else node._saved_end, node._saved_step
+        return dim
+    size = node._saved_self_sym_sizes[signed(dim)]
+    return dim, *_range(node._saved_start or 0, node._saved_end, size), node._saved_step
 
 
-@functools.cache
-def _getter(kind: type) -> Callable[[Any], Any] | None:
-    """What gives all that nodes of a type say; None where they say nothing, or nothing but sizes."""
-    if kind.__name__ in ("RepeatBackward0", "SliceBackward0", "SplitBackward0"):
+def _slice_scatter(node: Any) -> Any:
+    dim = node._saved_dim
+    size = shape_of((node, 0))[signed(dim)]
+    return dim, *_range(node._saved_start or 0, node._saved_end, size), node._saved_step
+
+
+def _narrow_copy(node: Any) -> Any:
+    dim, start = node._saved_dim, signed(node._saved_start)
+    size = node._saved_self_sym_sizes[signed(dim)]
+    start += size if start < 0 else 0
+    return dim, *_range(start, start + node._saved_length, size)
+
+
+def _range(start: int, end: int | None, size: int) -> tuple[int | None, int | None]:
+    """Where a slice begins and ends, of so many entries."""
+    return _from_nearer_end(start, size), _from_nearer_end(end, size)
+
+
+def _from_nearer_end(place: int | None, size: int) -> int | None:
+    """A place, counted from the nearer end: 2 of 9 is 2, 7 of 9 is -2, and 9 of 9 and all beyond is None.
+
+    So ``h[:, : T - 1]`` is the same slice at every T, as ``h[:, :-1]`` is, which torch saves as it was given.
+    """
+    if place is None or (place := signed(place)) >= size:
         return None
-    saved = [f"_saved_{name}" for name in (*SAID, *SAID_BY.get(kind.__name__, ()))]
-    saved = [name for name in saved if hasattr(kind, name)]
-    return operator.attrgetter(*saved) if saved else None
+    return place - size if 2 * place > size else place
+
+
+def _strided(node: Any) -> Any:
+    """Of all entries in their order, what a view says; else sizes, strides and offset, and the shape they are used on.
+
+    ``h.view(B, heads, T, d).transpose(1, 2).mul_(2)`` has such a node. Its first dimension divides the input into equal
+    parts, so that B is left out, and of the input's first dimension there is how much of it goes to each part.
+    """
+    size, stride, offset = node._saved_size, node._saved_stride, node._saved_storage_offset
+    edge = node.next_functions[0]
+    shape = shape_of(edge) if edge[0] is not None else torch.Size()
+    in_order = [math.prod(size[dim:]) for dim in range(len(size) + 1)]
+    if not offset and (in_order[0], *stride) == (shape.numel(), *in_order[1:]):
+        return _ones(node)
+    if size and shape and shape[0] % max(1, size[0]) == 0 and size[0] * stride[0] == shape.numel():
+        return size[1:], stride, offset, shape[0] // max(1, size[0]), shape[1:]
+    return size, stride, offset, None, shape
+
+
+def _resized(node: Any) -> Any:
+    """By how much an image or a sequence is enlarged; its size where that is no whole number."""
+    sizes = zip(node._saved_output_size, node._saved_self_sym_sizes[2:], strict=True)
+    by = [(new // old, 0) if new % old == 0 else (new, old) for new, old in sizes]
+    return tuple(by), getattr(node, "_saved_align_corners", None)
+
+
+UPSAMPLING = ("Bicubic2D", "Bicubic2DAa", "Bilinear2D", "Bilinear2DAa", "Lanczos2DAa", "Linear1D", "Nearest1D",
+              "Nearest2D", "Nearest3D", "NearestExact1D", "NearestExact2D", "NearestExact3D",
+              "Trilinear3D")  # fmt: skip
+# Operations whose saved numbers may grow with the batch, or that save too little, with what their signature is.
+SIGNATURES: dict[str, Callable[[Any], Any]] = {
+    "AffineGridGeneratorBackward0": lambda node: (node._saved_size[1:], node._saved_align_corners),
+    "AsStridedBackward0": _strided,
+    "AsStridedBackward1": _strided,
+    "AsStridedScatterBackward0": _strided,
+    "ExpandBackward0": _expanded,
+    "NarrowCopyBackward0": _narrow_copy,
+    "RepeatBackward0": _repeated,
+    "SliceBackward0": _slice,
+    "SliceScatterBackward0": _slice_scatter,
+    "SplitBackward0": _split,
+    "UnsafeSplitBackward0": _split,
+    **{f"Upsample{name}Backward0": _resized for name in UPSAMPLING},
+    **{f"{name}Backward0": _ones for name in ("ReshapeAlias", "ReshapeCopy", "Squeeze", "UnsafeView", "View")},
+}
+_signatures = _Signatures()
+NUMBERS = itertools.count()
 
 
 def shape_of(edge: Edge) -> torch.Size:
