@@ -108,8 +108,6 @@ class FirstPasses:
             exact: use no form of a norm that may cancel, and wait for a GPU where that takes it.
         """
         losses = self._scaled(losses)
-        if self.calls is not None:
-            self.calls.used()
         found = self._pass(losses, keep, exact, retain_graph)
         if found is None:
             found = self._pass(losses, keep, exact, retain_graph, anew=True)
@@ -132,7 +130,7 @@ class FirstPasses:
             uses = read_graph(losses, self.index)
             trained = self.trained()
             layout = self._layouts.lay_out(
-                losses, uses, self.index, forward=self._forward(), indices=self._indices, anew=anew
+                losses, uses, self.index, forward=self._forward(losses), indices=self._indices, anew=anew
             )
             calls, check, self.is_open = layout.calls, layout.check, not layout.stored
             chosen, keep = keep is Keep.CHOSEN, self._keep_of(keep, calls)
@@ -170,9 +168,9 @@ class FirstPasses:
         half = losses.dtype == torch.float16 or any(call.dtype == torch.float16 for call in uses.calls)
         return len(losses) > 1 and not half and not is_traced()
 
-    def _forward(self) -> Forward | None:
-        """What runs the forward behind the losses again."""
-        return self.forward or (None if self.calls is None else self.calls.forward)
+    def _forward(self, losses: Tensor) -> Callable[[], Forward | None]:
+        """Finds what runs the forward behind the losses again."""
+        return lambda: self.forward or (None if self.calls is None else self.calls.behind(losses))
 
     def _keep_of(self, keep: Keep, calls: Sequence[LayerCall]) -> Keep:
         """What is kept of these uses of layers, by the second pass that was asked for and the memory budget."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from ghostclip.clipper.cutting import cut
+from ghostclip.clipper.cutting import cut, tensors_of
 from ghostclip.clipper.replay import Replay, is_trial
+from ghostclip.graph.nodes import ACCUMULATE, from_below
 from ghostclip.graph.overwritten import Forward, overwriting
 
 __all__ = ["ModelCalls", "forward_of", "without_ranks"]
@@ -44,32 +49,44 @@ def forward_of(model: nn.Module, loss_fn: LossFunction, batch: Any, rows: int | 
     return forward
 
 
-class ModelCalls:
-    """Notes the calls of a model since its last backward, to run them again where no loss function is known.
+class _Call(NamedTuple):
+    """A call of a model: weak references to tensors among its arguments, and the number of the next node then."""
 
-    It is a hook of the model. A copy of the model, or one that was stored, has one without a clipper, which does
-    nothing.
+    arguments: Sequence[Any]
+    structure: TreeSpec
+    number: int
+
+    def given(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """(args, kwargs); None where a tensor is gone."""
+        leaves = [each() if isinstance(each, weakref.ref) else each for each in self.arguments]
+        return None if None in map(type, leaves) else tree_unflatten(leaves, self.structure)
+
+
+class ModelCalls:
+    """Notes the calls of a model, to run those behind some losses again where no loss function is known.
+
+    It is a hook of the model. A copy of the model, or one that was stored, has one without a model, which does nothing.
+    It keeps nothing alive.
 
     Args:
         model: whose calls are noted.
     """
 
-    # Who calls its model more often without a backward doesn't clip.
+    # Who calls its model more often for one batch has to give a loss function.
     MOST = 64
 
     def __init__(self, model: nn.Module | None) -> None:
-        self._model = model
-        self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        self._used = False
+        self._model = None if model is None else weakref.ref(model)
+        self._calls: deque[_Call] = deque(maxlen=self.MOST)
         if model is not None:
             model.register_forward_pre_hook(self, with_kwargs=True)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._model is not None and torch.is_grad_enabled() and not is_trial() and not torch.compiler.is_compiling():
-            if self._used:
-                self._calls, self._used = [], False
-            self._calls.append((args, kwargs))
-            del self._calls[: -self.MOST]
+        if self._model is None or not torch.is_grad_enabled() or is_trial() or torch.compiler.is_compiling():
+            return
+        leaves, structure = tree_flatten((args, kwargs))
+        arguments = [weakref.ref(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._calls.append(_Call(arguments, structure, torch._C._autograd._get_sequence_nr()))
 
     def __deepcopy__(self, memo: Any) -> ModelCalls:
         return ModelCalls(None)
@@ -77,28 +94,32 @@ class ModelCalls:
     def __reduce__(self) -> tuple[type, tuple[None]]:
         return ModelCalls, (None,)
 
-    def used(self) -> None:
-        """A backward went through their graphs: the next call is one of the next step."""
-        self._used = True
+    def behind(self, losses: Tensor) -> Forward | None:
+        """Runs those calls again that made some of the graph of ``losses``; None where none did."""
+        numbers = sorted({node._sequence_nr() for node in from_below(losses.grad_fn) if type(node) is not ACCUMULATE})
+        starts = [*(call.number for call in self._calls), torch._C._autograd._get_sequence_nr()]
+        calls = [
+            call
+            for call, start, stop in zip(self._calls, starts, starts[1:], strict=False)
+            if bisect_left(numbers, start) < bisect_left(numbers, stop)
+        ]
+        return functools.partial(self._run, calls) if calls else None
 
-    @property
-    def forward(self) -> Forward | None:
-        """Runs them again; None where there were none."""
-        return self._run if self._calls else None
-
-    def _run(self, part: int, examples: int) -> Sequence[Tensor]:
-        model = self._model
+    def _run(self, calls: Sequence[_Call], part: int, examples: int) -> Sequence[Tensor]:
+        model = None if self._model is None else self._model()
         assert model is not None
+        found = list[Tensor]()
         with Replay(model).again(gradients=True):
-            found = []
-            for args, kwargs in self._calls:
-                rows = overwriting(part, examples)
+            for call in calls:
+                if (given := call.given()) is None:
+                    raise RuntimeError("what the model was given isn't there any more")
+                args, kwargs, rows = *given, overwriting(part, examples)
                 args = tuple([cut(each, examples, rows) for each in args])
                 kwargs = {name: cut(each, examples, rows) for name, each in kwargs.items()}
                 # What has no examples may have been computed from them.
                 args, kwargs = tree_map(lambda leaf: _other(leaf, part, examples), (args, kwargs))
-                found += [each for each in tree_leaves(model(*args, **kwargs)) if isinstance(each, Tensor)]
-            return [each for each in found if each.requires_grad]
+                found += [tensor for _, tensor in tensors_of(model(*args, **kwargs), examples)]
+        return [tensor for tensor in found if tensor.requires_grad]
 
 
 def _other(leaf: Any, part: int, examples: int) -> Any:

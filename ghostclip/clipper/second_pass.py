@@ -180,10 +180,9 @@ class TwoPasses(FirstPasses):
         try:
             with in_our_words(), self.placed():
                 if wanted:
-                    marks = None
-                    if run.seen is not None:
-                        marks = MARKS.drawn(losses)
-                        sums = WeightedSums(self._by_owner(weights, run.scale * marks), finite)
+                    marks = None if run.seen is None else MARKS.drawn(losses)
+                    scale = self.scale if marks is None else self.scale * marks
+                    sums = WeightedSums(self._by_owner(weights, scale), finite)
                     sink = Reweighting(run.layout, done, sums, add, run.seen, marks)
                     keep, ends = retain_graph or not whole, None if whole else wanted
                     with nullcontext() if run.random_states is None else run.random_states.again():

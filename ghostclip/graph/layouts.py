@@ -143,14 +143,14 @@ class Layouts:
     _largest: dict[int, float] = field(default_factory=dict)
 
     def lay_out(
-        self, losses: Tensor, uses: Uses, names: ParameterNames, *, forward: Forward | None = None,
+        self, losses: Tensor, uses: Uses, names: ParameterNames, *, forward: Callable[[], Forward | None] = lambda: None,
         indices: Sequence[RowIndex] = (), anew: bool = False,
     ) -> RowLayout:  # fmt: skip
         """Every use of a parameter behind ``losses`` [B], and how each call's rows belong to the examples.
 
         Args:
             losses, uses, names: what `read_graph` was given and found.
-            forward: runs the forward again on other examples; None where nothing can.
+            forward: finds what runs the forward again on other examples; None where nothing can.
             indices: whose the rows are that somebody says; they must agree.
             anew: measure this batch whatever is known.
 
@@ -217,7 +217,12 @@ class Layouts:
         return RowLayout([*calls, *(() if region is None else region.uses)], folded, stored=not uses.calls)
 
     def _measured(
-        self, losses: Tensor, uses: Uses, names: ParameterNames, forward: Forward | None, indices: Sequence[RowIndex]
+        self,
+        losses: Tensor,
+        uses: Uses,
+        names: ParameterNames,
+        forward: Callable[[], Forward | None],
+        indices: Sequence[RowIndex],
     ) -> RowLayout:
         """Measures a batch, and stores what was found where it will hold."""
         examples, key = len(losses), uses.structure
@@ -250,7 +255,12 @@ class Layouts:
         return owned
 
     def _region(
-        self, losses: Tensor, uses: Uses, owned: Mapping[Subject, Owned], names: ParameterNames, forward: Forward | None
+        self,
+        losses: Tensor,
+        uses: Uses,
+        owned: Mapping[Subject, Owned],
+        names: ParameterNames,
+        forward: Callable[[], Forward | None],
     ) -> SharedSubgraph | None:
         """What all examples share, which must be the same whatever they are; None where nothing is shared."""
         for sure in (True, False):
@@ -404,15 +414,17 @@ def _check_calls(
 def _check_index(call: LayerCall, rows: Rows, indices: Sequence[RowIndex], names: ParameterNames) -> None:
     """Raises unless the rows belong to the examples that ``batch_index`` says."""
     size = call.shape[rows.dim]
-    said = next((index for index in indices if len(index) == size), None)
-    if said is None or said is rows.order:
+    said = [index.index for index in indices if len(index) == size]
+    if not said or any(index is rows.order for index in indices):
         return
     if isinstance(rows.order, RowIndex):
         own, used = rows.order.index, rows.order.used
     else:
-        own, used = RowIndex.in_order(size, said.examples, rows.order, call.device), None
-    differs = own != said.index
-    if bool((differs if used is None else differs & used).any()):
+        own, used = RowIndex.in_order(size, indices[0].examples, rows.order, call.device), None
+    if size == indices[0].examples:  # or one of each example
+        said.append(torch.arange(size, device=call.device))
+    different = [own != index for index in said]
+    if all(bool((differs if used is None else differs & used).any()) for differs in different):
         raise UnsupportedModelError(
             f"{names.layer(call)}: its {size} rows do not belong to the examples that batch_index says; correct it, or "
             "leave it out",

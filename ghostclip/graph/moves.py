@@ -101,8 +101,8 @@ class Movements:
     def moved(self, uses: Uses, examples: int) -> bool:
         """Whether some operation moves the examples in this batch."""
         return any(_moves(uses.nodes[place], dim, examples) for place, dim in self.indexed) or any(
-            _unit(shape_of(uses.nodes[place].next_functions[0]), before, examples)
-            != _unit(shape_of((uses.nodes[place], 0)), after, examples)
+            _unit(_shape(uses.nodes[place].next_functions[0]), before, examples)
+            != _unit(_shape((uses.nodes[place], 0)), after, examples)
             for place, before, after in self.views
         )
 
@@ -160,7 +160,7 @@ def _static_reason(node: Any, word: str, owned: Mapping[Edge, Owned], constant: 
         return f"{name} sums over the examples' dimension" if _contracts(node, owned, constant) else ""
     if ATTENTION.search(word):
         sides = [(edge, _dim(edge, owned)) for edge in node.next_functions[1:3]]
-        crosses = any(dim is not None and dim == len(shape_of(edge)) - 2 for edge, dim in sides)
+        crosses = any(dim is not None and dim == len(_shape(edge)) - 2 for edge, dim in sides)
         return f"{name} attends over the examples' dimension" if crosses else ""
     if word in POINTWISE:
         return f"{name} moves the examples to another dimension" if _shifts(node, owned) else ""
@@ -175,6 +175,12 @@ def _word(node: Any) -> str:
     return found[1] if found else ""
 
 
+def _shape(edge: Edge) -> torch.Size:
+    """The shape of a tensor; a layer's output may be a view of what its node gave."""
+    call = getattr(edge[0], "call", None)
+    return torch.Size(call.shape) if isinstance(call, LayerCall) else shape_of(edge)
+
+
 def _dim(edge: Edge, owned: Mapping[Edge, Owned]) -> int | None:
     """The dimension that has the examples; None where there is none, or it isn't known."""
     found = owned.get(edge)
@@ -185,9 +191,9 @@ def _contracts(node: Any, owned: Mapping[Edge, Owned], constant: set[Any]) -> bo
     """Whether a product sums over the examples' dimension with a factor that isn't made of parameters alone."""
     left, right = node.next_functions[-2:]
     dims = _dim(left, owned), _dim(right, owned)
-    if dims[0] is not None and dims[0] == len(shape_of(left)) - 1 and right[0] not in constant:
+    if dims[0] is not None and dims[0] == len(_shape(left)) - 1 and right[0] not in constant:
         return True
-    return dims[1] is not None and dims[1] == max(len(shape_of(right)) - 2, 0) and left[0] not in constant
+    return dims[1] is not None and dims[1] == max(len(_shape(right)) - 2, 0) and left[0] not in constant
 
 
 def _shifts(node: Any, owned: Mapping[Edge, Owned]) -> bool:
@@ -198,7 +204,7 @@ def _shifts(node: Any, owned: Mapping[Edge, Owned]) -> bool:
             continue
         for output in outputs:
             other = _dim(output, owned)
-            if other is not None and other - len(shape_of(output)) != dim - len(shape_of(edge)):
+            if other is not None and other - len(_shape(output)) != dim - len(_shape(edge)):
                 return True
     return False
 
@@ -267,7 +273,7 @@ def moved_dimensions(node: Any, examples: int) -> set[int]:
     it is at least that of a batch.
     """
     word = _word(node)
-    shape = shape_of(node.next_functions[0] if node.next_functions[0][0] is not None else (node, 0))
+    shape = _shape(node.next_functions[0] if node.next_functions[0][0] is not None else (node, 0))
     moved = set(saved_dimensions(node, len(shape)))
     if isinstance(indices := getattr(node, "_saved_indices", None), tuple):
         moved = _indexed_dimensions(indices, shape)
@@ -296,7 +302,7 @@ def _copies_in_place(node: Any, dim: int) -> bool:
         return True
     if dim < 0:
         return False
-    shape = shape_of((node, 0))
+    shape = _shape((node, 0))
     numbers = torch.arange(shape[dim], dtype=node._input_metadata[0].dtype, device=node._input_metadata[0].device)
     if not numbers.is_floating_point() or shape[dim] > 2 / torch.finfo(numbers.dtype).eps:
         return False
@@ -329,7 +335,7 @@ def _scattered_dimensions(mask: Tensor, source: Edge) -> set[int]:
     rows stay in place.
     """
     counts = mask.flatten(1).sum(1) if mask.dim() > 1 else mask.long()
-    whole = source[0] is None or shape_of(source).numel() == int(counts.sum())
+    whole = source[0] is None or _shape(source).numel() == int(counts.sum())
     rows_stay = whole and bool((counts == counts[:1]).all())
     return set(range(int(rows_stay), mask.dim()))
 

@@ -193,10 +193,8 @@ NUMBERS = itertools.count()
 
 
 def shape_of(edge: Edge) -> torch.Size:
-    """The shape of a tensor of the graph; a layer's output may be a view of what its node gave."""
+    """The shape of a tensor of the graph."""
     node, number = edge
-    if isinstance(call := getattr(node, "call", None), LayerCall):
-        return torch.Size(call.shape)
     return torch.Size(tuple(node._input_metadata[number].shape))
 
 

@@ -45,7 +45,7 @@ def overwriting(part: int, rows: int) -> list[int]:
 
 
 def check_shared(
-    uses: Uses, shared: Sequence[Any], examples: int, names: ParameterNames, forward: Forward | None
+    uses: Uses, shared: Sequence[Any], examples: int, names: ParameterNames, forward: Callable[[], Forward | None]
 ) -> None:
     """Raises UnsupportedModelError unless what these nodes saved is the same whatever the examples are.
 
@@ -54,19 +54,19 @@ def check_shared(
         shared: its nodes that all examples share.
         examples: B.
         names: of the model.
-        forward: runs it again; None where nothing can.
+        forward: finds what runs it again; None where nothing can.
     """
     known = made_of_parameters(uses)
     questions = [node for node in shared if node not in known and type(node) is not ACCUMULATE]
     if not questions:
         return
     what = _in_words(questions[0], names)
-    if forward is None:
+    if (run := forward()) is None:
         raise UnsupportedModelError(f"{what} depends on the examples could not be tried; {REMEDY}", place=questions[0])
     graphs = []
     for part in (0, 1):
         try:
-            graphs.append(_Graph(forward(part, examples), names))
+            graphs.append(_Graph(run(part, examples), names))
         except UnsupportedModelError:
             raise
         except Exception as error:

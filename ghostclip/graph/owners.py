@@ -102,8 +102,8 @@ class Owned:
         rows: how its rows belong to the examples; None where rows of every dimension belong to several.
         zero: all of its gradient is zero, so that nothing was shown.
         shown: rows of at least two examples were shown.
-        open: several examples may have a part in the rows all the same: one large example outweighs others, and one
-            that isn't finite hides them.
+        open: several examples may have a part in the rows all the same: one large example outweighs others, to within
+            `Marks.tolerance` if not by more, or one that isn't finite hides them.
         unclear: the rows fit another order or dimension as well, as where only a diagonal isn't zero.
     """
 
@@ -156,7 +156,12 @@ def owners(
         elif ways:
             best, own = max(ways, key=lambda way: len(way[1].unique())) if len(ways) > 1 else ways[0]
             several = bool((own != own[:1]).any())
-            hidden = not several and _hidden(plain[subject, best.dim][0], best, own, losses)
+            key = subject, best.dim
+            index = best.owners(len(plain[key][0]), len(losses), losses.device)
+            off, _ = _compared(
+                plain[key], marked[key], marks[index], run.floor(subject), run.marks, run.rounding(key[0])
+            )
+            hidden = bool(off.any()) or (not several and _hidden(plain[key][0], best, own, losses))
             found[subject] = Owned(best, shown=several, open=hidden, unclear=len(ways) > 1)
     left = [subject for subject in dims if subject not in found]
     return found | (run.by_digits(left) if left else {})
@@ -252,6 +257,10 @@ class _Measurement:
         dtype = torch.float32 if node.dtype == torch.bfloat16 else node.dtype
         return torch.finfo(dtype).tiny * 2.0**60
 
+    def rounding(self, subject: Subject) -> float:
+        """What share of its largest entry a row may be off that one example alone has a part in."""
+        return 0.0 if self.marks.floor is None else self.marks.tolerance
+
     def numbers(self, dims: Mapping[Subject, Sequence[int]], seed: Tensor) -> dict[tuple[Subject, int], Any]:
         """{(subject, dimension): `numbers`} of the gradients of a backward that starts from ``seed`` [B]."""
         found: dict[tuple[Subject, int], Any] = {}
@@ -298,6 +307,7 @@ class _Measurement:
         }
         several = {key: torch.zeros_like(each, dtype=torch.bool) for key, each in owner.items()}
         readable = {key: torch.zeros_like(each, dtype=torch.bool) for key, each in owner.items()}
+        loose = {key: torch.zeros_like(each, dtype=torch.bool) for key, each in owner.items()}
         rest, place = torch.arange(examples, device=self._losses.device), 1
         while place < examples:
             digit_of = _shuffled(levels, self._losses.device)  # {level: digit}
@@ -309,6 +319,7 @@ class _Measurement:
                 inside = (level >= 0) & (level < levels)
                 own = self.marks.of(level.clamp(0, levels - 1), each[0])
                 off, clear = _compared(each, seen[key], own, self.floor(key[0]), self.marks)
+                loose[key] |= _compared(each, seen[key], own, self.floor(key[0]), self.marks, self.rounding(key[0]))[0]
                 several[key] |= off | (clear & ~inside)
                 readable[key] |= clear
                 owner[key] += torch.where(clear, digit_of[level.clamp(0, levels - 1)], 0) * place
@@ -325,14 +336,15 @@ class _Measurement:
             index = torch.where(clear, owner[subject, best], 0)
             rows = Rows(best, RowIndex(index, examples, None if bool(clear.all()) else clear))
             spoilt = not bool(plain[subject, best][0].isfinite().all())
-            found[subject] = Owned(rows, shown=counted[best] > 1, open=counted[best] < 2 or spoilt)
+            hidden = counted[best] < 2 or spoilt or bool(loose[subject, best].any())
+            found[subject] = Owned(rows, shown=counted[best] > 1, open=hidden)
         return found
 
 
 def numbers(grad: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """For each row of a gradient along one dimension its largest entry and a fixed random projection, [rows] each."""
     if grad.is_complex():
-        grad = torch.view_as_real(grad)
+        grad = torch.view_as_real(grad.resolve_conj())
     if grad.dtype not in (torch.float32, torch.float64):
         grad = grad.float()
     rows = grad.movedim(dim, 0).flatten(1) if grad.dim() > 1 else grad.reshape(-1, 1)
@@ -348,8 +360,9 @@ def _direction(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _compared(
-    plain: tuple[Tensor, Tensor], marked: tuple[Tensor, Tensor], marks: Tensor, floor: float, way: Marks
-) -> tuple[Tensor, Tensor]:
+    plain: tuple[Tensor, Tensor], marked: tuple[Tensor, Tensor], marks: Tensor, floor: float, way: Marks,
+    tolerance: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Which rows do not fit their marks, and which show whose they are, [rows] bool each.
 
     A row shows nothing if it is zero in both backwards, tiny, or not finite. One that is zero in the plain backward
@@ -357,8 +370,8 @@ def _compared(
     """
     (largest, projected), (largest_now, projected_now) = plain, marked
     ratio = marks.to(largest.dtype) / way.plain
-    near = way.tolerance * ratio * largest
-    fit = ((largest_now - ratio * largest).abs() <= near) & ((projected_now - ratio * projected).abs() <= near)
+    apart = torch.maximum((largest_now - ratio * largest).abs(), (projected_now - ratio * projected).abs())
+    fit = apart <= (way.tolerance if tolerance is None else tolerance) * ratio * largest
     clear = (largest > floor) & largest.isfinite() & largest_now.isfinite()
     return (clear & ~fit) | ((largest == 0) & (largest_now > floor)), clear
 

@@ -8,6 +8,7 @@ Inside, tensors are [T, B, E], as in torch: examples are in dimension 1.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -187,6 +188,10 @@ class MultiheadAttention(GhostLayer, torch.nn.MultiheadAttention, wraps=torch.nn
             weights = F.dropout(weights, p=dropout)
         attended = torch.bmm(weights, v).transpose(0, 1).reshape(target * examples, self.embed_dim)
         return attended, weights.view(examples, self.num_heads, target, source)
+
+    def example_dims(self, call: LayerCall) -> Sequence[int]:
+        added = any(name in ("bias_k", "bias_v") for name in call.parameters)
+        return (call.batch_dim,) if added else range(len(call.shape) - 1)
 
     @classmethod
     def parameter_names(cls, module: torch.nn.Module) -> tuple[str, ...]:

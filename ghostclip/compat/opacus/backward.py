@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ghostclip.clipper.replay import is_trial
 from ghostclip.compat.opacus.core import CoreEngine
 from ghostclip.compat.opacus.model_losses import loss_of_rows
 from ghostclip.errors import LossShapeError, PrivacyError
@@ -92,7 +93,7 @@ class ScalarLosses:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
         """The outputs, cut off from their graph where they belong to a batch."""
-        if not torch.is_grad_enabled() or (turn := self._turn) is None:
+        if not torch.is_grad_enabled() or is_trial() or (turn := self._turn) is None:
             return outputs
         leaves, structure = tree_flatten(outputs)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -289,6 +289,8 @@ class BroadcastBoundary:
 
     def _at(self, entries: Tensor, grad: Tensor) -> Tensor:
         """A gradient of the output that is zero but for the given entries along ``dim``."""
+        if not grad.dim():
+            return grad if len(entries) else torch.zeros_like(grad)
         alone = torch.zeros_like(grad, memory_format=torch.contiguous_format)
         alone.movedim(self.dim, 0)[entries] = grad.movedim(self.dim, 0)[entries]
         return alone

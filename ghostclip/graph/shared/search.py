@@ -21,7 +21,7 @@ from ghostclip.graph.shared.boundary import BroadcastBoundary
 from ghostclip.graph.shared.subgraph import SharedSubgraph, parameters_of
 from ghostclip.nn.base import LayerCall
 
-__all__ = ["may_be_shared", "edges_above", "edges_of", "mixes", "shared_part", "without_boundaries"]
+__all__ = ["edges_above", "edges_of", "may_be_shared", "mixes", "shared_part", "without_boundaries"]
 
 
 def edges_of(uses: Uses, nodes: Sequence[Any], losses: Tensor) -> list[Edge]:
