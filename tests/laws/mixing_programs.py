@@ -16,7 +16,19 @@ from law_programs import Program, squares
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["EXAMPLES", "GATED", "GATES", "HOOKS", "MIXTURES", "NETWORKS", "NEVER", "TOO_WEAK", "WHOLE", "between", "hooked"]
+__all__ = [
+    "EXAMPLES",
+    "GATED",
+    "GATES",
+    "HOOKS",
+    "MIXTURES",
+    "NETWORKS",
+    "NEVER",
+    "TOO_WEAK",
+    "WHOLE",
+    "between",
+    "hooked",
+]
 
 Mixture = Callable[[Tensor], Tensor]
 EXAMPLES = 8

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import torch
-from honest_programs import random_subject
+from honest_programs import Subject, random_subject
 from law_programs import Program
 from mixing_programs import EXAMPLES, MIXTURES, TOO_WEAK
 from torch import Tensor, nn
@@ -42,26 +41,27 @@ def has_two_owners(mixing: Mixing, model: nn.Module, losses: Tensor) -> bool:
     return bool((second > 1e-3 * largest).any()) and any(bool(grad.any()) for grad in below if grad is not None)
 
 
-def _drawn(seed: int) -> tuple[Program, nn.Module]:
+def _drawn(seed: int) -> tuple[Subject, Mixing, int]:
+    """A chain with a mixture between its blocks, the mixture, and a number of positions."""
     choose = random.Random(seed)
     while True:
         subject, _, length = random_subject(choose.randrange(1 << 30))
-        if not hasattr(subject.model, "blocks"):
-            continue
         mixing = Mixing(choose.choice(STRONG))
-        subject.model.blocks.insert(choose.randint(0, len(subject.model.blocks)), mixing)
-        inputs = subject.draw(0, EXAMPLES, length, torch.float32)
-        losses = subject.losses_of(subject.model, inputs)
-        if losses.requires_grad and has_two_owners(mixing, subject.model, losses):
-            mixing.read = torch.zeros(0)
-            program = Program(
-                f"{subject.recipe}; {mixing.name}", lambda: subject.model,
-                lambda number: subject.draw(number, EXAMPLES, length, torch.float32),
-                lambda model, *values: subject.losses_of(model, values), "RR", subject.wrap,
-            )  # fmt: skip
-            return program, subject.model
+        if hasattr(subject.model, "blocks"):
+            subject.model.blocks.insert(choose.randint(0, len(subject.model.blocks)), mixing)
+            losses = subject.losses_of(subject.model, subject.draw(0, EXAMPLES, length, torch.float32))
+            if losses.requires_grad and has_two_owners(mixing, subject.model, losses):
+                return subject, mixing, length
 
 
 def mixed_program(seed: int) -> Program:
-    """A random chain with a mixture between its blocks; a function of the seed alone."""
-    return replace(_drawn(seed)[0], build=lambda: _drawn(seed)[1])
+    """A random chain in which a row has two owners; a function of the seed alone."""
+    subject, mixing, length = _drawn(seed)
+    return Program(
+        f"{subject.recipe}; {mixing.name}",
+        lambda: _drawn(seed)[0].model,
+        lambda number: subject.draw(number, EXAMPLES, length, torch.float32),
+        lambda model, *values: subject.losses_of(model, values),
+        "RR",
+        subject.wrap,
+    )

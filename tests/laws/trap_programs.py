@@ -1,7 +1,7 @@
 """Programs that a stored layout, or marks read carelessly, get wrong.
 
-Each function makes one trap: its docstring says which rule it is about, its letters what must come of each batch. After a
-refusal the next batch is judged anew.
+Each function makes one trap: its docstring says which rule it is about, its letters what must come of each batch.
+After a refusal the next batch is judged anew.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TRAPS: list[Program] = []
 
 
 def trap(expect: str, **options: Any) -> Callable[[Callable[[], tuple[Any, ...]]], None]:
-    """Adds the program that a function describes: its model, a batch by number, and its losses where they are others."""
+    """Adds the program that a function describes: its model, a batch by number, and losses other than `squares`."""
 
     def add(describe: Callable[[], tuple[Any, ...]]) -> None:
         build, batch, *losses = describe()
@@ -98,7 +98,7 @@ class MaskedPooling(GraphNetwork):
 
 @trap("EEEEE")
 def graphs_of_one_size_then_of_others() -> tuple[Any, ...]:
-    """A contraction over the examples' dimension with data is measured in every batch: the number of nodes is the same."""
+    """A contraction over the examples' dimension with data is measured in every batch; here all have 16 nodes."""
     return GraphNetwork, of_sizes(SQUARE, SQUARE, *OTHERS)
 
 
