@@ -135,7 +135,7 @@ MIXTURES: dict[str, Mixture] = {
     "gathered": gathered_elsewhere,
     "scattered": scattered_elsewhere,
     "strided": strided,
-    "one entry of a hundred": lambda h: torch.cat([h.flatten(1)[:, :1].cumsum(0), h.flatten(1)[:, 1:]], 1).view_as(h),
+    "one entry of each row": lambda h: torch.cat([h.flatten(1)[:, :1].cumsum(0), h.flatten(1)[:, 1:]], 1).view_as(h),
 }  # fmt: skip
 # May be refused by name, whatever it is multiplied with.
 NEVER = ("batch norm",)
