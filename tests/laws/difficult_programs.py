@@ -1,0 +1,311 @@
+"""Honest programs whose rows are hard to assign to examples: nothing but gradients says whose they are.
+
+Each has ten batches, of several sizes; where positions are counted, there are as many as examples in some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from law_programs import Program
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+__all__ = ["BATCHES", "DIFFICULT", "EXAMPLES", "StackedGraphs", "graphs", "pooled_by_index"]
+
+BATCHES = 10
+EXAMPLES, POSITIONS = (4, 8, 2, 5, 4, 1, 12, 3, 6, 8), (4, 4, 6, 3, 8, 4, 6, 3, 4, 8)
+WIDTH, INSIDE, STATES, WORDS = 5, 6, 3, 9
+
+
+def vectors(number: int) -> tuple[Tensor]:
+    return (torch.randn(EXAMPLES[number], WIDTH),)
+
+
+def sequences(number: int) -> tuple[Tensor]:
+    return (torch.randn(EXAMPLES[number], POSITIONS[number], WIDTH),)
+
+
+def words(number: int) -> tuple[Tensor]:
+    return (torch.randint(WORDS, (EXAMPLES[number], POSITIONS[number])),)
+
+
+def four_words(number: int) -> tuple[Tensor]:
+    return (torch.randint(WORDS, (EXAMPLES[number], 4)),)
+
+
+def last_losses(model: nn.Module, *inputs: Any) -> Tensor:
+    """The model's outputs are the losses."""
+    return model(*inputs)
+
+
+class InputExperts(nn.Module):
+    """A router sends each row of the input to one expert; the experts read the input itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.head = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        weights, chosen = self.router(rows).softmax(-1).max(-1)
+        found = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            own = (chosen == number).nonzero()[:, 0]
+            found = found.index_add(0, own, expert(rows[own]) * weights[own, None])
+        return self.head(found.view_as(x).mean(1))
+
+
+def graphs(sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Nodes [R, WIDTH], a weighted adjacency [R, R] with no edge between graphs, and membership [B, R]."""
+    owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    adjacency = torch.rand(len(owner), len(owner)) * (owner[:, None] == owner)
+    return torch.randn(len(owner), WIDTH), adjacency, (owner == torch.arange(len(sizes))[:, None]).float()
+
+
+GRAPHS = ((3, 1, 4, 2), (4, 4, 4, 4), (1, 1, 1), (2, 6, 4), (5, 3), (1, 7, 4, 4), (3, 3, 3), (6, 2, 3, 5), (9,), (2, 2))
+SAME_NUMBER = (
+    (4, 4, 4),
+    (4, 4, 4),
+    (2, 6, 4),
+    (1, 5, 6),
+    (6, 3, 3),
+    (4, 4, 4),
+    (8, 2, 2),
+    (3, 4, 5),
+    (5, 5, 2),
+    (4, 4, 4),
+)
+
+
+class StackedGraphs(nn.Module):
+    """Graphs one after another: messages by a matrix, pooled in a given way."""
+
+    def __init__(self, pool: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(WIDTH, INSIDE), nn.Linear(INSIDE, INSIDE), nn.Linear(INSIDE, 3)
+        self.pool = pool
+
+    def forward(self, x: Tensor, adjacency: Tensor, members: Tensor) -> Tensor:
+        x = torch.tanh(adjacency @ self.second(torch.tanh(adjacency @ self.first(x))))
+        return self.head(self.pool(members, x))
+
+
+def pooled_by_matrix(members: Tensor, x: Tensor) -> Tensor:
+    return members @ x
+
+
+def pooled_by_mask(members: Tensor, x: Tensor) -> Tensor:
+    return (members[:, :, None] * x[None]).sum(1)
+
+
+def pooled_by_index(members: Tensor, x: Tensor) -> Tensor:
+    return x.new_zeros(len(members), x.shape[1]).index_add(0, members.argmax(0), x) / members.sum(1)[:, None]
+
+
+class Positions(nn.Module):
+    """A table of positions and a bare parameter of them, cut to the length of the text."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, INSIDE), nn.Embedding(most, INSIDE)
+        self.bare, self.head = nn.Parameter(torch.randn(most, INSIDE)), nn.Linear(INSIDE, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        length = ids.shape[1]
+        h = self.words(ids) + self.places(torch.arange(length)) + self.bare[:length]
+        return self.head(torch.tanh(h).mean(1))
+
+
+class TimeFirst(nn.Module):
+    """Layers on [T, B, d]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(WIDTH, INSIDE), nn.LayerNorm(INSIDE), nn.Linear(INSIDE, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.norm(self.first(x.transpose(0, 1))))).mean(0)
+
+
+class TimeFirstRecurrent(nn.Module):
+    """A recurrent layer and a head on [T, B, d]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(WIDTH, INSIDE), nn.Linear(INSIDE, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x.transpose(0, 1))[0]).square().mean(0)
+
+
+class FlattenedTimeFirst(nn.Module):
+    """Layers on rows [T * B, d]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, INSIDE), nn.Linear(INSIDE, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x.transpose(0, 1).reshape(-1, WIDTH)))
+        return self.second(h).view(x.shape[1], len(x), 2).mean(0)
+
+
+def losses_flattened_time_first(model: nn.Module, ids: Tensor) -> Tensor:
+    """The layers are example first; the loss of each word comes from [T * B] rows."""
+    logits = model(ids).transpose(0, 1).reshape(-1, WORDS)
+    return F.cross_entropy(logits, ids.T.reshape(-1), reduction="none").view(ids.shape[1], len(ids)).mean(0)
+
+
+def next_words() -> nn.Module:
+    return nn.Sequential(nn.Embedding(WORDS, INSIDE), nn.Linear(INSIDE, INSIDE), nn.Tanh(), nn.Linear(INSIDE, WORDS))
+
+
+class Reordered(nn.Module):
+    """A layer on rows in another order, which is undone behind it."""
+
+    def __init__(self, order: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.order = nn.Linear(WIDTH, INSIDE), nn.Linear(INSIDE, 2), order
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = self.order(x)
+        h = torch.tanh(self.first(x[order]))
+        return self.second(h)[order.argsort()]
+
+
+class PackedLayers(nn.Module):
+    """Layers on ``packed.data``, whose rows are time first and leave padding out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layer = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.rnn, self.head = nn.LSTM(WIDTH, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(ids, lengths, batch_first=True, enforce_sorted=False)
+        rows = torch.tanh(self.layer(self.words(packed.data)))
+        _, (h, _) = self.rnn(PackedSequence(rows, *packed[1:]))
+        return self.head(h[-1])
+
+
+def texts_of_lengths(number: int) -> tuple[Tensor, Tensor]:
+    (ids,) = words(number)
+    return ids, torch.randint(1, ids.shape[1] + 1, (len(ids),))
+
+
+class BareMatrices(nn.Module):
+    """Parameters outside of layers: a matrix used twice, a temperature, a scale, a first token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix, self.scale = nn.Parameter(torch.randn(WIDTH, INSIDE)), nn.Parameter(torch.randn(INSIDE))
+        self.temperature, self.token = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.randn(1, INSIDE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.einsum("btd,d->btd", x @ (self.matrix * self.temperature.exp()), self.scale)
+        h = torch.cat([self.token.expand(len(x), 1, INSIDE), h], 1)
+        return torch.softmax(h @ self.matrix.T, -1)[:, 0]
+
+
+def computed_weights() -> nn.Module:
+    """Weights that are computed from parameters, as wide as some of the batches."""
+    layers = [
+        parametrizations.weight_norm(nn.Linear(WIDTH, INSIDE)),
+        parametrizations.spectral_norm(nn.Linear(INSIDE, INSIDE)),
+        parametrizations.orthogonal(nn.Linear(INSIDE, INSIDE)),
+    ]
+    return nn.Sequential(*[part for layer in layers for part in (layer, nn.Tanh())], nn.Linear(INSIDE, 2)).eval()
+
+
+class Tied(nn.Module):
+    """One weight for words and for logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, INSIDE), nn.Linear(INSIDE, WORDS, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.words(ids)).mean(1))
+
+
+class OneByOne(nn.Module):
+    """A loop over single examples, each a vector or a batch of one, which share a bare parameter and layers."""
+
+    def __init__(self, batches_of_one: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, INSIDE), nn.Linear(INSIDE, 2)
+        self.bare, self.batches_of_one = nn.Parameter(torch.ones(INSIDE)), batches_of_one
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.split(1) if self.batches_of_one else x
+        return torch.stack([self.second(torch.tanh(self.first(row)) * self.bare) for row in rows])
+
+
+class HiddenMarkov(nn.Module):
+    """Minus the log probability of each text; emissions are read outside of the loop and in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emit, self.move = nn.Parameter(torch.randn(STATES, WORDS)), nn.Parameter(torch.randn(STATES, STATES))
+        self.start = nn.Parameter(torch.randn(STATES))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        emit, move = self.emit.log_softmax(1), self.move.log_softmax(1)
+        outside = emit.T[ids]
+        alpha = self.start.log_softmax(0) + outside[:, 0]
+        for place in range(1, ids.shape[1]):
+            alpha = (alpha[:, :, None] + move).logsumexp(1) + emit[:, ids[:, place]].T
+        return -alpha.logsumexp(1)
+
+
+class MaskedWords(nn.Module):
+    """A head on some positions of all examples, picked by a mask and added up by example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.head = nn.Linear(WIDTH, INSIDE), nn.Linear(INSIDE, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x[..., 0] > -0.5
+        rows = -self.head(self.below(x).tanh()[mask]).log_softmax(1)[:, 0]
+        return rows.new_zeros(len(x)).index_add(0, mask.nonzero()[:, 0], rows)
+
+
+def _graphs(name: str, pool: Callable[[Tensor, Tensor], Tensor], sizes: Sequence[Sequence[int]]) -> Program:
+    return Program(name, lambda: StackedGraphs(pool), lambda number: graphs(sizes[number]))
+
+
+def _random_order(x: Tensor) -> Tensor:
+    return torch.randperm(len(x))
+
+
+DIFFICULT = (
+    Program("experts on the input", InputExperts, sequences),
+    _graphs("graphs pooled by an index", pooled_by_index, GRAPHS),
+    _graphs("graphs pooled by a matrix", pooled_by_matrix, GRAPHS),
+    _graphs("graphs pooled by a mask", pooled_by_mask, GRAPHS),
+    _graphs("graphs of as many nodes in all", pooled_by_matrix, SAME_NUMBER),
+    Program("four positions", lambda: Positions(4), four_words),
+    Program("positions of several lengths", lambda: Positions(8), words),
+    Program("time first layers", TimeFirst, sequences),
+    Program("time first recurrent", TimeFirstRecurrent, sequences),
+    Program("flattened time first", FlattenedTimeFirst, sequences),
+    Program("a loss flattens time first", next_words, words, losses_flattened_time_first),
+    Program("rows permuted at random", lambda: Reordered(_random_order), vectors),
+    Program("rows sorted", lambda: Reordered(lambda x: x[:, 0].argsort()), vectors),
+    Program("packed data", PackedLayers, texts_of_lengths),
+    Program("bare matrices", BareMatrices, sequences),
+    Program("computed weights", computed_weights, vectors),
+    Program("tied weights", Tied, words),
+    Program("vectors one by one", lambda: OneByOne(False), vectors),
+    Program("batches of one", lambda: OneByOne(True), vectors),
+    Program("hidden Markov model", HiddenMarkov, words, last_losses),
+    Program("masked words", MaskedWords, sequences, last_losses),
+)

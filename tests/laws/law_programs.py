@@ -1,0 +1,105 @@
+"""What a law is tried on: a program, which is a model with batches and losses; and the truth about its gradients.
+
+The truth is the slow loop: one backward for each single loss of the same forward, through a plain copy of the model
+that GhostClip never sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+__all__ = ["Grads", "Program", "converted", "single_gradients", "squares", "truth"]
+
+Grads = dict[str, Tensor]
+
+
+def squares(model: nn.Module, *inputs: Any) -> Tensor:
+    """Losses [B]: squares of all outputs of an example, added up."""
+    return model(*inputs).flatten(1).square().sum(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A model and its batches.
+
+    Attributes:
+        name: in test ids.
+        build: the model, float32.
+        batch: number of the batch -> what the losses read, float32.
+        losses: (model, *batch) -> [B].
+        expect: a letter a batch: E exact, R refused, S either (safe).
+        wrap: options of `ghostclip.wrap`.
+        index: (*batch) -> `batch_index`; None where none is given.
+        alone: whether the truth comes from batches of one, since examples that aren't finite spoil a whole backward.
+        narrow: whether bfloat16 can show what the program is about.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[int], Sequence[Any]]
+    losses: Callable[..., Tensor] = squares
+    expect: str = "EEE"
+    wrap: dict[str, Any] = field(default_factory=dict)
+    index: Callable[..., Any] | None = None
+    alone: bool = False
+    narrow: bool = True
+
+    def __str__(self) -> str:
+        return self.name.replace(" ", "_")
+
+    def model(self, dtype: torch.dtype) -> nn.Module:
+        """The plain model, with the same parameters every time."""
+        torch.manual_seed(0)
+        return self.build().to(dtype)
+
+    def inputs(self, number: int, dtype: torch.dtype) -> tuple[Any, ...]:
+        """A batch, with the same numbers every time."""
+        torch.manual_seed(1000 + number)
+        return tuple(tree_map(lambda leaf: converted(leaf, dtype), self.batch(number)))
+
+    def losses_of(self, model: nn.Module, number: int, dtype: torch.dtype) -> Tensor:
+        """Losses of a batch; what the forward draws at random is the same every time."""
+        inputs = self.inputs(number, dtype)
+        torch.manual_seed(number)
+        return self.losses(model, *inputs)
+
+    def options(self, number: int, dtype: torch.dtype) -> dict[str, Any]:
+        """Keyword arguments of the clipper's methods for a batch."""
+        return {} if self.index is None else {"batch_index": self.index(*self.inputs(number, dtype))}
+
+
+def converted(leaf: Any, dtype: torch.dtype) -> Any:
+    """A leaf of a batch in that type, where it is a tensor of floating point numbers."""
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        return leaf
+    return leaf.detach().to(dtype).requires_grad_(leaf.requires_grad)
+
+
+def single_gradients(model: nn.Module, losses: Tensor) -> Grads:
+    """``{name: [B, *shape]}``: one backward for each loss."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found: dict[str, list[Tensor]] = {name: [] for name in named}
+    for loss in losses:
+        grads = torch.autograd.grad(loss, list(named.values()), retain_graph=True, allow_unused=True)
+        for (name, p), grad in zip(named.items(), grads, strict=True):
+            found[name].append(torch.zeros_like(p) if grad is None else grad.to_dense())
+    return {name: torch.stack(rows) if rows else named[name].new_zeros(0) for name, rows in found.items()}
+
+
+def truth(program: Program, number: int, dtype: torch.dtype) -> Grads:
+    """Per-example gradients of a batch by the slow loop; in float64 whatever the type of the losses."""
+    model = program.model(dtype)
+    if program.alone:
+        inputs = program.inputs(number, dtype)
+        ones = [[value[i : i + 1] for value in inputs] for i in range(len(inputs[0]))]
+        rows = [single_gradients(model, program.losses(model, *one)) for one in ones]
+        found = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+    else:
+        found = single_gradients(model, program.losses_of(model, number, dtype))
+    return {name: grads.double() for name, grads in found.items()}

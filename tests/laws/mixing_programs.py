@@ -1,0 +1,319 @@
+"""Programs in which one row has two owners: each batch is to be refused.
+
+``MIXTURES`` maps activations [B, ...] to activations in which examples meet; they are put between the layers of several
+networks. ``HOOKS`` do the same to gradients. The others are whole programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import expert_models
+import torch
+from difficult_programs import INSIDE, WIDTH, StackedGraphs, graphs, pooled_by_index
+from law_programs import Program, squares
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = [
+    "EXAMPLES",
+    "GATED",
+    "GATES",
+    "HOOKS",
+    "MIXTURES",
+    "NETWORKS",
+    "NEVER",
+    "TOO_WEAK",
+    "WHOLE",
+    "between",
+    "hooked",
+]
+
+Mixture = Callable[[Tensor], Tensor]
+EXAMPLES = 8
+
+
+class SwapNeighbours(torch.autograd.Function):
+    """A function of one's own: each example is moved to its neighbour's place."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return h.view(-1, 2, *h.shape[1:]).flip(1).reshape(h.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return SwapNeighbours.forward(ctx, grad)
+
+
+class MeanBackward(torch.autograd.Function):
+    """A function of one's own whose backward alone mixes."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad - grad.mean(0)
+
+
+def by_a_constant_matrix(h: Tensor) -> Tensor:
+    matrix = torch.linspace(-1, 1, len(h) ** 2, dtype=h.dtype).view(len(h), len(h))
+    return torch.einsum("ij,j...->i...", matrix, h)
+
+
+def attention_over_examples(h: Tensor) -> Tensor:
+    flat = h.flatten(1)
+    return ((flat @ flat.T).softmax(1) @ flat).view_as(h)
+
+
+def copied_over_the_first(h: Tensor) -> Tensor:
+    h = h.clone()
+    h[0] = h[1]
+    return h
+
+
+def averaged_with_neighbours(h: Tensor) -> Tensor:
+    return F.avg_pool1d(h.flatten(1).T, 3, 1, 1).T.view_as(h)
+
+
+def normalized_over_the_batch(h: Tensor) -> Tensor:
+    return F.batch_norm(h.flatten(1), None, None, training=True).view_as(h)
+
+
+def added_by_index(h: Tensor) -> Tensor:
+    return h.index_add(0, torch.tensor([2]), h[5:6])
+
+
+def gathered_elsewhere(h: Tensor) -> Tensor:
+    index = torch.arange(len(h)).flip(0).view(-1, *[1] * (h.dim() - 1)).expand_as(h)
+    return h + h.gather(0, index)
+
+
+def scattered_elsewhere(h: Tensor) -> Tensor:
+    index = torch.arange(len(h)).roll(3).view(-1, *[1] * (h.dim() - 1)).expand_as(h)
+    return h.scatter_add(0, index, h)
+
+
+def strided(h: Tensor) -> Tensor:
+    """Each example is added to the one before it, by strides; the last one has none behind it."""
+    flat = h.flatten(1).contiguous()
+    behind = flat.as_strided((len(flat) - 1, flat.shape[1]), flat.stride(), flat.shape[1])
+    return torch.cat([flat[:-1] + behind, flat[-1:]]).view_as(h)
+
+
+MIXTURES: dict[str, Mixture] = {
+    "minus the mean": lambda h: h - h.mean(0),
+    "minus a millionth of the mean": lambda h: h - 1e-6 * h.mean(0),
+    "over the norm": lambda h: h / h.norm(),
+    "cut to a norm": lambda h: h * (0.5 / h.norm()).clamp(max=1),
+    "over the deviation": lambda h: h / (1 + h.std(0)),
+    "softmax": lambda h: h.softmax(0),
+    "logsumexp": lambda h: h - h.flatten(1).logsumexp(0).view(h.shape[1:]),
+    "cumsum": lambda h: h.cumsum(0),
+    "cumsum from the end": lambda h: h.flip(0).cumsum(0).flip(0),
+    "cumulative logsumexp": lambda h: h.logcumsumexp(0),
+    "shift": lambda h: h + h.roll(1, 0),
+    "difference to the next": lambda h: torch.cat([h[:1], h[1:] - h[:-1]]),
+    "flip": lambda h: h + h.flip(0),
+    "constant matrix": by_a_constant_matrix,
+    "attention over examples": attention_over_examples,
+    "minus the maximum": lambda h: h - h.amax(0),
+    "minus the median": lambda h: h - h.median(0)[0],
+    "sorted by column": lambda h: h + h.sort(0)[0],
+    "the first to all": lambda h: h + h[:1],
+    "two of another order": lambda h: 0.7 * h + 0.3 * h[torch.randperm(len(h))],
+    "copied over the first": copied_over_the_first,
+    "averaged with neighbours": averaged_with_neighbours,
+    "spectrum": lambda h: torch.fft.fft(h.float(), dim=0).real.to(h.dtype),
+    "batch norm": normalized_over_the_batch,
+    "neighbours exchanged": lambda h: h + h.view(-1, 2, *h.shape[1:]).flip(1).reshape(h.shape),
+    "own function": lambda h: h + SwapNeighbours.apply(h),
+    "own backward": MeanBackward.apply,
+    "added by index": added_by_index,
+    "gathered": gathered_elsewhere,
+    "scattered": scattered_elsewhere,
+    "strided": strided,
+    "one entry of each row": lambda h: torch.cat([h.flatten(1)[:, :1].cumsum(0), h.flatten(1)[:, 1:]], 1).view_as(h),
+}  # fmt: skip
+# May be refused by name, whatever it is multiplied with.
+NEVER = ("batch norm",)
+# Rounding to bfloat16 takes away all of it.
+TOO_WEAK = ("minus a millionth of the mean",)
+
+# Multiplied with one of these, activations of the same graph mix or don't.
+GATES, GATED = (0.0, 0.0, 1.0, 0.0, 1.0, 0.5, 0.1), "EERERRR"
+
+HOOKS: dict[str, Mixture] = {
+    "gradient over its norm": lambda grad: grad / grad.norm(),
+    "gradient cut to a norm": lambda grad: grad * (1e-3 / grad.norm()).clamp(max=1),
+    "gradient minus its mean": lambda grad: grad - grad.mean(0),
+    "gradient shifted": lambda grad: grad + grad.roll(1, 0),
+    "gradient over its maximum": lambda grad: grad / grad.abs().max(),
+}
+
+
+class Between(nn.Module):
+    """Layers, something between them, and a head."""
+
+    def __init__(self, below: nn.Module, above: nn.Module, forward: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.below, self.above, self.between = below, above, forward
+
+    def forward(self, x: Tensor, *more: Any) -> Tensor:
+        return self.above(self.between(self.below(x), *more))
+
+
+def _perceptron() -> tuple[nn.Module, nn.Module]:
+    return nn.Sequential(nn.Linear(WIDTH, INSIDE), nn.Tanh()), nn.Linear(INSIDE, 3)
+
+
+def _convolutions() -> tuple[nn.Module, nn.Module]:
+    return nn.Sequential(nn.Conv1d(2, 4, 3), nn.Tanh()), nn.Conv1d(4, 3, 2)
+
+
+def _transformer() -> tuple[nn.Module, nn.Module]:
+    block = nn.TransformerEncoderLayer(INSIDE, 2, 8, 0.0, batch_first=True)
+    return nn.Sequential(nn.Linear(WIDTH, INSIDE), block), nn.Sequential(nn.LayerNorm(INSIDE), nn.Linear(INSIDE, 3))
+
+
+# Layers below and above, and the shape of an example; the Transformer has as many positions as a batch has examples.
+NETWORKS: dict[str, tuple[Callable[[], tuple[nn.Module, nn.Module]], tuple[int, ...]]] = {
+    "perceptron": (_perceptron, (WIDTH,)),
+    "convolutions": (_convolutions, (2, 9)),
+    "transformer": (_transformer, (EXAMPLES, WIDTH)),
+}
+
+
+def between(
+    name: str,
+    network: str,
+    forward: Callable[..., Tensor],
+    expect: str = "RR",
+    more: Callable[[int], tuple[Any, ...]] = lambda number: (),
+) -> Program:
+    """A network with ``forward(h, *more(number))`` between its layers."""
+    layers, shape = NETWORKS[network]
+    return Program(
+        f"{name} in {network}", lambda: Between(*layers(), forward),
+        lambda number: (torch.randn(EXAMPLES, *shape), *more(number)), expect=expect,
+    )  # fmt: skip
+
+
+def hooked(hook: Mixture) -> Callable[[Tensor], Tensor]:
+    """Activations as they are, with the hook on their gradient."""
+
+    def forward(h: Tensor, on: bool = True) -> Tensor:
+        h = h * 1.0
+        if on and h.requires_grad:
+            h.register_hook(hook)
+        return h
+
+    return forward
+
+
+class BatchAsTime(nn.Module):
+    """A recurrent layer that takes examples for steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.rnn, self.head = nn.Linear(WIDTH, INSIDE), nn.GRU(INSIDE, INSIDE), nn.Linear(INSIDE, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(self.below(x).unsqueeze(1))[0][:, 0])
+
+
+class Context(nn.Module):
+    """A layer reads a statistic of the batch, and all examples read what it gives."""
+
+    def __init__(self, statistic: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.own, self.context, self.head = nn.Linear(WIDTH, INSIDE), nn.Linear(WIDTH, INSIDE), nn.Linear(INSIDE, 3)
+        self.statistic = statistic
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.own(x) + self.context(self.statistic(x))))
+
+
+class TableOfTheBatch(nn.Module):
+    """A row of a table is looked up by how many examples are positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.table, self.head = nn.Linear(WIDTH, INSIDE), nn.Embedding(99, INSIDE), nn.Linear(INSIDE, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.own(x) + self.table((x > 0).sum()[None])))
+
+
+class BareTimes(nn.Module):
+    """A bare parameter times a statistic of the batch."""
+
+    def __init__(self, statistic: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.own, self.head = nn.Linear(WIDTH, INSIDE), nn.Linear(INSIDE, 3)
+        self.bare, self.statistic = nn.Parameter(torch.ones(INSIDE)), statistic
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.own(x)) + self.bare * self.statistic(x))
+
+
+STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
+    "maximum": lambda x: x.amax(0, keepdim=True),
+    "median": lambda x: x.median(0, keepdim=True)[0],
+    "counts": lambda x: (x > 0).to(x.dtype).sum(0, keepdim=True),
+    "mean": lambda x: x.mean(0, keepdim=True),
+    "deviation": lambda x: x.std(0, keepdim=True),
+    "first example": lambda x: x[:1],
+}
+
+
+def vectors(number: int) -> tuple[Tensor]:
+    return (torch.randn(EXAMPLES, WIDTH),)
+
+
+def joined_graphs(number: int) -> tuple[Tensor, ...]:
+    """One edge joins the first graph and the last."""
+    x, adjacency, members = graphs((3, 2, 4))
+    adjacency[0, -1] = 1.0
+    return x, adjacency, members
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(*_perceptron())
+
+
+def of_losses(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda model, x: change(squares(model, x))
+
+
+def pairs(model: nn.Module, x: Tensor) -> Tensor:
+    outputs = model(x)
+    return (outputs - outputs.roll(64, 0)).square().sum(1)
+
+
+def contrastive(model: nn.Module, x: Tensor) -> Tensor:
+    outputs = F.normalize(model(x), dim=1)
+    return F.cross_entropy(outputs @ outputs.T, torch.arange(len(x)), reduction="none")
+
+
+WHOLE = (
+    Program("an edge between graphs", lambda: StackedGraphs(pooled_by_index), joined_graphs, expect="RR"),
+    Program("the batch as time", BatchAsTime, vectors, expect="RR"),
+    Program("losses of pairs", perceptron, lambda number: (torch.randn(128, WIDTH),), pairs, "RRR"),
+    Program("contrastive losses", perceptron, vectors, contrastive, "RR"),
+    Program("losses minus their mean", perceptron, vectors, of_losses(lambda losses: losses - losses.mean()), "RR"),
+    Program("losses over their sum", perceptron, vectors, of_losses(lambda losses: losses / losses.sum()), "RR"),
+    Program("losses added up", perceptron, vectors, of_losses(lambda losses: losses.cumsum(0)), "RR"),
+    Program("a layer reads the mean of two", lambda: Context(STATISTICS["mean"]),
+            lambda number: (torch.randn(2, WIDTH),), expect="RR"),
+    Program("a table by the batch", TableOfTheBatch, vectors, expect="RR"),
+    *[Program(f"a layer reads the {name}", lambda f=f: Context(f), vectors, expect="RR")
+      for name, f in STATISTICS.items()],
+    *[Program(f"a parameter times the {name}", lambda f=f: BareTimes(lambda x: f(x).mean()), vectors, expect="RR")
+      for name, f in STATISTICS.items()],
+    *[Program(f"experts {name}", lambda way=way: expert_models.Experts(way),
+              lambda number: (torch.randn(EXAMPLES, 5, 4),), expert_models.LOSSES["plain"], "RR")
+      for name, way in expert_models.MISTAKES.items()],
+)  # fmt: skip

@@ -1,0 +1,92 @@
+"""A model in which one row has two owners is refused, in the first batch in which it has."""
+
+import pytest
+import torch
+from law_checks import assert_letters
+from mixing_programs import GATED, GATES, HOOKS, MIXTURES, NETWORKS, NEVER, TOO_WEAK, WHOLE, between, hooked
+from random_mixing import mixed_program
+
+
+def underscored(name):
+    return name.replace(" ", "_")
+
+
+every_network = pytest.mark.parametrize("network", NETWORKS)
+every_mixture = pytest.mark.parametrize("mixture", MIXTURES, ids=underscored)
+every_hook = pytest.mark.parametrize("hook", HOOKS, ids=underscored)
+SEEDS, MANY = 40, 400
+
+
+@every_mixture
+@every_network
+@pytest.mark.one_in(2)
+def test_activations(mixture, network):
+    assert_letters(between(mixture, network, MIXTURES[mixture]))
+
+
+@every_mixture
+def test_activations_in_float64(mixture):
+    assert_letters(between(mixture, "perceptron", MIXTURES[mixture]), torch.float64)
+
+
+@pytest.mark.parametrize("mixture", [name for name in MIXTURES if name not in TOO_WEAK], ids=underscored)
+def test_activations_in_bfloat16(mixture):
+    assert_letters(between(mixture, "perceptron", MIXTURES[mixture]), torch.bfloat16)
+
+
+@every_hook
+@every_network
+def test_hooks_on_gradients(hook, network):
+    assert_letters(between(hook, network, hooked(HOOKS[hook])))
+
+
+@pytest.mark.parametrize("program", WHOLE, ids=str)
+def test_programs(program):
+    assert_letters(program)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.one_in(2)
+def test_random_graphs(seed):
+    assert_letters(mixed_program(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(SEEDS, MANY, 40))
+def test_many_random_graphs(start):
+    for seed in range(start, start + 40):
+        assert_letters(mixed_program(seed))
+
+
+@every_mixture
+@every_network
+@pytest.mark.one_in(6)
+def test_mixing_that_comes_and_goes(mixture, network):
+    """By another branch of the program, and so by another graph."""
+
+    def forward(h, on):
+        return MIXTURES[mixture](h) if on else h
+
+    program = between(mixture, network, forward, "EERREER", lambda number: ("EERREER"[number] == "R",))
+    assert_letters(program)
+
+
+@every_mixture
+@every_network
+@pytest.mark.one_in(6)
+def test_a_gate_that_opens(mixture, network):
+    """The same graph: while the gate is zero, no gradient comes along the branch that mixes."""
+
+    def forward(h, gate):
+        return h + gate * (MIXTURES[mixture](h) - h)
+
+    expect = GATED.replace("E", "S") if mixture in NEVER else GATED
+    program = between(mixture, network, forward, expect, lambda number: (torch.tensor(GATES[number]),))
+    assert_letters(program)
+
+
+@every_hook
+@every_network
+def test_hooks_from_the_third_batch_on(hook, network):
+    program = between(hook, network, hooked(HOOKS[hook]), "EERRER", lambda number: ("EERRER"[number] == "R",))
+    assert_letters(program)

@@ -1,0 +1,72 @@
+"""Norms, per-example gradients and clipped sums equal those of single backwards of the same forward."""
+
+import pytest
+import torch
+from difficult_programs import BATCHES, DIFFICULT
+from honest_programs import (
+    EXPERTS,
+    LAYERS,
+    NETWORKS,
+    RAGGED,
+    WITHOUT_BATCH_DIM,
+    WITHOUT_BATCH_INDEX,
+    ZOO,
+    random_program,
+)
+from law_checks import assert_exact, assert_within_rounding
+from zoo.measuring import in_double
+
+MODELS = (*EXPERTS, *NETWORKS, *RAGGED, *WITHOUT_BATCH_DIM, *WITHOUT_BATCH_INDEX)
+SEEDS, MANY = 25, 425
+# Of the layers one in so many in float32.
+SHARE = 6
+
+
+@pytest.mark.parametrize("program", LAYERS, ids=str)
+@pytest.mark.one_in(5)
+def test_layers(program):
+    assert_exact(program, 0, torch.float64)
+
+
+@pytest.mark.parametrize("program", MODELS, ids=str)
+def test_models(program):
+    assert_exact(program, 0, torch.float64)
+
+
+@pytest.mark.parametrize("program", DIFFICULT, ids=str)
+def test_difficult_models(program):
+    for number in range(BATCHES):
+        assert_exact(program, number, torch.float64)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_random_graphs(seed):
+    assert_exact(random_program(seed), 0, torch.float64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(SEEDS, MANY, 40))
+def test_many_random_graphs(start):
+    for seed in range(start, start + 40):
+        assert_exact(random_program(seed), 0, torch.float64)
+
+
+@pytest.mark.parametrize("program", [*LAYERS[::SHARE], *MODELS, *DIFFICULT], ids=str)
+@pytest.mark.one_in(4)
+def test_in_float32(program):
+    assert_exact(program, 0, torch.float32)
+
+
+@pytest.mark.parametrize("program", [each for each in (*LAYERS[3::SHARE], *MODELS, *DIFFICULT) if each.narrow], ids=str)
+@pytest.mark.one_in(4)
+def test_in_bfloat16(program):
+    assert_within_rounding(program, 0, torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the libraries' own
+@pytest.mark.parametrize("program", ZOO, ids=str)
+def test_models_of_libraries(program):
+    pytest.importorskip(ZOO[program].replace("-", "_"))
+    with in_double():
+        assert_exact(program, 0, torch.float64)

@@ -1,0 +1,87 @@
+"""A batch is accepted, and exact, whatever batches came before it: accepted ones in any order, and refused ones."""
+
+import functools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from difficult_programs import BATCHES, DIFFICULT
+from honest_programs import EXPERTS, NETWORKS, RAGGED, WITHOUT_BATCH_INDEX
+from law_checks import SECOND_PASSES, letters
+from law_programs import truth
+
+PROGRAMS = (*DIFFICULT, *EXPERTS, *NETWORKS, *RAGGED, *WITHOUT_BATCH_INDEX)
+# The batches of these numbers have several examples; plus `BATCHES`, they are the ones that are refused.
+SPOILT = range(5)
+
+
+@functools.cache
+def expected(program, number):
+    return truth(program, number, torch.float64)
+
+
+def gated(program):
+    """One graph for all batches; losses are added to their neighbours' where a gate is open."""
+
+    def losses(model, *values):
+        own = program.losses(model, *values[:-1])
+        return own + values[-1] * own.roll(1, 0)
+
+    def batch(number):
+        return *program.batch(number % BATCHES), torch.tensor(float(number >= BATCHES))
+
+    return replace(program, batch=batch, losses=losses, index=without_last(program.index))
+
+
+def branching(program):
+    """The same by another branch of the program, and so by another graph."""
+
+    def losses(model, *values):
+        own = program.losses(model, *values[:-1])
+        return own + own.roll(1, 0) if values[-1] else own
+
+    def batch(number):
+        return *program.batch(number % BATCHES), number >= BATCHES
+
+    return replace(program, batch=batch, losses=losses, index=without_last(program.index))
+
+
+def without_last(index):
+    return index and (lambda *values: index(*values[:-1]))
+
+
+def assert_whatever_came_before(program, honest, order):
+    """Batches below `BATCHES` are exact, as ``honest`` has them, and the others refused."""
+    wanted = ["R" if number >= BATCHES else "E" for number in order]
+    for second_pass in SECOND_PASSES:
+        found = letters(program, order, torch.float64, second_pass, lambda number: expected(honest, number % BATCHES))
+        assert found == wanted, f"{program.name}, {second_pass}, batches {order}: {found}, not {wanted}"
+
+
+def shuffled(numbers, seed):
+    order = list(numbers)
+    random.Random(seed).shuffle(order)
+    return order
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.one_in(8)
+def test_any_order(program, seed):
+    assert_whatever_came_before(program, program, shuffled(range(BATCHES), seed))
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+@pytest.mark.parametrize("spoil", [gated, branching])
+@pytest.mark.one_in(8)
+def test_refusals_in_between(program, spoil):
+    numbers = [*range(BATCHES), *(BATCHES + number for number in SPOILT)]
+    assert_whatever_came_before(spoil(program), program, shuffled(numbers, 0))
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+@pytest.mark.one_in(8)
+def test_the_same_batches_again(program):
+    """Sizes that were met before, after all others."""
+    assert_whatever_came_before(program, program, [*range(BATCHES), *range(BATCHES)])

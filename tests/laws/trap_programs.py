@@ -1,0 +1,401 @@
+"""Programs that a stored layout, or marks read carelessly, get wrong.
+
+Each function makes one trap: its docstring says which rule it is about, its letters what must come of each batch.
+After a refusal the next batch is judged anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from difficult_programs import graphs
+from law_programs import Program, squares
+from mixing_programs import Context, pairs
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["TRAPS"]
+
+IN, WIDTH, OUT, EXAMPLES = 5, 6, 3, 6
+Batches = Sequence[tuple[Any, ...] | Callable[[], tuple[Any, ...]]]
+TRAPS: list[Program] = []
+
+
+def trap(expect: str, **options: Any) -> Callable[[Callable[[], tuple[Any, ...]]], None]:
+    """Adds the program that a function describes: its model, a batch by number, and losses other than `squares`."""
+
+    def add(describe: Callable[[], tuple[Any, ...]]) -> None:
+        build, batch, *losses = describe()
+        name = describe.__name__.replace("_", " ")
+        TRAPS.append(Program(name, build, batch, *losses, expect=expect, **options))
+
+    return add
+
+
+def vectors(examples: int = EXAMPLES) -> Tensor:
+    return torch.randn(examples, IN)
+
+
+def alike(examples: int = EXAMPLES) -> Callable[[int], tuple[Tensor]]:
+    """Batches of vectors, one like the other."""
+    return lambda number: (vectors(examples),)
+
+
+def with_numbers(*numbers: float) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """Batches of vectors, and a number for each batch."""
+    return lambda number: (vectors(), torch.tensor(numbers[number]))
+
+
+def with_orders(*orders: Sequence[int]) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """Batches of vectors, and an order of the examples for each batch."""
+    return lambda number: (vectors(), torch.tensor(orders[number]))
+
+
+def of_sizes(*sizes: Sequence[int]) -> Callable[[int], tuple[Tensor, ...]]:
+    """Batches of graphs with so many nodes."""
+    return lambda number: graphs(sizes[number])
+
+
+class Two(nn.Module):
+    """Two layers and something between them, which gets the model."""
+
+    def __init__(self, between: Callable[..., Tensor], bare: Tensor | None = None) -> None:
+        super().__init__()
+        self.first, self.second, self.between = nn.Linear(IN, WIDTH), nn.Linear(WIDTH, OUT), between
+        self.bare = None if bare is None else nn.Parameter(bare)
+
+    def forward(self, x: Tensor, *more: Any) -> Tensor:
+        return self.second(self.between(self, torch.tanh(self.first(x)), *more))
+
+
+# Rows moved by the values of a matrix, an index or a function of one's own ------------------------------------------
+
+SQUARE, OTHERS = (4, 4, 4, 4), ((2, 6, 3, 5), (1, 7, 4, 4), (5, 5, 3, 3))
+IN_ORDER, PERMUTED, REVERSED = (0, 1, 2, 3, 4, 5), (3, 1, 5, 0, 2, 4), (5, 4, 3, 2, 1, 0)
+
+
+class GraphNetwork(nn.Module):
+    """Messages and pooling by matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(IN, 7), nn.Linear(7, WIDTH), nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor, adjacency: Tensor, members: Tensor) -> Tensor:
+        h = torch.tanh(self.second(adjacency @ torch.tanh(self.first(adjacency @ x))))
+        return self.head(members @ h)
+
+
+class MaskedPooling(GraphNetwork):
+    """No messages; pooled by a mask and a sum."""
+
+    def forward(self, x: Tensor, adjacency: Tensor, members: Tensor) -> Tensor:
+        h = torch.tanh(self.second(torch.tanh(self.first(x))))
+        return self.head((members[:, :, None] * h[None]).sum(1))
+
+
+@trap("EEEEE")
+def graphs_of_one_size_then_of_others() -> tuple[Any, ...]:
+    """A contraction over the examples' dimension with data is measured in every batch; here all have 16 nodes."""
+    return GraphNetwork, of_sizes(SQUARE, SQUARE, *OTHERS)
+
+
+@trap("EEEEE")
+def graphs_then_another_number_of_nodes() -> tuple[Any, ...]:
+    """A contraction over the examples' dimension with data is measured in every batch."""
+    return GraphNetwork, of_sizes((3, 3), (3, 3), (2, 8, 3, 7), (1, 5, 3, 3), (2, 2))
+
+
+@trap("EEEEEEEE")
+def irregular_then_regular_by_chance() -> tuple[Any, ...]:
+    """A structure that was irregular once is always measured."""
+    return GraphNetwork, of_sizes(*[OTHERS[0]] * 4, SQUARE, OTHERS[0], OTHERS[1], OTHERS[0])
+
+
+@trap("EEEEEEE")
+def pooling_by_a_mask_then_other_sizes() -> tuple[Any, ...]:
+    """A broadcasting that moves the examples' dimension is measured in every batch."""
+    return MaskedPooling, of_sizes(*[SQUARE] * 4, *OTHERS)
+
+
+class Permute(torch.autograd.Function):
+    """A function of one's own: rows in another order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
+        ctx.order = order
+        return x[order]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        found = torch.empty_like(grad)
+        found[ctx.order] = grad
+        return found, None
+
+
+class Reordered(nn.Module):
+    """Two layers on rows in another order, and the outputs put back."""
+
+    def __init__(self, permute: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.permute = nn.Linear(IN, WIDTH), nn.Linear(WIDTH, OUT), permute
+
+    def forward(self, x: Tensor, order: Tensor) -> Tensor:
+        h = torch.tanh(self.second(torch.tanh(self.first(self.permute(x, order)))))
+        return self.permute(h, order.argsort())
+
+
+@trap("EEEEE")
+def a_function_of_ones_own_permutes_after_two_identities() -> tuple[Any, ...]:
+    """Nodes of unknown types are measured in every batch."""
+    order = with_orders(IN_ORDER, IN_ORDER, PERMUTED, PERMUTED, REVERSED)
+
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        x, own = order(number)
+        return x.requires_grad_(), own
+
+    return lambda: Reordered(Permute.apply), batch
+
+
+@trap("EEEEEEE")
+def an_index_permutes_after_four_identities() -> tuple[Any, ...]:
+    """Index operations are looked at in every batch."""
+    orders = [IN_ORDER] * 4 + [PERMUTED] * 2 + [REVERSED]
+    return lambda: Reordered(lambda x, order: x[order]), with_orders(*orders)
+
+
+# Paths that carry nothing when they are measured --------------------------------------------------------------------
+
+
+@trap("EERRRR")
+def a_gate_of_zero_opens_to_the_mean() -> tuple[Any, ...]:
+    """Silent edges are watched."""
+    return lambda: Two(lambda m, h, gate: h + gate * (h - h.mean(0))), with_numbers(0, 0, 1, 1, 0.1, 0.01)
+
+
+@trap("EERR")
+def a_cap_on_the_norm_becomes_active() -> tuple[Any, ...]:
+    """Silent edges are watched: the norm of the whole batch matters from the third batch on."""
+    return lambda: Two(lambda m, h, cap: h * (cap / h.norm()).clamp(max=1)), with_numbers(100.0, 100.0, 0.5, 0.5)
+
+
+@trap("EEEEE")
+def a_bare_parameter_that_starts_late() -> tuple[Any, ...]:
+    """Silent edges are watched: the parameter has no gradient before the third batch."""
+    return (
+        lambda: Two(lambda m, h, gate: h + gate * (h * m.bare.exp()), torch.ones(WIDTH)),
+        with_numbers(0.0, 0.0, 1.0, 1.0, 1.0),
+    )
+
+
+# Layouts that rows of zeros leave open ------------------------------------------------------------------------------
+
+
+class LastStep(nn.Module):
+    """Layers on rows [T * B], of which each loss reads one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(IN, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor, last: Tensor) -> Tensor:
+        examples, steps, _ = x.shape
+        h = torch.tanh(self.second(torch.tanh(self.first(x.transpose(0, 1).reshape(-1, IN)))))
+        return (h.view(steps, examples, 2) * F.one_hot(last, steps).T[..., None]).sum(0)
+
+
+@trap("EEEEE")
+def time_first_with_lengths_on_the_diagonal() -> tuple[Any, ...]:
+    """Zeros that leave an owner open are watched: as many steps as examples, lengths 1 to B, then all full."""
+    return LastStep, lambda number: (torch.randn(4, 4, IN), torch.arange(4) if number < 2 else torch.full((4,), 3))
+
+
+@trap("EERERE")
+def a_shift_that_is_refused_then_gone() -> tuple[Any, ...]:
+    """A refusal deletes the layout, and the structure is always measured."""
+    return lambda: Two(lambda m, h, gate: h + gate * h.roll(1, 0)), with_numbers(0.0, 0.0, 1.0, 0.0, 1.0, 0.0)
+
+
+# Reading marks ------------------------------------------------------------------------------------------------------
+
+
+class Unit(torch.autograd.Function):
+    """A backward that normalizes each row of what it gets."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad / (grad.norm(dim=1, keepdim=True) + 1e-30)
+
+
+@trap("RR")
+def a_backward_that_normalizes() -> tuple[Any, ...]:
+    """No mark is 1: a row that comes back as it was has no owner."""
+    return lambda: Two(lambda m, h: Unit.apply(h)), alike(40)
+
+
+@trap("EEE", alone=True)
+def an_example_that_is_not_finite() -> tuple[Any, ...]:
+    """Rows that aren't finite have no owner."""
+
+    def batch(number: int) -> tuple[Tensor]:
+        x = vectors(8)
+        if number != 1:
+            x[2] = float("nan")
+        return (x,)
+
+    return lambda: nn.Sequential(nn.Linear(IN, WIDTH), nn.Tanh(), nn.Linear(WIDTH, OUT)), batch
+
+
+class Long(nn.Module):
+    """A recurrent layer of which the last step is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.rnn = nn.Linear(IN, WIDTH), nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.below(x.flatten(0, 1)).view(*x.shape[:2], WIDTH)
+        return self.head(self.rnn(h)[0][:, -1])
+
+
+@trap("EE")
+def five_hundred_steps() -> tuple[Any, ...]:
+    """Tiny rows, here gradients of 1e-38, have no owner."""
+    return Long, lambda number: (torch.randn(8, 500, IN),)
+
+
+def clamped(m: nn.Module, h: Tensor) -> Tensor:
+    if h.requires_grad:
+        h.register_hook(lambda grad: grad.clamp(-1e6, 1e6))
+    return h * 1.0
+
+
+@trap("EE")
+def a_hook_that_clamps() -> tuple[Any, ...]:
+    """No mark is above 1, so that a clamp at 1e6 doesn't act because of marks."""
+    return lambda: Two(clamped), alike(64)
+
+
+@trap("EE")
+def logcumsumexp_in_an_example() -> tuple[Any, ...]:
+    """The tolerance is 2^-12: the gradient scales with marks to 2e-5 only."""
+    return lambda: Two(lambda m, h: h.logcumsumexp(1)), alike(8)
+
+
+@trap("RR")
+def mixing_by_a_millionth() -> tuple[Any, ...]:
+    """The tolerance is 2^-12 of a row under its own mark."""
+    return lambda: Two(lambda m, h: h - 1e-6 * h.mean(0)), alike(32)
+
+
+@trap("EEEE")
+def two_owners_that_add_up_to_a_power_of_two() -> tuple[Any, ...]:
+    """A boundary has rows of two owners, or is shown under other marks."""
+    factors = ((2.0, 0.0, 1.0), (2.0, 0.0, 1.0), (2.0, 1.0, 1.0), (4.0, 2.0, 1.0))
+
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        x = vectors(3)
+        x[:, 0] = 3.0
+        return x, torch.tensor(factors[number])
+
+    def losses(model: nn.Module, x: Tensor, factor: Tensor) -> Tensor:
+        return (x[:, 0] - model.bare).abs() * factor + model(x)[:, 0].square()
+
+    return lambda: Two(lambda m, h: h, torch.tensor(0.1)), batch, losses
+
+
+@trap("RRR")
+def losses_of_pairs_sixty_four_apart() -> tuple[Any, ...]:
+    """Marks are drawn anew and shuffled, so no two examples share one for long."""
+    return lambda: Two(lambda m, h: h), alike(128), pairs
+
+
+@trap("RR")
+def the_largest_entry_is_the_examples_own() -> tuple[Any, ...]:
+    """Two numbers are taken of a row: the largest entry alone doesn't show that the others are mixed."""
+
+    def between(m: nn.Module, h: Tensor) -> Tensor:
+        return torch.cat([50 * h[:, :1], h[:, 1:].flip(0).cumsum(0).flip(0)], 1)
+
+    return lambda: Two(between), alike(8)
+
+
+# What a shared layer or parameter reads -----------------------------------------------------------------------------
+
+
+@trap("RR")
+def a_layer_reads_the_maximum() -> tuple[Any, ...]:
+    """Half of the rows are overwritten by one row, not reversed."""
+    return lambda: Context(lambda x: x.amax(0, keepdim=True)), alike()
+
+
+@trap("RR")
+def a_layer_reads_the_median() -> tuple[Any, ...]:
+    """Half of the rows are overwritten by one row, not reversed."""
+    return lambda: Context(lambda x: x.median(0, keepdim=True)[0]), alike()
+
+
+@trap("RR")
+def a_layer_reads_counts() -> tuple[Any, ...]:
+    """Half of the rows are overwritten by one row, not reversed."""
+    return lambda: Context(lambda x: (x > 0).to(x.dtype).sum(0, keepdim=True)), alike()
+
+
+@trap("RR")
+def a_layer_reads_the_mean_of_two() -> tuple[Any, ...]:
+    """One of two rows is overwritten by the other, not exchanged with it."""
+    return lambda: Context(lambda x: x.mean(0, keepdim=True)), alike(2)
+
+
+@trap("RR")
+def a_bare_parameter_times_the_mean() -> tuple[Any, ...]:
+    """What enters at boundaries is compared too, though no layer reads it."""
+
+    def losses(model: nn.Module, x: Tensor) -> Tensor:
+        return squares(model, x, x.mean())
+
+    return lambda: Two(lambda m, h, mean: h + m.bare * mean, torch.ones(WIDTH)), alike(), losses
+
+
+class PackedTexts(nn.Module):
+    """Packed sequences of words with a table of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(9, WIDTH), nn.Embedding(7, WIDTH)
+        self.rnn, self.head = nn.LSTM(WIDTH, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        h = self.words(ids) + self.places(torch.arange(7))
+        packed = nn.utils.rnn.pack_padded_sequence(h, lengths, batch_first=True)
+        return self.head(self.rnn(packed)[1][0][-1])
+
+
+@trap("EE")
+def packed_sorted_texts_with_positions() -> tuple[Any, ...]:
+    """Half of the rows are overwritten such that sorted lengths stay sorted."""
+    return PackedTexts, lambda number: (torch.randint(9, (4, 7)), torch.tensor([7, 5, 4, 2]))
+
+
+class ReadsItsWeight(nn.Module):
+    """A layer's weight is read outside of the layer as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(IN, IN), nn.Linear(IN, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(self.first.weight.sum(0) * x)))
+
+
+@trap("EE")
+def a_layers_weight_is_read_outside_of_it() -> tuple[Any, ...]:
+    """A use of a parameter counts once: by the layer's rule, or by its edge outside of layers."""
+    return ReadsItsWeight, alike()
