@@ -20,7 +20,7 @@ from ghostclip.clipping import Groupwise, Policy
 from ghostclip.errors import LossShapeError, StaleInputError, UnsupportedModelError
 from ghostclip.graph.alarm import ALARM
 from ghostclip.graph.layouts import Layouts
-from ghostclip.graph.overwritten import Forward
+from ghostclip.graph.overwritten import FindForward, Forward
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses, first_pass, free_graph, read_graph
 from ghostclip.native.custom_ops import is_traced
@@ -168,7 +168,7 @@ class FirstPasses:
         half = losses.dtype == torch.float16 or any(call.dtype == torch.float16 for call in uses.calls)
         return len(losses) > 1 and not half and not is_traced()
 
-    def _forward(self, losses: Tensor) -> Callable[[], Forward | None]:
+    def _forward(self, losses: Tensor) -> FindForward:
         """Finds what runs the forward behind the losses again."""
         return lambda: self.forward or (None if self.calls is None else self.calls.behind(losses))
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from ghostclip.clipper.cutting import cut, tensors_of
 from ghostclip.clipper.replay import Replay, is_trial
@@ -50,30 +50,24 @@ def forward_of(model: nn.Module, loss_fn: LossFunction, batch: Any, rows: int | 
 
 
 class _Call(NamedTuple):
-    """A call of a model: weak references to tensors among its arguments, and the number of the next node then."""
+    """A call of a model: its arguments without their graphs, and the number of the next node then."""
 
-    arguments: Sequence[Any]
-    structure: TreeSpec
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     number: int
-
-    def given(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """(args, kwargs); None where a tensor is gone."""
-        leaves = [each() if isinstance(each, weakref.ref) else each for each in self.arguments]
-        return None if None in map(type, leaves) else tree_unflatten(leaves, self.structure)
 
 
 class ModelCalls:
-    """Notes the calls of a model, to run those behind some losses again where no loss function is known.
+    """Notes the last calls of a model, to run those behind some losses again where no loss function is known.
 
     It is a hook of the model. A copy of the model, or one that was stored, has one without a model, which does nothing.
-    It keeps nothing alive.
 
     Args:
         model: whose calls are noted.
     """
 
-    # Who calls its model more often for one batch has to give a loss function.
-    MOST = 64
+    # The inputs of so many are kept. Who calls its model more often for one batch has to give a loss function.
+    MOST = 4
 
     def __init__(self, model: nn.Module | None) -> None:
         self._model = None if model is None else weakref.ref(model)
@@ -84,9 +78,8 @@ class ModelCalls:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._model is None or not torch.is_grad_enabled() or is_trial() or torch.compiler.is_compiling():
             return
-        leaves, structure = tree_flatten((args, kwargs))
-        arguments = [weakref.ref(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._calls.append(_Call(arguments, structure, torch._C._autograd._get_sequence_nr()))
+        args, kwargs = tree_map(_alone, (args, kwargs))
+        self._calls.append(_Call(args, kwargs, torch._C._autograd._get_sequence_nr()))
 
     def __deepcopy__(self, memo: Any) -> ModelCalls:
         return ModelCalls(None)
@@ -111,15 +104,20 @@ class ModelCalls:
         found = list[Tensor]()
         with Replay(model).again(gradients=True):
             for call in calls:
-                if (given := call.given()) is None:
-                    raise RuntimeError("what the model was given isn't there any more")
-                args, kwargs, rows = *given, overwriting(part, examples)
-                args = tuple([cut(each, examples, rows) for each in args])
-                kwargs = {name: cut(each, examples, rows) for name, each in kwargs.items()}
+                rows = overwriting(part, examples)
+                args: Any = tuple([cut(each, examples, rows) for each in call.args])
+                kwargs: Any = {name: cut(each, examples, rows) for name, each in call.kwargs.items()}
                 # What has no examples may have been computed from them.
                 args, kwargs = tree_map(lambda leaf: _other(leaf, part, examples), (args, kwargs))
                 found += [tensor for _, tensor in tensors_of(model(*args, **kwargs), examples)]
         return [tensor for tensor in found if tensor.requires_grad]
+
+
+def _alone(leaf: Any) -> Any:
+    """A tensor without its graph."""
+    if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+        return leaf
+    return leaf.detach().requires_grad_()
 
 
 def _other(leaf: Any, part: int, examples: int) -> Any:

@@ -22,7 +22,7 @@ from ghostclip.errors import LossShapeError, RowsMovedError, UnsupportedModelErr
 from ghostclip.graph.alarm import rings
 from ghostclip.graph.moves import Movements, movements
 from ghostclip.graph.nodes import ACCUMULATE, Edge, inputs_of
-from ghostclip.graph.overwritten import Forward, check_shared
+from ghostclip.graph.overwritten import FindForward, check_shared
 from ghostclip.graph.owners import Owned, Rows, Subject, owners, rows_in_order
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
@@ -143,7 +143,7 @@ class Layouts:
     _largest: dict[int, float] = field(default_factory=dict)
 
     def lay_out(
-        self, losses: Tensor, uses: Uses, names: ParameterNames, *, forward: Callable[[], Forward | None] = lambda: None,
+        self, losses: Tensor, uses: Uses, names: ParameterNames, *, forward: FindForward = lambda: None,
         indices: Sequence[RowIndex] = (), anew: bool = False,
     ) -> RowLayout:  # fmt: skip
         """Every use of a parameter behind ``losses`` [B], and how each call's rows belong to the examples.
@@ -221,7 +221,7 @@ class Layouts:
         losses: Tensor,
         uses: Uses,
         names: ParameterNames,
-        forward: Callable[[], Forward | None],
+        forward: FindForward,
         indices: Sequence[RowIndex],
     ) -> RowLayout:
         """Measures a batch, and stores what was found where it will hold."""
@@ -248,10 +248,10 @@ class Layouts:
         if may_store:
             return owners(losses, uses.calls, edges_of(uses, uses.nodes, losses), leaves, indices)
         edges = edges_above(uses, uses.leaves, losses) if uses.leaves else []
-        owned = owners(losses, uses.calls, edges, leaves, indices)
+        owned = owners(losses, uses.calls, edges, leaves, indices, thorough=True)
         tables = [uses.capturing[call] for call in uses.calls if may_be_shared(call, owned[call], sure=True)]
         if left := [edge for edge in edges_above(uses, tables, losses) if edge not in owned] if tables else []:
-            owned |= owners(losses, uses.calls, left, leaves, indices)
+            owned |= owners(losses, [], left, leaves, indices, thorough=True)
         return owned
 
     def _region(
@@ -260,7 +260,7 @@ class Layouts:
         uses: Uses,
         owned: Mapping[Subject, Owned],
         names: ParameterNames,
-        forward: Callable[[], Forward | None],
+        forward: FindForward,
     ) -> SharedSubgraph | None:
         """What all examples share, which must be the same whatever they are; None where nothing is shared."""
         for sure in (True, False):
@@ -332,7 +332,7 @@ class Layouts:
 
 
 def _row_layout(
-    uses: Uses, rows: Mapping[LayerCall, Rows], region: SharedSubgraph | None, examples: int, **rest: Any
+    uses: Uses, rows: Mapping[Subject, Rows], region: SharedSubgraph | None, examples: int, **rest: Any
 ) -> RowLayout:
     """The layout of one batch; each call is told where its examples are."""
     shared = set() if region is None else set(region.calls.values())
@@ -344,9 +344,8 @@ def _row_layout(
         count = own.count(call.shape[own.dim], examples)
         if count != 1 or isinstance(own.order, RowIndex):
             folded[id(call)] = count, own.order
-    every: dict[Subject, Rows] = {call: own for call, own in rows.items()}
-    every |= {} if region is None else {b.edge: Rows(b.dim, b.row_order) for b in region.boundaries}
-    return RowLayout([*calls, *(() if region is None else region.uses)], folded, every, **rest)
+    met = {} if region is None else {b.edge: Rows(b.dim, b.row_order) for b in region.boundaries}
+    return RowLayout([*calls, *(() if region is None else region.uses)], folded, {**rows, **met}, **rest)
 
 
 def _nobody(call: LayerCall, examples: int) -> RowOrder:

@@ -9,6 +9,7 @@ in both, bit for bit. (Rows stay in order, so that sorted lengths stay sorted.)
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -23,11 +24,13 @@ from ghostclip.graph.reader import Uses, read_graph
 from ghostclip.graph.shared.search import mixes
 from ghostclip.nn.base import LayerCall
 
-__all__ = ["Forward", "check_shared", "overwriting"]
+__all__ = ["FindForward", "Forward", "check_shared", "overwriting"]
 
 # Runs the step's forward again on a batch overwritten in the first or second way (0 or 1), given how many losses there
 # are; returns tensors from which its graph is read. It leaves no trace in the model and in random states.
 Forward = Callable[[int, int], Sequence[Tensor]]
+# Finds what runs it again; None where nothing can.
+FindForward = Callable[[], Forward | None]
 REMEDY = "call engine.step(batch, loss_fn) or clipper.clip(loss_fn, batch), which can run the forward on other examples"
 
 
@@ -44,9 +47,7 @@ def overwriting(part: int, rows: int) -> list[int]:
     return [max(row, half) if part else min(row, half - 1) for row in range(rows)]
 
 
-def check_shared(
-    uses: Uses, shared: Sequence[Any], examples: int, names: ParameterNames, forward: Callable[[], Forward | None]
-) -> None:
+def check_shared(uses: Uses, shared: Sequence[Any], examples: int, names: ParameterNames, forward: FindForward) -> None:
     """Raises UnsupportedModelError unless what these nodes saved is the same whatever the examples are.
 
     Args:
@@ -57,7 +58,7 @@ def check_shared(
         forward: finds what runs it again; None where nothing can.
     """
     known = made_of_parameters(uses)
-    questions = [node for node in shared if node not in known and type(node) is not ACCUMULATE]
+    questions = [node for node in shared if node not in known and type(node) is not ACCUMULATE and _saves(_kind(node))]
     if not questions:
         return
     what = _in_words(questions[0], names)
@@ -156,6 +157,16 @@ def _matched(own: Sequence[Any], others: Sequence[Sequence[Any]]) -> list[_Found
     if any(each != kinds[0] for each in kinds):
         return []
     return [_Found(each[0], (each[1], each[2])) for each in zip(own, *others, strict=True)]
+
+
+def _kind(node: Any) -> type:
+    return type(node)
+
+
+@functools.cache
+def _saves(kind: type) -> bool:
+    """Whether nodes of a type may keep tensors for their gradients."""
+    return kind.__module__ != "builtins" or any(name.startswith("_raw_saved_") for name in dir(kind))
 
 
 def _saved(node: Any) -> list[Any]:

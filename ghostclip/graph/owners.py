@@ -28,6 +28,9 @@ __all__ = ["Marks", "Owned", "Rows", "Subject", "fits", "numbers", "owners", "ro
 
 # A layer's use, by the gradient at its pre-activation; or a tensor of the graph.
 Subject = LayerCall | Edge
+Key = tuple[Subject, int]
+# The largest entry of each row, and a random projection of it, [rows] each.
+Numbers = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,13 @@ class Owned:
     open: bool = False
     unclear: bool = False
 
+    def owners(self) -> int:
+        """How many examples have readable rows that were found one by one."""
+        assert self.rows is not None
+        assert isinstance(self.rows.order, RowIndex)
+        order = self.rows.order
+        return len((order.index if order.used is None else order.index[order.used]).unique())
+
     @property
     def is_regular(self) -> bool:
         """Whether every example has as many rows, in order."""
@@ -126,9 +136,11 @@ class Owned:
 
 def owners(
     losses: Tensor, calls: Sequence[LayerCall], edges: Sequence[Edge] = (), leaves: Sequence[Tensor] = (),
-    indices: Sequence[RowIndex] = (),
+    indices: Sequence[RowIndex] = (), thorough: bool = False,
 ) -> dict[Subject, Owned]:  # fmt: skip
     """Whose the rows are of the gradients at ``calls`` and ``edges``; the graph is kept.
+
+    Two backwards show it where every example has as many rows in order. Where not, a few more do.
 
     Args:
         losses: [B] with B >= 2.
@@ -136,35 +148,27 @@ def owners(
         edges: tensors of the graph.
         leaves: parameters that are used outside of layers, to which these backwards must go, too.
         indices: orders in which rows may be, beside those of `rows_in_order`.
+        thorough: look at every dimension at once, which takes fewer backwards where rows are in no order.
     """
     run = _Measurement(losses, calls, edges, leaves)
     subjects: list[Subject] = [*calls, *edges]
-    dims = {subject: _first_dims(subject, len(losses)) for subject in subjects}
-    plain = run.numbers(dims, run.plain())
-    marks = run.marks.drawn(losses)
+    dims = {each: _all_dims(each) if thorough else _first_dims(each, len(losses)) for each in subjects}
+    plain, marks = run.numbers(dims, run.plain()), run.marks.drawn(losses)
     marked = run.numbers(dims, marks)
-    found: dict[Subject, Owned] = {}
-    for subject, each in dims.items():
-        ways = list[tuple[Rows, Tensor]]()
-        for dim in each:
-            for rows, index in _candidates(dim, len(plain[subject, dim][0]), len(losses), indices, losses.device):
-                shown = fits(plain[subject, dim], marked[subject, dim], marks[index], run.floor(subject), run.marks)
-                if shown is not None:
-                    ways.append((rows, index[shown]))
-        if subject not in run.reached:
-            found[subject] = Owned(ways[0][0] if ways else None, zero=True)
-        elif ways:
-            best, own = max(ways, key=lambda way: len(way[1].unique())) if len(ways) > 1 else ways[0]
-            several = bool((own != own[:1]).any())
-            key = subject, best.dim
-            index = best.owners(len(plain[key][0]), len(losses), losses.device)
-            off, _ = _compared(
-                plain[key], marked[key], marks[index], run.floor(subject), run.marks, run.rounding(key[0])
-            )
-            hidden = bool(off.any()) or (not several and _hidden(plain[key][0], best, own, losses))
-            found[subject] = Owned(best, shown=several, open=hidden, unclear=len(ways) > 1)
-    left = [subject for subject in dims if subject not in found]
-    return found | (run.by_digits(left) if left else {})
+    found = {subject: run.in_order(subject, dims[subject], plain, marked, marks, indices) for subject in subjects}
+    left = [subject for subject, each in found.items() if each is None]
+    known = {subject: each for subject, each in found.items() if each is not None}
+    if not left:
+        return known
+    if not thorough:
+        calls = [each for each in left if isinstance(each, LayerCall)]
+        edges = [each for each in left if not isinstance(each, LayerCall)]
+        return known | owners(losses, calls, edges, leaves, indices, thorough=True)
+    digits = run.by_digits([(subject, dim) for subject in left for dim in dims[subject]], plain, marked, marks)
+    for subject in left:
+        ways = [digits[subject, dim].owned(dim, len(losses)) for dim in dims[subject]]
+        known[subject] = max([way for way in ways if way is not None], key=Owned.owners, default=Owned(None))
+    return known
 
 
 def rows_in_order(size: int, examples: int) -> list[str]:
@@ -249,6 +253,29 @@ class _Measurement:
         """What an unmarked backward starts from, [B]."""
         return torch.full_like(self._losses, self.marks.plain)
 
+    def in_order(
+        self, subject: Subject, dims: Sequence[int], plain: Mapping[Key, Numbers], marked: Mapping[Key, Numbers],
+        marks: Tensor, indices: Sequence[RowIndex],
+    ) -> Owned | None:  # fmt: skip
+        """What a subject's rows are if they are in order, or in that of an index; None where they are not."""
+        losses, ways = self._losses, list[tuple[Rows, Tensor]]()
+        floor = self.floor(subject)
+        for dim in dims:
+            numbers = plain[subject, dim], marked[subject, dim]
+            for rows, index in _candidates(dim, len(numbers[0][0]), len(losses), indices, losses.device):
+                if (shown := fits(*numbers, marks[index], floor, self.marks)) is not None:
+                    ways.append((rows, index[shown]))
+        if subject not in self.reached:
+            return Owned(ways[0][0] if ways else None, zero=True)
+        if not ways:
+            return None
+        best, own = max(ways, key=lambda way: len(way[1].unique())) if len(ways) > 1 else ways[0]
+        several, first = bool((own != own[:1]).any()), plain[subject, best.dim]
+        owner = best.owners(len(first[0]), len(losses), losses.device)
+        off, _ = _compared(first, marked[subject, best.dim], marks[owner], floor, self.marks, self.rounding(subject))
+        hidden = bool(off.any()) or (not several and _hidden(first[0], best, own, losses))
+        return Owned(best, shown=several, open=hidden, unclear=len(ways) > 1)
+
     def floor(self, subject: Subject) -> float:
         """The size up to which rows of a subject show nothing."""
         if self.marks.floor is not None:
@@ -261,9 +288,9 @@ class _Measurement:
         """What share of its largest entry a row may be off that one example alone has a part in."""
         return 0.0 if self.marks.floor is None else self.marks.tolerance
 
-    def numbers(self, dims: Mapping[Subject, Sequence[int]], seed: Tensor) -> dict[tuple[Subject, int], Any]:
+    def numbers(self, dims: Mapping[Subject, Sequence[int]], seed: Tensor) -> dict[Key, Numbers]:
         """{(subject, dimension): `numbers`} of the gradients of a backward that starts from ``seed`` [B]."""
-        found: dict[tuple[Subject, int], Any] = {}
+        found: dict[Key, Numbers] = {}
 
         def look(subject: Subject, grad: Tensor | None) -> None:
             if grad is None or subject not in dims:
@@ -297,48 +324,75 @@ class _Measurement:
                     found[subject, dim] = rows, rows
         return found
 
-    def by_digits(self, subjects: Sequence[Subject]) -> dict[Subject, Owned]:
-        """Whose each row is, by one backward for each digit of the examples' numbers."""
+    def by_digits(
+        self, keys: Sequence[Key], plain: Mapping[Key, Numbers], marked: Mapping[Key, Numbers], marks: Tensor
+    ) -> dict[Key, _Digits]:
+        """Whose each row is, by one backward for each digit of the examples' numbers, held against one more.
+
+        Args:
+            keys: subjects and dimensions.
+            plain, marked: their numbers in the plain backward, and in one that started from ``marks`` [B]. These are
+                others than the digits': sums of two marks that look like a third don't come again.
+        """
         examples, levels = len(self._losses), self.marks.levels
-        dims = {subject: _all_dims(subject) for subject in subjects}
-        plain = self.numbers(dims, self.plain())
-        owner = {
-            key: torch.zeros(len(each[0]), dtype=torch.int64, device=each[0].device) for key, each in plain.items()
-        }
-        several = {key: torch.zeros_like(each, dtype=torch.bool) for key, each in owner.items()}
-        readable = {key: torch.zeros_like(each, dtype=torch.bool) for key, each in owner.items()}
-        loose = {key: torch.zeros_like(each, dtype=torch.bool) for key, each in owner.items()}
+        found = {key: _Digits(plain[key], self, key[0]) for key in keys}
+        dims: dict[Subject, list[int]] = {}
+        for subject, dim in keys:
+            dims.setdefault(subject, []).append(dim)
         rest, place = torch.arange(examples, device=self._losses.device), 1
         while place < examples:
             digit_of = _shuffled(levels, self._losses.device)  # {level: digit}
-            level_of = digit_of.argsort()
-            seen = self.numbers(dims, self.marks.of(level_of[rest % levels], self._losses))
-            for key, each in plain.items():
-                level = (seen[key][0] / each[0]).log2().round().nan_to_num(0, 0, 0).to(torch.int64) - self.marks.lowest
-                level = level + int(math.log2(self.marks.plain))
-                inside = (level >= 0) & (level < levels)
-                own = self.marks.of(level.clamp(0, levels - 1), each[0])
-                off, clear = _compared(each, seen[key], own, self.floor(key[0]), self.marks)
-                loose[key] |= _compared(each, seen[key], own, self.floor(key[0]), self.marks, self.rounding(key[0]))[0]
-                several[key] |= off | (clear & ~inside)
-                readable[key] |= clear
-                owner[key] += torch.where(clear, digit_of[level.clamp(0, levels - 1)], 0) * place
+            seen = self.numbers(dims, self.marks.of(digit_of.argsort()[rest % levels], self._losses))
+            for key, digits in found.items():
+                digits.read(seen[key], digit_of, place)
             rest, place = rest // levels, place * levels
-        found = {}
-        for subject, each in dims.items():
-            ways = [dim for dim in each if not bool((several[subject, dim] | (owner[subject, dim] >= examples)).any())]
-            counted = {dim: len(owner[subject, dim][readable[subject, dim]].unique()) for dim in ways}
-            if not ways:
-                found[subject] = Owned(None)
-                continue
-            best = max(ways, key=lambda dim: counted[dim])
-            clear = readable[subject, best]
-            index = torch.where(clear, owner[subject, best], 0)
-            rows = Rows(best, RowIndex(index, examples, None if bool(clear.all()) else clear))
-            spoilt = not bool(plain[subject, best][0].isfinite().all())
-            hidden = counted[best] < 2 or spoilt or bool(loose[subject, best].any())
-            found[subject] = Owned(rows, shown=counted[best] > 1, open=hidden)
+        for key, digits in found.items():
+            digits.several |= digits.owner >= examples
+            digits.hold(marked[key], marks[digits.owner.clamp(max=examples - 1)])
         return found
+
+
+class _Digits:
+    """The owners of rows, digit by digit.
+
+    Attributes:
+        owner: [rows], as far as digits were read; 0 where a row shows nothing.
+        several: [rows] bool, of which some digit could not be read: several examples have a part in them.
+        loose: [rows] bool, of which one could be read to within `Marks.tolerance` only.
+        readable: [rows] bool.
+    """
+
+    def __init__(self, plain: Numbers, run: _Measurement, subject: Subject) -> None:
+        self._plain, self._marks = plain, run.marks
+        self._floor, self._rounding = run.floor(subject), run.rounding(subject)
+        self.owner = torch.zeros(len(plain[0]), dtype=torch.int64, device=plain[0].device)
+        self.several, self.loose, self.readable = (torch.zeros_like(self.owner, dtype=torch.bool) for _ in range(3))
+
+    def read(self, seen: Numbers, digit_of: Tensor, place: int) -> None:
+        """Reads the digit that counts ``place`` times; ``digit_of`` [levels] says what a level stands for."""
+        power = (seen[0] / self._plain[0] * self._marks.plain).log2().round().nan_to_num(0, 0, 0)
+        level = power.to(torch.int64) - self._marks.lowest
+        inside = level.clamp(0, self._marks.levels - 1)
+        clear = self.hold(seen, self._marks.of(inside, self._plain[0]))
+        self.several |= clear & (level != inside)
+        self.owner += torch.where(clear, digit_of[inside], 0) * place
+
+    def hold(self, seen: Numbers, marks: Tensor) -> Tensor:
+        """Holds rows against their marks [rows]; returns which of them are readable."""
+        off, clear = _compared(self._plain, seen, marks, self._floor, self._marks)
+        self.loose |= _compared(self._plain, seen, marks, self._floor, self._marks, self._rounding)[0]
+        self.several |= off
+        self.readable |= clear
+        return clear
+
+    def owned(self, dim: int, examples: int) -> Owned | None:
+        """The rows along a dimension by their owners; None where some have several."""
+        if bool(self.several.any()):
+            return None
+        count, clear = len(self.owner[self.readable].unique()), self.readable
+        rows = Rows(dim, RowIndex(torch.where(clear, self.owner, 0), examples, None if bool(clear.all()) else clear))
+        spoilt = not bool(self._plain[0].isfinite().all())
+        return Owned(rows, shown=count > 1, open=count < 2 or spoilt or bool(self.loose.any()))
 
 
 def numbers(grad: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -360,7 +414,7 @@ def _direction(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _compared(
-    plain: tuple[Tensor, Tensor], marked: tuple[Tensor, Tensor], marks: Tensor, floor: float, way: Marks,
+    plain: Numbers, marked: Numbers, marks: Tensor, floor: float, way: Marks,
     tolerance: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Which rows do not fit their marks, and which show whose they are, [rows] bool each.
@@ -376,9 +430,7 @@ def _compared(
     return (clear & ~fit) | ((largest == 0) & (largest_now > floor)), clear
 
 
-def fits(
-    plain: tuple[Tensor, Tensor], marked: tuple[Tensor, Tensor], marks: Tensor, floor: float, way: Marks
-) -> Tensor | None:
+def fits(plain: Numbers, marked: Numbers, marks: Tensor, floor: float, way: Marks) -> Tensor | None:
     """Which rows show that they fit their ``marks`` [rows], bool [rows]; None where some row doesn't."""
     off, clear = _compared(plain, marked, marks, floor, way)
     return None if bool(off.any()) else clear

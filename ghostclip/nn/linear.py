@@ -14,7 +14,7 @@ from ghostclip.norms.affine import LinearPair
 from ghostclip.norms.outer import OuterProduct
 from ghostclip.norms.term import Dense, PerExampleGrads, to_float32
 
-from .base import GhostLayer, LayerCall
+from .base import GhostLayer, LayerCall, is_capturing
 
 __all__ = ["Linear", "examples_first", "summed_positions"]
 
@@ -36,6 +36,8 @@ class Linear(GhostLayer, torch.nn.Linear, wraps=torch.nn.Linear):
     row_by_row = True
 
     def forward(self, input: Tensor) -> Tensor:
+        if input.dim() == 1 and is_capturing():  # one example of a loop over them
+            return self.forward(input.unsqueeze(0)).squeeze(0)
         return self.capture(super().forward(input), input)
 
     def example_dims(self, call: LayerCall) -> Sequence[int]:

@@ -24,8 +24,8 @@ def assert_exact(program: Program, number: int, dtype: torch.dtype) -> None:
     expected, tolerance = truth(program, number, dtype), comparing.TOLERANCE[dtype]
     whole, clipping = oracle.norms(expected), comparing.typical_norm(expected)
     model, options = ghostclip.wrap(program.model(dtype), **program.wrap), program.options(number, dtype)
-    losses = program.losses_of(model, number, dtype)
     clipper = ghostclip.GhostClipper(model)
+    losses = program.losses_of(model, number, dtype)
     comparing.assert_close(clipper.norms(losses, retain_graph=True, **options), whole, tolerance, what="norms")
     by_name = clipper.norms(losses, per="parameter", retain_graph=True, **options)
     for name, norms in oracle.norms_per_parameter(expected).items():
@@ -60,9 +60,8 @@ def assert_within_rounding(program: Program, number: int, dtype: torch.dtype) ->
     norms = expected.norm(dim=1)
     allowed, clipping = 4 * rounding + eps * norms, float(norms.median()) or 1.0
     model = ghostclip.wrap(program.model(dtype), **program.wrap)
-    grads = ghostclip.GhostClipper(model).per_example_grads(
-        program.losses_of(model, number, dtype), **program.options(number, dtype)
-    )
+    clipper, options = ghostclip.GhostClipper(model), program.options(number, dtype)
+    grads = clipper.per_example_grads(program.losses_of(model, number, dtype), **options)
     off = (_flat(grads) - expected).norm(dim=1)
     assert (off <= allowed).all(), f"gradients off by {off.tolist()}, allowed {allowed.tolist()}"
     weights = (clipping / norms).clamp(max=1)
