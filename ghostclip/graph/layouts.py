@@ -239,7 +239,9 @@ class Layouts:
             raise
         if may_store:
             self._store(losses, uses, owned, region)
-        rows = {call: owned[call].rows or Rows(call.batch_dim, _nobody(call, examples)) for call in uses.calls}
+        rows: dict[Subject, Rows] = {
+            call: owned[call].rows or Rows(call.batch_dim, _nobody(call, examples)) for call in uses.calls
+        }
         return _row_layout(uses, rows, region, examples, stored=key in self._known, measured=True)
 
     def _owners(self, losses: Tensor, uses: Uses, indices: Sequence[RowIndex], may_store: bool) -> dict[Subject, Owned]:
@@ -324,7 +326,9 @@ class Layouts:
             region = SharedSubgraph(examples, boundaries, {node: node.variable for node in uses.leaves}, tables)
         silent = [uses.calls[number] for number in known.silent_calls]
         edges = [(uses.nodes[place], number) for place, number in known.silent_edges]
-        found = {call: each for call, each in zip(uses.calls, known.rows, strict=True) if each is not None}
+        found: dict[Subject, Rows] = {
+            call: each for call, each in zip(uses.calls, known.rows, strict=True) if each is not None
+        }
         check = WatchedZeros(silent, edges) if silent or edges else None
         if check is not None and is_traced():
             raise UnsupportedModelError("no gradient has reached some layer yet")
@@ -344,7 +348,9 @@ def _row_layout(
         count = own.count(call.shape[own.dim], examples)
         if count != 1 or isinstance(own.order, RowIndex):
             folded[id(call)] = count, own.order
-    met = {} if region is None else {b.edge: Rows(b.dim, b.row_order) for b in region.boundaries}
+    met: dict[Subject, Rows] = {}
+    for boundary in () if region is None else region.boundaries:
+        met[boundary.edge] = Rows(boundary.dim, boundary.row_order)
     return RowLayout([*calls, *(() if region is None else region.uses)], folded, {**rows, **met}, **rest)
 
 
