@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,13 +22,7 @@ from torch import Tensor
 from .outer import OuterProduct, chunks, gram_is_reliable, reliable
 from .term import Dense, NormResult, PerExampleGrads, Strategy, product_of_sizes, squared_norms, to_float32
 
-__all__ = ["ComputedGrads", "row_products"]
-
-
-def row_products(gradients: OuterProduct, along: Tensor) -> Tensor:
-    """Inner products [B, p] of the rows of each example's gradient with those of ``along`` [p, d]."""
-    left, right = (to_float32(side) for side in gradients.tensors)
-    return (right @ along.mT).mul_(left).sum(1)
+__all__ = ["ComputedGrads"]
 
 
 @dataclass(eq=False)
@@ -55,6 +50,16 @@ class ComputedGrads(PerExampleGrads):
     def tensors(self) -> tuple[Tensor, ...]:
         return self.inner.tensors
 
+    @cached_property
+    def products(self) -> Tensor:
+        """Inner products [B, p] of the rows of each G_i with those of ``along``."""
+        assert self.along is not None
+        return self._row_products(self.along)
+
+    def _row_products(self, along: Tensor) -> Tensor:
+        left, right = (to_float32(side) for side in self.inner.tensors)
+        return (right @ along.mT).mul_(left).sum(1)
+
     def _apply(self, gradients: Tensor) -> Tensor:
         """The parameter's gradients [n, p, d] from the matrix's, in place."""
         if self.along is not None and self.back is not None:
@@ -75,16 +80,15 @@ class ComputedGrads(PerExampleGrads):
         return Dense(self.per_example()).split_rows(count, row_order)
 
     def closed_form(self, keep: bool) -> NormResult | None:
-        """One position: ``sum_p factor[p]^2 (|G[p]|^2 - 2 c[p] <G[p], back[p]> + c[p]^2 |back[p]|^2)``, c = <G, along>."""
+        """One position: ``sum_p factor[p]^2 (|G[p]|^2 - 2 c <G[p], back[p]> + c^2 |back[p]|^2)`` with c = <G, along>."""
         if self.inner.left.shape[1] != 1:
             return None
         left, right = (to_float32(side).squeeze(1).square() for side in self.inner.tensors)
         factor = self.factor.square()
         if self.along is None or self.back is None:
             return NormResult((left * (right @ factor.mT)).sum(1))
-        along = row_products(self.inner, self.along)
-        back = along if self.back is self.along else row_products(self.inner, self.back)
-        along = along if self.by_row else along.sum(1, keepdim=True)
+        back = self.products if self.back is self.along else self._row_products(self.back)
+        along = self.products if self.by_row else self.products.sum(1, keepdim=True)
         factor = factor.flatten().expand(len(self.back))
         taken = along.square() * self.back.square().sum(1)
         whole = (left @ factor) * right.sum(1)

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ghostclip.graph.nodes import ACCUMULATE, Edge, from_below, shape_of
-from ghostclip.norms.computed import ComputedGrads, row_products
+from ghostclip.norms.computed import ComputedGrads
 from ghostclip.norms.outer import OuterProduct
-from ghostclip.norms.term import Dense, PerExampleGrads, to_float32
+from ghostclip.norms.term import Dense, PerExampleGrads, may_sync, to_float32
 
 __all__ = ["of_parameters"]
 
@@ -28,9 +28,7 @@ ENTRYWISE = {
 }  # fmt: skip
 
 
-def of_parameters(
-    edge: Edge, term: PerExampleGrads, leaves: Mapping[Any, Tensor]
-) -> dict[Any, PerExampleGrads] | None:
+def of_parameters(edge: Edge, term: PerExampleGrads, leaves: Mapping[Any, Tensor]) -> dict[Any, PerExampleGrads] | None:
     """The per-example gradients of the parameters that a weight is computed from; None where no formula is known.
 
     Args:
@@ -47,7 +45,9 @@ def of_parameters(
         return None
     (leaf,) = parameters
     if all(n is leaf or (n.name() in ENTRYWISE and shape_of((n, 0)) == term.shape) for n in below):
-        return {leaf: ComputedGrads(term, _slope(edge, leaves[leaf]))}
+        factor = _slope(edge, leaves[leaf])
+        of_weight = may_sync(factor.device) and bool((factor == 1).all())  # as of a straight-through estimator
+        return {leaf: term if of_weight else ComputedGrads(term, factor)}
     return _quotient(edge[0], term, leaf, leaves[leaf])
 
 
@@ -72,12 +72,10 @@ def _weight_norm(node: Any, term: OuterProduct, leaves: Mapping[Any, Tensor]) ->
     if node._saved_dim != 0 or not {of_v, of_g} <= {*leaves, None}:
         return None
     v, g, norms = (to_float32(each.detach()) for each in (node._saved_v, node._saved_g, node._saved_result1))
-    unit, factor, found = v / norms.view_as(g), g / norms.view_as(g), dict[Any, PerExampleGrads]()
-    if of_v is not None:
-        found[of_v] = ComputedGrads(term, factor, unit, unit, by_row=True)
-    if of_g is not None:
-        found[of_g] = Dense(row_products(term, unit).view(-1, *g.shape))
-    return found
+    unit = v / norms.view_as(g)
+    grads = ComputedGrads(term, g / norms.view_as(g), unit, unit, by_row=True)
+    found = {of_v: grads, of_g: Dense(grads.products.view(-1, *g.shape))}
+    return {leaf: each for leaf, each in found.items() if leaf is not None}
 
 
 def _quotient(node: Any, term: OuterProduct, leaf: Any, parameter: Tensor) -> dict[Any, PerExampleGrads] | None:

@@ -42,7 +42,6 @@ def _names(layer: int, reverse: int, bias: bool, projected: bool) -> tuple[str, 
 class _Recurrent(GhostLayer):
     """What RNN, LSTM and GRU share."""
 
-
     # What torch.nn.RNNBase has, for the type checker.
     mode: str
     bias: bool
