@@ -80,7 +80,7 @@ class ComputedGrads(PerExampleGrads):
         return Dense(self.per_example()).split_rows(count, row_order)
 
     def closed_form(self, keep: bool) -> NormResult | None:
-        """One position: ``sum_p factor[p]^2 (|G[p]|^2 - 2 c <G[p], back[p]> + c^2 |back[p]|^2)`` with c = <G, along>."""
+        """One position: ``sum_p factor[p]^2 (|G[p]|^2 - 2 c <G[p], back[p]> + c^2 |back[p]|^2)``, c = <G, along>."""
         if self.inner.left.shape[1] != 1:
             return None
         left, right = (to_float32(side).squeeze(1).square() for side in self.inner.tensors)

@@ -35,7 +35,7 @@ def pulled_back(
         terms: B gradients for each output. They are formed a chunk of examples at a time.
     """
     terms = [Dense(term.per_example()) if isinstance(term, Ragged) else term for term in terms]
-    dtypes = [edge.node._input_metadata[edge.output_nr].dtype for edge in outputs]  # type: ignore[attr-defined]
+    dtypes = [edge.node._input_metadata[edge.output_nr].dtype for edge in outputs]
     found: list[list[Tensor | None]] = []
     for part in chunks(terms[0].examples, 4 * max(term.shape.numel() for term in terms), BYTES):
         seeds = [_formed(term.pick(part)).to(dtype) for term, dtype in zip(terms, dtypes, strict=True)]

@@ -159,21 +159,15 @@ class BroadcastBoundary:
             grad: of the summed losses at the output.
             places: some of ``shared``.
         """
-        left, name = [], self.node.name()
-        if self.number and name in (LAYER_NORM, GROUP_NORM):
+        if self.number and self.node.name() in (LAYER_NORM, GROUP_NORM):
             return  # mean and deviation, which second derivatives use, depend on no scale and no shift
-        unsummed: Sequence[Tensor | None] | None = None
+        unsummed, left = self._unsummed(grad), []
         for place, edge in places:
-            if name in (EXPAND, *ELEMENTWISE) or (name == "AddmmBackward0" and place == 0):
-                if unsummed is None:
-                    unsummed = self._inputs_gradients(grad) if name in ELEMENTWISE else [self._scaled(grad)]
+            if place in unsummed:
                 if (each := unsummed[place]) is not None:
                     yield edge, Dense(self._summed(each.expand(grad.shape), shape_of(edge)))
-            elif (factors := self._factors(grad, place)) is not None:
-                edge, transposed = untransposed(edge)
-                left_side, right_side = factors[::-1] if transposed else factors
-                product = OuterProduct(left_side.unsqueeze(1), right_side.unsqueeze(1), shape_of(edge))
-                yield edge, self._regrouped(product)
+            elif (product := self._product(grad, place, edge)) is not None:
+                yield product
             elif (term := self._term(grad, place, shape_of(edge))) is not None:
                 yield edge, term
             else:
@@ -181,28 +175,33 @@ class BroadcastBoundary:
         if left:
             yield from self._one_by_one(grad, left)
 
-    def _scaled(self, grad: Tensor) -> Tensor:
-        """The gradient of what a product is added to, before it is summed."""
+    def _unsummed(self, grad: Tensor) -> dict[int, Tensor | None]:
+        """{place: gradient} of inputs that were broadcast, of the output's shape; {} of other operations."""
+        name = self.node.name()
+        if name in ELEMENTWISE:
+            return dict(enumerate(self._inputs_gradients(grad)))
         beta = getattr(self.node, "_saved_beta", 1)
-        return grad if beta == 1 else grad * beta
+        return {0: grad if beta == 1 else grad * beta} if name in (EXPAND, "AddmmBackward0") else {}
 
-    def _factors(self, grad: Tensor, place: int) -> tuple[Tensor, Tensor] | None:
-        """[R, d] and [R, p] of a real product of two matrices, whose R rows or columns are the examples'.
-
-        The gradient of the factor at ``place`` is the sum of their outer products over the rows. None for another one.
-        """
+    def _product(self, grad: Tensor, place: int, edge: Edge) -> tuple[Edge, PerExampleGrads] | None:
+        """The matrix at ``place`` of a real product of two, and its gradients: sums of outer products over its rows."""
         if grad.is_complex():
             return None
         if self.is_product(place):
-            return self.factor(), grad
-        of_columns = (self.node.name(), place, self.dim) == ("MmBackward0", 0, 1)
-        return (grad.mT, self.node._saved_mat2.mT) if of_columns else None
+            left, right = self.factor(), grad
+        elif (self.node.name(), place, self.dim) == ("MmBackward0", 0, 1):
+            left, right = grad.mT, self.node._saved_mat2.mT
+        else:
+            return None
+        edge, transposed = untransposed(edge)
+        left, right = (right, left) if transposed else (left, right)
+        return edge, self._regrouped(OuterProduct(left.unsqueeze(1), right.unsqueeze(1), shape_of(edge)))
 
     def _term(self, grad: Tensor, place: int, shape: torch.Size) -> PerExampleGrads | None:
         """The gradients of a shared tensor of ``shape``, by the formula of a known operation; None for another one."""
         name = self.node.name()
         if name == "BmmBackward0" and self.dim == (2, 1)[place] and not isinstance(self.row_order, RowIndex):
-            return None if grad.is_complex() else Dense(self._of_batched_product(grad, place, self.row_order))
+            return None if grad.is_complex() else self._of_batched_product(grad, place, self.row_order)
         if (indices := self._rows_read()) is not None:
             return self._of_table(grad, indices, shape)
         if name == "ConvolutionBackward0" and place > 0 and self.dim == 0 and not grad.is_complex():
@@ -211,11 +210,11 @@ class BroadcastBoundary:
             return Dense(self._of_norm(grad, place, shape))
         return None
 
-    def _of_batched_product(self, grad: Tensor, place: int, row_order: str) -> Tensor:
+    def _of_batched_product(self, grad: Tensor, place: int, row_order: str) -> Dense:
         """Gradients [B, G, d, p] of a factor of G products of two matrices, whose rows or columns are the examples'."""
         factors = (grad.mT, self.node._saved_mat2.mT) if place == 0 else (self.node._saved_self, grad)
         own = [split_examples(to_float32(each).movedim(1, 0), self.count, row_order) for each in factors]
-        return torch.einsum("btgd,btgp->bgdp", *own)
+        return Dense(torch.einsum("btgd,btgp->bgdp", *own))
 
     def _inputs_gradients(self, grad: Tensor) -> tuple[Tensor | None, ...]:
         """What the operation's own backward gives to each of its inputs, for a gradient of the output alone."""
@@ -282,14 +281,14 @@ class BroadcastBoundary:
         node = self.node
         if place == 2:
             return Dense(self._sums(to_float32(grad)).flatten(2).sum(2))
-        axes = [tuple(map(signed, each)) for each in (node._saved_stride, node._saved_padding, node._saved_dilation)]
         images, grads = node._saved_input, grad
         if node._saved_transposed:
             # The backward of a convolution, which takes the gradient as images.
-            images, grads = grad, node._saved_input
-            if any(more >= stride for more, stride in zip(node._saved_output_padding, axes[0], strict=True)):
+            images, grads = grads, images
+            if any(more >= step for more, step in zip(node._saved_output_padding, node._saved_stride, strict=True)):
                 return None
-        return self._regrouped(ConvGrads(images, grads, shape, Geometry(*axes, node._saved_groups)))
+        geometry = Geometry(node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_groups)
+        return self._regrouped(ConvGrads(images, grads, shape, geometry))
 
     def _first_normalized(self, dims: int) -> int:
         """The first dimension, of so many, that a normalization has its statistics over; 0 for other operations."""

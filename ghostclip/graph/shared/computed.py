@@ -45,7 +45,7 @@ def of_parameters(edge: Edge, term: PerExampleGrads, leaves: Mapping[Any, Tensor
         return None
     (leaf,) = parameters
     if all(n is leaf or (n.name() in ENTRYWISE and shape_of((n, 0)) == term.shape) for n in below):
-        factor = _slope(edge, leaves[leaf])
+        factor = _slope(edge, leaves[leaf], term)
         of_weight = may_sync(factor.device) and bool((factor == 1).all())  # as of a straight-through estimator
         return {leaf: term if of_weight else ComputedGrads(term, factor)}
     return _quotient(edge[0], term, leaf, leaves[leaf])
@@ -58,12 +58,17 @@ def _nodes_below(node: Any, leaves: Mapping[Any, Tensor]) -> list[Any] | None:
     return nodes if known else None
 
 
-def _slope(edge: Edge, leaf: Tensor) -> Tensor:
+def _like(term: OuterProduct, *tensors: Tensor) -> list[Tensor]:
+    """Constants in the type that the term's gradients are formed in."""
+    return [tensor.detach().to(to_float32(term.left[:0]).dtype) for tensor in tensors]
+
+
+def _slope(edge: Edge, leaf: Tensor, term: OuterProduct) -> Tensor:
     """The gradient of the sum of a tensor's entries, for a parameter that it is computed from."""
     of = edge[0]._input_metadata[edge[1]]
     seed = torch.ones(tuple(of.shape), dtype=of.dtype, device=of.device)
     (found,) = torch.autograd.grad([GradientEdge(*edge)], [leaf], [seed], retain_graph=True)
-    return to_float32(found)
+    return _like(term, found)[0]
 
 
 def _weight_norm(node: Any, term: OuterProduct, leaves: Mapping[Any, Tensor]) -> dict[Any, PerExampleGrads] | None:
@@ -71,7 +76,7 @@ def _weight_norm(node: Any, term: OuterProduct, leaves: Mapping[Any, Tensor]) ->
     (of_v, _), (of_g, _) = node.next_functions
     if node._saved_dim != 0 or not {of_v, of_g} <= {*leaves, None}:
         return None
-    v, g, norms = (to_float32(each.detach()) for each in (node._saved_v, node._saved_g, node._saved_result1))
+    v, g, norms = _like(term, node._saved_v, node._saved_g, node._saved_result1)
     unit = v / norms.view_as(g)
     grads = ComputedGrads(term, g / norms.view_as(g), unit, unit, by_row=True)
     found = {of_v: grads, of_g: Dense(grads.products.view(-1, *g.shape))}
@@ -82,6 +87,6 @@ def _quotient(node: Any, term: OuterProduct, leaf: Any, parameter: Tensor) -> di
     """Of a parameter over one number that is computed from it."""
     if node.name() != "DivBackward0" or node.next_functions[0][0] is not leaf or node._saved_other.dim():
         return None
-    divisor = to_float32(node._saved_other.detach())
-    slope, weight = _slope(node.next_functions[1], parameter), to_float32(node._saved_self.detach()) / divisor
-    return {leaf: ComputedGrads(term, divisor.reciprocal().view(1, 1), weight, slope)}
+    value, divisor = _like(term, node._saved_self, node._saved_other)
+    slope = _slope(node.next_functions[1], parameter, term)
+    return {leaf: ComputedGrads(term, divisor.reciprocal().view(1, 1), value / divisor, slope)}

@@ -7,6 +7,7 @@ together with the examples is found by `ghostclip.graph.shared.search`; the grad
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.graph.nodes import Edge, from_below, shape_of
+from ghostclip.graph.nodes import Edge, shape_of
 from ghostclip.graph.reader import without_hooks
 from ghostclip.graph.shared.boundary import GROUPED_PRODUCT, BroadcastBoundary, untransposed
 from ghostclip.graph.shared.computed import of_parameters
@@ -58,28 +59,32 @@ class SharedSubgraph:
         # The inputs of each boundary that are matrices of experts, and the others.
         self._experts: dict[tuple[Any, bool], list[tuple[int, int | None]]] = {}
         self._others: list[list[tuple[int, Edge]]] = [[] for _ in self.boundaries]
+        # Bytes of the products that a parameter is a factor of.
+        products = Counter[int]()
         for number, boundary in enumerate(self.boundaries):
             for place, edge in boundary.shared:
+                leaf = untransposed(edge)[0][0]
                 if (matrix := self._expert(boundary, place, edge)) is None:
                     self._others[number].append((place, edge))
                 else:
                     leaf, transposed, expert = matrix
                     self._experts.setdefault((leaf, transposed), []).append((number, expert))
-        above = {untransposed(edge)[0][0] for places in self._others for _, edge in places} - self.leaves.keys()
-        nodes = set(from_below(*above))
-        reached = {id(p): p for node, p in self.leaves.items() if node in nodes or not self.boundaries}
+                if leaf in self.leaves and (matrix is not None or boundary.is_product(place)):
+                    products[id(self.leaves[leaf])] += shape_of(boundary.edge).numel() * self.leaves[leaf].itemsize
+        reached = {id(parameter): parameter for parameter in self.leaves.values()}
         tables = dict(self.calls)
         # A gradient from autograd has all of a parameter's uses below the boundaries.
         while others := [node for node, call in tables.items() if not _is_table(node, call, reached)]:
             for node in others:
                 reached |= parameters_of(tables.pop(node))
         # Where gradients arrive: at a parameter, or at the output of a layer that reads constants.
-        own = {id(p): p for p in self.leaves.values()} | reached
-        self._bare = {bare(parameter, self.examples): parameter for parameter in own.values()}
+        self._bare = {bare(parameter, self.examples): parameter for parameter in reached.values()}
         self._tables = {spread(call, self.examples): node for node, call in tables.items()}
         self.uses = [*self._bare, *self._tables]
         for use in self.uses:
             use.region = self
+        for use, parameter in self._bare.items():
+            use.nbytes = min(use.nbytes, products.get(id(parameter), use.nbytes))
 
     def _expert(self, boundary: BroadcastBoundary, place: int, edge: Edge) -> tuple[Any, bool, int | None] | None:
         """(leaf, whether transposed, which of its matrices) of a factor that is a matrix of experts; None for another.
@@ -122,7 +127,7 @@ class SharedSubgraph:
                 sink(use, (), next(iter(use.found.tensors), losses))
                 use.found = None
             else:
-                grad = sum(term.per_example() for term in terms) if terms else use.zeros()
+                grad = combined(terms).per_example() if terms else use.zeros()
                 sink(use, self._tables[use].saved_tensors, grad.to(use.dtype).reshape(use.shape))
 
     def _terms(self, grads: list[Any], losses: Tensor, seed: Tensor) -> dict[Edge, list[PerExampleGrads]]:
@@ -150,7 +155,7 @@ class SharedSubgraph:
             x.new_zeros(shape_of(boundary.edge)) if grads[number] is None else grads[number]
             for boundary, x, (number, _) in zip(boundaries, inputs, parts, strict=True)
         ]
-        sides = torch.cat(inputs), torch.cat(own)
+        sides = (inputs[0], own[0]) if len(parts) == 1 else (torch.cat(inputs), torch.cat(own))
         left, right = sides[::-1] if transposed else sides
         found = ExpertProducts(left, right, experts, rows, self.leaves[leaf].shape)
         return found if rows.used is None else found.keep_rows(rows.used)
