@@ -1031,8 +1031,8 @@ PROVED = [
     Mutant(
         "positions of a transposed filter's own are none",
         "ghostclip/graph/shared/boundary.py",
-        "            if any(more >= step for more, step in zip(node._saved_output_padding, node._saved_stride, strict=True)):\n",
-        "            if False:\n",
+        "if any(more >= step for more, step in zip(node._saved_output_padding, node._saved_stride, strict=True)):",
+        "if False:",
         ("tests/test_computed_weights.py", "-k", "filters"),
     ),
     Mutant(
@@ -1158,7 +1158,7 @@ PROVED = [
     Mutant(
         "rows of a product of heads are in the order of examples",
         "ghostclip/graph/shared/boundary.py",
-        "split_examples(to_float32(each).movedim(1, 0), self.count, self.row_order)",
+        "split_examples(to_float32(each).movedim(1, 0), self.count, row_order)",
         "split_examples(to_float32(each).movedim(1, 0), self.count, 'example')",
         ("tests/test_layers.py", "-k", "bare and product"),
     ),
@@ -2802,7 +2802,7 @@ DIFFERENTIATED_TWICE = [
     Mutant(
         "a group's mean depends on its scale",
         "ghostclip/graph/shared/boundary.py",
-        "        if self.number and name in (LAYER_NORM, GROUP_NORM):\n",
+        "        if self.number and self.node.name() in (LAYER_NORM, GROUP_NORM):\n",
         "        if False:\n",
         (*TWICE, "-k", "float32 and group"),
     ),
