@@ -980,13 +980,6 @@ PROVED = [
         ("tests/test_computed_weights.py", "-k", "along_the_direction or rank_one"),
     ),
     Mutant(
-        "a broadcast factor counts as entry by entry",
-        "ghostclip/graph/shared/computed.py",
-        " and shape_of((n, 0)) == term.shape",
-        "",
-        ("tests/test_computed_weights.py", "-k", "function or linear_layers"),
-    ),
-    Mutant(
         "a parameter beside a weight's is overlooked",
         "ghostclip/graph/shared/computed.py",
         "len(parameters) != 1 or ",

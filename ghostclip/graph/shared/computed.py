@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ghostclip.graph.nodes import ACCUMULATE, Edge, from_below, shape_of
+from ghostclip.graph.nodes import ACCUMULATE, Edge, from_below
 from ghostclip.norms.computed import ComputedGrads
 from ghostclip.norms.outer import OuterProduct
 from ghostclip.norms.term import Dense, PerExampleGrads, may_sync, to_float32
 
 __all__ = ["of_parameters"]
 
-# Operations whose results have one entry for each of their inputs' entries, where all have the same shape.
+# Operations each entry of whose results depends on one entry of each input.
 ENTRYWISE = {
     f"{name}Backward0"
     for name in ("Abs", "Add", "Alias", "Clamp", "ClampMin", "Clone", "Div", "Exp", "Mul", "Neg", "Pow", "Relu",
@@ -44,7 +44,7 @@ def of_parameters(edge: Edge, term: PerExampleGrads, leaves: Mapping[Any, Tensor
     if len(parameters) != 1 or leaves[parameters[0]].shape != term.shape:
         return None
     (leaf,) = parameters
-    if all(n is leaf or (n.name() in ENTRYWISE and shape_of((n, 0)) == term.shape) for n in below):
+    if all(n is leaf or n.name() in ENTRYWISE for n in below):  # none of which makes anything smaller
         factor = _slope(edge, leaves[leaf], term)
         of_weight = may_sync(factor.device) and bool((factor == 1).all())  # as of a straight-through estimator
         return {leaf: term if of_weight else ComputedGrads(term, factor)}
