@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.graph.nodes import Edge, shape_of, signed
+from ghostclip.graph.nodes import Edge, shape_of
+from ghostclip.graph.shared.computed import untransposed
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.norms.convolution import ConvGrads, Geometry
 from ghostclip.norms.outer import OuterProduct
@@ -26,16 +27,7 @@ from ghostclip.norms.ragged import RowIndex, RowOrder, regrouped
 from ghostclip.norms.rows import LookupGrads
 from ghostclip.norms.term import Dense, PerExampleGrads, split_examples, to_float32
 
-__all__ = [
-    "ELEMENTWISE",
-    "EXPAND",
-    "GROUPED_PRODUCT",
-    "REPEAT",
-    "Alternatives",
-    "BroadcastBoundary",
-    "broadcasts",
-    "untransposed",
-]
+__all__ = ["ELEMENTWISE", "EXPAND", "GROUPED_PRODUCT", "REPEAT", "Alternatives", "BroadcastBoundary", "broadcasts"]
 
 # (dimension, how many times the batch goes into it, order) of what may be whose examples as well; None for anything.
 Alternatives = tuple[tuple[int, int, RowOrder], ...] | None
@@ -58,24 +50,6 @@ def broadcasts(shape: torch.Size, whole: torch.Size, dim: int) -> bool:
     """Whether a tensor of ``shape``, made to be ``whole`` by broadcasting, is repeated along ``dim``."""
     place = dim - (len(whole) - len(shape))
     return place < 0 or (shape[place] == 1 and whole[dim] != 1)
-
-
-def untransposed(edge: Edge) -> tuple[Edge, bool]:
-    """The matrix, or stack of matrices, of which a tensor is a copy or a transpose, and whether it is the latter."""
-    node, transposed = edge[0], False
-    while (swaps := _swaps(node)) is not None:
-        transposed, edge = transposed != swaps, node.next_functions[0]
-        node = edge[0]
-    return edge, transposed
-
-
-def _swaps(node: Any) -> bool | None:
-    """Whether an operation transposes each matrix; None for one that does more than copy."""
-    if node.name() == "TransposeBackward0":
-        dims = len(shape_of((node, 0)))
-        swapped = {signed(dim) % dims for dim in (node._saved_dim0, node._saved_dim1)}
-        return True if swapped == {dims - 1, dims - 2} else None
-    return {"TBackward0": True, "ToCopyBackward0": False}.get(node.name())
 
 
 @dataclass

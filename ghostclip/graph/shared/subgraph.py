@@ -19,8 +19,8 @@ from torch.autograd.graph import GradientEdge
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.nodes import Edge, shape_of
 from ghostclip.graph.reader import without_hooks
-from ghostclip.graph.shared.boundary import GROUPED_PRODUCT, BroadcastBoundary, untransposed
-from ghostclip.graph.shared.computed import of_parameters
+from ghostclip.graph.shared.boundary import GROUPED_PRODUCT, BroadcastBoundary
+from ghostclip.graph.shared.computed import of_parameters, untransposed
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import CAPTURE, LayerCall
 from ghostclip.nn.fallback import FallbackCall, bare, spread
