@@ -17,7 +17,6 @@ from torch import nn as torch_nn
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.nn.base import LAYERS, GhostLayer
-from ghostclip.nn.computed import with_computed_weights
 from ghostclip.nn.declared import DECLARED
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.nn.normalization import instead_of_batchnorm
@@ -176,8 +175,7 @@ def _wrapper_for(module: torch_nn.Module) -> type | None:
     library = found.__module__.partition(".")[0]
     if library in ELSEWHERE and found not in LAYERS:
         importlib.import_module(ELSEWHERE[library]).register(found)
-    wrapper: Any = LAYERS.get(found) or _wrapper_of_subclass(found)
-    return None if wrapper is None else with_computed_weights(module, wrapper)
+    return LAYERS.get(found) or _wrapper_of_subclass(found)
 
 
 def _wrapper_of_subclass(found: Any) -> type | None:

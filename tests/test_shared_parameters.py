@@ -33,13 +33,17 @@ SHARED: dict[str, tuple[Wiring, tuple[int, ...]]] = {
     "weight read by its layer": (lambda m, x: m.layer(x) + m.layer(m.layer.weight).sum(0), (1,)),
     "weight read by its layer, twice": (lambda m, x: m.layer(x) @ m.layer(torch.tanh(m.layer(m.layer.weight))), (1,)),
     "weight read by its layer, cloned": (lambda m, x: m.layer(x) + m.layer(m.layer.weight.clone()).sum(0), (1,)),
+    "table of a layer that sees positions, a factor too": (
+        lambda m, x: torch.tanh(m.layer(x) + m.table(torch.arange(6)[None])) @ m.table.weight.T, (1,)),
+    "table of a layer that sees positions, over its norm": (
+        lambda m, x: (m.layer(x) + m.table(torch.arange(6)[None])) @ (m.table.weight / m.table.weight.norm()).T, (1,)),
     "read by a layer": (lambda m, x: m.layer(x) + m.layer(m.p) * m.layer.bias, (1, 5)),
     "read by a layer twice": (lambda m, x: m.layer(x) + m.layer(torch.tanh(m.layer(m.p))) * m.p, (1, 5)),
 }  # fmt: skip
 
 
 def model_of(wiring: Wiring, shape: tuple[int, ...]) -> nn.Module:
-    model = Wired(wiring, layer=nn.Linear(5, 5))
+    model = Wired(wiring, layer=nn.Linear(5, 5), table=nn.Embedding(6, 5))
     model.p = nn.Parameter(torch.randn(shape))
     return model.double()
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ghostclip.nn.base import GhostLayer
-from ghostclip.nn.computed import Computed
 from ghostclip.planner import StrategyChoice
 
 __all__ = ["Row", "StrategyTable", "plan_of"]
@@ -86,7 +85,7 @@ def plan_of(model: nn.Module, choices: Mapping[int, StrategyChoice] | None) -> S
         ruled = isinstance(module, GhostLayer) and own in module.parameter_names(module)
         user = model.get_submodule(layer.partition("parametrizations.")[0].rstrip("."))
         rule = str(module.rule) if ruled else f"fallback ({type(module).__name__})"
-        if not ruled and isinstance(user, Computed):
+        if not ruled and isinstance(user, GhostLayer) and user.has_computed_weights():
             rule = f"{user.rule} (computed weight)"
         choice = (choices or {}).get(id(parameter), none)
         of_choice = choice.name, choice.keep, choice.reason, choice.milliseconds, choice.raised

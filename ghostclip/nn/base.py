@@ -215,8 +215,6 @@ class GhostLayer(torch.nn.Module):
     row_by_row: ClassVar[bool] = False
     # Whether some of its parameters belong to layers inside of it.
     has_parts: ClassVar[bool] = False
-    # Whether its rule may be asked for the gradient of a weight that is computed from parameters.
-    takes_computed_weights: ClassVar[bool] = True
     wrapped: ClassVar[type[torch.nn.Module]]
     # The dimension of inputs and outputs that holds examples; `wrap(model, batch_dim=...)` sets it on the instance.
     ghost_batch_dim: int = 0
@@ -261,6 +259,10 @@ class GhostLayer(torch.nn.Module):
     def example_dims(self, call: LayerCall) -> Sequence[int]:
         """The dimensions of a use's output along which the rule can take the examples."""
         return (call.batch_dim,)
+
+    def has_computed_weights(self) -> bool:
+        """Whether what the rule knows as a parameter is computed from others."""
+        return any(name not in self._parameters and _is_computed(self, name) for name in self.parameter_names(self))
 
     @classmethod
     def obstacles(cls, module: torch.nn.Module) -> list[tuple[str, str]]:

@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ghostclip.norms.experts import ExpertProducts
-from ghostclip.norms.outer import OuterProduct
-from ghostclip.norms.ragged import RowIndex, RowOrder, regrouped
 from ghostclip.norms.term import Dense, PerExampleGrads
 
 from .base import LayerCall
 
-__all__ = ["FallbackCall", "bare", "expert_product", "product", "spread"]
+__all__ = ["FallbackCall", "bare", "spread"]
 
-NormResult = Callable[[str, tuple[Tensor, ...], Tensor], PerExampleGrads]
+Rule = Callable[[str, tuple[Tensor, ...], Tensor], PerExampleGrads]
 
 
 class _Owner:
@@ -42,86 +39,39 @@ class FallbackCall(LayerCall):
     """A use of parameters that no layer captured with its examples.
 
     Attributes:
-        region: the `ghostclip.graph.shared.subgraph.Region` that gives it its gradients during a first pass.
+        region: the `ghostclip.graph.shared.subgraph.SharedSubgraph` that gives it its gradients during a first pass.
         answer: (parameter name, inputs, gradient) -> term.
+        found: the term of a parameter's use, while a sink is told of it.
     """
 
-    __slots__ = ("answer", "region")
+    __slots__ = ("answer", "found", "region")
 
     def __init__(
-        self,
-        parameters: dict[str, Any],
-        trained: tuple[str, ...],
-        shape: tuple[int, ...],
-        like: Tensor,
-        answer: NormResult,
+        self, parameters: dict[str, Any], shape: tuple[int, ...], like: Any, answer: Rule | None = None
     ) -> None:
         self.layer: Any = _Owner(parameters)
-        self.own, self.owners = trained, parameters
-        self.parameters, self.rows, self.batch_dim, self.shape = trained, {}, 0, torch.Size(shape)
+        self.own = self.parameters = tuple(parameters)
+        self.owners, self.rows, self.batch_dim, self.shape = parameters, {}, 0, torch.Size(shape)
         self.dtype, self.device, self.sources, self.extra = like.dtype, like.device, [], None
         self.nbytes = math.prod(shape) * like.dtype.itemsize
         self.sink, self.answer, self.has_saved_tensor_hooks = None, answer, False
         self.region: Any = None
+        self.found: PerExampleGrads | None = None
 
     def term(self, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
-        return self.answer(name, inputs, grad)
+        if self.answer is not None:
+            return self.answer(name, inputs, grad)
+        assert self.found is not None
+        return self.found
+
+    def zeros(self) -> Tensor:
+        """The gradients [B, ...] where none arrives."""
+        return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape)
 
 
 def bare(parameter: Tensor, examples: int) -> FallbackCall:
-    """The use of a parameter whose gradient comes as [B, *shape]."""
-    shape = (examples, *parameter.shape)
-    return FallbackCall({"": parameter}, ("",), shape, parameter, lambda name, inputs, grad: Dense(grad))
-
-
-def product(parameter: Tensor, examples: int, count: int, row_order: RowOrder, transposed: bool) -> FallbackCall:
-    """The use of a parameter as the right side of a product ``x @ P`` (or ``x @ P.T``).
-
-    Args:
-        parameter: [d, p], or [p, d] if ``transposed``.
-        examples: B.
-        count: rows of x for each example.
-        row_order: whether rows of one example lie together, or whose they are.
-        transposed: what was multiplied with is the parameter's transpose.
-
-    Returns:
-        A use whose input is x [B * count, d] and whose gradient is the product's [B * count, p].
-    """
-
-    def answer(name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
-        left, right = inputs[0].unsqueeze(1), grad.unsqueeze(1)
-        left, right = (right, left) if transposed else (left, right)
-        return regrouped(OuterProduct(left, right, parameter.shape), count, row_order)
-
-    width = parameter.shape[0 if transposed else 1]
-    # As a shape, what it takes in memory is all that is read of it.
-    count = math.ceil(len(row_order) / examples) if isinstance(row_order, RowIndex) else count
-    return FallbackCall({"": parameter}, ("",), (examples, count, width), parameter, answer)
-
-
-def expert_product(
-    parameter: Tensor, examples: int, experts: Sequence[tuple[int, int]], rows: RowIndex, transposed: bool
-) -> FallbackCall:
-    """The uses of experts' matrices as the right sides of products, each with some of the rows.
-
-    Args:
-        parameter: [E, d, p], or [E, p, d] if ``transposed``.
-        examples: B.
-        experts: (expert, how many rows), in the order of the rows.
-        rows: whose these are.
-        transposed: what was multiplied with are the transposes of the matrices.
-
-    Returns:
-        A use whose input is x [R, d] and whose gradient is the products' [R, p].
-    """
-
-    def answer(name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
-        left, right = (grad, inputs[0]) if transposed else (inputs[0], grad)
-        found = ExpertProducts(left, right, experts, rows, parameter.shape)
-        return found if rows.used is None else found.keep_rows(rows.used)
-
-    width = parameter.shape[1 if transposed else 2]
-    return FallbackCall({"": parameter}, ("",), (examples, math.ceil(len(rows) / examples), width), parameter, answer)
+    """The use of a parameter outside of layers."""
+    return FallbackCall({"": parameter}, (examples, *parameter.shape), parameter)
 
 
 def spread(call: LayerCall, examples: int) -> FallbackCall:
@@ -129,14 +79,12 @@ def spread(call: LayerCall, examples: int) -> FallbackCall:
 
     Its inputs are the call's own, its gradient is [B, *shape of the pre-activation].
     """
-    own = call.owners
-    parameters = {name: own[name] for name in call.parameters}
-    like = torch.empty(0, dtype=call.dtype, device=call.device)
+    parameters = {name: call.owners[name] for name in call.parameters}
 
     def answer(name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         return (_repeated if _is_row_by_row(call, inputs) else _one_by_one)(call, name, inputs, grad)
 
-    use = FallbackCall(parameters, call.parameters, (examples, *call.shape), like, answer)
+    use = FallbackCall(parameters, (examples, *call.shape), call, answer)
     use.rows = call.rows
     return use
 

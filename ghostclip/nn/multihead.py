@@ -36,7 +36,6 @@ class MultiheadAttention(GhostLayer, torch.nn.MultiheadAttention, wraps=torch.nn
 
     has_parts = True
     row_by_row = True
-    takes_computed_weights = False
     __init__ = built_of_wrappers(torch.nn.MultiheadAttention)
 
     def forward(

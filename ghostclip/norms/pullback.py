@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +11,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ghostclip.native.custom_ops import is_traced
+from ghostclip.norms.convolution import ConvGrads
 from ghostclip.norms.outer import chunks
+from ghostclip.norms.ragged import Ragged
+from ghostclip.norms.term import Dense, PerExampleGrads
 
 __all__ = ["pulled_back"]
 
@@ -20,7 +22,9 @@ __all__ = ["pulled_back"]
 BYTES = 1 << 22
 
 
-def pulled_back(outputs: Sequence[GradientEdge], inputs: Sequence[Any], seeds: Sequence[Tensor]) -> list[Tensor | None]:
+def pulled_back(
+    outputs: Sequence[GradientEdge], inputs: Sequence[Any], terms: Sequence[PerExampleGrads]
+) -> list[Tensor | None]:
     """What each example's gradients at ``outputs`` make at ``inputs``: [B, *shape] for each, None where none arrives.
 
     Keeps the graph.
@@ -28,20 +32,29 @@ def pulled_back(outputs: Sequence[GradientEdge], inputs: Sequence[Any], seeds: S
     Args:
         outputs: tensors of the graph, at least one.
         inputs: leaves, or tensors of the graph.
-        seeds: [B, *shape] for each output.
+        terms: B gradients for each output. They are formed a chunk of examples at a time.
     """
-    examples, largest = len(seeds[0]), max(math.prod(seed.shape[1:]) * seed.element_size() for seed in seeds)
+    terms = [Dense(term.per_example()) if isinstance(term, Ragged) else term for term in terms]
+    dtypes = [edge.node._input_metadata[edge.output_nr].dtype for edge in outputs]
     found: list[list[Tensor | None]] = []
-    for part in chunks(examples, largest, BYTES):
-        rows = [seed[part] for seed in seeds]
-        found.append(_one_by_one(outputs, inputs, rows) if is_traced() else _together(outputs, inputs, rows))
+    for part in chunks(terms[0].examples, 4 * max(term.shape.numel() for term in terms), BYTES):
+        seeds = [_formed(term.pick(part)).to(dtype) for term, dtype in zip(terms, dtypes, strict=True)]
+        one_by_one = is_traced() or len(seeds[0]) == 1
+        found.append((_one_by_one if one_by_one else _together)(outputs, inputs, seeds))
     return [_joined(parts) for parts in zip(*found, strict=True)] if found else [None] * len(inputs)
 
 
+def _formed(term: PerExampleGrads) -> Tensor:
+    """`PerExampleGrads.per_example`; of a convolution by the first way that keeps gradients, which forms no patches."""
+    if isinstance(term, ConvGrads) and term.examples:
+        way = next(way for way in term.candidates().values() if way.keeps)
+        if (kept := way.run(term, True).kept) is not None:
+            return kept
+    return term.per_example()
+
+
 def _together(outputs: Sequence[GradientEdge], inputs: Sequence[Any], rows: Sequence[Tensor]) -> list[Tensor | None]:
-    """The same by one backward of all examples; by one for each, where an operation can't be vectorised."""
-    if len(rows[0]) == 1:
-        return _one_by_one(outputs, inputs, rows)
+    """By one backward of all examples; by one for each, where an operation can't be vectorised."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="There is a performance drop")

@@ -19,13 +19,15 @@ from torch import Tensor
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.nodes import Edge, shape_of
+from ghostclip.graph.shared.computed import untransposed
 from ghostclip.native.custom_ops import is_traced
+from ghostclip.norms.convolution import ConvGrads, Geometry
 from ghostclip.norms.outer import OuterProduct
 from ghostclip.norms.ragged import RowIndex, RowOrder, regrouped
 from ghostclip.norms.rows import LookupGrads
 from ghostclip.norms.term import Dense, PerExampleGrads, split_examples, to_float32
 
-__all__ = ["ELEMENTWISE", "EXPAND", "REPEAT", "Alternatives", "BroadcastBoundary", "broadcasts"]
+__all__ = ["ELEMENTWISE", "EXPAND", "GROUPED_PRODUCT", "REPEAT", "Alternatives", "BroadcastBoundary", "broadcasts"]
 
 # (dimension, how many times the batch goes into it, order) of what may be whose examples as well; None for anything.
 Alternatives = tuple[tuple[int, int, RowOrder], ...] | None
@@ -38,6 +40,9 @@ ELEMENTWISE = {
     for variant in (0, 1)
 }  # fmt: skip
 EXPAND, REPEAT = "ExpandBackward0", "RepeatBackward0"
+# Products x @ P: name, place of P, dimension of the rows of x in the result.
+PRODUCTS = {("AddmmBackward0", 2, 0), ("MmBackward0", 1, 0)}
+GROUPED_PRODUCT = "GroupedMmBackward0"
 GROUP_NORM, LAYER_NORM = "NativeGroupNormBackward0", "NativeLayerNormBackward0"
 
 
@@ -76,29 +81,12 @@ class BroadcastBoundary:
         return self.node, self.number
 
     def is_product(self, place: int) -> bool:
-        """Whether it is a real x @ P, and the input at ``place`` is P; looks at no saved tensor."""
-        wanted = {"MmBackward0": 1, "AddmmBackward0": 2, "GroupedMmBackward0": 1}.get(self.node.name())
-        if wanted != place or self.dim != 0 or getattr(self.node, "_saved_alpha", 1) != 1:
-            return False
-        return not self.node._input_metadata[self.number].dtype.is_complex
+        """Whether it is a product of rows of examples' with the matrix at ``place``; looks at no saved tensor."""
+        return (self.node.name(), place, self.dim) in PRODUCTS and getattr(self.node, "_saved_alpha", 1) == 1
 
     def factor(self) -> Tensor:
-        """The x [rows, d] of a product x @ P."""
+        """The x [R, d] of such a product x @ P."""
         return self.node._saved_mat1 if self.node.name() == "AddmmBackward0" else self.node._saved_self
-
-    def _product_factors(self, grad: Tensor, place: int) -> tuple[Tensor, Tensor] | None:
-        """[G, R, d] and [G, R, p] of a real product of G pairs of matrices, whose R rows or columns are the examples'.
-
-        The gradient of the factor at ``place`` is the sum of their outer products over the rows. None for another one.
-        """
-        dim = self.dim + 3 - grad.dim()
-        if self.node.name() not in ("BmmBackward0", "MmBackward0") or dim != (2, 1)[place] or grad.is_complex():
-            return None
-        if isinstance(self.row_order, RowIndex):
-            return None
-        factors = (grad.mT, self.node._saved_mat2.mT) if place == 0 else (self.node._saved_self, grad)
-        left, right = (each if each.dim() == 3 else each.unsqueeze(0) for each in factors)
-        return left, right
 
     def experts(self, expert: int | None) -> list[tuple[int, int]]:
         """(expert, how many rows) of a product with one expert's matrix, or with those of all, one after another."""
@@ -138,40 +126,69 @@ class BroadcastBoundary:
         others = [own != owners(dim, row_order) for dim, _, row_order in self.alternatives]
         return torch.stack([(differs & (grad != 0)).any() for differs in others]).any()
 
-    def per_example(self, grad: Tensor, places: list[tuple[int, Edge]]) -> Iterator[tuple[Edge, Tensor]]:
-        """(shared tensor, [B, *its shape]) for those of ``shared`` that are asked for.
+    def terms(self, grad: Tensor, places: Sequence[tuple[int, Edge]]) -> Iterator[tuple[Edge, PerExampleGrads]]:
+        """The per-example gradients of some of ``shared``, each at the tensor or at what it is the transpose of.
 
         Args:
             grad: of the summed losses at the output.
             places: some of ``shared``.
         """
-        left, name = [], self.node.name()
-        if self.number and name in (LAYER_NORM, GROUP_NORM):
+        if self.number and self.node.name() in (LAYER_NORM, GROUP_NORM):
             return  # mean and deviation, which second derivatives use, depend on no scale and no shift
-        unsummed: Sequence[Tensor | None] | None = None
+        unsummed, left = self._unsummed(grad), []
         for place, edge in places:
-            summed = name in (EXPAND, *ELEMENTWISE) or (name == "AddmmBackward0" and place == 0)
-            if summed and broadcasts(shape_of(edge), grad.shape, self.dim):
-                if unsummed is None:
-                    unsummed = [grad] if name == EXPAND else self._inputs_gradients(grad)
+            if place in unsummed and broadcasts(shape_of(edge), grad.shape, self.dim):
                 if (each := unsummed[place]) is not None:
-                    yield edge, self._summed(each.expand(grad.shape), shape_of(edge))
-            elif self.is_product(place):
-                x, dz = (to_float32(each).unsqueeze(1) for each in (self.factor(), grad))
-                yield edge, self._per_example(OuterProduct(x, dz, shape_of(edge)))
-            elif (factors := self._product_factors(grad, place)) is not None:
-                own = [split_examples(to_float32(each).movedim(1, 0), self.count, self.row_order) for each in factors]  # type: ignore[arg-type]
-                yield edge, torch.einsum("btgd,btgp->bgdp", *own).reshape(-1, *shape_of(edge))
-            elif (indices := self._rows_read()) is not None:
-                yield edge, self._of_table(grad, indices, shape_of(edge))
-            elif name == "ConvolutionBackward0" and place > 0 and self.dim == 0:
-                yield edge, self._of_convolution(grad, place)
-            elif place > 0 and self.dim < self._first_normalized(grad.dim()):
-                yield edge, self._of_norm(grad, place, shape_of(edge))
+                    yield edge, Dense(self._summed(each.expand(grad.shape), shape_of(edge)))
+            elif (product := self._product(grad, place, edge)) is not None:
+                yield product
+            elif (term := self._term(grad, place, shape_of(edge))) is not None:
+                yield edge, term
             else:
                 left.append((place, edge))
         if left:
             yield from self._one_by_one(grad, left)
+
+    def _unsummed(self, grad: Tensor) -> dict[int, Tensor | None]:
+        """{place: gradient} of inputs that were broadcast, of the output's shape; {} of other operations."""
+        name = self.node.name()
+        if name in ELEMENTWISE:
+            return dict(enumerate(self._inputs_gradients(grad)))
+        beta = getattr(self.node, "_saved_beta", 1)
+        return {0: grad if beta == 1 else grad * beta} if name in (EXPAND, "AddmmBackward0") else {}
+
+    def _product(self, grad: Tensor, place: int, edge: Edge) -> tuple[Edge, PerExampleGrads] | None:
+        """The matrix at ``place`` of a real product of two, and its gradients: sums of outer products over its rows."""
+        if grad.is_complex():
+            return None
+        if self.is_product(place):
+            left, right = self.factor(), grad
+        elif (self.node.name(), place, self.dim) == ("MmBackward0", 0, 1):
+            left, right = grad.mT, self.node._saved_mat2.mT
+        else:
+            return None
+        edge, transposed = untransposed(edge)
+        left, right = (right, left) if transposed else (left, right)
+        return edge, self._regrouped(OuterProduct(left.unsqueeze(1), right.unsqueeze(1), shape_of(edge)))
+
+    def _term(self, grad: Tensor, place: int, shape: torch.Size) -> PerExampleGrads | None:
+        """The gradients of a shared tensor of ``shape``, by the formula of a known operation; None for another one."""
+        name = self.node.name()
+        if name == "BmmBackward0" and self.dim == (2, 1)[place] and not isinstance(self.row_order, RowIndex):
+            return None if grad.is_complex() else self._of_batched_product(grad, place, self.row_order)
+        if (indices := self._rows_read()) is not None:
+            return self._of_table(grad, indices, shape)
+        if name == "ConvolutionBackward0" and place > 0 and self.dim == 0 and not grad.is_complex():
+            return self._of_convolution(grad, place, shape)
+        if place > 0 and self.dim < self._first_normalized(grad.dim()):
+            return Dense(self._of_norm(grad, place, shape))
+        return None
+
+    def _of_batched_product(self, grad: Tensor, place: int, row_order: str) -> Dense:
+        """Gradients [B, G, d, p] of a factor of G products of two matrices, whose rows or columns are the examples'."""
+        factors = (grad.mT, self.node._saved_mat2.mT) if place == 0 else (self.node._saved_self, grad)
+        own = [split_examples(to_float32(each).movedim(1, 0), self.count, row_order) for each in factors]
+        return Dense(torch.einsum("btgd,btgp->bgdp", *own))
 
     def _inputs_gradients(self, grad: Tensor) -> tuple[Tensor | None, ...]:
         """What the operation's own backward gives to each of its inputs, for a gradient of the output alone."""
@@ -190,13 +207,13 @@ class BroadcastBoundary:
         needed = iter([each for each, needs in zip(answers, self.node.needs_input_grad, strict=True) if needs])
         return tuple(None if below is None else next(needed) for below, _ in self.node.next_functions)
 
-    def _per_example(self, term: PerExampleGrads) -> Tensor:
-        """Each example's gradients, [B, *shape], of a term of the entries along ``dim``."""
-        return regrouped(term, self.count, self.row_order).per_example()
+    def _regrouped(self, term: PerExampleGrads) -> PerExampleGrads:
+        """The term of the examples from that of the entries along ``dim``."""
+        return regrouped(term, self.count, self.row_order)
 
     def _sums(self, tensor: Tensor) -> Tensor:
         """[B, *the other dimensions] of a tensor of the output's shape."""
-        return self._per_example(Dense(tensor.movedim(self.dim, 0)))
+        return self._regrouped(Dense(tensor.movedim(self.dim, 0))).per_example()
 
     def _entries(self, tensor: Tensor) -> Sequence[Tensor]:
         """For each example, which entries along ``dim`` of a tensor of the output's shape are its own."""
@@ -225,29 +242,27 @@ class BroadcastBoundary:
             return None
         return indices if indices.dtype not in (torch.bool, torch.uint8) and self.dim < indices.dim() else None
 
-    def _of_table(self, grad: Tensor, indices: Tensor, shape: torch.Size) -> Tensor:
-        """Gradients [B, *shape] of a table whose rows were looked up."""
+    def _of_table(self, grad: Tensor, indices: Tensor, shape: torch.Size) -> PerExampleGrads:
+        """Gradients of a table of ``shape`` whose rows were looked up."""
         rows = indices.movedim(self.dim, 0).unsqueeze(1).flatten(1)
         values = to_float32(grad).movedim(self.dim, 0).reshape(*rows.shape, shape[1:].numel())
         if 0 <= (padding := getattr(self.node, "_saved_padding_idx", -1)) < shape[0]:
             values = values.masked_fill((rows == padding).unsqueeze(2), 0)
-        table = torch.Size((shape[0], values.shape[2]))
-        return self._per_example(LookupGrads(rows % shape[0], values, table)).flatten(1).unflatten(1, shape)
+        return self._regrouped(LookupGrads(rows % shape[0], values, shape))
 
-    def _of_convolution(self, grad: Tensor, place: int) -> Tensor:
-        """Gradients of a filter (place 1) or a bias (2), by torch's own kernel on one example after another."""
+    def _of_convolution(self, grad: Tensor, place: int, shape: torch.Size) -> PerExampleGrads | None:
+        """Gradients of a filter (place 1) or a bias (2); None where a transposed one made positions of its own."""
         node = self.node
         if place == 2:
-            return self._sums(to_float32(grad)).flatten(2).sum(2)
-        found = []
-        geometry = [node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed]
-        geometry += [node._saved_output_padding, node._saved_groups]
-        for entries in self._entries(grad):
-            parts = torch.ops.aten.convolution_backward(
-                grad[entries], node._saved_input[entries], node._saved_weight, None, *geometry, [False, True, False]
-            )
-            found.append(parts[1])
-        return torch.stack(found)
+            return Dense(self._sums(to_float32(grad)).flatten(2).sum(2))
+        images, grads = node._saved_input, grad
+        if node._saved_transposed:
+            # The backward of a convolution, which takes the gradient as images.
+            images, grads = grads, images
+            if any(more >= step for more, step in zip(node._saved_output_padding, node._saved_stride, strict=True)):
+                return None
+        geometry = Geometry(node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_groups)
+        return self._regrouped(ConvGrads(images, grads, shape, geometry))
 
     def _first_normalized(self, dims: int) -> int:
         """The first dimension, of so many, that a normalization has its statistics over; 0 for other operations."""
@@ -268,7 +283,7 @@ class BroadcastBoundary:
         along = torch.Size((*shape, *(1,) * (grad.dim() - 2))) if groups else shape
         return self._summed(grad, along).reshape(-1, *shape)
 
-    def _one_by_one(self, grad: Tensor, places: list[tuple[int, Edge]]) -> Iterator[tuple[Edge, Tensor]]:
+    def _one_by_one(self, grad: Tensor, places: list[tuple[int, Edge]]) -> Iterator[tuple[Edge, Dense]]:
         """By the operation's own backward, once for every example.
 
         For one example it multiplies what the operation kept of the others with zeros. Numbers of theirs that are not
@@ -285,7 +300,7 @@ class BroadcastBoundary:
                     parts = self._parts(alone, places)
             found.append(parts)
         for (_, edge), each in zip(places, zip(*found, strict=True), strict=True):
-            yield edge, torch.stack(each)
+            yield edge, Dense(torch.stack(each))
 
     def _at(self, entries: Tensor, grad: Tensor) -> Tensor:
         """A gradient of the output that is zero but for the given entries along ``dim``."""

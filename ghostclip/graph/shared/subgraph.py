@@ -7,6 +7,7 @@ together with the examples is found by `ghostclip.graph.shared.search`; the grad
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,14 +17,18 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.graph.nodes import Edge, from_below, shape_of, signed
+from ghostclip.graph.nodes import Edge, shape_of
 from ghostclip.graph.reader import without_hooks
-from ghostclip.graph.shared.boundary import BroadcastBoundary
+from ghostclip.graph.shared.boundary import GROUPED_PRODUCT, BroadcastBoundary
+from ghostclip.graph.shared.computed import of_parameters, untransposed
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import CAPTURE, LayerCall
-from ghostclip.nn.fallback import FallbackCall, bare, expert_product, product, spread
+from ghostclip.nn.fallback import FallbackCall, bare, spread
+from ghostclip.norms.experts import ExpertProducts
+from ghostclip.norms.precision import full_precision
 from ghostclip.norms.pullback import pulled_back
-from ghostclip.norms.ragged import RowIndex
+from ghostclip.norms.ragged import RowIndex, combined
+from ghostclip.norms.term import Dense, PerExampleGrads
 
 __all__ = ["SharedSubgraph", "parameters_of"]
 
@@ -51,66 +56,49 @@ class SharedSubgraph:
     watch: Callable[[Edge, Tensor], None] | None = None
 
     def __post_init__(self) -> None:
-        # Uses as a factor of a product, with the number of the boundary; the other inputs of each boundary.
-        self._products: list[tuple[list[int], FallbackCall]] = []
-        experts: dict[tuple[int, bool], list[tuple[int, int | None, Tensor]]] = {}
-        self._dense: list[list[tuple[int, Edge]]] = []
+        # The inputs of each boundary that are matrices of experts, and the others.
+        self._experts: dict[tuple[Any, bool], list[tuple[int, int | None]]] = {}
+        self._others: list[list[tuple[int, Edge]]] = [[] for _ in self.boundaries]
+        # Bytes of the products that a parameter is a factor of.
+        products = Counter[int]()
         for number, boundary in enumerate(self.boundaries):
-            places = []
             for place, edge in boundary.shared:
-                found = self._parameter_of(edge) if boundary.is_product(place) else None
-                if found is None:
-                    places.append((place, edge))
-                    continue
-                parameter, transposed, expert = found
-                if parameter.dim() == 3:
-                    experts.setdefault((id(parameter), transposed), []).append((number, expert, parameter))
+                leaf = untransposed(edge)[0][0]
+                if (matrix := self._expert(boundary, place, edge)) is None:
+                    self._others[number].append((place, edge))
                 else:
-                    use = product(parameter, self.examples, boundary.count, boundary.row_order, transposed)
-                    self._products.append(([number], use))
-            self._dense.append(places)
-        self._products += [self._of_experts(parts, transposed) for (_, transposed), parts in experts.items()]
-        nodes = set(from_below(*(edge[0] for places in self._dense for _, edge in places)))
-        reached = {id(p): p for node, p in self.leaves.items() if node in nodes or not self.boundaries}
+                    leaf, transposed, expert = matrix
+                    self._experts.setdefault((leaf, transposed), []).append((number, expert))
+                if leaf in self.leaves and (matrix is not None or boundary.is_product(place)):
+                    products[id(self.leaves[leaf])] += shape_of(boundary.edge).numel() * self.leaves[leaf].itemsize
+        reached = {id(parameter): parameter for parameter in self.leaves.values()}
         tables = dict(self.calls)
         # A gradient from autograd has all of a parameter's uses below the boundaries.
         while others := [node for node, call in tables.items() if not _is_table(node, call, reached)]:
             for node in others:
                 reached |= parameters_of(tables.pop(node))
-        # Where autograd gives each use its gradient: a parameter, or the output of a layer that reads constants.
+        # Where gradients arrive: at a parameter, or at the output of a layer that reads constants.
         self._bare = {bare(parameter, self.examples): parameter for parameter in reached.values()}
         self._tables = {spread(call, self.examples): node for node, call in tables.items()}
-        self.uses = [use for _, use in self._products] + [*self._bare, *self._tables]
+        self.uses = [*self._bare, *self._tables]
         for use in self.uses:
             use.region = self
+        for use, parameter in self._bare.items():
+            use.nbytes = min(use.nbytes, products.get(id(parameter), use.nbytes))
 
-    def _parameter_of(self, edge: Edge) -> tuple[Tensor, bool, int | None] | None:
-        """(parameter, whether transposed, which of its matrices) of a tensor that is one, or its transpose.
+    def _expert(self, boundary: BroadcastBoundary, place: int, edge: Edge) -> tuple[Any, bool, int | None] | None:
+        """(leaf, whether transposed, which of its matrices) of a factor that is a matrix of experts; None for another.
 
-        None for another; and for all matrices, one after another.
+        The number is None for all matrices, one after another.
         """
-        node, transposed, expert = edge[0], False, None
-        while node not in self.leaves:
-            name = node.name()
-            if name == "SelectBackward0" and node._saved_dim == 0 and expert is None:
-                expert = node._saved_index % shape_of(node.next_functions[0])[0]
-            elif name in ("TBackward0", "TransposeBackward0") and 0 not in _swapped(node):
-                transposed = not transposed
-            elif name != "ToCopyBackward0":
-                return None
-            node = node.next_functions[0][0]
-        return self.leaves[node], transposed, expert
-
-    def _of_experts(
-        self, parts: list[tuple[int, int | None, Tensor]], transposed: bool
-    ) -> tuple[list[int], FallbackCall]:
-        """One use for all products with matrices of a parameter: (numbers of boundaries, use)."""
-        boundaries = [self.boundaries[number] for number, _, _ in parts]
-        experts = [b.experts(expert) for b, (_, expert, _) in zip(boundaries, parts, strict=True)]
-        rows = [boundary.rows(self.examples) for boundary in boundaries]
-        own = [each for some in experts for each in some]
-        use = expert_product(parts[0][2], self.examples, own, RowIndex.joined(rows), transposed)
-        return [number for number, _, _ in parts], use
+        (node, _), transposed = untransposed(edge)
+        grouped, expert = boundary.node.name() == GROUPED_PRODUCT and place == 1, None
+        if node.name() == "SelectBackward0" and node._saved_dim == 0 and boundary.is_product(place):
+            expert = node._saved_index % shape_of(node.next_functions[0])[0]
+            (node, _), swapped = untransposed(node.next_functions[0])
+            transposed = transposed != swapped
+        known = (grouped or expert is not None) and node in self.leaves and self.leaves[node].dim() == 3
+        return (node, transposed, expert) if known else None
 
     @torch.no_grad()
     def hand_over(
@@ -126,59 +114,76 @@ class SharedSubgraph:
         for boundary, grad in zip(self.boundaries, grads, strict=True):
             if self.watch is not None and grad is not None:
                 self.watch(boundary.edge, grad)
-        for numbers, use in self._products:
-            factors = [self.boundaries[number].factor() for number in numbers]
-            shapes = [shape_of(self.boundaries[number].edge) for number in numbers]
-            own = [
-                factor.new_zeros(shape) if grads[number] is None else grads[number]
-                for number, factor, shape in zip(numbers, factors, shapes, strict=True)
-            ]
-            sink(use, (_joined(factors),), _joined(own))
-        if wanted is not None and not any(use in wanted for use in (*self._bare, *self._tables)):
+        if wanted is not None and not any(use in wanted for use in self.uses):
             return
-        shares: dict[Edge, Tensor] = {}
+        with full_precision(losses.device), without_hooks(list(self._bare.values())):
+            found = self._down(self._terms(grads, losses, seed))
+        grads.clear()
+        _refuse_spread(losses.detach(), found)
+        for use in self.uses:
+            terms = found.pop(use, [])
+            if use in self._bare:
+                use.found = combined(terms) if terms else Dense(use.zeros())
+                sink(use, (), next(iter(use.found.tensors), losses))
+                use.found = None
+            else:
+                grad = combined(terms).per_example() if terms else use.zeros()
+                sink(use, self._tables[use].saved_tensors, grad.to(use.dtype).reshape(use.shape))
+
+    def _terms(self, grads: list[Any], losses: Tensor, seed: Tensor) -> dict[Edge, list[PerExampleGrads]]:
+        """Each example's gradients at tensors of the region."""
         if not self.boundaries and self.examples:
             # All there is belongs to the one example.
-            shares = {(losses.grad_fn, losses.output_nr): torch.diag(seed)}
-        for boundary, grad, places in zip(self.boundaries, grads, self._dense, strict=True):
-            for edge, share in boundary.per_example(grad, places) if grad is not None else ():
-                shares[edge] = shares[edge] + share if edge in shares else share
-        grads.clear()
-        found = self._down(shares)
-        _refuse_spread(losses.detach(), list(found.values()))
-        for use in (*self._bare, *self._tables):
-            grad = found.pop(use, None)
-            grad = torch.zeros(use.shape, dtype=use.dtype, device=use.device) if grad is None else grad
-            sink(use, self._tables[use].saved_tensors if use in self._tables else (), grad.reshape(use.shape))
-
-    def _down(self, shares: dict[Edge, Tensor]) -> dict[FallbackCall, Tensor]:
-        """Each example's gradients at the uses, [B, *shape], given those at tensors of the region."""
-        ends = {(node, 0): use for use, node in self._tables.items()}
-        ends |= {(node, 0): use for use, p in self._bare.items() for node, leaf in self.leaves.items() if leaf is p}
-        found = {use: shares.pop(edge) for edge, use in ends.items() if edge in shares}
-        if not shares:
-            return found
-        outputs, dtypes = [GradientEdge(*edge) for edge in shares], [e[0]._input_metadata[e[1]].dtype for e in shares]
-        inputs: list[Any] = [*self._bare.values(), *(GradientEdge(node, 0) for node in self._tables.values())]
-        seeds = [share.to(dtype) for share, dtype in zip(shares.values(), dtypes, strict=True)]
-        with without_hooks(list(self._bare.values())):
-            each = pulled_back(outputs, inputs, seeds)
-        for use, below in zip((*self._bare, *self._tables), each, strict=True):
-            if below is not None:
-                found[use] = found[use] + below if use in found else below
+            return {(losses.grad_fn, losses.output_nr): [Dense(torch.diag(seed))]}
+        found: dict[Edge, list[PerExampleGrads]] = {}
+        for boundary, grad, places in zip(self.boundaries, grads, self._others, strict=True):
+            for edge, term in boundary.terms(grad, places) if grad is not None else ():
+                found.setdefault(edge, []).append(term)
+        for (leaf, transposed), parts in self._experts.items():
+            found.setdefault((leaf, 0), []).append(self._of_experts(grads, leaf, transposed, parts))
         return found
 
+    def _of_experts(
+        self, grads: list[Any], leaf: Any, transposed: bool, parts: list[tuple[int, int | None]]
+    ) -> PerExampleGrads:
+        """The term of all products with matrices of a parameter: (number of the boundary, which matrix)."""
+        boundaries = [self.boundaries[number] for number, _ in parts]
+        experts = [each for b, (_, expert) in zip(boundaries, parts, strict=True) for each in b.experts(expert)]
+        rows = RowIndex.joined([boundary.rows(self.examples) for boundary in boundaries])
+        inputs = [boundary.factor() for boundary in boundaries]
+        own = [
+            x.new_zeros(shape_of(boundary.edge)) if grads[number] is None else grads[number]
+            for boundary, x, (number, _) in zip(boundaries, inputs, parts, strict=True)
+        ]
+        sides = (inputs[0], own[0]) if len(parts) == 1 else (torch.cat(inputs), torch.cat(own))
+        left, right = sides[::-1] if transposed else sides
+        found = ExpertProducts(left, right, experts, rows, self.leaves[leaf].shape)
+        return found if rows.used is None else found.keep_rows(rows.used)
 
-def _swapped(node: Any) -> tuple[int, ...]:
-    """The dimensions of a matrix, or of each of several, that a transposition swaps."""
-    if node.name() == "TBackward0":
-        return (-1, -2)
-    dims = len(shape_of((node, 0)))
-    return tuple(signed(dim) % dims for dim in (node._saved_dim0, node._saved_dim1))
-
-
-def _joined(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    def _down(self, terms: dict[Edge, list[PerExampleGrads]]) -> dict[FallbackCall, list[PerExampleGrads]]:
+        """Each example's gradients at the uses, given those at tensors of the region."""
+        uses = {id(parameter): use for use, parameter in self._bare.items()}
+        ends: dict[Any, FallbackCall] = {node: use for use, node in self._tables.items()}
+        ends |= {node: uses[id(parameter)] for node, parameter in self.leaves.items()}
+        found: dict[FallbackCall, list[PerExampleGrads]] = {}
+        left: dict[Edge, PerExampleGrads] = {}
+        for edge, parts in terms.items():
+            if edge[0] in ends:
+                found.setdefault(ends[edge[0]], []).extend(parts)
+                continue
+            term = combined(parts)
+            parameters = of_parameters(edge, term, self.leaves)
+            if parameters is None:
+                left[edge] = term
+            for node, each in (parameters or {}).items():
+                found.setdefault(ends[node], []).append(each)
+        if left:
+            inputs: list[Any] = [*self._bare.values(), *(GradientEdge(node, 0) for node in self._tables.values())]
+            pulled = pulled_back([GradientEdge(*edge) for edge in left], inputs, list(left.values()))
+            for use, below in zip(self.uses, pulled, strict=True):
+                if below is not None:
+                    found.setdefault(use, []).append(Dense(below))
+        return found
 
 
 def _is_table(node: Any, call: LayerCall, others: dict[int, Any]) -> bool:
@@ -191,15 +196,15 @@ def parameters_of(call: LayerCall) -> dict[int, Any]:
     return {id(call.owners[name]): call.owners[name] for name in call.own}
 
 
-def _refuse_spread(losses: Tensor, found: list[Tensor]) -> None:
+def _refuse_spread(losses: Tensor, found: dict[FallbackCall, list[PerExampleGrads]]) -> None:
     """Raises UnsupportedModelError where what isn't finite came from one example to another's gradients.
 
     Those of examples with finite losses [B] would be left out for another's, which no bound covers.
     """
     if is_traced() or bool((finite := losses.isfinite()).all()):
         return
-    for gradients in found:
-        own = gradients.isfinite().reshape(len(gradients), -1).all(1)
+    for term in (term for terms in found.values() for term in terms if isinstance(term, Dense)):
+        own = term.gradients.isfinite().reshape(term.examples, -1).all(1)
         if len(own) == len(finite) and bool((finite & ~own).any()):
             raise UnsupportedModelError(
                 "an example whose loss is not finite spoils the gradients of others, through a parameter that is used "

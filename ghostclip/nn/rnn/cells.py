@@ -25,8 +25,6 @@ INPUT, HIDDEN = ("weight_ih", "bias_ih"), ("weight_hh", "bias_hh")
 class _Cell(GhostLayer):
     """What the three cells share."""
 
-    takes_computed_weights = False
-
     # What torch's cells have, for the type checker.
     hidden_size: int
     weight_ih: Tensor

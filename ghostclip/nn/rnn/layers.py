@@ -42,8 +42,6 @@ def _names(layer: int, reverse: int, bias: bool, projected: bool) -> tuple[str, 
 class _Recurrent(GhostLayer):
     """What RNN, LSTM and GRU share."""
 
-    takes_computed_weights = False
-
     # What torch.nn.RNNBase has, for the type checker.
     mode: str
     bias: bool
