@@ -18,7 +18,6 @@ from ghostclip.nn.base import LayerCall
 __all__ = [
     "ACCUMULATE",
     "COPY_INTO_SLICES",
-    "REORDERING",
     "Edge",
     "from_below",
     "inputs_of",
@@ -32,14 +31,6 @@ __all__ = [
 Edge = tuple[Any, int]
 ACCUMULATE = type(torch.zeros((), device="cpu", requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
-# Operations that may put the examples of a batch into another order, differently for every batch.
-REORDERING = {
-    f"{name}Backward0"
-    for name in ("Embedding", "EmbeddingBag", "Flip", "Gather", "GridSampler2D", "GridSampler3D", "Index", "IndexAdd",
-                 "IndexCopy", "IndexPut", "IndexReduce", "IndexSelect", "MaskedScatter", "MaskedSelect", "MaxUnpool2D",
-                 "MaxUnpool3D", "Put", "Roll", "Scatter", "ScatterAdd", "ScatterReduce", "SegmentReduce", "Sort",
-                 "Take", "Topk", "UnsafeIndex", "UnsafeIndexPut")
-} | {"CopySlices"}  # fmt: skip
 # Saved numbers that each entry is multiplied with, added to or compared with. They move no entry, and are floats.
 FACTORS = {
     f"_saved_{name}"

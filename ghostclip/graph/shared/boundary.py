@@ -27,10 +27,8 @@ from ghostclip.norms.ragged import RowIndex, RowOrder, regrouped
 from ghostclip.norms.rows import LookupGrads
 from ghostclip.norms.term import Dense, PerExampleGrads, split_examples, to_float32
 
-__all__ = ["ELEMENTWISE", "EXPAND", "GROUPED_PRODUCT", "REPEAT", "Alternatives", "BroadcastBoundary", "broadcasts"]
+__all__ = ["ELEMENTWISE", "EXPAND", "GROUPED_PRODUCT", "REPEAT", "BroadcastBoundary", "broadcasts"]
 
-# (dimension, how many times the batch goes into it, order) of what may be whose examples as well; None for anything.
-Alternatives = tuple[tuple[int, int, RowOrder], ...] | None
 
 # Their backward gives a gradient of the output's shape to an input that was broadcast, and leaves summing to autograd.
 ELEMENTWISE = {
@@ -61,10 +59,8 @@ class BroadcastBoundary:
         number: of the output among the node's.
         dim: the output's dimension that holds examples.
         count: entries of that dimension for each example.
-        row_order: "example" or "row", as in `ghostclip.graph.row_layout`, or whose the entries are.
+        row_order: "example" or "row", as `ghostclip.graph.owners.Rows` has it, or whose the entries are.
         shared: (place among the node's inputs, tensor) of what it was given for all examples.
-        alternatives: to ``dim``, ``count`` and ``row_order``, as far as gradients of earlier batches showed; None where
-            these were zero. They are as right as long as gradients are zero where they differ.
     """
 
     node: Any
@@ -73,7 +69,6 @@ class BroadcastBoundary:
     count: int
     row_order: RowOrder
     shared: list[tuple[int, Edge]]
-    alternatives: Alternatives = ()
 
     @property
     def edge(self) -> Edge:
@@ -107,15 +102,7 @@ class BroadcastBoundary:
         whole = self.node._input_metadata[self.number]
         return RowIndex(RowIndex.in_order(whole.shape[self.dim], examples, self.row_order, whole.device), examples)
 
-    def tells_apart(self, grad: Tensor, examples: int) -> Tensor:
-        """Whether a gradient of the output isn't zero where one of the alternatives gives an entry to another example.
-
-        As a bool without dimensions.
-        """
-        if self.alternatives is None:
-            return grad.any()
-
-        def owners(dim: int, order: RowOrder) -> Tensor:
+    def owners(dim: int, order: RowOrder) -> Tensor:
             if isinstance(order, RowIndex):
                 index = order.index
             else:
