@@ -102,17 +102,6 @@ class BroadcastBoundary:
         whole = self.node._input_metadata[self.number]
         return RowIndex(RowIndex.in_order(whole.shape[self.dim], examples, self.row_order, whole.device), examples)
 
-    def owners(dim: int, order: RowOrder) -> Tensor:
-            if isinstance(order, RowIndex):
-                index = order.index
-            else:
-                index = RowIndex.in_order(grad.shape[dim], examples, order, grad.device)
-            return index.view(-1, *[1] * (grad.dim() - dim - 1))
-
-        own = owners(self.dim, self.row_order)
-        others = [own != owners(dim, row_order) for dim, _, row_order in self.alternatives]
-        return torch.stack([(differs & (grad != 0)).any() for differs in others]).any()
-
     def terms(self, grad: Tensor, places: Sequence[tuple[int, Edge]]) -> Iterator[tuple[Edge, PerExampleGrads]]:
         """The per-example gradients of some of ``shared``, each at the tensor or at what it is the transpose of.
 
