@@ -83,9 +83,9 @@ def test_a_batch_takes_one_host_sync(name, mode, monkeypatch, no_compiler):
     for _ in range(3):
         model.zero_grad()
         found.append(counted(monkeypatch, clip))
-    # The first batch runs the mixing test, and measures.
-    assert found[0] > 1
-    assert found[1:] == [1, 1]
+    # Of the first two batches ownership is measured. A second backward is checked where all of it is done.
+    assert min(found[:2]) > 1
+    assert found[2:] == [2 if mode == "reweight" else 1]
 
 
 class Cancelling(nn.Module):

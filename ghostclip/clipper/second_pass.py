@@ -6,6 +6,7 @@ each sum as soon as it is formed: of a parameter, or of some rows of one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -19,8 +20,9 @@ from ghostclip.clipper.collector import Keep, Kept, NormCollector, Part, TermRec
 from ghostclip.clipper.first_pass import FirstPasses, in_our_words, without_autocast
 from ghostclip.clipping import Groupwise
 from ghostclip.errors import RowsMovedError
+from ghostclip.graph.alarm import figures
 from ghostclip.graph.layouts import MOVED, RowLayout
-from ghostclip.graph.owners import Marks, fits, numbers
+from ghostclip.graph.owners import Marks, compared, numbers
 from ghostclip.graph.reader import first_pass, free_graph
 from ghostclip.nn.base import LayerCall
 from ghostclip.nn.fallback import FallbackCall
@@ -110,8 +112,7 @@ class TwoPasses(FirstPasses):
         """A first pass, its `norms_and_bounds`, and which examples are finite, [B]; None where all are."""
         run = self.first_pass(losses, Keep.CHOSEN, retain_graph=retain_graph)
         norms, bounds = self.norms_and_bounds(run)
-        self._check(run, norms)
-        finite = _finite(norms, losses)
+        finite = self._looked_at(run, norms, losses)
         if finite is not None and not may_sync(losses.device):
             # In no form that may cancel: from what was kept, or by another first pass.
             if run.unkept_calls():
@@ -122,16 +123,22 @@ class TwoPasses(FirstPasses):
             finite = _finite(norms, losses)
         return run, norms, bounds, finite
 
-    def _check(self, run: NormCollector, norms: Any) -> None:
-        """Raises RowsMovedError where norms, [B] or {group: [B]}, follow the marks that the pass started from."""
+    def _looked_at(self, run: NormCollector, norms: Any, losses: Tensor) -> Tensor | None:
+        """Which examples are finite, [B]; None where all are. One look at the device, as a rule.
+
+        Raises:
+            RowsMovedError: norms, [B] or {group: [B]}, follow the marks that the pass started from.
+        """
         if run.marks is None and not run.layout.measured:
-            return
-        if isinstance(norms, dict):
-            norms = torch.stack(list(norms.values())).norm(dim=0)
-        if run.marks is None:
-            self._layouts.note_norms(run.structure, norms)
-        else:
-            self._layouts.check_norms(run.structure, norms, run.marks, self.forward is not None)
+            return _finite(norms, losses)
+        parts = [*norms.values()] if isinstance(norms, dict) else [norms]
+        whole = parts[0] if len(parts) == 1 else torch.stack(parts).norm(dim=0)
+        # A sum is finite only where all that goes into it is.
+        total = whole.sum() + losses.detach().sum().to(whole.dtype)
+        first, *found = torch.cat([total.reshape(1), figures(whole, run.marks)]).tolist()
+        again = self.forward is not None
+        self._layouts.check_norms(run.structure, found, len(losses), measured=run.marks is None, again=again)
+        return None if math.isfinite(first) else _finite(norms, losses)
 
     def unclipped(self, losses: Tensor, groups: Mapping[int, str]) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
         """Norms [B] by group, and sums ``sum_i g_i`` over the finite examples; keeps the graph.
@@ -187,7 +194,7 @@ class TwoPasses(FirstPasses):
                     keep, ends = retain_graph or not whole, None if whole else wanted
                     with nullcontext() if run.random_states is None else run.random_states.again():
                         first_pass(losses, run.calls, sink.receive, marks, retain_graph=keep, wanted=ends)
-                    if sink.moved:
+                    if sink.off and bool(torch.stack(sink.off).any()):
                         self._layouts.forget(run.structure)
                         raise RowsMovedError(MOVED)
                 if run.holds_graph and not retain_graph and not whole:
@@ -267,7 +274,7 @@ class Reweighting(TermReceiver):
         marks: [B], what this pass starts from; None for ones.
 
     Attributes:
-        moved: whether some row didn't follow the mark of its example; nothing was added from then on.
+        off: whether some row of each subject didn't follow the mark of its example, bool [].
     """
 
     def __init__(
@@ -277,7 +284,7 @@ class Reweighting(TermReceiver):
         super().__init__(layout, without=done)
         self._sums, self._add, self._seen, self._marks = sums, add, seen, marks
         self._gathered: dict[Part, Tensor] = {}
-        self.moved = False
+        self.off: list[Tensor] = []
         if layout.calls and isinstance(last := layout.calls[-1], FallbackCall):
             last.region.watch = self._look
 
@@ -285,17 +292,16 @@ class Reweighting(TermReceiver):
         """See `TermReceiver.receive`; rows are held against what the first pass noted."""
         if not isinstance(call, FallbackCall):
             self._look(call, grad)
-        if not self.moved:
-            super().receive(call, inputs, grad)
+        super().receive(call, inputs, grad)
 
     def _look(self, subject: Any, grad: Tensor) -> None:
-        if self._seen is None or self._marks is None or subject not in self._seen or self.moved:
+        if self._seen is None or self._marks is None or subject not in self._seen:
             return
         rows = self.layout.rows[subject]
         owner = rows.owners(grad.shape[rows.dim] if grad.dim() else 1, len(self._marks), grad.device)
         floor = torch.finfo(torch.float32 if grad.dtype == torch.bfloat16 else grad.dtype).tiny * 2.0**60
-        found = fits(self._seen[subject], numbers(grad, rows.dim), self._marks[owner], floor, MARKS)
-        self.moved = found is None
+        off, _ = compared(self._seen[subject], numbers(grad, rows.dim), self._marks[owner], floor, MARKS)
+        self.off.append(off.any())
 
     def _take_pair(self, parts: Sequence[Part], pair: LinearPair) -> None:
         self._sums.of_pair(parts, pair, self._add)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ghostclip.graph.owners import Marks
 
-__all__ = ["ALARM", "CERTAIN", "SUSPICIOUS", "rings"]
+__all__ = ["ALARM", "CERTAIN", "SUSPICIOUS", "figures", "rings"]
 
 ALARM = Marks(levels=16, lowest=-15)
 # By how many standard deviations ranks of norms and marks may be correlated by chance: once in a million honest
@@ -26,24 +27,36 @@ SUSPICIOUS, CERTAIN = 4.75, 6.0
 LARGE = 16.0
 
 
-def rings(norms: Tensor, marks: Tensor, largest: float, again: bool) -> bool:
-    """Whether norms follow marks.
+def figures(norms: Tensor, marks: Tensor | None) -> Tensor:
+    """What `rings` decides by, [3]: the largest norm, and both sides of the correlation of ranks of norms and marks.
 
     Args:
-        norms, marks: [B].
-        largest: norm of an example that was measured in a graph like this; 0 where there is none.
-        again: whether a false alarm costs another forward only; else the batch is refused.
+        norms: [B].
+        marks: [B]; None where the backward started from ones.
     """
+    if marks is None:
+        return torch.stack([norms.max(), *norms.new_zeros(2)])
     order = norms.argsort()
     rising = _centred_ranks(len(norms), norms.device)
     levels = marks.log2()[order].to(rising.dtype)
     levels = levels - levels.mean()
-    spread = levels.norm()
-    found = torch.stack([rising @ levels, spread, norms.to(rising.dtype)[order[-1]]]).tolist()
-    correlated = -found[0] / found[1] * math.sqrt(len(norms) - 1) if found[1] else 0.0
-    if not math.isfinite(found[2]):  # an example that isn't finite has no rank
+    return torch.stack([norms.max().to(rising.dtype), rising @ levels, levels.norm()])
+
+
+def rings(found: Sequence[float], examples: int, largest: float, again: bool) -> bool:
+    """Whether norms follow marks.
+
+    Args:
+        found: `figures`.
+        examples: B.
+        largest: norm of an example that was measured in a graph like this; 0 where there is none.
+        again: whether a false alarm costs another forward only; else the batch is refused.
+    """
+    top, correlated, spread = found
+    if not math.isfinite(top) or not spread:  # an example that isn't finite has no rank
         return False
-    return correlated > (SUSPICIOUS if again else CERTAIN) or (again and 0 < LARGE * largest < found[2])
+    deviations = -correlated / spread * math.sqrt(examples - 1)
+    return deviations > (SUSPICIOUS if again else CERTAIN) or (again and 0 < LARGE * largest < top)
 
 
 @functools.lru_cache(maxsize=64)

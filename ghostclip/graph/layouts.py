@@ -10,6 +10,7 @@ every batch.
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -173,17 +174,20 @@ class Layouts:
         self._known.pop(key, None)
         self._always.add(key)
 
-    def note_norms(self, key: int, norms: Tensor) -> None:
-        """Takes the norms [B] of a batch that was measured."""
-        largest = float(norms.nan_to_num(0, 0, 0).max()) if len(norms) else 0.0
-        self._largest[key] = max(largest, self._largest.get(key, 0.0))
+    def check_norms(self, key: int, found: Sequence[float], examples: int, *, measured: bool, again: bool) -> None:
+        """Raises RowsMovedError where the norms of a batch that wasn't measured follow marks.
 
-    def check_norms(self, key: int, norms: Tensor, marks: Tensor, again: bool) -> None:
-        """Raises RowsMovedError where the norms [B] of a batch that wasn't measured follow ``marks`` [B].
-
-        ``again``: whether the batch can be tried again.
+        Args:
+            key: the structure.
+            found: `figures` of the norms.
+            examples: B.
+            measured: whether the batch was.
+            again: whether it can be tried again.
         """
-        if rings(norms, marks, self._largest.get(key, 0.0), again):
+        if measured:
+            largest = found[0] if math.isfinite(found[0]) else 0.0
+            self._largest[key] = max(largest, self._largest.get(key, 0.0))
+        elif rings(found, examples, self._largest.get(key, 0.0), again):
             self.forget(key)
             raise RowsMovedError(MOVED)
 

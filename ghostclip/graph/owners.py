@@ -24,7 +24,7 @@ from ghostclip.graph.reader import first_pass, without_hooks
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex, RowOrder
 
-__all__ = ["Marks", "Owned", "Rows", "Subject", "fits", "numbers", "owners", "rows_in_order"]
+__all__ = ["Marks", "Owned", "Rows", "Subject", "compared", "fits", "numbers", "owners", "rows_in_order"]
 
 # A layer's use, by the gradient at its pre-activation; or a tensor of the graph.
 Subject = LayerCall | Edge
@@ -272,7 +272,7 @@ class _Measurement:
         best, own = max(ways, key=lambda way: len(way[1].unique())) if len(ways) > 1 else ways[0]
         several, first = bool((own != own[:1]).any()), plain[subject, best.dim]
         owner = best.owners(len(first[0]), len(losses), losses.device)
-        off, _ = _compared(first, marked[subject, best.dim], marks[owner], floor, self.marks, self.rounding(subject))
+        off, _ = compared(first, marked[subject, best.dim], marks[owner], floor, self.marks, self.rounding(subject))
         hidden = bool(off.any()) or (not several and _hidden(first[0], best, own, losses))
         return Owned(best, shown=several, open=hidden, unclear=len(ways) > 1)
 
@@ -379,8 +379,8 @@ class _Digits:
 
     def hold(self, seen: Numbers, marks: Tensor) -> Tensor:
         """Holds rows against their marks [rows]; returns which of them are readable."""
-        off, clear = _compared(self._plain, seen, marks, self._floor, self._marks)
-        self.loose |= _compared(self._plain, seen, marks, self._floor, self._marks, self._rounding)[0]
+        off, clear = compared(self._plain, seen, marks, self._floor, self._marks)
+        self.loose |= compared(self._plain, seen, marks, self._floor, self._marks, self._rounding)[0]
         self.several |= off
         self.readable |= clear
         return clear
@@ -413,7 +413,7 @@ def _direction(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.randn(width, generator=generator, dtype=dtype, device="cpu").to(device)
 
 
-def _compared(
+def compared(
     plain: Numbers, marked: Numbers, marks: Tensor, floor: float, way: Marks,
     tolerance: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -432,5 +432,5 @@ def _compared(
 
 def fits(plain: Numbers, marked: Numbers, marks: Tensor, floor: float, way: Marks) -> Tensor | None:
     """Which rows show that they fit their ``marks`` [rows], bool [rows]; None where some row doesn't."""
-    off, clear = _compared(plain, marked, marks, floor, way)
+    off, clear = compared(plain, marked, marks, floor, way)
     return None if bool(off.any()) else clear
