@@ -28,7 +28,15 @@ from ghostclip.graph.owners import Owned, Rows, Subject, owners, rows_in_order
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
 from ghostclip.graph.shared.boundary import BroadcastBoundary
-from ghostclip.graph.shared.search import edges_above, edges_of, may_be_shared, mixes, shared_part, without_boundaries
+from ghostclip.graph.shared.search import (
+    Doubt,
+    edges_above,
+    edges_of,
+    may_be_shared,
+    mixes,
+    shared_part,
+    without_boundaries,
+)
 from ghostclip.graph.shared.subgraph import SharedSubgraph
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import LayerCall, Sink
@@ -255,7 +263,7 @@ class Layouts:
             return owners(losses, uses.calls, edges_of(uses, uses.nodes, losses), leaves, indices)
         edges = edges_above(uses, uses.leaves, losses) if uses.leaves else []
         owned = owners(losses, uses.calls, edges, leaves, indices, thorough=True)
-        tables = [uses.capturing[call] for call in uses.calls if may_be_shared(call, owned[call], sure=True)]
+        tables = [uses.capturing[call] for call in uses.calls if may_be_shared(call, owned[call], Doubt.ALL)]
         if left := [edge for edge in edges_above(uses, tables, losses) if edge not in owned] if tables else []:
             owned |= owners(losses, [], left, leaves, indices, thorough=True)
         return owned
@@ -269,16 +277,16 @@ class Layouts:
         forward: FindForward,
     ) -> SharedSubgraph | None:
         """What all examples share, which must be the same whatever they are; None where nothing is shared."""
-        for sure in (True, False):
+        for doubt in Doubt:
             try:
-                region = shared_part(losses, uses, owned, names, sure=sure)
+                region = shared_part(losses, uses, owned, names, doubt)
                 if region is not None:
                     tables = region.calls.values()
                     self.hold([n.variable for n in uses.leaves] + [p for c in tables for p in c.layer.parameters()])
                     check_shared(uses, _shared_nodes(uses, region), len(losses), names, forward)
                 return region
             except (LossShapeError, UnsupportedModelError):
-                if not sure:
+                if doubt is Doubt.NOTHING:
                     raise
         return None
 

@@ -167,7 +167,10 @@ def owners(
     digits = run.by_digits([(subject, dim) for subject in left for dim in dims[subject]], plain, marked, marks)
     for subject in left:
         ways = [digits[subject, dim].owned(dim, len(losses)) for dim in dims[subject]]
-        known[subject] = max([way for way in ways if way is not None], key=Owned.owners, default=Owned(None))
+        best = max([way for way in ways if way is not None], key=Owned.owners, default=Owned(None))
+        # Where no row is finite, all are taken to be in order, so that each example has what isn't finite.
+        dark = best.rows is not None and not best.owners() and run.unread(subject, dims[subject], plain)
+        known[subject] = dark or best
     return known
 
 
@@ -178,13 +181,15 @@ def rows_in_order(size: int, examples: int) -> list[str]:
     return ["example", "row"] if size > examples else ["example"]
 
 
-def _hidden(largest: Tensor, rows: Rows, own: Tensor, losses: Tensor) -> bool:
-    """Whether several examples may have a part in rows of which those of one example, or none (``own``), are shown.
+def _hides(largest: Tensor, rows: Rows, examples: int) -> bool:
+    """Whether several examples may have a part in rows of which those of one example are shown.
 
-    They have none where the rows of others aren't finite because their losses aren't.
+    They have none where others have rows of their own that aren't finite, all of them.
     """
-    spoilt = rows.owners(len(largest), len(losses), largest.device)[~largest.isfinite()]
-    return not len(own) or not len(spoilt) or bool(losses.detach().isfinite()[spoilt].any())
+    owners, spoilt = rows.owners(len(largest), examples, largest.device), ~largest.isfinite()
+    parts = torch.zeros(examples, device=largest.device)
+    share = parts.index_add(0, owners, spoilt.to(parts.dtype)) / torch.bincount(owners, minlength=examples).clamp(min=1)
+    return not bool(spoilt.any()) or bool(((share > 0) & (share < 1)).any())
 
 
 @functools.lru_cache(maxsize=64)
@@ -267,14 +272,22 @@ class _Measurement:
                     ways.append((rows, index[shown]))
         if subject not in self.reached:
             return Owned(ways[0][0] if ways else None, zero=True)
+        ways = [way for way in ways if len(way[1])]  # a dimension along which no row is finite fits any marks
         if not ways:
             return None
         best, own = max(ways, key=lambda way: len(way[1].unique())) if len(ways) > 1 else ways[0]
         several, first = bool((own != own[:1]).any()), plain[subject, best.dim]
         owner = best.owners(len(first[0]), len(losses), losses.device)
         off, _ = compared(first, marked[subject, best.dim], marks[owner], floor, self.marks, self.rounding(subject))
-        hidden = bool(off.any()) or (not several and _hidden(first[0], best, own, losses))
+        hidden = bool(off.any()) or (not several and _hides(first[0], best, len(losses)))
         return Owned(best, shown=several, open=hidden, unclear=len(ways) > 1)
+
+    def unread(self, subject: Subject, dims: Sequence[int], plain: Mapping[Key, Numbers]) -> Owned | None:
+        """A subject's rows as they would be in order, of which nothing is known; None where that can't be."""
+        for dim in dims:
+            if orders := rows_in_order(len(plain[subject, dim][0]), len(self._losses)):
+                return Owned(Rows(dim, orders[0]), open=True)
+        return None
 
     def floor(self, subject: Subject) -> float:
         """The size up to which rows of a subject show nothing."""
@@ -391,8 +404,7 @@ class _Digits:
             return None
         count, clear = len(self.owner[self.readable].unique()), self.readable
         rows = Rows(dim, RowIndex(torch.where(clear, self.owner, 0), examples, None if bool(clear.all()) else clear))
-        spoilt = not bool(self._plain[0].isfinite().all())
-        return Owned(rows, shown=count > 1, open=count < 2 or spoilt or bool(self.loose.any()))
+        return Owned(rows, shown=count > 1, open=count < 2 or bool(self.loose.any()))
 
 
 def numbers(grad: Tensor, dim: int) -> tuple[Tensor, Tensor]:

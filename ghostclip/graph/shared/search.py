@@ -7,6 +7,7 @@ mixed examples every row has several owners, too: `ghostclip.graph.overwritten` 
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,15 @@ from ghostclip.graph.shared.boundary import BroadcastBoundary
 from ghostclip.graph.shared.subgraph import SharedSubgraph, parameters_of
 from ghostclip.nn.base import LayerCall
 
-__all__ = ["edges_above", "edges_of", "may_be_shared", "mixes", "shared_part", "without_boundaries"]
+__all__ = ["Doubt", "edges_above", "edges_of", "may_be_shared", "mixes", "shared_part", "without_boundaries"]
+
+
+class Doubt(enum.Enum):
+    """Which rows that may have several owners (`Owned.open`) are taken for shared: all, those in no order, or none."""
+
+    ALL = enum.auto()
+    IRREGULAR = enum.auto()
+    NOTHING = enum.auto()
 
 
 def edges_of(uses: Uses, nodes: Sequence[Any], losses: Tensor) -> list[Edge]:
@@ -46,7 +55,7 @@ def edges_above(uses: Uses, starts: Sequence[Any], losses: Tensor) -> list[Edge]
 
 
 def shared_part(
-    losses: Tensor, uses: Uses, owned: Mapping[Subject, Owned], names: ParameterNames, *, sure: bool
+    losses: Tensor, uses: Uses, owned: Mapping[Subject, Owned], names: ParameterNames, doubt: Doubt
 ) -> SharedSubgraph | None:
     """What all examples of a batch share, up to where it meets them; None where nothing is shared.
 
@@ -55,7 +64,7 @@ def shared_part(
         uses: what is behind them.
         owned: of every layer's use, and of every tensor above what may be shared.
         names: of the model.
-        sure: take what may have several owners (`Owned.open`) for shared, too.
+        doubt: what is taken for shared without having been seen to be.
 
     Raises:
         UnsupportedModelError: examples mix.
@@ -65,7 +74,7 @@ def shared_part(
     for subject in owned:
         if not isinstance(subject, LayerCall):
             outputs.setdefault(subject[0], []).append(subject)
-    tables = {uses.capturing[call]: call for call in uses.calls if may_be_shared(call, owned[call], sure)}
+    tables = {uses.capturing[call]: call for call in uses.calls if may_be_shared(call, owned[call], doubt)}
     shared = dict.fromkeys([*uses.leaves, *tables])
     met: dict[Any, None] = {}
     stack = list(shared)
@@ -75,7 +84,7 @@ def shared_part(
                 continue
             call = getattr(node, "call", None)
             subjects = [call] if isinstance(call, LayerCall) and call in owned else outputs.get(node, ())
-            if not subjects or any(may_be_shared(each, owned[each], sure) for each in subjects):
+            if not subjects or any(may_be_shared(each, owned[each], doubt) for each in subjects):
                 shared[node] = None
                 stack.append(node)
             else:
@@ -91,10 +100,12 @@ def shared_part(
     return SharedSubgraph(len(losses), boundaries, {node: node.variable for node in uses.leaves}, tables)
 
 
-def may_be_shared(subject: Subject, found: Owned, sure: bool) -> bool:
-    """Whether several examples have a part in its rows, or may have and ``sure`` asks for that."""
-    if found.is_shared or not sure or found.zero or not found.open:
+def may_be_shared(subject: Subject, found: Owned, doubt: Doubt) -> bool:
+    """Whether several examples have a part in its rows, or may have (`Owned.open`) and ``doubt`` says so."""
+    if found.is_shared or doubt is Doubt.NOTHING or found.zero or not found.open:
         return found.is_shared
+    if doubt is Doubt.IRREGULAR and found.is_regular:
+        return False
     # A layer that was given examples was given them in rows.
     return not isinstance(subject, LayerCall) or (not subject.sources and subject.layer.reads_indices)
 
