@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ghostclip.errors import LossShapeError, RowsMovedError, UnsupportedModelError
 from ghostclip.graph.alarm import rings
 from ghostclip.graph.moves import Movements, movements
-from ghostclip.graph.nodes import ACCUMULATE, Edge, inputs_of
+from ghostclip.graph.nodes import Edge, inputs_of
 from ghostclip.graph.overwritten import FindForward, check_shared
 from ghostclip.graph.owners import Owned, Rows, Subject, owners, rows_in_order
 from ghostclip.graph.parameter_names import ParameterNames
@@ -32,6 +32,7 @@ from ghostclip.graph.shared.search import (
     Doubt,
     edges_above,
     edges_of,
+    given_shared,
     may_be_shared,
     mixes,
     shared_part,
@@ -283,7 +284,9 @@ class Layouts:
                 if region is not None:
                     tables = region.calls.values()
                     self.hold([n.variable for n in uses.leaves] + [p for c in tables for p in c.layer.parameters()])
-                    check_shared(uses, _shared_nodes(uses, region), len(losses), names, forward)
+                    check_shared(uses, region.shared, len(losses), names, forward)
+                    for call in region.given:
+                        raise given_shared(call, names)
                 return region
             except (LossShapeError, UnsupportedModelError):
                 if doubt is Doubt.NOTHING:
@@ -377,18 +380,6 @@ def _nobody(call: LayerCall, examples: int) -> RowOrder:
 def _has_rows(call: LayerCall, rows: Rows | None, examples: int) -> bool:
     """Whether a use of a layer can have as many rows of each example."""
     return rows is None or bool(rows_in_order(call.shape[rows.dim], examples))
-
-
-def _shared_nodes(uses: Uses, region: SharedSubgraph) -> list[Any]:
-    """The nodes below boundaries, in the order of the walk."""
-    stack = [edge[0] for boundary in region.boundaries for _, edge in boundary.shared]
-    seen = set[Any]()
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in seen and type(node) is not ACCUMULATE:
-            seen.add(node)
-            stack += [below for below, _ in inputs_of(node)]
-    return [node for node in uses.nodes if node in seen]
 
 
 def _silent_edges(losses: Tensor, owned: Mapping[Edge, Owned]) -> list[Edge]:

@@ -21,7 +21,7 @@ from ghostclip.graph.owners import Owned, Rows
 from ghostclip.graph.reader import Uses
 from ghostclip.nn.base import LayerCall
 
-__all__ = ["Movements", "constants_in", "made_of_parameters", "movements"]
+__all__ = ["Movements", "hides_constants", "made_of_parameters", "movements"]
 
 
 def _words(text: str) -> frozenset[str]:
@@ -227,9 +227,14 @@ def constants_in(node: Any) -> bool:
     """Whether an operation was given something that isn't in the graph: data, a constant, an index, a mask."""
     if isinstance(getattr(node, "call", None), LayerCall) or type(node).__module__ != "builtins":
         return True
+    return hides_constants(node) or any(below is None for below, _ in node.next_functions)
+
+
+def hides_constants(node: Any) -> bool:
+    """Whether an operation may have been given something that isn't among its inputs in the graph, as an index."""
     word = _word(node)
     known = word in POINTWISE or word in SHAPING or word in ALONG or word in PRODUCTS or word in INDEXED
-    return not known or word in HIDING_CONSTANTS or any(below is None for below, _ in node.next_functions)
+    return not known or word in HIDING_CONSTANTS
 
 
 def _from_above(uses: Uses) -> list[Any]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.graph.moves import made_of_parameters
+from ghostclip.graph.moves import hides_constants, made_of_parameters
 from ghostclip.graph.nodes import ACCUMULATE
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses, read_graph
@@ -58,7 +58,11 @@ def check_shared(uses: Uses, shared: Sequence[Any], examples: int, names: Parame
         forward: finds what runs it again; None where nothing can.
     """
     known = made_of_parameters(uses)
-    questions = [node for node in shared if node not in known and type(node) is not ACCUMULATE and _saves(_kind(node))]
+    questions = [
+        node
+        for node in shared
+        if node not in known and type(node) is not ACCUMULATE and _saves(_kind(node)) and not _held(node, names)
+    ]
     if not questions:
         return
     what = _in_words(questions[0], names)
@@ -157,6 +161,15 @@ def _matched(own: Sequence[Any], others: Sequence[Sequence[Any]]) -> list[_Found
     if any(each != kinds[0] for each in kinds):
         return []
     return [_Found(each[0], (each[1], each[2])) for each in zip(own, *others, strict=True)]
+
+
+def _held(node: Any, names: ParameterNames) -> bool:
+    """Whether all that an operation was given beside the graph's tensors are buffers or frozen parameters."""
+    constants = sum(below is None for below, _ in node.next_functions)
+    if not constants or type(node).__module__ != "builtins" or hides_constants(node):
+        return False
+    tensors = [each for each in _saved(node) if isinstance(each, Tensor)]
+    return sum(map(names.holds, tensors)) >= constants
 
 
 def _kind(node: Any) -> type:

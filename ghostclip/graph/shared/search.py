@@ -22,7 +22,16 @@ from ghostclip.graph.shared.boundary import BroadcastBoundary
 from ghostclip.graph.shared.subgraph import SharedSubgraph, parameters_of
 from ghostclip.nn.base import LayerCall
 
-__all__ = ["Doubt", "edges_above", "edges_of", "may_be_shared", "mixes", "shared_part", "without_boundaries"]
+__all__ = [
+    "Doubt",
+    "edges_above",
+    "edges_of",
+    "given_shared",
+    "may_be_shared",
+    "mixes",
+    "shared_part",
+    "without_boundaries",
+]
 
 
 class Doubt(enum.Enum):
@@ -93,11 +102,21 @@ def shared_part(
         return None
     _refuse_mixed(losses, uses, shared, owned, names)
     boundaries = [
-        boundary
-        for node in met
-        for boundary in _boundaries(node, outputs.get(node, ()), shared, owned, len(losses), names)
+        boundary for node in met for boundary in _boundaries(node, outputs.get(node, ()), shared, owned, len(losses))
     ]
-    return SharedSubgraph(len(losses), boundaries, {node: node.variable for node in uses.leaves}, tables)
+    region = SharedSubgraph(len(losses), boundaries, {node: node.variable for node in uses.leaves}, tables)
+    region.shared = [node for node in uses.nodes if node in shared]
+    region.given = [call for node in met if isinstance(call := getattr(node, "call", None), LayerCall)]
+    return region
+
+
+def given_shared(call: LayerCall, names: ParameterNames) -> UnsupportedModelError:
+    """The error about a layer that is given what all examples share."""
+    return UnsupportedModelError(
+        f"{names.layer(call)} is given a tensor that all examples share, in the place of one with examples; expand it "
+        "to the batch before (h.expand(B, ...))",
+        name=names.layer(call), place=call,
+    )  # fmt: skip
 
 
 def may_be_shared(subject: Subject, found: Owned, doubt: Doubt) -> bool:
@@ -111,9 +130,8 @@ def may_be_shared(subject: Subject, found: Owned, doubt: Doubt) -> bool:
 
 
 def _boundaries(
-    node: Any, edges: Sequence[Edge], shared: Mapping[Any, None], owned: Mapping[Subject, Owned], examples: int,
-    names: ParameterNames,
-) -> list[BroadcastBoundary]:  # fmt: skip
+    node: Any, edges: Sequence[Edge], shared: Mapping[Any, None], owned: Mapping[Subject, Owned], examples: int
+) -> list[BroadcastBoundary]:
     """One for each output of an operation at which shared tensors meet the examples."""
     if getattr(node, "_saved_scale_grad_by_freq", False):
         raise UnsupportedModelError(
@@ -121,12 +139,6 @@ def _boundaries(
             "others of the batch have the index, and so mixes examples; leave scale_grad_by_freq out",
             place=node,
         )
-    if isinstance(call := getattr(node, "call", None), LayerCall):
-        raise UnsupportedModelError(
-            f"{names.layer(call)} is given a tensor that all examples share, in the place of one with examples; expand "
-            "it to the batch before (h.expand(B, ...))",
-            name=names.layer(call), place=call,
-        )  # fmt: skip
     places = [(slot, edge) for slot, edge in enumerate(node.next_functions) if edge[0] in shared]
     found = []
     for edge in edges:

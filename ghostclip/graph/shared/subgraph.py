@@ -45,6 +45,8 @@ class SharedSubgraph:
         leaves: the parameters it starts from outside of layers: {accumulating node: parameter}.
         calls: {capturing node: call} of layers that saw no examples.
         uses: what stands for both in a pass, with their gradients by example.
+        shared: all of its nodes.
+        given: layers with examples that are given what all share; there is no rule for them.
         watch: told (tensor, gradient) of each boundary in a pass that measures.
     """
 
@@ -54,6 +56,8 @@ class SharedSubgraph:
     calls: dict[Any, LayerCall]
     uses: list[FallbackCall] = field(default_factory=list)
     watch: Callable[[Edge, Tensor], None] | None = None
+    shared: list[Any] = field(default_factory=list)
+    given: list[LayerCall] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         # The inputs of each boundary that are matrices of experts, and the others.
