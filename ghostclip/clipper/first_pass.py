@@ -108,7 +108,8 @@ class FirstPasses:
             exact: use no form of a norm that may cancel, and wait for a GPU where that takes it.
         """
         losses = self._scaled(losses)
-        found = self._pass(losses, keep, exact, retain_graph)
+        # What isn't clipped isn't watched by marks, either.
+        found = self._pass(losses, keep, exact, retain_graph, anew=keep is not Keep.CHOSEN and not is_traced())
         if found is None:
             found = self._pass(losses, keep, exact, retain_graph, anew=True)
         assert found is not None
@@ -135,14 +136,15 @@ class FirstPasses:
             calls, check, self.is_open = layout.calls, layout.check, not layout.stored
             chosen, keep = keep is Keep.CHOSEN, self._keep_of(keep, calls)
             small = keep is Keep.SMALL
-            marked = chosen and not layout.measured and self._may_mark(losses, uses)
-            marks = ALARM.drawn(losses) if marked and not small else None
+            # Of a batch that was measured all is known; what small gradients would lose to marks is no alarm's worth.
+            marked = chosen and not (layout.measured or layout.half or is_traced()) and len(losses) > 1
+            marks = ALARM.drawn(losses) if marked and not self._layouts.is_small(uses.structure) else None
             collector = NormCollector(
                 losses, layout, self._planner, trained, self.scale if marks is None else self.scale * marks,
                 keep=keep, room=self._room_for_small(calls) if small else 0, exact=exact,
             )  # fmt: skip
             collector.structure, collector.marks = uses.structure, marks
-            if marked and small:
+            if marks is not None and small:
                 collector.seen = {}
                 if calls and isinstance(calls[-1], FallbackCall):
                     calls[-1].region.watch = collector.see
@@ -161,12 +163,6 @@ class FirstPasses:
                     free_graph(losses, calls)
         self.choices = collector.choices
         return collector
-
-    @staticmethod
-    def _may_mark(losses: Tensor, uses: Uses) -> bool:
-        """Whether a backward may start from marks: float16 has too few powers of two."""
-        half = losses.dtype == torch.float16 or any(call.dtype == torch.float16 for call in uses.calls)
-        return len(losses) > 1 and not half and not is_traced()
 
     def _forward(self, losses: Tensor) -> FindForward:
         """Finds what runs the forward behind the losses again."""

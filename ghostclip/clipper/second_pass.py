@@ -97,7 +97,7 @@ class TwoPasses(FirstPasses):
             self.left_out = finite is not None
             if finite is not None:
                 weights = tree_map(lambda each: torch.where(finite, each, torch.zeros_like(each)), weights)
-            self._sum(losses, run, weights, finite, retain_graph, add)
+            self._sum(losses, run, weights, finite, retain_graph, add, norms)
             return norms, weights
 
     def parameter(self, owner: int) -> nn.Parameter:
@@ -131,8 +131,7 @@ class TwoPasses(FirstPasses):
         """
         if run.marks is None and not run.layout.measured:
             return _finite(norms, losses)
-        parts = [*norms.values()] if isinstance(norms, dict) else [norms]
-        whole = parts[0] if len(parts) == 1 else torch.stack(parts).norm(dim=0)
+        whole = _whole(norms)
         # A sum is finite only where all that goes into it is.
         total = whole.sum() + losses.detach().sum().to(whole.dtype)
         first, *found = torch.cat([total.reshape(1), figures(whole, run.marks)]).tolist()
@@ -170,8 +169,9 @@ class TwoPasses(FirstPasses):
         return run.norms_by_group(self.group_of()) if isinstance(self.clipping, Groupwise) else run.norms_and_bounds()
 
     def _sum(
-        self, losses: Tensor, run: NormCollector, weights: Any, finite: Tensor | None, retain_graph: bool, add: Add
-    ) -> None:
+        self, losses: Tensor, run: NormCollector, weights: Any, finite: Tensor | None, retain_graph: bool, add: Add,
+        norms: Any = None,
+    ) -> None:  # fmt: skip
         """Hands the clipped sums to ``add``: of what the first pass kept, and of the rest by a second backward.
 
         That ends at the lowest layer that it is needed for. ``weights`` are [B] or {group: [B]}, ``finite`` is as
@@ -187,15 +187,16 @@ class TwoPasses(FirstPasses):
         try:
             with in_our_words(), self.placed():
                 if wanted:
-                    marks = None if run.seen is None else MARKS.drawn(losses)
+                    marks = None if run.seen is None else MARKS.drawn(losses, sizes=_whole(norms))
                     scale = self.scale if marks is None else self.scale * marks
                     sums = WeightedSums(self._by_owner(weights, scale), finite)
-                    sink = Reweighting(run.layout, done, sums, add, run.seen, marks)
+                    times = None if marks is None or run.marks is None else marks / run.marks
+                    sink = Reweighting(run.layout, done, sums, add, run.seen, times)
                     keep, ends = retain_graph or not whole, None if whole else wanted
                     with nullcontext() if run.random_states is None else run.random_states.again():
                         first_pass(losses, run.calls, sink.receive, marks, retain_graph=keep, wanted=ends)
                     if sink.off and bool(torch.stack(sink.off).any()):
-                        self._layouts.forget(run.structure)
+                        self._layouts.drop(run.structure)
                         raise RowsMovedError(MOVED)
                 if run.holds_graph and not retain_graph and not whole:
                     free_graph(losses, run.calls)
@@ -271,7 +272,8 @@ class Reweighting(TermReceiver):
         sums: how terms are summed.
         add: takes a part and what is to be added to its sum: that of all uses, to be rounded to its type once.
         seen: what the first pass noted of rows; None: nothing is checked.
-        marks: [B], what this pass starts from; None for ones.
+        times: [B], how many times as large each example's gradients are as in the first pass; None where that isn't
+            looked at.
 
     Attributes:
         off: whether some row of each subject didn't follow the mark of its example, bool [].
@@ -279,10 +281,10 @@ class Reweighting(TermReceiver):
 
     def __init__(
         self, layout: RowLayout, done: frozenset[int], sums: WeightedSums, add: Add,
-        seen: Mapping[Any, Any] | None = None, marks: Tensor | None = None,
+        seen: Mapping[Any, Any] | None = None, times: Tensor | None = None,
     ) -> None:  # fmt: skip
         super().__init__(layout, without=done)
-        self._sums, self._add, self._seen, self._marks = sums, add, seen, marks
+        self._sums, self._add, self._seen, self._times = sums, add, seen, times
         self._gathered: dict[Part, Tensor] = {}
         self.off: list[Tensor] = []
         if layout.calls and isinstance(last := layout.calls[-1], FallbackCall):
@@ -295,12 +297,12 @@ class Reweighting(TermReceiver):
         super().receive(call, inputs, grad)
 
     def _look(self, subject: Any, grad: Tensor) -> None:
-        if self._seen is None or self._marks is None or subject not in self._seen:
+        if self._seen is None or self._times is None or subject not in self._seen:
             return
         rows = self.layout.rows[subject]
-        owner = rows.owners(grad.shape[rows.dim] if grad.dim() else 1, len(self._marks), grad.device)
+        owner = rows.owners(grad.shape[rows.dim] if grad.dim() else 1, len(self._times), grad.device)
         floor = torch.finfo(torch.float32 if grad.dtype == torch.bfloat16 else grad.dtype).tiny * 2.0**60
-        off, _ = compared(self._seen[subject], numbers(grad, rows.dim), self._marks[owner], floor, MARKS)
+        off, _ = compared(self._seen[subject], numbers(grad, rows.dim), self._times[owner], floor, MARKS)
         self.off.append(off.any())
 
     def _take_pair(self, parts: Sequence[Part], pair: LinearPair) -> None:
@@ -316,6 +318,14 @@ class Reweighting(TermReceiver):
                 self._gathered[part] = amount
             else:
                 self._add(part, amount)
+
+
+def _whole(norms: Any) -> Tensor:
+    """[B], of norms [B] or {group: [B]}."""
+    if not isinstance(norms, dict):
+        return norms
+    parts = [*norms.values()]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).norm(dim=0)
 
 
 def _finite(norms: Any, losses: Tensor) -> Tensor | None:

@@ -51,6 +51,7 @@ MOVED = (
 )
 # Every so many batches of a structure are measured, and so many where gradients are float16.
 EVERY, EVERY_HALF = 64, 16
+SMALL = 1e-8
 # Where so many structures are remembered, all are forgotten: a forward that cuts its inputs at random makes new ones
 # for ever.
 REMEMBERED = 10_000
@@ -67,6 +68,7 @@ class RowLayout:
         rows: of every layer's use, and of the tensors at which parameters used outside of layers meet the examples.
         stored: whether the next batch like this one is taken to be laid out alike.
         measured: whether this one was measured.
+        half: whether some operation computes in float16.
         check: what is left to be seen in the gradients of the pass itself; nothing is clipped before.
     """
 
@@ -75,6 +77,7 @@ class RowLayout:
     rows: Mapping[Subject, Rows] = field(default_factory=dict)
     stored: bool = True
     measured: bool = False
+    half: bool = False
     check: WatchedZeros | None = None
 
 
@@ -126,6 +129,7 @@ class _Layout:
         boundaries: (place of a node, number of its output, rows, (slot, place, number) of each shared input).
         movements: what has to be looked at in each batch.
         largest: of how many examples the largest batch was that was measured.
+        half: whether some operation computes in float16.
     """
 
     rows: Sequence[Rows | None]
@@ -134,6 +138,7 @@ class _Layout:
     boundaries: Sequence[tuple[int, int, Rows, Sequence[tuple[int, int, int]]]]
     movements: Movements
     largest: int
+    half: bool
 
 
 @dataclass
@@ -179,9 +184,17 @@ class Layouts:
         return self._by_layout(known, uses, examples)
 
     def forget(self, key: int) -> None:
-        """Measures every batch of a structure from now on: one of them wasn't laid out as was stored."""
-        self._known.pop(key, None)
+        """Measures every batch of a structure from now on: one of them was irregular, or refused."""
+        self.drop(key)
         self._always.add(key)
+
+    def drop(self, key: int) -> None:
+        """Measures the next batch of a structure: this one wasn't laid out as was stored, or its numbers lost digits."""
+        self._known.pop(key, None)
+
+    def is_small(self, key: int) -> bool:
+        """Whether gradients of a structure are so small that their squares would leave float32 beside marks."""
+        return self._largest.get(key, 1.0) < SMALL
 
     def check_norms(self, key: int, found: Sequence[float], examples: int, *, measured: bool, again: bool) -> None:
         """Raises RowsMovedError where the norms of a batch that wasn't measured follow marks.
@@ -197,13 +210,13 @@ class Layouts:
             largest = found[0] if math.isfinite(found[0]) else 0.0
             self._largest[key] = max(largest, self._largest.get(key, 0.0))
         elif rings(found, examples, self._largest.get(key, 0.0), again):
-            self.forget(key)
+            self.drop(key)
             raise RowsMovedError(MOVED)
 
     def _is_due(self, known: _Layout, uses: Uses, examples: int) -> bool:
         """Whether a batch of a known structure is measured again."""
         number = self._batches[uses.structure]
-        every = EVERY_HALF if any(call.dtype == torch.float16 for call in uses.calls) else EVERY
+        every = EVERY_HALF if known.half else EVERY
         if is_traced():  # of batches of one size, in which no index is looked at
             return bool(known.movements.indexed)
         return (
@@ -259,14 +272,14 @@ class Layouts:
 
     def _owners(self, losses: Tensor, uses: Uses, indices: Sequence[RowIndex], may_store: bool) -> dict[Subject, Owned]:
         """What marks show of all calls, and of the tensors that matter."""
-        leaves = [node.variable for node in uses.leaves]
+        leaves, half = [node.variable for node in uses.leaves], computes_in_half(losses, uses)
         if may_store:
-            return owners(losses, uses.calls, edges_of(uses, uses.nodes, losses), leaves, indices)
+            return owners(losses, uses.calls, edges_of(uses, uses.nodes, losses), leaves, indices, half=half)
         edges = edges_above(uses, uses.leaves, losses) if uses.leaves else []
-        owned = owners(losses, uses.calls, edges, leaves, indices, thorough=True)
+        owned = owners(losses, uses.calls, edges, leaves, indices, True, half)
         tables = [uses.capturing[call] for call in uses.calls if may_be_shared(call, owned[call], Doubt.ALL)]
         if left := [edge for edge in edges_above(uses, tables, losses) if edge not in owned] if tables else []:
-            owned |= owners(losses, [], left, leaves, indices, thorough=True)
+            owned |= owners(losses, [], left, leaves, indices, True, half)
         return owned
 
     def _region(
@@ -320,6 +333,7 @@ class Layouts:
             ],
             moves,
             max(examples, 0 if before is None else before.largest),
+            computes_in_half(losses, uses),
         )
 
     def _by_layout(self, known: _Layout, uses: Uses, examples: int) -> RowLayout:
@@ -347,7 +361,13 @@ class Layouts:
         check = WatchedZeros(silent, edges) if silent or edges else None
         if check is not None and is_traced():
             raise UnsupportedModelError("no gradient has reached some layer yet")
-        return _row_layout(uses, found, region, examples, check=check)
+        return _row_layout(uses, found, region, examples, half=known.half, check=check)
+
+
+def computes_in_half(losses: Tensor, uses: Uses) -> bool:
+    """Whether the gradient of some tensor between the layers is float16."""
+    types = {tensor.dtype for node in uses.nodes for tensor in getattr(node, "_input_metadata", ())}
+    return torch.float16 in {losses.dtype, *types, *(call.dtype for call in uses.calls)}
 
 
 def _row_layout(

@@ -14,6 +14,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ Subject = LayerCall | Edge
 Key = tuple[Subject, int]
 # The largest entry of each row, and a random projection of it, [rows] each.
 Numbers = tuple[Tensor, Tensor]
+# Numbers of gradients, and the marks [B] that their backward started from.
+Marked = tuple[dict[Key, Numbers], Tensor]
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,30 @@ class Marks:
     floor: float | None = None
     plain: float = 1.0
 
-    def drawn(self, losses: Tensor) -> Tensor:
-        """Marks [B]: levels spread evenly over the examples, in random order, so that no two share one for long."""
+    def drawn(self, losses: Tensor, sizes: Tensor | None = None, place: int = 1) -> Tensor:
+        """Marks [B]: levels spread evenly over the examples, in random order, so that no two share one for long.
+
+        Args:
+            losses: [B].
+            sizes: [B], of the examples' gradients. Where these differ by more than 2 ** 10, marks make them alike: what
+                small examples have in a row is lost to `tolerance` beside what a large one has. None: they don't.
+            place: of so many examples in a row all have one level.
+        """
         examples = len(losses)
-        level = torch.arange(examples, device=losses.device) % self.levels
+        level = torch.arange(examples, device=losses.device) // place % self.levels
         if examples < self.levels:
             level = level * (self.levels - 1) // max(1, examples - 1)
-        return self.of(level[_shuffled(examples, losses.device)], losses)
+        level = _shuffled(self.levels, losses.device)[level] if place > 1 else level[_shuffled(examples, losses.device)]
+        marks = self.of(level, losses)
+        return marks if sizes is None else marks * self._alike(sizes).to(marks.dtype)
+
+    def _alike(self, sizes: Tensor) -> Tensor:
+        """Powers of two [B] that make the sizes of all examples about that of the smallest; ones where they are."""
+        known = sizes.isfinite() & (sizes > 0)
+        power = torch.where(known, sizes, sizes.new_ones(())).double().log2().round()
+        least = torch.where(known, power, power.new_full((), math.inf)).amin()
+        over = torch.where(known, power - least, power.new_zeros(())).clamp(max=FARTHEST)
+        return torch.where(over.amax() > 10, torch.exp2(-over), torch.ones_like(over))
 
     def of(self, level: Tensor, like: Tensor) -> Tensor:
         """The marks of levels, in the type of ``like``."""
@@ -66,6 +86,8 @@ class Marks:
         return torch.tensor(powers, dtype=like.dtype, device=level.device)[level]
 
 
+# Examples that are larger than others by more than this power of two are made alike by this one.
+FARTHEST = 80.0
 # Drawn apart from torch's own random numbers, which must not depend on whether a batch is measured.
 _dice = torch.Generator("cpu")
 _dice.seed()
@@ -136,7 +158,8 @@ class Owned:
 
 def owners(
     losses: Tensor, calls: Sequence[LayerCall], edges: Sequence[Edge] = (), leaves: Sequence[Tensor] = (),
-    indices: Sequence[RowIndex] = (), thorough: bool = False,
+    indices: Sequence[RowIndex] = (), thorough: bool = False, half: bool = False,
+    tried: Mapping[Subject, Sequence[int]] = MappingProxyType({}),
 ) -> dict[Subject, Owned]:  # fmt: skip
     """Whose the rows are of the gradients at ``calls`` and ``edges``; the graph is kept.
 
@@ -149,13 +172,22 @@ def owners(
         leaves: parameters that are used outside of layers, to which these backwards must go, too.
         indices: orders in which rows may be, beside those of `rows_in_order`.
         thorough: look at every dimension at once, which takes fewer backwards where rows are in no order.
+        half: whether some operation computes in float16, which has few powers of two.
+        tried: dimensions along which no order fits.
     """
-    run = _Measurement(losses, calls, edges, leaves)
+    run = _Measurement(losses, calls, edges, leaves, half)
     subjects: list[Subject] = [*calls, *edges]
-    dims = {each: _all_dims(each) if thorough else _first_dims(each, len(losses)) for each in subjects}
-    plain, marks = run.numbers(dims, run.plain()), run.marks.drawn(losses)
-    marked = run.numbers(dims, marks)
-    found = {subject: run.in_order(subject, dims[subject], plain, marked, marks, indices) for subject in subjects}
+    first = {each: _first_dims(each, len(losses)) for each in subjects}
+    dims = {each: _all_dims(each) for each in subjects} if thorough else first
+    plain = run.numbers(dims, run.plain())
+    marked = run.marked(dims, run.sizes(plain, first))
+    found = {
+        # What was refuted once stays so.
+        subject: run.in_order(
+            subject, [d for d in dims[subject] if d not in tried.get(subject, ())], plain, marked, indices
+        )
+        for subject in subjects
+    }
     left = [subject for subject, each in found.items() if each is None]
     known = {subject: each for subject, each in found.items() if each is not None}
     if not left:
@@ -163,8 +195,8 @@ def owners(
     if not thorough:
         calls = [each for each in left if isinstance(each, LayerCall)]
         edges = [each for each in left if not isinstance(each, LayerCall)]
-        return known | owners(losses, calls, edges, leaves, indices, thorough=True)
-    digits = run.by_digits([(subject, dim) for subject in left for dim in dims[subject]], plain, marked, marks)
+        return known | owners(losses, calls, edges, leaves, indices, True, half, {each: first[each] for each in left})
+    digits = run.by_digits([(subject, dim) for subject in left for dim in dims[subject]], plain, marked)
     for subject in left:
         ways = [digits[subject, dim].owned(dim, len(losses)) for dim in dims[subject]]
         best = max([way for way in ways if way is not None], key=Owned.owners, default=Owned(None))
@@ -235,7 +267,7 @@ class _Measurement:
     """
 
     def __init__(
-        self, losses: Tensor, calls: Sequence[LayerCall], edges: Sequence[Edge], leaves: Sequence[Tensor]
+        self, losses: Tensor, calls: Sequence[LayerCall], edges: Sequence[Edge], leaves: Sequence[Tensor], half: bool
     ) -> None:
         self._losses, self._calls, self._leaves = losses, calls, list(leaves)
         self._edges: dict[Any, list[int]] = {}
@@ -244,7 +276,7 @@ class _Measurement:
         self.reached = set[Subject]()
         self.marks = Marks()
         self._largest = 0.0
-        if any(call.dtype == torch.float16 for call in calls) or losses.dtype == torch.float16:
+        if half:
             # float16 has few powers of two: the gradients are brought near 2 ** 8 first.
             dims: dict[Subject, list[int]] = {call: [_all_dims(call)[0]] for call in calls}
             found = self.numbers(dims, torch.ones_like(losses))
@@ -258,18 +290,39 @@ class _Measurement:
         """What an unmarked backward starts from, [B]."""
         return torch.full_like(self._losses, self.marks.plain)
 
+    def sizes(self, plain: Mapping[Key, Numbers], dims: Mapping[Subject, Sequence[int]]) -> Tensor | None:
+        """[B], about how large each example's gradients are, as far as rows are in order; None in float16."""
+        if self.marks.floor is not None:
+            return None
+        found = torch.zeros(len(self._losses), dtype=torch.float64, device=self._losses.device)
+        for call in self._calls:
+            largest = plain[call, dims[call][0]][0]
+            if len(largest) and len(largest) % len(found) == 0:
+                found = torch.maximum(found, largest.double().view(len(found), -1).amax(1))
+        return found
+
+    def marked(self, dims: Mapping[Subject, Sequence[int]], sizes: Tensor | None) -> list[Marked]:
+        """Numbers in backwards that start from marks, in as many as it takes to tell any two examples apart."""
+        found, place = list[Marked](), 1
+        while place < len(self._losses):
+            marks = self.marks.drawn(self._losses, sizes, place)
+            found.append((self.numbers(dims, marks), marks))
+            place *= self.marks.levels
+        return found
+
     def in_order(
-        self, subject: Subject, dims: Sequence[int], plain: Mapping[Key, Numbers], marked: Mapping[Key, Numbers],
-        marks: Tensor, indices: Sequence[RowIndex],
+        self, subject: Subject, dims: Sequence[int], plain: Mapping[Key, Numbers], marked: Sequence[Marked],
+        indices: Sequence[RowIndex],
     ) -> Owned | None:  # fmt: skip
         """What a subject's rows are if they are in order, or in that of an index; None where they are not."""
         losses, ways = self._losses, list[tuple[Rows, Tensor]]()
         floor = self.floor(subject)
         for dim in dims:
-            numbers = plain[subject, dim], marked[subject, dim]
-            for rows, index in _candidates(dim, len(numbers[0][0]), len(losses), indices, losses.device):
-                if (shown := fits(*numbers, marks[index], floor, self.marks)) is not None:
-                    ways.append((rows, index[shown]))
+            base = plain[subject, dim]
+            for rows, index in _candidates(dim, len(base[0]), len(losses), indices, losses.device):
+                shown = [fits(base, seen[subject, dim], marks[index], floor, self.marks) for seen, marks in marked]
+                if all(each is not None for each in shown):
+                    ways.append((rows, index[torch.stack(shown).all(0)]))  # type: ignore[arg-type]
         if subject not in self.reached:
             return Owned(ways[0][0] if ways else None, zero=True)
         ways = [way for way in ways if len(way[1])]  # a dimension along which no row is finite fits any marks
@@ -278,8 +331,11 @@ class _Measurement:
         best, own = max(ways, key=lambda way: len(way[1].unique())) if len(ways) > 1 else ways[0]
         several, first = bool((own != own[:1]).any()), plain[subject, best.dim]
         owner = best.owners(len(first[0]), len(losses), losses.device)
-        off, _ = compared(first, marked[subject, best.dim], marks[owner], floor, self.marks, self.rounding(subject))
-        hidden = bool(off.any()) or (not several and _hides(first[0], best, len(losses)))
+        loose = [
+            compared(first, seen[subject, best.dim], marks[owner], floor, self.marks, self.rounding(subject))[0].any()
+            for seen, marks in marked
+        ]
+        hidden = any(map(bool, loose)) or (not several and _hides(first[0], best, len(losses)))
         return Owned(best, shown=several, open=hidden, unclear=len(ways) > 1)
 
     def unread(self, subject: Subject, dims: Sequence[int], plain: Mapping[Key, Numbers]) -> Owned | None:
@@ -338,14 +394,14 @@ class _Measurement:
         return found
 
     def by_digits(
-        self, keys: Sequence[Key], plain: Mapping[Key, Numbers], marked: Mapping[Key, Numbers], marks: Tensor
+        self, keys: Sequence[Key], plain: Mapping[Key, Numbers], marked: Sequence[Marked]
     ) -> dict[Key, _Digits]:
         """Whose each row is, by one backward for each digit of the examples' numbers, held against one more.
 
         Args:
             keys: subjects and dimensions.
-            plain, marked: their numbers in the plain backward, and in one that started from ``marks`` [B]. These are
-                others than the digits': sums of two marks that look like a third don't come again.
+            plain, marked: their numbers in the plain backward, and in some that started from other marks than the
+                digits': sums of two marks that look like a third don't come again.
         """
         examples, levels = len(self._losses), self.marks.levels
         found = {key: _Digits(plain[key], self, key[0]) for key in keys}
@@ -361,7 +417,8 @@ class _Measurement:
             rest, place = rest // levels, place * levels
         for key, digits in found.items():
             digits.several |= digits.owner >= examples
-            digits.hold(marked[key], marks[digits.owner.clamp(max=examples - 1)])
+            for seen, marks in marked:
+                digits.hold(seen[key], marks[digits.owner.clamp(max=examples - 1)])
         return found
 
 
@@ -409,6 +466,8 @@ class _Digits:
 
 def numbers(grad: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """For each row of a gradient along one dimension its largest entry and a fixed random projection, [rows] each."""
+    if grad.layout != torch.strided:
+        grad = grad.to_dense()
     if grad.is_complex():
         grad = torch.view_as_real(grad.resolve_conj())
     if grad.dtype not in (torch.float32, torch.float64):
