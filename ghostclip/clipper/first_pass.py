@@ -22,7 +22,7 @@ from ghostclip.graph.alarm import ALARM
 from ghostclip.graph.layouts import Layouts
 from ghostclip.graph.overwritten import FindForward, Forward
 from ghostclip.graph.parameter_names import ParameterNames
-from ghostclip.graph.reader import Uses, first_pass, free_graph, read_graph
+from ghostclip.graph.reader import first_pass, free_graph, read_graph
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import LayerCall, Repeat
 from ghostclip.nn.fallback import FallbackCall

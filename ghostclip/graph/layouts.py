@@ -189,7 +189,7 @@ class Layouts:
         self._always.add(key)
 
     def drop(self, key: int) -> None:
-        """Measures the next batch of a structure: this one wasn't laid out as was stored, or its numbers lost digits."""
+        """Measures the next batch of a structure: this one wasn't laid out as was stored, or lost digits."""
         self._known.pop(key, None)
 
     def is_small(self, key: int) -> bool:
@@ -318,7 +318,7 @@ class Layouts:
             return
         at = {subject: each for subject, each in owned.items() if not isinstance(subject, LayerCall)}
         at |= {(uses.capturing[call], 0): owned[call] for call in uses.calls}
-        moves = movements(uses, at, examples)
+        moves = movements(uses, at, examples, () if region is None else region.shared)
         if moves.always or any(not each.shown or each.unclear for each in found):
             self._known.pop(key, None)
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,17 +107,21 @@ class Movements:
         )
 
 
-def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int) -> Movements:
+def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Collection[Any]) -> Movements:
     """What moves rows in graphs like this one, of so many examples.
 
     Args:
         uses: of the graph.
         owned: what was measured of each of its tensors, that of a layer's output as (its node, 0).
         examples: B.
+        shared: nodes that were shown to be the same whatever the examples are.
     """
     if uses.hooked:
         return Movements("a hook was registered during the forward")
-    constant = made_of_parameters(uses)
+    constant = made_of_parameters(uses) | set(shared)
+    spread = next((node for (node, _), each in owned.items() if each.is_shared and node not in constant), None)
+    if spread is not None:
+        return Movements(f"{spread.name()} has the examples in several dimensions")
     indexed, views = list[tuple[int, int]](), list[tuple[int, Rows, Rows]]()
     for place, node in enumerate(uses.nodes):
         if node in constant or isinstance(getattr(node, "call", None), LayerCall) or type(node) is ACCUMULATE:
@@ -125,15 +129,14 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int) -> Movemen
         word = _word(node)
         if word in INDEXED or node.name() == COPY_INTO_SLICES:
             edge = _subject(node, word)
-            subject = owned.get(edge)
-            if edge[0] in constant or (subject is not None and subject.is_shared):
+            if edge[0] in constant:
                 continue  # rows of a table: those of its result are the examples'
+            subject = owned.get(edge)
             dim = -1 if subject is None or subject.zero or subject.rows is None else subject.rows.dim
-            if word not in _BY_VALUE and node.name() != COPY_INTO_SLICES:
-                if _moves(node, dim, examples):
-                    return Movements(f"{node.name()} goes along the dimension that has the examples")
-            else:
+            if word in _BY_VALUE or node.name() == COPY_INTO_SLICES:
                 indexed.append((place, dim))
+            elif _moves(node, dim, examples):
+                return Movements(f"{node.name()} goes along the dimension that has the examples")
         elif reason := _static_reason(node, word, owned, constant):
             return Movements(reason)
         elif word in ("View", "ReshapeAlias", "UnsafeView", "ReshapeCopy"):
@@ -141,8 +144,7 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int) -> Movemen
             if before is not None and after is not None and before.is_regular and after.is_regular:
                 assert before.rows is not None
                 assert after.rows is not None
-                if (before.rows.dim, before.rows.order, after.rows.dim, after.rows.order) != (0, "example") * 2:
-                    views.append((place, before.rows, after.rows))
+                views.append((place, before.rows, after.rows))
     return Movements("", indexed, views)
 
 
@@ -164,9 +166,46 @@ def _static_reason(node: Any, word: str, owned: Mapping[Edge, Owned], constant: 
         return f"{name} attends over the examples' dimension" if crosses else ""
     if word in POINTWISE:
         return f"{name} moves the examples to another dimension" if _shifts(node, owned) else ""
-    if word in SHAPING or word in ALONG or name == "torch::autograd::CopyBackwards":
-        return ""
-    return f"{name} isn't known"
+    if word in ALONG or word == "Cat":
+        along = any(dim in _worked(node, word, edge) for edge, dim in _examples_dims(node, owned))
+        return f"{name} goes along the dimension that has the examples" if along else ""
+    return "" if word in SHAPING or name == "torch::autograd::CopyBackwards" else f"{name} isn't known"
+
+
+def _examples_dims(node: Any, owned: Mapping[Edge, Owned]) -> list[tuple[Edge, int]]:
+    """(tensor, the dimension that has the examples) of what an operation was given; of its output if of nothing."""
+    edges = [edge for edge in node.next_functions if edge[0] is not None] or [(node, 0)]
+    return [(edge, dim) for edge in edges if (dim := _dim(edge, owned)) is not None]
+
+
+# How many of the last dimensions an operation goes along; all others that don't say go along all.
+LAST = {"AdaptiveAvgPool2D": 2, "AdaptiveAvgPool3D": 3, "AdaptiveMaxPool2D": 2, "AdaptiveMaxPool3D": 3, "AvgPool2D": 2,
+        "AvgPool3D": 3, "Cdist": 2, "Cholesky": 2, "FractionalMaxPool2D": 2, "FractionalMaxPool3D": 3,
+        "FusedRmsNorm": 1,
+        "LinalgCholeskyEx": 2, "LinalgDet": 2, "LinalgEig": 2, "LinalgEigh": 2, "LinalgInvEx": 2, "LinalgLuFactorEx": 2,
+        "LinalgMatrixExp": 2, "LinalgPinv": 2, "LinalgQr": 2, "LinalgSlogdet": 2, "LinalgSvd": 2, "MaxPool2D": 2,
+        "MaxPool2DWithIndices": 2, "MaxPool3DWithIndices": 3, "UpsampleBicubic2D": 2, "UpsampleBilinear2D": 2,
+        "UpsampleLinear1D": 1, "UpsampleNearest1D": 1, "UpsampleNearest2D": 2, "UpsampleNearest3D": 3,
+        "UpsampleTrilinear3D": 3}  # fmt: skip
+# These have the examples in the first dimension and go along all others.
+FIRST = {"AffineGridGenerator", "BatchNormNoUpdate", "Col2Im", "ConvDepthwise2D", "ConvDepthwise3D", "Convolution",
+         "ConvolutionBackward", "CudnnBatchNorm", "CudnnConvolution", "CudnnConvolutionTranspose", "Im2Col",
+         "MiopenConvolution", "MultiMarginLoss", "MultilabelMarginLoss", "NativeBatchNorm", "NativeGroupNorm",
+         "NllLoss", "NllLoss2D", "SlowConv2D", "ThnnFusedGruCell", "ThnnFusedLstmCell", "WeightNormInterface"}  # fmt: skip
+
+
+def _worked(node: Any, word: str, edge: Edge) -> set[int]:
+    """Along which dimensions of a tensor that it is given an operation goes."""
+    total = len(_shape(edge))
+    if word in FIRST:
+        return set(range(1, total))
+    if (shape := getattr(node, "_saved_normalized_shape", None)) is not None:
+        return set(range(total - len(shape), total))
+    if word in LAST:
+        return set(range(total - LAST[word], total))
+    if word == "CtcLoss":
+        return {0, 2} if total == 3 else set(range(total))
+    return set(saved_dimensions(node, total)) or set(range(total))
 
 
 def _word(node: Any) -> str:
@@ -303,9 +342,7 @@ def _copies_in_place(node: Any, dim: int) -> bool:
         dim: of the output, the dimension that has the examples.
     """
     sources = [slot for slot, (below, _) in enumerate(node.next_functions) if slot and below is not None]
-    if not sources:
-        return True
-    if dim < 0:
+    if not sources or dim < 0:  # what is done to a part in place isn't known
         return False
     shape = _shape((node, 0))
     numbers = torch.arange(shape[dim], dtype=node._input_metadata[0].dtype, device=node._input_metadata[0].device)

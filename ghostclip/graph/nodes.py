@@ -21,6 +21,7 @@ __all__ = [
     "Edge",
     "from_below",
     "inputs_of",
+    "ones_of",
     "said_by",
     "saved_dimensions",
     "shape_of",
@@ -81,7 +82,11 @@ def _values(kind: type) -> Callable[[Any], Any] | None:
 
 def _ones(node: Any) -> Any:
     """How many dimensions a node's output has, and which of them have one entry: along these it is broadcast later."""
-    shape = node._input_metadata[0].shape
+    return ones_of(node._input_metadata[0].shape)
+
+
+def ones_of(shape: Sequence[int]) -> Any:
+    """How many dimensions a shape has, and which of them have one entry."""
     return len(shape), 1 in shape and tuple([dim for dim, size in enumerate(shape) if size == 1])
 
 
@@ -177,7 +182,11 @@ SIGNATURES: dict[str, Callable[[Any], Any]] = {
     "SplitBackward0": _split,
     "UnsafeSplitBackward0": _split,
     **{f"Upsample{name}Backward0": _resized for name in UPSAMPLING},
-    **{f"{name}Backward0": _ones for name in ("ReshapeAlias", "ReshapeCopy", "Squeeze", "UnsafeView", "View")},
+    "EmbeddingBackward0": lambda node: (node._saved_padding_idx, node._saved_scale_grad_by_freq, *_ones(node)),
+    **{
+        f"{name}Backward0": _ones
+        for name in ("Index", "UnsafeIndex", "Take", "ReshapeAlias", "ReshapeCopy", "Squeeze", "UnsafeView", "View")
+    },
 }
 _signatures = _Signatures()
 NUMBERS = itertools.count()
@@ -191,8 +200,8 @@ def shape_of(edge: Edge) -> torch.Size:
 
 def saved_dimensions(node: Any, total: int) -> list[int]:
     """Along which of so many dimensions an operation went, counted from the front; [] where it doesn't say."""
-    saved = getattr(node, "_saved_dims", None)
-    saved = [node._saved_dim] if saved is None and hasattr(node, "_saved_dim") else saved or []
+    saved = getattr(node, "_saved_dims", None) or getattr(node, "_saved_dim", None)
+    saved = [saved] if isinstance(saved, int) else saved or []
     return [signed(dim) % max(1, total) for dim in saved]
 
 

@@ -55,30 +55,34 @@ class Marks:
     floor: float | None = None
     plain: float = 1.0
 
-    def drawn(self, losses: Tensor, sizes: Tensor | None = None, place: int = 1) -> Tensor:
+    def drawn(self, losses: Tensor, sizes: Tensor | None = None) -> Tensor:
         """Marks [B]: levels spread evenly over the examples, in random order, so that no two share one for long.
 
         Args:
             losses: [B].
             sizes: [B], of the examples' gradients. Where these differ by more than 2 ** 10, marks make them alike: what
                 small examples have in a row is lost to `tolerance` beside what a large one has. None: they don't.
-            place: of so many examples in a row all have one level.
         """
-        examples = len(losses)
-        level = torch.arange(examples, device=losses.device) // place % self.levels
-        if examples < self.levels:
-            level = level * (self.levels - 1) // max(1, examples - 1)
-        level = _shuffled(self.levels, losses.device)[level] if place > 1 else level[_shuffled(examples, losses.device)]
-        marks = self.of(level, losses)
-        return marks if sizes is None else marks * self._alike(sizes).to(marks.dtype)
+        marks = self._digit(losses, _shuffled(len(losses), losses.device), 1)
+        return marks if sizes is None else marks * _alike(sizes).to(marks.dtype)
 
-    def _alike(self, sizes: Tensor) -> Tensor:
-        """Powers of two [B] that make the sizes of all examples about that of the smallest; ones where they are."""
-        known = sizes.isfinite() & (sizes > 0)
-        power = torch.where(known, sizes, sizes.new_ones(())).double().log2().round()
-        least = torch.where(known, power, power.new_full((), math.inf)).amin()
-        over = torch.where(known, power - least, power.new_zeros(())).clamp(max=FARTHEST)
-        return torch.where(over.amax() > 10, torch.exp2(-over), torch.ones_like(over))
+    def drawn_apart(self, losses: Tensor, sizes: Tensor | None) -> list[Tensor]:
+        """As `drawn`, as many as it takes to tell any two examples apart, and to show a small one beside a large one."""
+        order, place, found = _shuffled(len(losses), losses.device), 1, list[Tensor]()
+        while place < len(losses):
+            found.append(self._digit(losses, order, place))
+            place *= self.levels
+        alike = torch.ones_like(losses) if sizes is None else _alike(sizes).to(losses.dtype)
+        if bool((alike != 1).any()):
+            found.append(2.0 ** (2 * self.lowest + self.levels - 1) / found[0])  # what had the smallest has the largest
+        return [marks * alike for marks in found]
+
+    def _digit(self, losses: Tensor, order: Tensor, place: int) -> Tensor:
+        """Marks [B] by a digit of numbers [B]: the one that counts ``place``, with base `levels`."""
+        level = order // place % self.levels
+        if len(losses) < self.levels:
+            return self.of(level * (self.levels - 1) // max(1, len(losses) - 1), losses)
+        return self.of(_shuffled(self.levels, losses.device)[level], losses)
 
     def of(self, level: Tensor, like: Tensor) -> Tensor:
         """The marks of levels, in the type of ``like``."""
@@ -88,6 +92,17 @@ class Marks:
 
 # Examples that are larger than others by more than this power of two are made alike by this one.
 FARTHEST = 80.0
+
+
+def _alike(sizes: Tensor) -> Tensor:
+    """Powers of two [B] that make the sizes of all examples about that of the smallest; ones where they are alike."""
+    known = sizes.isfinite() & (sizes > 0)
+    power = torch.where(known, sizes, sizes.new_ones(())).double().log2().round()
+    least = torch.where(known, power, power.new_full((), math.inf)).amin()
+    over = torch.where(known, power - least, power.new_zeros(())).clamp(max=FARTHEST)
+    return torch.where(over.amax() > 10, torch.exp2(-over), torch.ones_like(over))
+
+
 # Drawn apart from torch's own random numbers, which must not depend on whether a batch is measured.
 _dice = torch.Generator("cpu")
 _dice.seed()
@@ -303,12 +318,7 @@ class _Measurement:
 
     def marked(self, dims: Mapping[Subject, Sequence[int]], sizes: Tensor | None) -> list[Marked]:
         """Numbers in backwards that start from marks, in as many as it takes to tell any two examples apart."""
-        found, place = list[Marked](), 1
-        while place < len(self._losses):
-            marks = self.marks.drawn(self._losses, sizes, place)
-            found.append((self.numbers(dims, marks), marks))
-            place *= self.marks.levels
-        return found
+        return [(self.numbers(dims, marks), marks) for marks in self.marks.drawn_apart(self._losses, sizes)]
 
     def in_order(
         self, subject: Subject, dims: Sequence[int], plain: Mapping[Key, Numbers], marked: Sequence[Marked],

@@ -21,7 +21,7 @@ from torch.autograd.graph import _engine_run_backward as run_backward
 from torch.utils.hooks import RemovableHandle
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.graph.nodes import ACCUMULATE, Edge, from_below, inputs_of, said_by
+from ghostclip.graph.nodes import ACCUMULATE, Edge, from_below, inputs_of, ones_of, said_by
 from ghostclip.graph.parameter_names import ParameterNames, serial_number
 from ghostclip.nn.base import NOTHING, PROBE, LayerCall
 from ghostclip.nn.fallback import FallbackCall
@@ -133,7 +133,7 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
                 leaves.append(node)
         elif isinstance(call := getattr(node, "call", None), LayerCall):
             calls.append(call)
-            words += (serial_number(call.layer), len(call.sources))
+            words += (serial_number(call.layer), len(call.sources), ones_of(call.shape))
             stack += zip(call.sources, call.numbers, strict=True)
         else:
             if kind.__name__ in HIDING:
