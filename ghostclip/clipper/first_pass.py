@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -108,10 +109,12 @@ class FirstPasses:
             exact: use no form of a norm that may cancel, and wait for a GPU where that takes it.
         """
         losses = self._scaled(losses)
+        hooked = self.calls is not None and self.calls.hooked()
         # What isn't clipped isn't watched by marks, either.
-        found = self._pass(losses, keep, exact, retain_graph, anew=keep is not Keep.CHOSEN and not is_traced())
+        anew = keep is not Keep.CHOSEN and not is_traced()
+        found = self._pass(losses, keep, exact, retain_graph, hooked, anew)
         if found is None:
-            found = self._pass(losses, keep, exact, retain_graph, anew=True)
+            found = self._pass(losses, keep, exact, retain_graph, hooked, anew=True)
         assert found is not None
         return found
 
@@ -121,14 +124,18 @@ class FirstPasses:
         return losses if self.scale == 1.0 else losses * self.scale
 
     def _pass(
-        self, losses: Tensor, keep: Keep, exact: bool, retain_graph: bool, anew: bool = False
+        self, losses: Tensor, keep: Keep, exact: bool, retain_graph: bool, hooked: bool, anew: bool
     ) -> NormCollector | None:
         """One such backward; None, and the graph is still there, where a gradient came that had been zero.
 
-        ``anew``: measure ownership, whatever is known.
+        Args:
+            losses, keep, exact, retain_graph: as `first_pass` has them.
+            hooked: whether a hook was registered since the model was called.
+            anew: measure ownership, whatever is known.
         """
         with in_our_words(), without_autocast(losses), self.placed():
             uses = read_graph(losses, self.index)
+            uses = replace(uses, hooked=True) if hooked and not uses.hooked else uses
             trained = self.trained()
             layout = self._layouts.lay_out(
                 losses, uses, self.index, forward=self._forward(losses), indices=self._indices, anew=anew

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
 from ghostclip.clipper.cutting import cut, tensors_of
 from ghostclip.clipper.replay import Replay, is_trial
@@ -67,17 +68,20 @@ class ModelCalls:
     """
 
     # The inputs of so many are kept. Who calls its model more often for one batch has to give a loss function.
-    MOST = 4
+    MOST = 8
 
     def __init__(self, model: nn.Module | None) -> None:
         self._model = None if model is None else weakref.ref(model)
         self._calls: deque[_Call] = deque(maxlen=self.MOST)
+        self._registered, self._used = RemovableHandle.next_id, True
         if model is not None:
             model.register_forward_pre_hook(self, with_kwargs=True)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._model is None or not torch.is_grad_enabled() or is_trial() or torch.compiler.is_compiling():
             return
+        if self._used:
+            self._registered, self._used = RemovableHandle.next_id, False
         args, kwargs = tree_map(_alone, (args, kwargs))
         self._calls.append(_Call(args, kwargs, torch._C._autograd._get_sequence_nr()))
 
@@ -86,6 +90,12 @@ class ModelCalls:
 
     def __reduce__(self) -> tuple[type, tuple[None]]:
         return ModelCalls, (None,)
+
+    def hooked(self) -> bool:
+        """Whether a hook was registered since the first call after the last backward, on a tensor perhaps."""
+        found = not self._used and self._registered != RemovableHandle.next_id
+        self._used = True
+        return found
 
     def behind(self, losses: Tensor) -> Forward | None:
         """Runs those calls again that made some of the graph of ``losses``; None where none did."""
@@ -121,7 +131,9 @@ def _alone(leaf: Any) -> Any:
 
 
 def _other(leaf: Any, part: int, examples: int) -> Any:
-    """Another value of a tensor that has no examples, in the second of both forwards."""
-    if not isinstance(leaf, Tensor) or not part or not leaf.is_floating_point() or leaf.is_nested:
+    """Another value of a number or tensor that has no examples, in the second of both forwards."""
+    if isinstance(leaf, float) and part:
+        return leaf * 2 + 1
+    if not isinstance(leaf, Tensor) or not part or leaf.is_nested or not (leaf.is_floating_point() or not leaf.dim()):
         return leaf
     return leaf if leaf.dim() and len(leaf) == examples else leaf.detach() * 2 + 1

@@ -297,7 +297,7 @@ class Layouts:
                 if region is not None:
                     tables = region.calls.values()
                     self.hold([n.variable for n in uses.leaves] + [p for c in tables for p in c.layer.parameters()])
-                    check_shared(uses, region.shared, len(losses), names, forward)
+                    region.shown = check_shared(uses, region, owned, names, forward)
                     for call in region.given:
                         raise given_shared(call, names)
                 return region
@@ -319,7 +319,8 @@ class Layouts:
         at = {subject: each for subject, each in owned.items() if not isinstance(subject, LayerCall)}
         at |= {(uses.capturing[call], 0): owned[call] for call in uses.calls}
         moves = movements(uses, at, examples, () if region is None else region.shared)
-        if moves.always or any(not each.shown or each.unclear for each in found):
+        shown = region is None or region.shown
+        if moves.always or not shown or any(not each.shown or each.unclear for each in found):
             self._known.pop(key, None)
             return
         before = self._known.get(key)

@@ -191,7 +191,8 @@ LAST = {"AdaptiveAvgPool2D": 2, "AdaptiveAvgPool3D": 3, "AdaptiveMaxPool2D": 2, 
 FIRST = {"AffineGridGenerator", "BatchNormNoUpdate", "Col2Im", "ConvDepthwise2D", "ConvDepthwise3D", "Convolution",
          "ConvolutionBackward", "CudnnBatchNorm", "CudnnConvolution", "CudnnConvolutionTranspose", "Im2Col",
          "MiopenConvolution", "MultiMarginLoss", "MultilabelMarginLoss", "NativeBatchNorm", "NativeGroupNorm",
-         "NllLoss", "NllLoss2D", "SlowConv2D", "ThnnFusedGruCell", "ThnnFusedLstmCell", "WeightNormInterface"}  # fmt: skip
+         "NllLoss", "NllLoss2D", "SlowConv2D", "ThnnFusedGruCell", "ThnnFusedLstmCell",
+         "WeightNormInterface"}  # fmt: skip
 
 
 def _worked(node: Any, word: str, edge: Edge) -> set[int]:

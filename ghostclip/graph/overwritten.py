@@ -10,7 +10,7 @@ in both, bit for bit. (Rows stay in order, so that sorted lengths stay sorted.)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +18,13 @@ from torch import Tensor
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.moves import hides_constants, made_of_parameters
-from ghostclip.graph.nodes import ACCUMULATE
+from ghostclip.graph.nodes import ACCUMULATE, shape_of
+from ghostclip.graph.owners import Owned, Rows, Subject
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses, read_graph
+from ghostclip.graph.shared.boundary import BroadcastBoundary
 from ghostclip.graph.shared.search import mixes
+from ghostclip.graph.shared.subgraph import SharedSubgraph
 from ghostclip.nn.base import LayerCall
 
 __all__ = ["FindForward", "Forward", "check_shared", "overwriting"]
@@ -47,51 +50,121 @@ def overwriting(part: int, rows: int) -> list[int]:
     return [max(row, half) if part else min(row, half - 1) for row in range(rows)]
 
 
-def check_shared(uses: Uses, shared: Sequence[Any], examples: int, names: ParameterNames, forward: FindForward) -> None:
-    """Raises UnsupportedModelError unless what these nodes saved is the same whatever the examples are.
+def check_shared(
+    uses: Uses, region: SharedSubgraph, owned: Mapping[Subject, Owned], names: ParameterNames, forward: FindForward
+) -> bool:
+    """Raises UnsupportedModelError unless what all examples share is the same whatever the examples are.
 
     Args:
         uses: of the batch's graph.
-        shared: its nodes that all examples share.
-        examples: B.
+        region: what all examples share.
+        owned: whose the rows of layers are.
         names: of the model.
         forward: finds what runs it again; None where nothing can.
+
+    Returns:
+        Whether that was shown: in a batch whose examples are alike nothing is.
     """
-    known = made_of_parameters(uses)
-    questions = [
-        node
-        for node in shared
-        if node not in known and type(node) is not ACCUMULATE and _saves(_kind(node)) and not _held(node, names)
-    ]
+    known, examples = made_of_parameters(uses), region.examples
+    questions = {
+        node: None
+        for node in region.shared
+        if node not in known and type(node) is not ACCUMULATE and _saves(_kind(node))
+    }
     if not questions:
-        return
-    what = _in_words(questions[0], names)
-    if (run := forward()) is None:
-        raise UnsupportedModelError(f"{what} depends on the examples could not be tried; {REMEDY}", place=questions[0])
-    graphs = []
-    for part in (0, 1):
-        try:
-            graphs.append(_Graph(run(part, examples), names))
-        except UnsupportedModelError:
-            raise
-        except Exception as error:
+        return True
+    what = _in_words(next(iter(questions)), names)
+    graphs = list[_Graph]()
+    if (run := forward()) is not None:
+        for part in (0, 1):
+            try:
+                graphs.append(_Graph(run(part, examples), names))
+            except UnsupportedModelError:
+                raise
+            except Exception as error:
+                raise UnsupportedModelError(
+                    f"{what} depends on the examples could not be tried: the forward on some of the batch's rows "
+                    f"raised {type(error).__name__}: {error}",
+                    place=next(iter(questions)),
+                ) from error
+    met = {boundary.node: boundary for boundary in region.boundaries}
+    shown = True
+    if graphs:
+        entries = [call for call in uses.calls if not call.sources and not owned[call].is_shared]
+        entries = [call for call in entries if uses.capturing[call] not in region.calls]
+        shown, moved = _examples_changed(uses, entries, owned, graphs, names), False
+        for found in _alike(uses, graphs, {*region.shared, *uses.leaves, *met}):
+            if found.own in met:
+                moved = moved or not _same(*map(_saved, found.others))
+                same = _same(*(_entering(node, met[found.own]) for node in found.others))
+            else:
+                same = found.own not in questions or _same(*map(_saved, found.others))
+            if not same:
+                raise mixes(found.own, names)
+            questions.pop(found.own, None)
+        if not (entries or moved):
             raise UnsupportedModelError(
-                f"{what} depends on the examples could not be tried: the forward on some of the batch's rows raised "
-                f"{type(error).__name__}: {error}",
-                place=questions[0],
-            ) from error
-    wanted = set(questions)
-    for found in _alike(uses, graphs, {*shared, *uses.leaves}):
-        if found.own in wanted and not _same(*map(_saved, found.others)):
-            raise mixes(found.own, names)
-        wanted.discard(found.own)
-    if wanted:
-        missing = next(node for node in questions if node in wanted)
+                f"{what} depends on the examples could not be tried: nothing changed when rows of the batch were "
+                f"overwritten, since its examples are not in the first dimension of what the forward was given; put "
+                f"them there, or {REMEDY}",
+                place=next(iter(questions), None),
+            )
+    # Without another forward, or where it took another way, the model's own constants are known all the same.
+    left = next((node for node in questions if not _held(node, names)), None)
+    if left is not None:
+        why = f"; {REMEDY}" if not graphs else (
+            ": the forward on some of the batch's rows takes another way; remove branches that depend on the examples "
+            "from before this place"
+        )  # fmt: skip
         raise UnsupportedModelError(
-            f"{_in_words(missing, names)} depends on the examples could not be tried: the forward on some of the "
-            "batch's rows takes another way; remove branches that depend on the examples from before this place",
-            place=missing,
+            f"{_in_words(left, names)} depends on the examples could not be tried{why}", place=left
         )
+    return shown
+
+
+def _examples_changed(
+    uses: Uses, entries: Sequence[LayerCall], owned: Mapping[Subject, Owned], graphs: Sequence[_Graph],
+    names: ParameterNames,
+) -> bool:  # fmt: skip
+    """Whether the layers that read the examples read others in both forwards.
+
+    Raises:
+        UnsupportedModelError: one read the same, and its examples aren't alike.
+    """
+    changed = False
+    for call in entries:
+        node = uses.capturing[call]
+        own = _in_turn([each for each in uses.nodes if _name(each) == _name(node)])
+        matched = _matched(own, [graph.starts.get(_name(node), []) for graph in graphs])
+        pairs = [found.others for found in matched if found.own is node]
+        if not pairs:
+            continue
+        if not _same(*(each.saved_tensors for each in pairs[0])):
+            changed = True
+        elif not _are_alike(node.saved_tensors[0], owned[call].rows):
+            raise UnsupportedModelError(
+                f"whether what all examples share depends on them could not be tried: {names.layer(call)} read the "
+                "same when rows of the batch were overwritten, since its examples are not in the first dimension of "
+                f"what the forward was given; put them there, or {REMEDY}",
+                name=names.layer(call), place=call,
+            )  # fmt: skip
+    return changed
+
+
+def _are_alike(tensor: Tensor, rows: Rows | None) -> bool:
+    """Whether all rows of what a layer read are the same."""
+    if rows is None or tensor.dim() <= rows.dim or not tensor.shape[rows.dim]:
+        return False
+    return bool(torch.equal(_plain(tensor), _plain(tensor.narrow(rows.dim, 0, 1).expand_as(tensor))))
+
+
+def _entering(node: Any, boundary: BroadcastBoundary) -> list[Tensor]:
+    """What an operation at which shared tensors meet the examples kept of the former, as far as shapes tell."""
+    own = {place for place, _ in boundary.shared}
+    edges = [edge for slot, edge in enumerate(node.next_functions) if slot not in own]
+    others = {shape_of(edge) for edge in edges if edge[0] is not None}
+    shapes = {shape_of(edge) for _, edge in boundary.shared} - others
+    return [each for each in _saved(node) if isinstance(each, Tensor) and each.shape in shapes]
 
 
 def _in_words(node: Any, names: ParameterNames) -> str:
@@ -115,9 +188,7 @@ class _Graph:
                 self.consumers.setdefault(node, []).extend(each)
             for node in uses.nodes:
                 self.starts.setdefault(_name(node), []).append(node)
-
-    def ordered(self) -> None:
-        """Consumers and uses of layers in the order of the forward."""
+        # Consumers and uses of layers in the order of the forward.
         for table in (self.consumers, self.starts):
             for key, nodes in table.items():
                 table[key] = _in_turn(nodes)
@@ -136,8 +207,6 @@ def _name(node: Any) -> tuple[Any, ...] | None:
 
 def _alike(uses: Uses, graphs: Sequence[_Graph], shared: set[Any]) -> Iterator[_Found]:
     """The shared nodes of a graph with those in their place in two others, from parameters and layers on upwards."""
-    for graph in graphs:
-        graph.ordered()
     starts: dict[Any, list[Any]] = {}
     for node in uses.nodes:
         starts.setdefault(_name(node), []).append(node)
@@ -184,6 +253,13 @@ def _saves(kind: type) -> bool:
 
 def _saved(node: Any) -> list[Any]:
     """What a node keeps for its gradient."""
+    try:
+        return _read(node)
+    except RuntimeError:  # of a buffer that the forward changes; its values of then are gone
+        return [object()]
+
+
+def _read(node: Any) -> list[Any]:
     if type(node).__module__ != "builtins":
         own = [value for name, value in sorted(vars(node).items()) if isinstance(value, (Tensor, int, float))]
         return [*node.saved_tensors, *own]

@@ -67,7 +67,7 @@ class Marks:
         return marks if sizes is None else marks * _alike(sizes).to(marks.dtype)
 
     def drawn_apart(self, losses: Tensor, sizes: Tensor | None) -> list[Tensor]:
-        """As `drawn`, as many as it takes to tell any two examples apart, and to show a small one beside a large one."""
+        """As `drawn`; as many as tell any two examples apart, and show a small one beside a large one."""
         order, place, found = _shuffled(len(losses), losses.device), 1, list[Tensor]()
         while place < len(losses):
             found.append(self._digit(losses, order, place))
@@ -92,14 +92,16 @@ class Marks:
 
 # Examples that are larger than others by more than this power of two are made alike by this one.
 FARTHEST = 80.0
+# What is smaller than this power of two is left out of that: beside marks it would leave float32.
+SMALLEST = -30.0
 
 
 def _alike(sizes: Tensor) -> Tensor:
     """Powers of two [B] that make the sizes of all examples about that of the smallest; ones where they are alike."""
     known = sizes.isfinite() & (sizes > 0)
     power = torch.where(known, sizes, sizes.new_ones(())).double().log2().round()
-    least = torch.where(known, power, power.new_full((), math.inf)).amin()
-    over = torch.where(known, power - least, power.new_zeros(())).clamp(max=FARTHEST)
+    least = torch.where(known, power, power.new_full((), math.inf)).amin().clamp(min=SMALLEST)
+    over = torch.where(known, power - least, power.new_zeros(())).clamp(0.0, FARTHEST)
     return torch.where(over.amax() > 10, torch.exp2(-over), torch.ones_like(over))
 
 

@@ -46,6 +46,7 @@ class SharedSubgraph:
         calls: {capturing node: call} of layers that saw no examples.
         uses: what stands for both in a pass, with their gradients by example.
         shared: all of its nodes.
+        shown: whether it was shown to be the same whatever the examples are.
         given: layers with examples that are given what all share; there is no rule for them.
         watch: told (tensor, gradient) of each boundary in a pass that measures.
     """
@@ -57,6 +58,7 @@ class SharedSubgraph:
     uses: list[FallbackCall] = field(default_factory=list)
     watch: Callable[[Edge, Tensor], None] | None = None
     shared: list[Any] = field(default_factory=list)
+    shown: bool = True
     given: list[LayerCall] = field(default_factory=list)
 
     def __post_init__(self) -> None:
