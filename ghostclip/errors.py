@@ -56,8 +56,16 @@ class ExamplesMixError(UnsupportedModelError, VerificationError):
 class RowsMovedError(UnsupportedModelError):
     """A batch's rows don't belong to the examples that earlier batches like it showed; nothing was clipped.
 
-    Ownership is measured in every such batch from now on, so that the next one may be exact.
+    Ownership is measured in the next such batch, which may be exact.
+
+    Args:
+        message: what is wrong, and what to do.
+        graph_stays: whether the passes can be made again over the same graph.
     """
+
+    def __init__(self, message: str = "", *, graph_stays: bool = False) -> None:
+        super().__init__(message)
+        self.graph_stays = graph_stays
 
 
 class PrivacyError(GhostClipError):

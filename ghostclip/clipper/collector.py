@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ghostclip.clipper.random_states import RandomStates
 from ghostclip.graph.layouts import RowLayout
 from ghostclip.graph.owners import numbers
-from ghostclip.nn.base import LayerCall, Repeat
+from ghostclip.nn.base import LayerCall
 from ghostclip.nn.fallback import FallbackCall
 from ghostclip.norms.affine import LinearPair
 from ghostclip.norms.precision import full_precision
@@ -138,7 +138,6 @@ class NormCollector(TermReceiver):
         choices: what the planner chose, by the id of the parameter.
         structure: of the graph.
         holds_graph: whether the graph is still there, though it may not have been asked for.
-        repeat: what a second backward over this graph repeats; None where none may follow.
         random_states: before the pass, where it computes checkpointed blocks again; else None.
     """
 
@@ -162,7 +161,6 @@ class NormCollector(TermReceiver):
         self.marks: Tensor | None = None
         self.seen: dict[Any, Any] | None = None
         self.holds_graph = True
-        self.repeat: Repeat | None = None
         self.random_states: RandomStates | None = None
         self._examples, self._device, self._dtype = len(losses), losses.device, norm_dtype(trained)
         self._planner, self._trained, self.scale = planner, trained, scale

@@ -25,7 +25,7 @@ from ghostclip.graph.overwritten import FindForward, Forward
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import first_pass, free_graph, read_graph
 from ghostclip.native.custom_ops import is_traced
-from ghostclip.nn.base import LayerCall, Repeat
+from ghostclip.nn.base import LayerCall
 from ghostclip.nn.fallback import FallbackCall
 from ghostclip.norms.ragged import RowIndex
 from ghostclip.norms.reduce import all_finite
@@ -58,6 +58,7 @@ class FirstPasses:
         forward: runs the step's forward again on other examples, for a batch whose layout isn't known; None where
             nothing can.
         calls: of the model, to be run again where no loss function is known.
+        measures_next: whether ownership is measured in the next batch, whatever is known.
         is_open: whether the last batch's layout isn't stored, so that the next one like it will be measured.
     """
 
@@ -78,7 +79,7 @@ class FirstPasses:
         self.choices: Mapping[int, StrategyChoice] | None = None
         self.forward: Forward | None = None
         self.calls: ModelCalls | None = None
-        self.is_open = False
+        self.is_open = self.measures_next = False
         self._parameters: dict[int, nn.Parameter] = {}
         self._layouts = Layouts(self._hold)
         self._indices = list[RowIndex]()
@@ -111,7 +112,8 @@ class FirstPasses:
         losses = self._scaled(losses)
         hooked = self.calls is not None and self.calls.hooked()
         # What isn't clipped isn't watched by marks, either.
-        anew = keep is not Keep.CHOSEN and not is_traced()
+        anew = (keep is not Keep.CHOSEN or self.measures_next) and not is_traced()
+        self.measures_next = False
         found = self._pass(losses, keep, exact, retain_graph, hooked, anew)
         if found is None:
             found = self._pass(losses, keep, exact, retain_graph, hooked, anew=True)
@@ -158,9 +160,6 @@ class FirstPasses:
             hooked = any(call.has_saved_tensor_hooks for call in calls)
             collector.random_states = RandomStates(losses.device) if hooked and not is_traced() else None
             collector.holds_graph = retain_graph or (chosen and (small or hooked))
-            once = chosen and small and not retain_graph and collector.seen is None
-            collector.repeat = Repeat() if once else None
-            _expect_again(losses, calls, collector.repeat)
             sink = collector.receive if check is None else check.watched(collector.receive)
             first_pass(losses, calls, sink, marks, retain_graph=collector.holds_graph or check is not None)
             if check is not None:
@@ -271,13 +270,6 @@ def without_autocast(losses: Tensor) -> AbstractContextManager[Any]:
     """Norms and sums are not computed in narrow types where only the forward was meant to be."""
     kind = losses.device.type if isinstance(losses, Tensor) else "cpu"
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-
-
-def _expect_again(losses: Tensor, calls: list[LayerCall], repeat: Repeat | None) -> None:
-    """Tells layers with a row for each example that another pass may follow, or that this one stands for itself."""
-    repeat = None if any(isinstance(call, FallbackCall) for call in calls) else repeat
-    for call in calls:
-        call.repeat = None if call.has_saved_tensor_hooks or call.shape[call.batch_dim] != len(losses) else repeat
 
 
 def bytes_to_keep(calls: Sequence[LayerCall]) -> int:

@@ -9,6 +9,7 @@ import torch
 
 from ghostclip.clipper.gradient_guard import have_hooks, is_distributed
 from ghostclip.clipper.second_pass import Add, TwoPasses
+from ghostclip.errors import RowsMovedError
 
 __all__ = ["add_to_gradients"]
 
@@ -28,7 +29,13 @@ def add_to_gradients(passes: TwoPasses, clip: Callable[[Add], T], *, sharded: bo
         sharded: whether layers use whole Parameters in the place of shards.
     """
     sums = passes.new_sums()
-    result = clip(sums.add)  # of which nothing stays where it fails
+    try:
+        result = clip(sums.add)  # of which nothing stays where it fails
+    except RowsMovedError as error:
+        if not error.graph_stays:
+            raise
+        sums = passes.new_sums()
+        result = clip(sums.add)
     if not sums.totals:
         return result
     parameters = [passes.parameter(owner) for owner in sums.totals]

@@ -177,33 +177,28 @@ class TwoPasses(FirstPasses):
         That ends at the lowest layer that it is needed for. ``weights`` are [B] or {group: [B]}, ``finite`` is as
         `WeightedSums` has it.
         """
-        sums, repeat = WeightedSums(self._by_owner(weights, run.scale), finite), run.repeat
+        sums = WeightedSums(self._by_owner(weights, run.scale), finite)
         done, wanted = run.kept_owners, run.unkept_calls()
         sums.of_kept(run.kept, add)
         losses = self._scaled(losses)
         whole = len(wanted) == len(run.calls)
-        if repeat is not None:
-            repeat.begun = True
-        try:
-            with in_our_words(), self.placed():
-                if wanted:
-                    marks = None if run.seen is None else MARKS.drawn(losses, sizes=_whole(norms))
-                    scale = self.scale if marks is None else self.scale * marks
-                    sums = WeightedSums(self._by_owner(weights, scale), finite)
-                    times = None if marks is None or run.marks is None else marks / run.marks
-                    sink = Reweighting(run.layout, done, sums, add, run.seen, times)
-                    keep, ends = retain_graph or not whole, None if whole else wanted
-                    with nullcontext() if run.random_states is None else run.random_states.again():
-                        first_pass(losses, run.calls, sink.receive, marks, retain_graph=keep, wanted=ends)
-                    if sink.off and bool(torch.stack(sink.off).any()):
-                        self._layouts.drop(run.structure)
-                        raise RowsMovedError(MOVED)
-                if run.holds_graph and not retain_graph and not whole:
-                    free_graph(losses, run.calls)
-        finally:
-            if repeat is not None:
-                # Whatever else goes over this graph, after a failure, has gradients of its own.
-                repeat.begun = False
+        # Where the forward can't be run again, the graph stays until it is known whose all rows are.
+        needed = run.seen is not None and self.forward is None
+        with in_our_words(), self.placed():
+            if wanted:
+                marks = None if run.seen is None else MARKS.drawn(losses, sizes=_whole(norms))
+                scale = self.scale if marks is None else self.scale * marks
+                sums = WeightedSums(self._by_owner(weights, scale), finite)
+                times = None if marks is None or run.marks is None else marks / run.marks
+                sink = Reweighting(run.layout, done, sums, add, run.seen, times)
+                keep, ends = retain_graph or needed or not whole, None if whole else wanted
+                with nullcontext() if run.random_states is None else run.random_states.again():
+                    first_pass(losses, run.calls, sink.receive, marks, retain_graph=keep, wanted=ends)
+                if sink.off and bool(torch.stack(sink.off).any()):
+                    self._layouts.drop(run.structure)
+                    raise RowsMovedError(MOVED, graph_stays=keep)
+            if run.holds_graph and not retain_graph and (needed or not whole):
+                free_graph(losses, run.calls)
 
     def _by_owner(self, weights: Any, scale: float | Tensor) -> Mapping[int, Tensor]:
         """{id of a parameter: weights [B] of gradients that are ``scale`` times as large}."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,6 +36,8 @@ __all__ = [
 LossFunction = Callable[[nn.Module, Any], Tensor]
 # Graphs are made for so many keys; who needs more passes a function that is another one every time.
 MOST_GRAPHS = 16
+# Of so many batches one isn't run by a graph.
+MEASURED = 64
 # After so many batches in a row of which no graph could be made, none is tried of other batches either.
 MOST_FAILURES = 2
 
@@ -109,6 +112,7 @@ class CompiledClip:
     refusals: list[str] = field(default_factory=list)
     _plans: dict[tuple, GraphPlan] = field(default_factory=dict)
     _kept_rows: dict[tuple, Tensor] = field(default_factory=dict)
+    _batches: Counter[tuple] = field(default_factory=Counter)
     _failures: int = 0
 
     def __post_init__(self) -> None:
@@ -121,9 +125,9 @@ class CompiledClip:
         alone: a graph has every other value built in, until another batch shape, mode or function comes.
         """
         asked = self.ask(loss_fn, batch)
-        if asked is None:
+        plan = None if asked is None else self._plans.get(asked.key)
+        if asked is None or self.passes.measures_next or (plan is not None and self.is_due(asked.key)):
             return self.eager(loss_fn, batch)
-        plan = self._plans.get(asked.key)
         if plan is None:
             result = self.eager(loss_fn, batch)
             # The forward may have made something that the model keeps.
@@ -139,6 +143,12 @@ class CompiledClip:
         if plan.trial.left:
             return self._try(plan, loss_fn, batch, asked)
         return plan.run(asked, (), [self.keep_rows(asked)]) or self.eager(loss_fn, batch)
+
+    def is_due(self, key: tuple) -> bool:
+        """Whether a batch runs eagerly, for ownership to be measured, which no graph does."""
+        self._batches[key] += 1
+        self.passes.measures_next = self._batches[key] % MEASURED == 0
+        return self.passes.measures_next
 
     def eager(self, loss_fn: LossFunction, batch: Any) -> Clipped:
         """The same without compiling: what a graph is held against."""

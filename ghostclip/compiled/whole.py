@@ -54,6 +54,8 @@ class CompiledStep:
         if clip.passes.is_open or (asked := clip.ask(loss_fn, batch)) is None:
             return None
         key = (asked.key, update.key)
+        if clip.is_due(key):
+            return None
         if key not in self.whole and not clip.gave_up and clip.may_have(len(self.whole)):
             made = clip.attempt(loss_fn, asked, partial(self._whole_graph, update, noise))
             if made is None:

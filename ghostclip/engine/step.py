@@ -19,7 +19,7 @@ from ghostclip.clipping.weighing import may_weigh_jointly, refuse_joint_weights
 from ghostclip.engine.compiled_steps import CompiledSteps, LossFunction
 from ghostclip.engine.micro_batching import met_again
 from ghostclip.engine.release import Release
-from ghostclip.errors import LossShapeError, PrivacyError, UnsupportedModelError
+from ghostclip.errors import LossShapeError, PrivacyError, RowsMovedError, UnsupportedModelError
 from ghostclip.sampling import LogicalBatch, UserRows
 from ghostclip.self_check import LoadedRows
 from ghostclip.traces import StepTrace
@@ -226,6 +226,11 @@ class LogicalStep:
         try:
             with self._clipper.indexed(self._batch_index, losses):
                 self._self_check.backward(losses)
+                try:
+                    return self.gather(clip)
+                except RowsMovedError as error:
+                    if not error.graph_stays:
+                        raise
                 return self.gather(clip)
         except UnsupportedModelError as error:
             raise error if users is None else UnsupportedModelError(f"{error}; {OF_USERS}") from error

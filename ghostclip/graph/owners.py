@@ -49,8 +49,8 @@ class Marks:
         plain: what the unmarked losses are multiplied with.
     """
 
-    levels: int = 32
-    lowest: int = -32
+    levels: int = 16
+    lowest: int = -16
     tolerance: float = 2.0**-12
     floor: float | None = None
     plain: float = 1.0

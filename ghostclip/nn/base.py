@@ -29,7 +29,6 @@ __all__ = [
     "PROBE",
     "GhostLayer",
     "LayerCall",
-    "Repeat",
     "Sink",
     "built_of_wrappers",
     "has_saved_tensor_hooks",
@@ -61,19 +60,6 @@ def NOTHING(call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
     """The sink of a pass that only lets go of the graph: no gradient goes on from a layer."""
 
 
-class Repeat:
-    """Two passes over one graph with the same gradients, so that the first may save the second work.
-
-    Attributes:
-        begun: whether the second pass has.
-    """
-
-    __slots__ = ("begun",)
-
-    def __init__(self) -> None:
-        self.begun = False
-
-
 class LayerCall:
     """One call of one layer, as it stands in the autograd graph.
 
@@ -92,13 +78,12 @@ class LayerCall:
         registered: the number of hooks registered in the process when the layer was called.
         has_saved_tensor_hooks: whether hooks replace saved tensors, as those of activation checkpointing do.
         sink: called with (call, inputs, gradient at the pre-activation) in a first pass; None outside of it.
-        repeat: the pair of passes that the current pass belongs to; None for a single pass.
         ends: whether the current pass stops at this layer's pre-activation.
     """
 
     __slots__ = (
         "batch_dim", "device", "dtype", "ends", "extra", "has_saved_tensor_hooks", "layer", "lengths", "nbytes",
-        "numbers", "own", "owners", "parameters", "registered", "repeat", "rows", "shape", "sink", "sources", "values",
+        "numbers", "own", "owners", "parameters", "registered", "rows", "shape", "sink", "sources", "values",
     )  # fmt: skip
 
     def __init__(
@@ -120,7 +105,6 @@ class LayerCall:
         self.has_saved_tensor_hooks = has_saved_tensor_hooks()
         self.registered = RemovableHandle.next_id
         self.sink: Sink | None = None
-        self.repeat: Repeat | None = None
         self.ends = False
         self.own: Sequence[str] = parameters
         self.owners: Mapping[str, Any] = layer._parameters

@@ -141,7 +141,7 @@ class Recurrence(torch.autograd.Function):
         states = torch.cat((h0, results[0])) if order is None else results[0].clone()
         ctx.save_for_backward(x, states, h0, c0, *weights)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.mode, ctx.order, ctx.found, ctx.output = call, mode, order, None, None
+        ctx.call, ctx.mode, ctx.order, ctx.output = call, mode, order, None
         repeatable = not (is_traced() or torch.is_autocast_enabled(x.device.type))
         if order is None and repeatable and not has_saved_tensor_hooks():
             # One memory for both; whether the output was changed, its version tells. What was computed in other types
@@ -152,21 +152,17 @@ class Recurrence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *came: Tensor | None) -> tuple:
-        call, found, needed = ctx.call, ctx.found, ctx.needs_input_grad
+        call, needed = ctx.call, ctx.needs_input_grad
         if torch.is_grad_enabled():  # create_graph=True: a loss will contain these gradients
             return (*(None,) * 4, *_recorded(ctx, came), None)
-        sink, repeat = (None, None) if call is None else (call.sink, call.repeat)
+        sink = None if call is None else call.sink
         stays = torch._C._autograd._get_current_graph_task_keep_graph()
-        ctx.found = None
         if sink is NOTHING:
             ctx.output = None
             return (None,) * len(needed)
-        if not (found and repeat and repeat.begun):
-            found = _back(ctx, came)
+        found = _back(ctx, came)
         if not stays:
             ctx.output = None
-        elif repeat and not is_traced():
-            ctx.found = found
         inputs = (None,) * 3 if call is not None and call.ends else found.into_inputs(needed[9:12], ctx.order)
         if sink is None:
             weights = found.into_weights(needed[4:9])
