@@ -3,7 +3,8 @@
 import pytest
 import torch
 from law_checks import assert_letters
-from moving_programs import LENGTHS, MOVES, OPEN, PARTS, STEPS
+from moving_programs import MOVES, PARTS
+from open_programs import LENGTHS, OPEN, STEPS
 
 
 @pytest.mark.parametrize("program", [*PARTS, *LENGTHS, *OPEN, *STEPS], ids=str)
