@@ -49,7 +49,7 @@ OTHERS_ARE_HIDDEN = "all rows follow the mark of the one large example, within t
 @pytest.mark.parametrize(
     ("wiring", "large"),
     [(centred, 1.0), (centred, 1e4)]
-    + [still_open(centred, large, reason=OTHERS_ARE_HIDDEN) for large in (1e12, 1e30)]
+    + [still_open(centred, large, reason=OTHERS_ARE_HIDDEN) for large in (1e20, 1e30)]
     + [(centred_elsewhere, large) for large in (1.0, 1e4, 1e12, 1e30, torch.inf, torch.nan)],
 )
 def test_one_example_hides_no_mixing_of_others(wiring, which, large):
