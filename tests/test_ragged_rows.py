@@ -1,29 +1,18 @@
-"""Whose rows are whose by the graph alone: what is said is true of the Jacobian, or nothing is said."""
+"""Ragged rows between two sums by an index: exact if each row is one loss's, with an index or without, else refused."""
 
-import itertools
-
+import comparing
+import oracle
 import pytest
 import torch
-from ragged_models import CASES, GCN, SIZES, gathered, graphs, losses, shuffled
-from ragged_refusals import CONNECTED, plain
+from ragged_models import gathered
 from torch import nn
-from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from ghostclip import GhostClipper, UnsupportedModelError
-from ghostclip.graph import mixing_test, ragged_layout
-from ghostclip.graph.nodes import shape_of
-from ghostclip.graph.ragged_rows import RaggedRows
-from ghostclip.graph.row_operations import NOBODY
-from ghostclip.norms.ragged import RowIndex
 
 # Rows, features, examples: as many of one as of another where that may be confused.
 SHAPES = [(6, 4, 3), (4, 4, 4), (4, 4, 2), (3, 2, 3), (6, 3, 2), (8, 2, 4), (2, 6, 2), (4, 1, 2), (1, 4, 2)]
-
-
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
 
 
 def index_of(n, below):
@@ -38,6 +27,20 @@ def within(owners):
 
 def repeated(index, like):
     return index.view(-1, *[1] * (like.dim() - 1)).expand_as(like)
+
+
+def hooked(h):
+    h = h * 1.0
+    h.register_hook(lambda grad: grad - grad.mean(0))
+    return h
+
+
+def checkpointed(h):
+    return checkpoint(lambda h: h.tanh() * h, h, use_reentrant=False)
+
+
+def by_products(h, apart):
+    return (h @ h.t()).masked_fill(apart, -torch.inf).softmax(1) @ h
 
 
 def masked(h, r, mask):
@@ -80,6 +83,9 @@ APART = {
     "batched products": lambda h, r: torch.bmm(h.unsqueeze(2), h.unsqueeze(1)).sum(2),
     "convolution": lambda h, r: F.conv1d(h.unsqueeze(1), torch.randn(1, 1, 1, dtype=h.dtype)).squeeze(1),
     "pooling": lambda h, r: h + F.avg_pool2d(h.reshape(len(h), 1, 1, -1), 1).view(h.shape),
+    "attention by products": lambda h, r: by_products(h, r.unsqueeze(1) != r),
+    "checkpointed": lambda h, r: checkpointed(h),
+    "edges of weight zero": lambda h, r: h + 0.0 * h.flip(0),
     "attention in blocks": lambda h, r: masked(h, r, r.unsqueeze(1) == r),
 }  # fmt: skip
 # ... and these don't, or may not where sizes are the same.
@@ -122,6 +128,7 @@ MIXING = {
     "a Function": lambda h, r: MulBackward0.apply(h),
     "a norm of all": lambda h, r: h / h.norm(),
     "sums of all": lambda h, r: h - h.sum(dim=None, keepdim=True) + h.mean(dim=None, keepdim=True),
+    "a hook": lambda h, r: hooked(h),
     "in place": lambda h, r: _in_place(h),
 }  # fmt: skip
 
@@ -147,242 +154,100 @@ def _in_place(h):
     return whole
 
 
-def followed(own, r, checked):
-    """What is said of the rows of losses [B]; each statement is compared with the Jacobian."""
-    rows = RaggedRows(own, None, [RowIndex(r, len(own))])
-    if rows.meeting() is not None or not own.isfinite().all():  # 0 * NaN is NaN
-        return rows
-    for node, (dim, owners) in rows._rows.items():
-        if dim < len(shape_of((node, 0))) and shape_of((node, 0))[dim] == len(owners):
-            for example in range(len(own)):
-                edge = GradientEdge(node, 0)
-                (grad,) = torch.autograd.grad(own[example], [edge], retain_graph=True, allow_unused=True)
-                if grad is not None:
-                    reached = (grad != 0).movedim(dim, 0).unsqueeze(-1).flatten(1).any(1)
-                    assert not (reached & (owners != example)).any(), (checked, node.name(), owners)
-    return rows
+class Network(nn.Module):
+    """Operations one after another on the rows of a layer, which are summed by an index; returns losses [B]."""
+
+    def __init__(self, operations, features, seed):
+        super().__init__()
+        self.first, self.operations, self.seed = nn.Linear(3, features), operations, seed
+
+    def forward(self, x, r, examples):
+        torch.manual_seed(self.seed)
+        self.rows = h = self.first(x)
+        for operation in self.operations:
+            h = operation(h, r)
+        return gathered(h.square().sum(1), r, examples)
 
 
-def network(operations, n, features, examples):
-    """(losses [B], index [rows], the node of h) of operations one after another, between two sums by an index."""
+def of_single_losses(losses, of):
+    """[B, *shape], zeros where a loss has none."""
+    grads = [torch.autograd.grad(loss, of, retain_graph=True, allow_unused=True)[0] for loss in losses]
+    return torch.stack([torch.zeros_like(of) if grad is None else grad for grad in grads])
+
+
+def expected(sizes, owner):
+    """True where rows follow their owners, False where one does not, None where it can hardly be seen.
+
+    Args:
+        sizes: [B, rows], of gradients of single losses.
+        owner: [rows].
+    """
+    own = sizes.gather(0, owner[None])[0]
+    others = sizes.scatter(0, owner[None], 0.0).amax(0)
+    share = float((others / (own + others).clamp(min=1e-300)).max())
+    return True if share < 1e-13 else (False if share > 1e-3 else None)
+
+
+def judged(operations, n, features, examples, seed):
+    """What was to be expected without an index; asserts that so it is, and with an index, under both second passes."""
+    torch.manual_seed(seed)
     r = torch.cat([torch.arange(min(n, examples)), index_of(max(0, n - examples), examples)])[torch.randperm(n)]
-    h = first = torch.randn(n, features, dtype=torch.float64, requires_grad=True) * 1.0
-    for operation in operations:
-        h = operation(h, r)
-    return gathered(h.square().sum(1), r, examples), r, first.grad_fn
+    model, x = Network(operations, features, seed).double(), torch.randn(n, 3).double()
+    losses = model(x, r, examples)
+    if not losses.requires_grad or not losses.isfinite().all():
+        return None
+    sizes = of_single_losses(losses, model.rows).abs().amax(2)
+    each = {name: of_single_losses(losses, p) for name, p in model.named_parameters()}
+    max_norm = comparing.typical_norm(each)
+    exact, zeros = expected(sizes, sizes.argmax(0)), bool((sizes.amax(0) < 1e-12).any())
+    for index, wanted in ((None, exact), (r, expected(sizes, r))):
+        if index is not None and (n == examples or zeros):
+            wanted = None  # an index of [B] may be of layers with one row an example; for zeros see the open case below
+        for second_pass in ("cached", "reweight"):
+            model.zero_grad()
+            clipper = GhostClipper(model, max_norm, second_pass=second_pass)
+            try:
+                found = clipper.backward(model(x, r, examples), batch_index=index).norms
+            except UnsupportedModelError:
+                assert wanted is not True, f"refused, index {index}, {second_pass}"
+                continue
+            assert wanted is not False, f"accepted, index {index}, {second_pass}"
+            if exact:
+                torch.testing.assert_close(found, oracle.norms(each), rtol=1e-9, atol=1e-12)
+                sums = oracle.clipped_sum(each, max_norm)
+                comparing.assert_dicts_close(comparing.gradients(model), sums, 1e-9)
+    return exact
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("operation", APART.values(), ids=APART)
-@pytest.mark.one_in(3)
-def test_operations_that_keep_examples_apart_are_followed(operation, shape):
-    own, r, first = network([operation], *shape)
-    rows = followed(own, r, shape)
-    if shape[0] > 1:  # of one row alone, dimensions of one may be mistaken for it, and nothing is said
-        assert rows.problem == ""
-        dim, owners = rows._rows[first]
-        assert dim == 0
-        assert bool(((owners == r) | (owners == NOBODY)).all())
+@pytest.mark.one_in(6)
+def test_operations_that_keep_examples_apart_are_exact(operation, shape):
+    assert judged([operation], *shape, seed=0) is not False
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("operation", MIXING.values(), ids=MIXING)
-@pytest.mark.one_in(3)
-def test_nothing_wrong_is_said_of_others(operation, shape):
-    for _ in range(5):
-        own, r, first = network([operation], *shape)
-        rows = followed(own, r, shape)
-        said = rows.problem == "" and rows.meeting() is None
-        assert not said or first in rows._rows
+@pytest.mark.one_in(6)
+def test_others_are_refused_where_a_row_has_two_losses(operation, shape):
+    for seed in range(3):
+        judged([operation], *shape, seed)
 
 
 @pytest.mark.parametrize("seed", range(40))
-@pytest.mark.one_in(4)
-def test_nothing_wrong_is_said_of_chains(seed):
+@pytest.mark.one_in(8)
+def test_chains(seed):
     torch.manual_seed(seed)
-    counts = {True: 0, False: 0}
-    for turn, shape in enumerate(itertools.islice(itertools.cycle(SHAPES), 36)):
-        among = list((APART if turn % 3 else APART | MIXING).items())
-        chain = [among[int(torch.randint(0, len(among), ()))] for _ in range(3)]
-        own, r, _ = network([operation for _, operation in chain], *shape)
-        if own.requires_grad:
-            rows = followed(own, r, [name for name, _ in chain])
-            counts[rows.problem == "" and rows.meeting() is None] += 1
-    assert counts[True] > 0
-    assert counts[False] > 0
+    for turn, shape in enumerate(SHAPES):
+        among = list((APART if turn % 3 else APART | MIXING).values())
+        judged([among[int(torch.randint(0, len(among), ()))] for _ in range(3)], *shape, seed)
 
 
-# Attention without a kernel of its own keeps no mask; PReLU's weight is a view of a parameter.
-NOT_FOLLOWED = ("packed text", "windows")
-
-
-@pytest.fixture
-def counts(monkeypatch):
-    """A list that grows by one number for each backward that a test of rows takes."""
-    found = []
-    for place in (ragged_layout, mixing_test):
-        run = place.first_pass
-        monkeypatch.setattr(place, "first_pass", lambda *a, run=run, **named: found.append(1) or run(*a, **named))
-    return found
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_later_batches_take_no_backward_where_they_are_followed(name, counts):
-    """After the first, whose layers are tested in full."""
-    case = CASES[name]
-    clipper = GhostClipper(case.build().double())
-    for sizes, backwards in ((SIZES, None), (SIZES, 0), ((4, 9), 0), ((1,), 0)):
-        counts.clear()
-        batch = shuffled(graphs(sizes))
-        clipper.norms(losses(clipper.model, batch), batch_index=case.index(batch))
-        if backwards is None:
-            assert len(counts) > 1
-        else:
-            assert len(counts) == int(name in NOT_FOLLOWED and len(sizes) > 1)
-
-
-@pytest.mark.parametrize("mistake", CONNECTED.values(), ids=CONNECTED)
-@pytest.mark.parametrize("build", [plain, *(CASES[name].build for name in ("gcn", "gat"))])
-@pytest.mark.one_in(3)
-def test_a_mistake_in_a_large_batch_is_refused_and_says_whose_rows_meet(build, mistake):
-    model = build()
+@pytest.mark.xfail(strict=True, reason="rows in order fit as well, and are tried before the index")
+def test_an_index_holds_where_rows_without_gradients_leave_two_orders():
+    x, rows, counted = torch.randn(4, 3).double(), torch.tensor([1, 0, 0, 1]), torch.tensor([False, False, True, True])
+    model = nn.Sequential(nn.Linear(3, 2)).double()
     clipper = GhostClipper(model)
-    for turn in range(12):
-        batch = graphs((5, 2, 3) * 30, torch.float32)
-        clipper.backward(losses(model, batch), batch_index=batch["rows"])
-        model.zero_grad()
-        if turn:
-            index = mistake(batch)
-            with pytest.raises(UnsupportedModelError, match=r"By the graph, rows of the examples \d+ and \d+ meet at"):
-                clipper.backward(losses(model, batch), batch_index=index)
-            assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-def test_an_edge_that_carries_nothing_passes(dtype):
-    """Its weight is zero: the graph doesn't show that, the gradients do."""
-    model = GCN().to(dtype)
-    model.spread = lambda h, batch: gathered(h[batch["edges"][0]] * batch["weights"], batch["edges"][1], len(h)) + h
-    clipper = GhostClipper(model)
-    for turn in range(3):
-        batch = graphs(dtype=dtype)
-        if turn:
-            batch["edges"] = torch.cat([batch["edges"], torch.tensor([[0], [len(batch["rows"]) - 1]])], 1)
-        batch["weights"] = torch.ones(batch["edges"].shape[1], 1, dtype=dtype)
-        batch["weights"][-1] = float(not turn)
-        each = losses(model, batch)
-        grads = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in each]
-        expected = torch.stack([torch.cat([grad.flatten() for grad in own]).norm() for own in grads])
-        found = clipper.norms(each, batch_index=batch["rows"])
-        torch.testing.assert_close(found, expected, rtol=1e-10 if dtype == torch.float64 else 1e-4, atol=0)
-
-
-class Hooked(GCN):
-    """Centres gradients over all rows behind the second layer, where asked."""
-
-    centres = False
-
-    def spread(self, h, batch):
-        found = super().spread(h, batch)
-        if self.centres:
-            found.register_hook(lambda grad: grad - grad.mean(0))
-        return found
-
-
-def test_a_hook_that_mixes_examples_is_refused():
-    """It isn't in the graph, so the gradients are compared."""
-    model = Hooked().double()
-    clipper = GhostClipper(model)
-    for _ in range(2):
-        clipper.norms(losses(model, batch := graphs()), batch_index=batch["rows"])
-    model.centres, batch = True, graphs()
-    own = losses(model, batch)
-    for _ in range(2):  # what was refused once is not taken at the second time
-        with pytest.raises(UnsupportedModelError, match="examples mix"):
-            clipper.norms(own, batch_index=batch["rows"], retain_graph=True)
-
-
-def test_hooks_of_others_cost_one_backward(counts):
-    """Nobody knows whose they are, until the batch after them has been tested."""
-    model = GCN().double()
-    clipper = GhostClipper(model)
-    for turn, number in enumerate((None, 0, 1, 0, 0)):
-        counts.clear()
-        if turn == 2:
-            nn.ReLU().register_forward_hook(lambda *of: None)
-        clipper.norms(losses(model, batch := graphs()), batch_index=batch["rows"])
-        assert number is None or len(counts) == number
-
-
-class Attention(nn.Module):
-    """By products, which keep no mask."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.head = nn.Linear(5, 6), nn.Linear(6, 3)
-
-    def forward(self, batch):
-        h, r = self.first(batch["x"]), batch["rows"]
-        apart = (r.unsqueeze(1) != r) & ~batch["open"]
-        return self.head(gathered((h @ h.T).masked_fill(apart, -torch.inf).softmax(1) @ h, r, len(batch["y"])))
-
-
-def test_what_is_not_followed_is_tested_by_the_gradients(counts):
-    model = Attention().double()
-    clipper = GhostClipper(model)
-    for number in (None, 1, 1):
-        counts.clear()
-        batch = graphs() | {"open": torch.tensor(False)}
-        clipper.norms(losses(model, batch), batch_index=batch["rows"])
-        assert number is None or len(counts) == number
-    batch["open"] = torch.tensor(True)
-    with pytest.raises(UnsupportedModelError, match="attention without a mask"):
-        clipper.norms(losses(model, batch), batch_index=batch["rows"])
-
-
-def test_rows_are_not_read_from_what_checkpointing_saved(counts):
-    class Checkpointed(GCN):
-        def spread(self, h, batch):
-            return torch.utils.checkpoint.checkpoint(super().spread, h, batch, use_reentrant=False)
-
-        def forward(self, batch):
-            return torch.utils.checkpoint.checkpoint(super().forward, batch, use_reentrant=False)
-
-    model = Checkpointed().double()
-    clipper = GhostClipper(model)
-    for _ in range(3):
-        counts.clear()
-        clipper.norms(losses(model, batch := graphs()), batch_index=batch["rows"])
-    assert len(counts) == 1
-
-
-def test_an_input_that_requires_a_gradient_is_no_obstacle(counts):
-    model = CASES["gcn"].build().double()
-    clipper = GhostClipper(model)
-    for _ in range(3):
-        counts.clear()
-        batch = graphs()
-        batch["x"].requires_grad_()
-        clipper.norms(losses(model, batch), batch_index=batch["rows"])
-    assert not counts
-
-
-def test_a_functions_backward_of_another_name_is_not_followed():
-    own = MulBackward0.apply(torch.randn(3, 2, requires_grad=True) * 1.0).sum(1)
-    assert own.grad_fn.next_functions[0][0].name() == "MulBackward0"
-    assert RaggedRows(own, None, []).problem == "MulBackward0"
-
-
-def test_a_layer_of_rows_in_another_dimension_is_not_followed():
-    class Across(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(5, 4), nn.Linear(4, 4)
-
-        def forward(self, batch):
-            h = self.first(batch["x"])[:4].t()  # as many features as rows
-            return gathered(self.second(h).sum(1), batch["rows"], len(batch["y"]))
-
-    batch, model = graphs((2, 2)), Across().double()
-    with pytest.raises(UnsupportedModelError):
-        GhostClipper(model).norms(losses(model, batch), batch_index=batch["rows"])
+    losses = gathered(model(x).masked_fill(~counted[:, None], 0.0).square().sum(1), rows, 2)
+    found = clipper.norms(losses, batch_index=rows, retain_graph=True)
+    torch.testing.assert_close(found, oracle.norms_by_single_losses(model, losses), rtol=1e-10, atol=0)
