@@ -202,6 +202,7 @@ def test_a_bias_put_together_of_parameters_and_a_constant():
     assert_exact(model, batch(4, 6, 4))
     del model.zeros
     model.zeros = batch(4)
+    model.zero_grad()
     assert_exact(model, batch(4, 6, 4))
 
 
