@@ -6,7 +6,15 @@ import torch
 from case_models import Wired, two_linears
 from case_types import project
 from cases import case
-from comparing import assert_close, assert_dicts_close, exact_or_refused, gradients, ready, truth
+from comparing import (
+    assert_close,
+    assert_dicts_close,
+    assert_exact_by_losses,
+    exact_or_refused,
+    gradients,
+    ready,
+    truth,
+)
 from einops import rearrange
 from torch import nn
 from torch.nn import functional as F
@@ -60,6 +68,28 @@ def test_a_head_on_time_first_outputs(steps, options):
     model = Wired(lambda m, x: m.head(m.rnn(x)[0]), rnn=nn.LSTM(4, 3), head=nn.Linear(3, 2)).double()
     inputs = (torch.randn(steps, 5, 4, dtype=torch.float64),)
     assert exact_or_refused(model, inputs, [1], lambda out: project(out, 1), **options) is None
+
+
+def sorted_inside(m, x):
+    """Examples sorted by their first number, as models sort by length, and put back in order after one layer."""
+    order = x[:, 0].argsort()
+    return m.second(torch.tanh(m.first(x[order]))[order.argsort()])
+
+
+def rolled_inside(m, x):
+    """Examples rolled by ten times the first number, along the first dimension, counted from the last."""
+    return m.second(torch.tanh(m.first(x)).roll(round(10 * float(x[0, 0])), -2))
+
+
+@pytest.mark.parametrize("wiring", [sorted_inside, rolled_inside])
+@every_pass
+def test_an_order_that_changes_after_the_first_batch(second_pass, wiring):
+    model = Wired(wiring, first=nn.Linear(3, 4), second=nn.Linear(4, 2)).double()
+    clipper = ghostclip.GhostClipper(model, second_pass=second_pass)
+    for ranks in ((0, 1, 2, 3, 4), (1, 0, 2, 3, 4), (4, 3, 2, 1, 0), (2, 0, 4, 1, 3)):
+        x = torch.randn(5, 3, dtype=torch.float64)
+        x[:, 0] = torch.tensor(ranks) / 10
+        assert_exact_by_losses(clipper, project(model(x)))
 
 
 @every_pass
