@@ -177,8 +177,9 @@ def test_rows_that_are_permuted_between_users_are_noticed(name: str) -> None:
     engine = runs.engine_for(Permuted(ORDERS[name]).double(), None, data, unit_ids=IDS, batch_size=9)
 
     def train() -> None:
-        for batch in engine.batches():
-            engine.step(batch, losses_of)
+        for _ in range(20):
+            for batch in engine.batches():
+                engine.step(batch, losses_of)
 
     with pytest.raises(ExamplesMixError):
         train()
