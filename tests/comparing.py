@@ -16,6 +16,7 @@ __all__ = [
     "TOLERANCE",
     "assert_close",
     "assert_dicts_close",
+    "assert_exact_by_losses",
     "exact_or_refused",
     "gradients",
     "ready",
@@ -81,6 +82,14 @@ def assert_dicts_close(found: dict[str, Tensor], expected: dict[str, Tensor], to
         assert found[name].shape == value.shape, f"{name}: {tuple(found[name].shape)} is not {tuple(value.shape)}"
         error = float((found[name].detach().double() - value.detach().double()).norm())
         assert error <= tolerance * max(sizes[name], 1e-3 * whole), f"{name}: off by {error:.3g}"
+
+
+def assert_exact_by_losses(clipper: ghostclip.GhostClipper, losses: Tensor, tolerance: float = 1e-10) -> None:
+    """Norms and the clipped sum equal the loop's over single losses of the same forward."""
+    expected = oracle.grads_of_single_losses(clipper.model, losses)
+    clipper.model.zero_grad()
+    assert_close(clipper.backward(losses).norms, oracle.norms(expected), tolerance, what="norms")
+    assert_dicts_close(gradients(clipper.model), oracle.clipped_sum(expected, clipper.sensitivity), tolerance)
 
 
 def exact_or_refused(

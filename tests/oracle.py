@@ -100,11 +100,14 @@ def clipped_sum_by_layer(grads: Grads, bound: float, layers: Sequence[str]) -> G
     return {name: sums[name] for name in grads}
 
 
-def norms_by_single_losses(model, losses):
-    """[B], norms of the gradients of single losses of the batch, by autograd."""
-    parameters = list(model.parameters())
-    found = []
-    for loss in losses:
-        grads = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-        found.append(torch.cat([grad.flatten() for grad in grads if grad is not None]).norm())
-    return torch.stack(found)
+def grads_of_single_losses(model: torch.nn.Module, losses: Tensor) -> Grads:
+    """``{name: [B, *shape]}``, gradients of single losses [B] of the same forward; those are kept for another pass."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    each = [torch.autograd.grad(loss, list(named.values()), **options) for loss in losses]
+    return {name: torch.stack(rows) for name, rows in zip(named, zip(*each, strict=True), strict=True)}
+
+
+def norms_by_single_losses(model: torch.nn.Module, losses: Tensor) -> Tensor:
+    """[B], norms of the gradients of single losses of the same forward."""
+    return norms(grads_of_single_losses(model, losses))

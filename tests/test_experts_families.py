@@ -107,9 +107,12 @@ def test_grouped_products_are_those_of_the_eager_experts():
 def test_a_routers_loss_over_the_batch_is_refused(name, experts):
     model = family(name, experts)
     tokens = torch.randint(1, 32, (4, 7))
-    losses = token_losses(ghostclip.wrap(model), tokens, output_router_logits=True, labels=tokens)
-    with pytest.raises(ghostclip.UnsupportedModelError, match="output_router_logits=False"):
-        ghostclip.GhostClipper(model).backward(losses)
+    options = {"output_router_logits": True, "labels": tokens}
+    clipper = ghostclip.GhostClipper(ghostclip.wrap(model))
+    with pytest.raises(ghostclip.UnsupportedModelError):
+        clipper.backward(token_losses(model, tokens, **options))
+    with pytest.raises(ghostclip.UnsupportedModelError, match="mix"):
+        clipper.clip(lambda model, tokens: token_losses(model, tokens, **options), tokens)
 
 
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm"])

@@ -124,7 +124,7 @@ def test_losses_may_be_the_user_s(tmp_path):
         return 2 * losses
 
     trainer(tmp_path, bert("SequenceClassification"), data(labelled_text), compute_losses=double, max_steps=1).train()
-    assert seen == [(2,)] * 3
+    assert set(seen) == {(2,)}
 
 
 def test_log_rows_have_epsilon_and_nothing_private(tmp_path):

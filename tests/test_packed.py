@@ -152,15 +152,14 @@ def test_a_packed_output_goes_into_another_layer():
     assert exact_or_refused(model, (torch.randint(7, (5, 6)), torch.tensor([3, 5, 0, 2, 5]))) is None
 
 
-def test_a_layer_on_packed_rows_is_refused():
+def test_a_layer_on_packed_rows():
     def wiring(m, x, length):
         packed = pack_padded_sequence(x, length + 1, batch_first=True, enforce_sorted=False)
         rows = m.rnn(PackedSequence(m.linear(packed.data), *packed[1:]))[0]
         return pad_packed_sequence(rows, batch_first=True, total_length=x.shape[1])[0]
 
     model = Wired(wiring, linear=torch_nn.Linear(I, I), rnn=torch_nn.GRU(I, H)).double()
-    refusal = exact_or_refused(model, (torch.randn(3, 4, I, dtype=torch.float64), torch.tensor([3, 1, 0])))
-    assert "linear" in str(refusal)
+    assert exact_or_refused(model, (torch.randn(3, 4, I, dtype=torch.float64), torch.tensor([3, 1, 0]))) is None
 
 
 def test_a_first_state_that_all_examples_share_is_exact():

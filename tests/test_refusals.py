@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import expert_refusals
 import private_runs as runs
 import pytest
 import ragged_refusals
@@ -26,12 +25,12 @@ from torch.utils.checkpoint import checkpoint
 
 import ghostclip
 from ghostclip import GhostClipError, GhostClipper, check, wrap
-from ghostclip.graph.row_operations import DIRECTED, FUNCTIONS
 from ghostclip.norms.outer import OuterProduct
 
 ROOT = Path(ghostclip.__file__).parent
 # test_same_as_refusals.py reads what is said of declared classes; test_sharding.py and test_fsdp.py of sharded models.
-ELSEWHERE = ("comparing", "declared", "sharding")
+# moves.py has reasons, which are not raised.
+ELSEWHERE = ("comparing", "declared", "sharding", "moves")
 FILES = [
     ROOT / "wrap.py",
     *(ROOT / "clipper" / f"{name}.py" for name in ("first_pass", "second_pass")),
@@ -49,9 +48,9 @@ OTHERS = {
     "modified by an inplace operation",
     "backward through the graph a second time",
     "a hook, given None while the graph was let go of, raised %s: %s",
-    "no gradient has reached {} yet",  # of a step that can't be compiled, which is not raised
-    DIRECTED,
-    FUNCTIONS,
+    # Of a step that can't be compiled, which are not raised.
+    "no gradient has reached some layer yet",
+    "whose rows are whose is measured in every batch of this forward",
 }
 
 X = torch.linspace(-1, 2, 4 * 6 * 3).view(4, 6, 3)
@@ -74,13 +73,6 @@ def clip(model: nn.Module, inputs: Any = X, loss: Callable[[Any], Tensor] = loss
 def used(wiring: Callable[[Any, Tensor], Tensor], **shapes: tuple[int, ...]) -> nn.Module:
     """A model with a Linear of 3 and Parameters of the given shapes."""
     return with_parameters(wiring, shapes, layer=nn.Linear(3, 3))
-
-
-def pairs_of_positions(m: Any, x: Tensor) -> Tensor:
-    """Attention over four positions with a trained bias for each distance, above a bare matrix."""
-    h = m.layer(x[:, :4]) @ m.p
-    distances = (torch.arange(4)[:, None] - torch.arange(4)).abs()
-    return h + (h @ h.mT + m.place(distances)[..., 0]).softmax(-1) @ h
 
 
 def contrast(output: Tensor) -> Tensor:
@@ -115,12 +107,6 @@ def with_rule(rule: Callable[[Tensor, Tensor], Any]) -> nn.Module:
             return ("weight",)
 
     return one(Ruled())
-
-
-def faint(m: Any, x: Tensor) -> Tensor:
-    """Rows that are as small as rounding errors, and follow no example's loss."""
-    rows = m.layer(x.flatten(0, 1)).view_as(x)
-    return m.head(x) + 1e-6 * (rows - rows.mean(0))
 
 
 class OwnBatchNorm(nn.BatchNorm1d):
@@ -179,8 +165,27 @@ def mixed(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Ten
     return " | ".join(str(finding) for finding in check(model, loss, batch))
 
 
-def apart(m: Any, x: Tensor) -> Tensor:
-    return torch.stack([row * m.p for row in x * m.q])
+def clip_outside() -> None:
+    """A sum of a parameter and data that no call of the model computed."""
+    model = wrap(used(lambda m, x: x, p=(3,)))
+    clipper = GhostClipper(model)
+    clipper.backward(losses(model.layer(X) + model.p * X.mean()))
+
+
+def branching(m: Any, x: Tensor) -> Tensor:
+    return m.layer(x) + (m.p.exp() if torch.equal(x[2], x[3]) else m.p.sin()) * x.mean()
+
+
+def failing(m: Any, x: Tensor) -> Tensor:
+    if torch.equal(x[2], x[3]):
+        raise ValueError("two rows are alike")
+    return m.layer(x) + m.p * x.mean()
+
+
+def grouped(m: Any, x: Tensor) -> Tensor:
+    """Rows of three experts, and one of none."""
+    rows = torch.cat([x[:, 0], x[:, 1, :1]], 1)
+    return torch._grouped_mm(rows, m.p, offs=torch.tensor([1, 2, 3], dtype=torch.int32))
 
 
 def half(m: Any, x: Tensor) -> Tensor:
@@ -192,8 +197,7 @@ Row = tuple[Callable[[], Any], str, str, str]
 GROUPNORM = '"GroupNorm"}), which normalizes each example by itself'
 FIRST = "examples first"
 NO_BATCH = "without a batch dimension"
-DIMENSION = "wrap(model, batch_dim={...})"
-OWN_COPY = "Give each example its own copy first (parameter.expand(B, ...))"
+OWN = "compute each loss from its own example"
 
 
 def hooked() -> None:
@@ -221,28 +225,9 @@ def spoilt_in_place() -> None:
     GhostClipper(model).norms(losses(model(X)))
 
 
-class Spread(nn.Module):
-    """An example that isn't finite spoils others' gradients at the keys of an attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.low, self.keys = nn.Parameter(torch.ones(1, 3)), nn.Parameter(torch.ones(1, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x[:, :1] * torch.tensor([torch.nan, 1.0, 1.0, 1.0]).view(4, 1, 1)
-        h = h + torch.gather(self.low.expand(h.shape), 1, torch.zeros(h.shape, dtype=torch.int64))
-        return F.scaled_dot_product_attention(h, self.keys.expand(h.shape), self.keys.expand(h.shape))
-
-
-def spread() -> None:
-    model = wrap(Spread())
-    GhostClipper(model).norms(losses(model(X)))
-
-
 ROWS: dict[str, Row] = {
-    "spread": (spread, "", "spoils the gradients of others", "give the module a rule"),
     "in place": (spoilt_in_place, "", "in an operation in place", "write it out of place"),
-    "a hook of a parameter": (hooked, "'0.bias'", "may change its clipped sum", "remove it"),
+    "a hook of a parameter": (hooked, "'0.bias'", "a hook, which would see no gradient", "remove it"),
     # check and wrap
     "batchnorm in a model": (lambda: wrap(one(nn.BatchNorm1d(6))), "layer: BatchNorm1d", "which mixes", GROUPNORM),
     "own batchnorm": (lambda: wrap(one(OwnBatchNorm(6))), "layer: OwnBatchNorm", "mixes the examples",
@@ -285,7 +270,6 @@ ROWS: dict[str, Row] = {
                                  GROUPNORM),
     "statistics switched later": (lambda: switched(nn.InstanceNorm1d(6, affine=True, track_running_stats=True))(X),
                                   "layer (InstanceNorm1d)", "from private data", "call .eval() on it and keep it so"),
-    "one row": (lambda: clip(one(nn.Linear(3, 3)), X[0, 0]), "layer (Linear)", NO_BATCH, "a dimension of their own"),
     "no such dimension": (lambda: clip(wrap(one(nn.Linear(3, 3)), batch_dim=4)), "layer (Linear)", "in dimension 4",
                           "set wrap(model, batch_dim=...)"),
     "one step": (lambda: clip(one(nn.GRUCell(3, 3)), X[0, 0]), "layer (GRUCell)", "one step of one sequence",
@@ -314,43 +298,31 @@ ROWS: dict[str, Row] = {
     "F.batch_norm": (lambda: clip(one(nn.Linear(3, 3)),
                                   loss=lambda h: losses(F.batch_norm(h, None, None, training=True))),
                      "", "a batch of shape [4, 6, 3] is normalized", "use F.group_norm, F.layer_norm"),
-    "time first": (lambda: clip(Wired(lambda m, x: m.layer(x.mT.mT.transpose(0, 1)).transpose(0, 1),
-                                      layer=nn.Linear(3, 3))), "layer", "for 4 losses", DIMENSION),
+    "batch_dim elsewhere": (lambda: clip(wrap(one(nn.Linear(3, 3)), batch_dim=1)), "layer",
+                            "says that examples are in dimension 1", "but they are in dimension 0"),
+    "centred": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: losses(h - h.mean(0))), "layer", "examples mix", OWN),
+    "contrastive": (lambda: clip(one(nn.Linear(3, 3)), loss=contrast), "layer", "examples mix", OWN),
     "token losses": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: h.square().mean(2).flatten()), "layer",
-                     "losses must have shape exactly [B]; got [24]", "over its own tokens, (losses * mask).sum(1)"),
-    "centred": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: losses(h - h.mean(0))), "layer",
-                "belong to others", DIMENSION),
-    "a table as long as the batch": (
-        lambda: clip(Wired(lambda m, x: x[:, :4] + m.place(torch.arange(4)), place=nn.Embedding(4, 3))),
-        "place", "so examples mix", "begin with a batch of another size",
-    ),
-    "a table of pairs as long as the batch": (
-        lambda: clip(with_parameters(pairs_of_positions, {"p": (3, 3)}, layer=nn.Linear(3, 3),
-                                     place=nn.Embedding(4, 5))),
-        "place", "so examples mix", "begin with a batch of another size",
-    ),
-    "contrastive": (lambda: clip(one(nn.Linear(3, 3)), loss=contrast), "layer", "so examples mix",
-                    "compute each loss from its own example"),
-    "mixing that begins later": (lambda: clip_again(MixingLater()), "first", "so examples mix",
-                                 "An earlier batch didn't show this"),
+                     "examples mix", OWN),
     "own rule": (lambda: clip(with_rule(lambda grad, x: (grad * x).sum(0))), "layer (Ruled)",
                  "a gradient for each example, of shape [4, 3]", "got [6, 3]"),
     "own rule's term": (lambda: clip(with_rule(lambda grad, x: None)), "layer (Ruled)",
                         "must return a term of shape [3]", "or the gradients as a tensor; got NoneType"),
     "centred in float16": (lambda: clip(with_parameters(half, {}, layer=nn.Linear(3, 3)).half()), "layer",
                            "examples mix", "give loss_scale=1024.0"),
-    "not shown": (lambda: clip(Wired(faint, layer=nn.Linear(3, 3), head=nn.Linear(3, 3))), "layer",
-                  "this batch doesn't show how", "give it inputs [B, positions, features]"),
-    "parameter of all": (lambda: clip(used(lambda m, x: (lambda h: h - h.mean(0))(x * m.p), p=(3,))), "p",
-                         "depends on what belongs to others", OWN_COPY),
-    "parameter of one": (lambda: clip(used(apart, p=(3,), q=(3,))), "p", "no dimension of the result",
-                         OWN_COPY),
-    "parameter of some results": (lambda: clip(used(both_outputs, p=(3,))), "p", "only some of its results", OWN_COPY),
+    "parameter of all": (lambda: clip(used(lambda m, x: (lambda h: h - h.mean(0))(x * m.p), p=(3,))), "",
+                         "in what MulBackward0 gives ([4, 6, 3])", OWN),
+    "parameter of some results": (lambda: clip(used(both_outputs, p=(3,))), "", "in what ScaleAndDouble", OWN),
     "parameter by frequency": (lambda: clip(used(lambda m, x: F.embedding((x[..., 0] > 0).long(), m.p,
                                                                           scale_grad_by_freq=True), p=(2, 3))),
-                               "p is looked up", "how often others", "leave scale_grad_by_freq out"),
-    "no example at all": (lambda: clip(used(lambda m, x: 2 * m.p, p=(4,)), loss=lambda h: h), "p",
-                          "without any example entering", "shape exactly [B], one per example"),
+                               "a table is looked up", "how often others", "leave scale_grad_by_freq out"),
+    "a row of no expert": (lambda: clip(used(grouped, p=(3, 4, 4))), "", "only 3 of 4 rows in a grouped product",
+                           "leave out the rows that meet no expert"),
+    "shared in a loop": (lambda: clip_outside(), "MulBackward0", "could not be tried", "call engine.step"),
+    "shared by a branch": (lambda: clip(used(branching, p=(3,))), "MulBackward0", "takes another way",
+                           "remove branches that depend on the examples"),
+    "shared where it fails": (lambda: clip(used(failing, p=(3,))), "MulBackward0", "could not be tried",
+                              "raised ValueError: two rows are alike"),
     # losses
     "a number": (lambda: clip(one(nn.Linear(3, 3)), loss=lambda h: 1.0), "", "got float", "shape [B], one per example"),
     "a mean": (lambda: clip(one(nn.Linear(3, 3)), loss=torch.mean), "", "got []", 'Use reduction="none"'),
@@ -372,7 +344,6 @@ ROWS: dict[str, Row] = {
     "check: one example": (lambda: mixed(one(nn.Linear(3, 3)), lambda m, x: losses(m(x)), X[:1]), "", "got 1",
                            "at least two examples"),
     **ragged_refusals.ROWS,
-    **expert_refusals.ROWS,
 }  # fmt: skip
 
 
@@ -450,26 +421,6 @@ def test_a_rule_of_a_wrong_shape_names_its_layer(name: str, second_pass: str) ->
         return
     with pytest.raises(GhostClipError, match=r"layer \(Ruled\): its rule, per_example\('weight'\), must return"):
         clip(with_rule(RULES[name]), second_pass=second_pass)
-
-
-class MixingLater(nn.Module):
-    """Examples that meet in a term whose weight is zero at first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.weight = nn.Linear(3, 3), 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x).tanh()
-        return h + self.weight * h.mean(0)
-
-
-def clip_again(model: MixingLater) -> None:
-    clipper = GhostClipper(model)
-    for _ in range(63):
-        clipper.norms(losses(model(X)))
-    model.weight = 1.0
-    clipper.norms(losses(model(X)))
 
 
 def test_no_message_is_left_unread() -> None:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from ghostclip import LossShapeError, UnsupportedModelError, accounting, wrap
+from ghostclip import LossShapeError, accounting, wrap
 from ghostclip.clipping import Adaptive, PerLayer
+from ghostclip.errors import ExamplesMixError
 from ghostclip.events import SampledGaussian
 from ghostclip.sampling import LogicalBatches, Users
 
@@ -96,6 +97,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "sequences": (Recurrent, lambda: torch.randn(ROWS, 6, 3)),
     "time first": (lambda: wrap(TimeFirst(), batch_dim=1), lambda: torch.randn(ROWS, 6, 3)),
     "folded": (Folded, lambda: torch.randn(ROWS, 6, 3)),
+    "folded, positions first": (lambda: Folded(rows_first=False), lambda: torch.randn(ROWS, 6, 3)),
     "positions": (Positions, lambda: torch.randn(ROWS, 6, 3)),
 }
 
@@ -149,16 +151,38 @@ def test_sums_equal_the_loop_over_users(name: str, limit: int | None, second_pas
         assert torch.allclose(found[-1], expected, rtol=1e-10, atol=1e-12)
 
 
-def test_positions_in_front_of_the_rows_are_refused_where_they_part_a_user_s() -> None:
-    _, data = build("folded")
-    for ids, whole in ((IDS, False), (range(ROWS), True)):
-        engine = runs.engine_for(Folded(rows_first=False).double(), None, data, unit_ids=ids, batch_size=9)
-        batch = next(iter(engine.batches()))
-        if whole:
-            engine.step(batch, losses_of)
-        else:
-            with pytest.raises(UnsupportedModelError, match="a user's rows lie side by side in the batch"):
+class Permuted(nn.Module):
+    """Rows in another order between two layers, which isn't undone behind them."""
+
+    def __init__(self, order: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.lift, self.head, self.order = nn.Linear(5, 4), nn.Linear(4, 3), order
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lift(x).tanh()[self.order(x)])
+
+
+ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "shifted": lambda x: torch.arange(len(x)).roll(1),
+    "reversed": lambda x: torch.arange(len(x)).flip(0),
+    "at random": lambda x: torch.randperm(len(x)),
+    "sorted": lambda x: x[:, 0].argsort(),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_rows_that_are_permuted_between_users_are_noticed(name: str) -> None:
+    """Each loss depends on one row, which is another user's."""
+    _, data = build("linear")
+    engine = runs.engine_for(Permuted(ORDERS[name]).double(), None, data, unit_ids=IDS, batch_size=9)
+
+    def train() -> None:
+        for _ in range(20):
+            for batch in engine.batches():
                 engine.step(batch, losses_of)
+
+    with pytest.raises(ExamplesMixError):
+        train()
 
 
 def test_one_user_moves_the_sum_by_at_most_the_bound() -> None:
