@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor as is_batched
 
 from ghostclip.errors import LossShapeError, RowsMovedError, UnsupportedModelError
 from ghostclip.graph.alarm import rings
@@ -110,7 +111,9 @@ class WatchedZeros:
         return look
 
     def _see(self, numbers: Sequence[int], grads: Sequence[Tensor | None]) -> None:
-        self._arrived += [grad.any() for grad in [grads[number] for number in numbers] if grad is not None]
+        # Below boundaries gradients of several examples go down together; those of the pass itself came before.
+        own = [grads[number] for number in numbers]
+        self._arrived += [grad.any() for grad in own if grad is not None and not is_batched(grad)]
 
     def fails(self) -> bool:
         """Whether one of them was given a gradient that isn't zero, after the pass."""
@@ -320,7 +323,8 @@ class Layouts:
         at |= {(uses.capturing[call], 0): owned[call] for call in uses.calls}
         moves = movements(uses, at, examples, () if region is None else region.shared)
         shown = region is None or region.shown
-        if moves.always or not shown or any(not each.shown or each.unclear for each in found):
+        moved = bool(moves.always) or moves.moved(uses, examples)
+        if moved or not shown or any(not each.shown or each.unclear for each in found):
             self._known.pop(key, None)
             return
         before = self._known.get(key)

@@ -118,6 +118,8 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
     """
     if uses.hooked:
         return Movements("a hook was registered during the forward")
+    if packed := next((call for call in uses.calls if call.lengths and call.sources), None):
+        return Movements(f"{type(packed.layer).__name__} takes rows by lengths")
     constant = made_of_parameters(uses) | set(shared)
     spread = next((node for (node, _), each in owned.items() if each.is_shared and node not in constant), None)
     if spread is not None:
@@ -133,6 +135,8 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
                 continue  # rows of a table: those of its result are the examples'
             subject = owned.get(edge)
             dim = -1 if subject is None or subject.zero or subject.rows is None else subject.rows.dim
+            if dim >= 0 and hasattr(node, "_saved_dim") and saved_dimensions(node, len(_shape(edge))) != [dim]:
+                continue
             if word in _BY_VALUE or node.name() == COPY_INTO_SLICES:
                 indexed.append((place, dim))
             elif _moves(node, dim, examples):

@@ -141,7 +141,7 @@ def _examples_changed(
             continue
         if not _same(*(each.saved_tensors for each in pairs[0])):
             changed = True
-        elif not _are_alike(node.saved_tensors[0], owned[call].rows):
+        elif node.saved_tensors and not _are_alike(node.saved_tensors[0], owned[call].rows):
             raise UnsupportedModelError(
                 f"whether what all examples share depends on them could not be tried: {names.layer(call)} read the "
                 "same when rows of the batch were overwritten, since its examples are not in the first dimension of "

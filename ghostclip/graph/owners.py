@@ -264,8 +264,8 @@ def _shape(subject: Subject) -> torch.Size:
 def _all_dims(subject: Subject) -> list[int]:
     """The dimensions that may hold examples, the likeliest first."""
     if isinstance(subject, LayerCall):
-        first = subject.batch_dim
-        return [first, *(dim for dim in subject.layer.example_dims(subject) if dim != first)]
+        dims = list(subject.layer.example_dims(subject)) or [subject.batch_dim]
+        return sorted(dims, key=lambda dim: dim != subject.batch_dim)
     return list(range(max(1, len(shape_of(subject)))))
 
 
@@ -340,7 +340,8 @@ class _Measurement:
         ways = [way for way in ways if len(way[1])]  # a dimension along which no row is finite fits any marks
         if not ways:
             return None
-        best, own = max(ways, key=lambda way: len(way[1].unique())) if len(ways) > 1 else ways[0]
+        said = [way for way in ways if isinstance(way[0].order, RowIndex)]
+        best, own = said[0] if said else max(ways, key=lambda way: len(way[1].unique())) if len(ways) > 1 else ways[0]
         several, first = bool((own != own[:1]).any()), plain[subject, best.dim]
         owner = best.owners(len(first[0]), len(losses), losses.device)
         loose = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ class _Convolution(GhostLayer):
 
 class _ConvNd(_Convolution):
     """The rule all three share."""
+
+    def example_dims(self, call: LayerCall) -> Sequence[int]:
+        return (0,)
 
     def forward(self, input: Tensor) -> Tensor:
         if is_capturing() and input.dim() != self.weight.dim():

@@ -49,7 +49,8 @@ def edges_of(uses: Uses, nodes: Sequence[Any], losses: Tensor) -> list[Edge]:
     found = dict.fromkeys([(losses.grad_fn, losses.output_nr)] if losses.grad_fn in wanted else [])
     for node in uses.nodes:
         found |= dict.fromkeys(edge for edge in inputs_of(node) if edge[0] in wanted)
-    return list(found)
+    # The ragged size of a nested tensor is no number.
+    return [edge for edge in found if all(isinstance(size, int) for size in shape_of(edge))]
 
 
 def edges_above(uses: Uses, starts: Sequence[Any], losses: Tensor) -> list[Edge]:
