@@ -141,7 +141,7 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
                 indexed.append((place, dim))
             elif _moves(node, dim, examples):
                 return Movements(f"{node.name()} goes along the dimension that has the examples")
-        elif reason := _static_reason(node, word, owned, constant):
+        elif reason := _static_reason(node, word, owned):
             return Movements(reason)
         elif word in ("View", "ReshapeAlias", "UnsafeView", "ReshapeCopy"):
             before, after = owned.get(node.next_functions[0]), owned.get((node, 0))
@@ -157,13 +157,13 @@ _BY_VALUE = {"Index", "IndexPut", "UnsafeIndex", "UnsafeIndexPut", "IndexSelect"
              "Scatter", "ScatterAdd", "ScatterReduce", "IndexAdd", "IndexCopy", "IndexFill", "IndexReduce"}  # fmt: skip
 
 
-def _static_reason(node: Any, word: str, owned: Mapping[Edge, Owned], constant: set[Any]) -> str:
+def _static_reason(node: Any, word: str, owned: Mapping[Edge, Owned]) -> str:
     """Why an operation that isn't indexed may move examples by values; "" where it can't."""
     name = node.name()
     if type(node).__module__ != "builtins":
         return "" if type(node).__module__.startswith("ghostclip") else f"{name} is a function of somebody's own"
     if word in PRODUCTS:
-        return f"{name} sums over the examples' dimension" if _contracts(node, owned, constant) else ""
+        return f"{name} sums over the examples' dimension" if _contracts(node, owned) else ""
     if ATTENTION.search(word):
         sides = [(edge, _dim(edge, owned)) for edge in node.next_functions[1:3]]
         crosses = any(dim is not None and dim == len(_shape(edge)) - 2 for edge, dim in sides)
@@ -228,16 +228,16 @@ def _shape(edge: Edge) -> torch.Size:
 def _dim(edge: Edge, owned: Mapping[Edge, Owned]) -> int | None:
     """The dimension that has the examples; None where there is none, or it isn't known."""
     found = owned.get(edge)
-    return None if found is None or found.rows is None else found.rows.dim
+    return None if found is None or found.rows is None or found.zero else found.rows.dim
 
 
-def _contracts(node: Any, owned: Mapping[Edge, Owned], constant: set[Any]) -> bool:
-    """Whether a product sums over the examples' dimension with a factor that isn't made of parameters alone."""
+def _contracts(node: Any, owned: Mapping[Edge, Owned]) -> bool:
+    """Whether a product sums over the examples' dimension of a factor; the other may be a matrix of parameters."""
     left, right = node.next_functions[-2:]
     dims = _dim(left, owned), _dim(right, owned)
-    if dims[0] is not None and dims[0] == len(_shape(left)) - 1 and right[0] not in constant:
+    if dims[0] is not None and dims[0] == len(_shape(left)) - 1:
         return True
-    return dims[1] is not None and dims[1] == max(len(_shape(right)) - 2, 0) and left[0] not in constant
+    return dims[1] is not None and dims[1] == max(len(_shape(right)) - 2, 0)
 
 
 def _shifts(node: Any, owned: Mapping[Edge, Owned]) -> bool:

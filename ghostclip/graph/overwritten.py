@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.moves import hides_constants, made_of_parameters
-from ghostclip.graph.nodes import ACCUMULATE, shape_of
+from ghostclip.graph.nodes import ACCUMULATE, Edge
 from ghostclip.graph.owners import Owned, Rows, Subject
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses, read_graph
@@ -71,21 +72,24 @@ def check_shared(
         for node in region.shared
         if node not in known and type(node) is not ACCUMULATE and _saves(_kind(node))
     }
-    if not questions:
+    first = next((node for node in region.shared if node not in known and type(node) is not ACCUMULATE), None)
+    if first is None or ((run := forward()) is None and not questions):
         return True
-    what = _in_words(next(iter(questions)), names)
+    what = _in_words(next(iter(questions), first), names)
     graphs = list[_Graph]()
-    if (run := forward()) is not None:
+    if run is not None:
         for part in (0, 1):
             try:
-                graphs.append(_Graph(run(part, examples), names))
+                with _Tape() as tape:
+                    outputs = run(part, examples)
+                graphs.append(_Graph(outputs, names, tape.values))
             except UnsupportedModelError:
                 raise
             except Exception as error:
                 raise UnsupportedModelError(
                     f"{what} depends on the examples could not be tried: the forward on some of the batch's rows "
                     f"raised {type(error).__name__}: {error}",
-                    place=next(iter(questions)),
+                    place=next(iter(questions), first),
                 ) from error
     met = {boundary.node: boundary for boundary in region.boundaries}
     shown = True
@@ -96,7 +100,8 @@ def check_shared(
         for found in _alike(uses, graphs, {*region.shared, *uses.leaves, *met}):
             if found.own in met:
                 moved = moved or not _same(*map(_saved, found.others))
-                same = _same(*(_entering(node, met[found.own]) for node in found.others))
+                pairs = zip(graphs, found.others, strict=True)
+                same = _same(*(_entering(graph, node, met[found.own]) for graph, node in pairs))
             else:
                 same = found.own not in questions or _same(*map(_saved, found.others))
             if not same:
@@ -107,7 +112,7 @@ def check_shared(
                 f"{what} depends on the examples could not be tried: nothing changed when rows of the batch were "
                 f"overwritten, since its examples are not in the first dimension of what the forward was given; put "
                 f"them there, or {REMEDY}",
-                place=next(iter(questions), None),
+                place=next(iter(questions), first),
             )
     # Without another forward, or where it took another way, the model's own constants are known all the same.
     left = next((node for node in questions if not _held(node, names)), None)
@@ -158,13 +163,10 @@ def _are_alike(tensor: Tensor, rows: Rows | None) -> bool:
     return bool(torch.equal(_plain(tensor), _plain(tensor.narrow(rows.dim, 0, 1).expand_as(tensor))))
 
 
-def _entering(node: Any, boundary: BroadcastBoundary) -> list[Tensor]:
-    """What an operation at which shared tensors meet the examples kept of the former, as far as shapes tell."""
-    own = {place for place, _ in boundary.shared}
-    edges = [edge for slot, edge in enumerate(node.next_functions) if slot not in own]
-    others = {shape_of(edge) for edge in edges if edge[0] is not None}
-    shapes = {shape_of(edge) for _, edge in boundary.shared} - others
-    return [each for each in _saved(node) if isinstance(each, Tensor) and each.shape in shapes]
+def _entering(graph: _Graph, node: Any, boundary: BroadcastBoundary) -> list[Tensor]:
+    """What comes to an operation, at which shared tensors meet the examples, from the former; as far as it is known."""
+    edges = [node.next_functions[place] for place, _ in boundary.shared]
+    return [graph.values[edge] for edge in edges if edge in graph.values]
 
 
 def _in_words(node: Any, names: ParameterNames) -> str:
@@ -173,11 +175,33 @@ def _in_words(node: Any, names: ParameterNames) -> str:
     return f"all examples share what the {what} gives; whether it"
 
 
+class _Tape(TorchFunctionMode):
+    """Two numbers of what each operation of a forward gave, by the tensor's place in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[Edge, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for each in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(each, Tensor) and each.grad_fn is not None and each.layout == torch.strided:
+                with torch.no_grad():
+                    self.values.setdefault((each.grad_fn, each.output_nr), _in_numbers(each))
+        return found
+
+
+def _in_numbers(tensor: Tensor) -> Tensor:
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    flat = tensor.detach().double().nan_to_num().flatten()
+    return torch.stack([flat.sum(), flat @ torch.linspace(1, 2, len(flat), dtype=flat.dtype, device=flat.device)])
+
+
 class _Graph:
     """The graph of a forward, as far as shared parts are looked for in it."""
 
-    def __init__(self, outputs: Sequence[Tensor], names: ParameterNames) -> None:
-        self._kept = outputs
+    def __init__(self, outputs: Sequence[Tensor], names: ParameterNames, values: Mapping[Edge, Tensor]) -> None:
+        self._kept, self.values = outputs, values
         self.consumers: dict[Any, list[Any]] = {}
         self.starts: dict[Any, list[Any]] = {}
         for output in outputs:

@@ -29,7 +29,8 @@ class Mixing(nn.Module):
 
 def has_two_owners(mixing: Mixing, model: nn.Module, losses: Tensor) -> bool:
     """Whether a row that the mixture reads has a gradient of two losses, and trained parameters are below it."""
-    if not mixing.read.requires_grad:
+    # Rows that are the same for all examples, as behind dead units, mix nothing.
+    if not mixing.read.requires_grad or bool((mixing.read == mixing.read[:1]).all()):
         return False
     trained = [p for p in model.parameters() if p.requires_grad]
     below = torch.autograd.grad(mixing.read.sum(), trained, retain_graph=True, allow_unused=True)
