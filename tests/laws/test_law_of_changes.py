@@ -1,0 +1,99 @@
+"""Mixing along a path that was too faint to be seen when ownership was measured: refused in the batch that shows it.
+
+Nothing in the graph says so. "reweight" sees it in the rows of its second backward, "cached" in the ranks of norms.
+"""
+
+import pytest
+import torch
+from law_checks import assert_letters
+from law_programs import Program, squares
+from torch import nn
+
+import ghostclip
+
+EXAMPLES, WIDTH = 64, 5
+FAINT = {torch.float32: 1e-30, torch.float64: 1e-295}
+
+
+class Layers(nn.Module):
+    """Two layers, and the mean of the batch between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 6), nn.Linear(6, 3)
+
+    def forward(self, x, gate):
+        h = torch.tanh(self.first(x))
+        return self.second(h + gate * (h - 2 * h.mean(0)))
+
+
+class Bare(nn.Module):
+    """Parameters outside of layers alone, and the mean of the batch above them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.scale = nn.Parameter(torch.randn(WIDTH, 6)), nn.Parameter(torch.randn(6))
+
+    def forward(self, x, gate):
+        h = x @ self.first * self.scale
+        return h + gate * (h - 2 * h.mean(0))
+
+
+def program(build, dtype):
+    gates = (FAINT[dtype], FAINT[dtype], 1.0, FAINT[dtype], 1.0)
+    return Program("faint", build, lambda number: (torch.randn(EXAMPLES, WIDTH), gates[number]), expect="EERER")
+
+
+@pytest.mark.parametrize("build", [Layers, Bare])
+@pytest.mark.parametrize("dtype", FAINT, ids=str)
+def test_a_faint_path_to_the_mean(build, dtype):
+    assert_letters(program(build, dtype))
+
+
+@pytest.mark.parametrize("build", [Layers, Bare])
+@pytest.mark.parametrize("second_pass", ["cached", "reweight"])
+def test_what_was_noticed_is_measured_in_the_same_step(build, second_pass):
+    """By a second forward, which says where examples mix."""
+    own = program(build, torch.float32)
+    model = ghostclip.wrap(own.model(torch.float32))
+    clipper = ghostclip.GhostClipper(model, 1.0, second_pass=second_pass)
+    for number in range(2):
+        clipper.clip(lambda model, batch: squares(model, *batch), own.inputs(number, torch.float32))
+    with pytest.raises(ghostclip.UnsupportedModelError, match="so examples mix") as caught:
+        clipper.clip(lambda model, batch: squares(model, *batch), own.inputs(2, torch.float32))
+    assert not isinstance(caught.value, ghostclip.errors.RowsMovedError)
+
+
+class TimeFirstInThree(nn.Module):
+    """A layer on rows [T * B] that are taken for those of three steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        rows = self.first(x).transpose(0, 1).reshape(-1, 6)
+        h = self.second(rows.tanh().view(3, -1, 6)).reshape(-1, 3).view(x.shape[1], len(x), 3)
+        return h.transpose(0, 1)
+
+
+def test_a_reshape_that_takes_other_rows_together_at_another_size():
+    sizes = ((4, 3), (4, 3), (4, 6), (4, 3), (4, 6))
+    assert_letters(Program("steps", TimeFirstInThree, lambda n: (torch.randn(*sizes[n], WIDTH),), expect="EEEEE"))
+
+
+class InFour(nn.Module):
+    """Sums within quarters of the batch, of which each is an example's own as long as there are four."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        return self.second(h.view(4, -1, 6).cumsum(1).view(h.shape))
+
+
+def test_a_batch_twice_as_large_shows_what_a_small_one_hides():
+    sizes = (4, 4, 8, 4, 8)
+    assert_letters(Program("quarters", InFour, lambda number: (torch.randn(sizes[number], WIDTH),), expect="EERER"))
