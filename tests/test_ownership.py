@@ -365,6 +365,7 @@ def test_what_is_asked_for_is_measured(options):
 
 def test_rows_of_a_single_example_are_not_taken_to_hold():
     """The others' gradients are zero: nothing was shown about them."""
+
     def between(m, h):
         return h * torch.tensor([1.0, 0.0, 0.0, 0.0])[:, None]
 
