@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch.nn import functional as F
 
 import ghostclip
 from ghostclip.clipper.forwards import ModelCalls
+from ghostclip.clipper.replay import Replay
 from ghostclip.errors import RowsMovedError, UnsupportedModelError
 from ghostclip.graph import alarm, layouts
 from ghostclip.graph.moves import movements
@@ -46,6 +46,11 @@ def test_marks_are_powers_of_two_below_one():
     assert torch.equal(marks.log2(), marks.log2().round())
 
 
+def test_marks_of_the_alarm_are_never_above_one():
+    """A hook that cuts large gradients doesn't act because of them."""
+    assert (alarm.ALARM.drawn(torch.ones(200)) <= 1).all()
+
+
 @pytest.mark.parametrize("marks", [MARKS, alarm.ALARM], ids=["owners", "alarm"])
 def test_no_two_examples_share_a_mark_for_long(marks):
     drawn = torch.stack([marks.drawn(torch.ones(128)) for _ in range(20)])
@@ -77,7 +82,7 @@ def test_rows_times_their_marks_fit_and_others_do_not(dtype):
 @pytest.mark.parametrize("off", [1e-5, 1e-3, 1e-2])
 def test_the_tolerance_is_a_small_share_of_the_largest_entry(dtype, off):
     marks = MARKS.drawn(torch.ones(8))
-    rows, plain, marked = both(torch.ones(8, WIDTH), marks, dtype)
+    _, plain, marked = both(torch.ones(8, WIDTH), marks, dtype)
     marked[2, 1] *= 1 + off
     found, _ = compared(plain, numbers(marked, 0), marks, 0.0, MARKS)
     assert found.tolist() == [row == 2 and off > MARKS.tolerance for row in range(8)]
@@ -396,7 +401,7 @@ def test_a_refused_structure_is_measured_in_every_batch_from_then_on():
 def test_compiled_steps_wait_while_a_layout_is_not_stored():
     found = {}
     for name, between in (("stored", lambda m, h: h), ("not stored", lambda m, h: EYE @ h)):
-        model, clipper, losses, _ = read(between)
+        _, clipper, losses, _ = read(between)
         clipper.backward(losses)
         found[name] = clipper.passes.is_open
     assert found == {"stored": False, "not stored": True}
@@ -448,6 +453,16 @@ def test_the_largest_norm_that_was_measured_is_remembered():
         known.check_norms(7, [49.0, 0.0, 1.0], 4, measured=False, again=True)
 
 
+@pytest.mark.parametrize("second_pass", ["cached", "reweight"])
+def test_float16_has_too_few_powers_of_two_for_marks_in_passes(second_pass):
+    model = ghostclip.wrap(Model(lambda m, h: h).half())
+    clipper = ghostclip.GhostClipper(model, 1.0, second_pass=second_pass)
+    for _ in range(3):
+        losses = model(torch.randn(40, WIDTH).half())
+        plain = clipper.norms(losses, retain_graph=True)
+        torch.testing.assert_close(clipper.backward(losses).norms, plain)
+
+
 # Forwards again ------------------------------------------------------------------------------------------------------
 
 
@@ -471,6 +486,24 @@ def test_a_copy_of_a_model_notes_no_calls():
         for _ in range(ModelCalls.MOST):
             other(torch.randn(4, WIDTH))
     assert calls.behind(own) is not None
+
+
+def test_a_forward_that_is_tried_is_no_call_of_the_model():
+    model = Model(lambda m, h: h)
+    calls = ModelCalls(model)
+    own = model(torch.randn(4, WIDTH))
+    for _ in range(ModelCalls.MOST):
+        with Replay(model).again(gradients=True):
+            model(torch.randn(4, WIDTH))
+    assert calls.behind(own) is not None
+
+
+def test_only_calls_that_made_the_losses_are_run_again():
+    model = Model(lambda m, h: h)
+    calls = ModelCalls(model)
+    first, second = model(torch.randn(4, WIDTH)), model(torch.randn(4, WIDTH))
+    assert len(calls.behind(first)(0, 4)) == 1
+    assert len(calls.behind(first + second)(0, 4)) == 2
 
 
 # What users say ------------------------------------------------------------------------------------------------------

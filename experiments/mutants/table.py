@@ -2811,8 +2811,8 @@ BY_MARKS = [
     Mutant(
         "a product over the examples of its left factor moves nothing",
         MOVES,
-        "    if dims[0] is not None and dims[0] == len(_shape(left)) - 1 and right[0] not in constant:\n        return True\n",
-        "",
+        "    if dims[0] is not None and dims[0] == len(_shape(left)) - 1 and right[0] not in constant:\n",
+        "    if False:\n",
         (*PARTS, "every_batch"),
     ),
     Mutant(
@@ -3051,8 +3051,8 @@ BY_MARKS = [
     Mutant(
         "consumers of what all examples share are not followed",
         SEARCH,
-        "                shared[node] = None\n                stack.append(node)\n            else:\n                met",
-        "                shared[node] = None\n            else:\n                met",
+        "                shared[node] = None\n                stack.append(node)\n",
+        "                shared[node] = None\n",
         (*EXACT, "difficult and (bare or positions)"),
     ),
     Mutant(
@@ -3156,8 +3156,8 @@ BY_MARKS = [
     Mutant(
         "norms that follow marks are no matter",
         PASSES,
-        "        self._layouts.check_norms(run.structure, found, len(losses), measured=run.marks is None, again=again)\n",
-        "",
+        "self._layouts.check_norms(run.structure, found, len(losses), measured=run.marks is None, again=again)",
+        "pass",
         (*CHANGES, "faint_path"),
     ),
     Mutant(

@@ -64,6 +64,31 @@ def test_what_was_noticed_is_measured_in_the_same_step(build, second_pass):
     assert not isinstance(caught.value, ghostclip.errors.RowsMovedError)
 
 
+class TwoWays(nn.Module):
+    """Reads a statistic of the batch if all examples are different, as they aren't in a forward on others."""
+
+    def __init__(self, different, alike):
+        super().__init__()
+        self.first, self.context, self.second = nn.Linear(WIDTH, 6), nn.Linear(WIDTH, 6), nn.Linear(6, 3)
+        self.bare, self.different, self.alike = nn.Parameter(torch.ones(6)), different, alike
+
+    def forward(self, x):
+        way = self.different if len(x.unique(dim=0)) == len(x) else self.alike
+        return self.second(way(self, torch.tanh(self.first(x)), x))
+
+
+WAYS = {
+    "a layer": (lambda m, h, x: h + m.context(x.mean(0, keepdim=True)), lambda m, h, x: h),
+    "a parameter": (lambda m, h, x: h + m.bare * x.mean(), lambda m, h, x: h + (m.bare + 1)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_forwards_that_take_another_way(way):
+    """They say nothing about what the batch's own forward read."""
+    assert_letters(Program(way, lambda: TwoWays(*WAYS[way]), lambda number: (torch.randn(6, WIDTH),), expect="RR"))
+
+
 class TimeFirstInThree(nn.Module):
     """A layer on rows [T * B] that are taken for those of three steps."""
 
