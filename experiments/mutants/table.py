@@ -2491,7 +2491,7 @@ BY_MARKS = [
         "pass",
         (*PARTS, "spread_over_all_levels"),
     ),
-    Mutant("a mark of one", MARKED, "    lowest: int = -32\n", "    lowest: int = -31\n", (*TRAPPED, "normalizes")),
+    Mutant("a mark of one", MARKED, "    lowest: int = -32\n", "    lowest: int = -31\n", (*PARTS, "powers_of_two")),
     Mutant("marks above one", MARKED, "    lowest: int = -32\n", "    lowest: int = 0\n", (*TRAPPED, "clamps")),
     Mutant(
         "rows must fit to the last bit",
@@ -2526,7 +2526,7 @@ BY_MARKS = [
         MARKED,
         "torch.maximum((largest_now - ratio * largest).abs(), (projected_now - ratio * projected).abs())",
         "(largest_now - ratio * largest).abs()",
-        (*TRAPPED, "largest_entry"),
+        (*PARTS, "either_number"),
     ),
     Mutant(
         "only the projection of a row is compared",
@@ -2548,20 +2548,6 @@ BY_MARKS = [
         "            digits.hold(marked[key], marks[digits.owner.clamp(max=examples - 1)])\n",
         "",
         (*PARTS, "equal_parts"),
-    ),
-    Mutant(
-        "digits are not held against their own backward",
-        MARKED,
-        "        clear = self.hold(seen, self._marks.of(inside, self._plain[0]))\n",
-        "        clear = self._plain[0] > self._floor\n        self.readable |= clear\n",
-        (*PARTS, "no_owner"),
-    ),
-    Mutant(
-        "a digit beyond all levels is the last one",
-        MARKED,
-        "        self.several |= clear & (level != inside)\n",
-        "",
-        (*PARTS, "no_owner"),
     ),
     Mutant(
         "rows of an example that isn't there are somebody's",
@@ -2589,14 +2575,14 @@ BY_MARKS = [
         MARKED,
         "unclear=len(ways) > 1)",
         "unclear=False)",
-        (*TRAPPED, "diagonal"),
+        (*CHANGES, "diagonal"),
     ),
     Mutant(
         "a layout that fits two orders is stored",
         STORED,
         "any(not each.shown or each.unclear for each in found)",
         "any(not each.shown for each in found)",
-        (*TRAPPED, "diagonal"),
+        (*CHANGES, "diagonal"),
     ),
     Mutant(
         "rows of one example show those of all",
@@ -2624,7 +2610,7 @@ BY_MARKS = [
         MARKED,
         "open=count < 2 or bool(self.loose.any()))",
         "open=False)",
-        ("tests/test_coinciding_sizes.py", "-k", "does_not_own"),
+        (*PARTS, "outweighs"),
     ),
     Mutant(
         "rows in order are doubted as long as those in no order",
@@ -2638,7 +2624,7 @@ BY_MARKS = [
         STORED,
         "        if not all(each.is_regular for each in found):\n",
         "        if False:\n",
-        (*TRAPPED, "irregular_then_regular or other_sizes or identities"),
+        (*PARTS, "irregular"),
     ),
     Mutant(
         "a structure that was in no order once may be stored later",
@@ -2690,13 +2676,6 @@ BY_MARKS = [
         (*LAW_OF_MIXING, "third_batch"),
     ),
     Mutant(
-        "a layout with a hook is stored",
-        STORED,
-        "not in self._always and not indices and not uses.hooked",
-        "not in self._always and not indices",
-        (*PARTS, "hooks"),
-    ),
-    Mutant(
         "rows that are no multiple of the examples are in order",
         STORED,
         "            or not all(map(_has_rows, uses.calls, known.rows, [examples] * len(uses.calls)))\n",
@@ -2708,7 +2687,7 @@ BY_MARKS = [
         STORED,
         "        if known is None or anew or indices or ",
         "        if known is None or indices or ",
-        (*TRAPPED, "gate_of_zero"),
+        (*PARTS, "asked_for"),
     ),
     Mutant(
         "an index that is given later isn't held against rows",
@@ -2814,13 +2793,6 @@ BY_MARKS = [
         "    if dims[0] is not None and dims[0] == len(_shape(left)) - 1 and right[0] not in constant:\n",
         "    if False:\n",
         (*PARTS, "every_batch"),
-    ),
-    Mutant(
-        "a product with a parameter moves rows",
-        MOVES,
-        "and left[0] not in constant\n",
-        "and left[0] is not None\n",
-        (*PARTS, "moves_nothing"),
     ),
     Mutant(
         "attention over examples moves nothing",
@@ -3172,7 +3144,7 @@ BY_MARKS = [
         FIRST,
         "            found = self._pass(losses, keep, exact, retain_graph, anew=True)\n",
         "            found = self._pass(losses, keep, exact, retain_graph)\n",
-        (*TRAPPED, "gate_of_zero"),
+        (*CHANGES, "gate_that_opens"),
     ),
     Mutant(
         "float16 losses are given marks of float32",

@@ -121,4 +121,31 @@ class InFour(nn.Module):
 
 def test_a_batch_twice_as_large_shows_what_a_small_one_hides():
     sizes = (4, 4, 8, 4, 8)
-    assert_letters(Program("quarters", InFour, lambda number: (torch.randn(sizes[number], WIDTH),), expect="EERER"))
+    assert_letters(Program("quarters", InFour, lambda number: (torch.randn(sizes[number], 2, WIDTH),), expect="EERER"))
+
+
+class LastSteps(nn.Module):
+    """Layers on rows [T * B], of which each loss reads one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 6), nn.Linear(6, 2)
+
+    def forward(self, x, last):
+        examples, steps, _ = x.shape
+        rows = self.second(self.first(x.transpose(0, 1).reshape(-1, WIDTH)).tanh())
+        read = torch.nn.functional.one_hot(last, steps).T.reshape(-1, 1)
+        return (rows * read).view(steps, examples, 2).sum(0)
+
+
+def test_a_diagonal_that_fits_two_orders():
+    """As many steps as examples: losses read the steps of a diagonal, then all of them the last one."""
+    last = [torch.arange(4)] * 2 + [torch.full((4,), 3)] * 3
+    assert_letters(Program("steps", LastSteps, lambda n: (torch.randn(4, 4, WIDTH), last[n]), expect="EEEEE"))
+
+
+def test_a_gate_that_opens_after_several_batches():
+    gates = (0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0)
+    assert_letters(
+        Program("gate", Layers, lambda number: (torch.randn(6, WIDTH), torch.tensor(gates[number])), expect="EEEEERE")
+    )
