@@ -275,7 +275,7 @@ NEVER = {
     "attention within examples": lambda m, h: F.scaled_dot_product_attention(h[:, None], h[:, None], h[:, None])[:, 0],
     "an outer product": lambda m, h: (h[:, :, None] * h[:, None]).sum(1),
     "a softmax within examples": lambda m, h: h.softmax(1),
-    "a shift within examples": lambda m, h: h.roll(1, 1),
+    "a shift within examples": lambda m, h: torch.cat([h, h], 1).roll(1, 1)[:, :WIDTH],
     "rows of a parameter": lambda m, h: h * m.bare[torch.tensor([2, 0, 1, 3, 3, 1])],
     "a reshape": lambda m, h: h.view(6, 1, WIDTH).repeat(1, 2, 1).sum(1),
 }
@@ -285,9 +285,10 @@ BY_INDEX = {
     "gather": lambda m, h, order: h.gather(0, order[:, None].expand_as(h)),
     "index_add": lambda m, h, order: torch.zeros_like(h).index_add(0, order, h),
     "index_put": lambda m, h, order: torch.zeros_like(h).index_put((order,), h),
+    "an index along another dimension": lambda m, h, order: h[None][:, order][0],
     "scatter": lambda m, h, order: torch.zeros_like(h).scatter(0, order[:, None].expand_as(h), h),
 }
-SEES_ORDER = ("an index", "index_select", "index_put")
+SEES_ORDER = ("an index", "index_select", "index_put", "an index along another dimension")
 IN_ORDER, PERMUTED = torch.arange(6), torch.tensor([3, 1, 5, 0, 2, 4])
 
 

@@ -2613,13 +2613,6 @@ BY_MARKS = [
         (*PARTS, "outweighs"),
     ),
     Mutant(
-        "rows in order are doubted as long as those in no order",
-        SEARCH,
-        "    if doubt is Doubt.IRREGULAR and found.is_regular:\n",
-        "    if False:\n",
-        ("tests/test_coinciding_sizes.py",),
-    ),
-    Mutant(
         "a layout in no order is stored",
         STORED,
         "        if not all(each.is_regular for each in found):\n",
@@ -2674,13 +2667,6 @@ BY_MARKS = [
         "            or uses.hooked\n",
         "",
         (*LAW_OF_MIXING, "third_batch"),
-    ),
-    Mutant(
-        "rows that are no multiple of the examples are in order",
-        STORED,
-        "            or not all(map(_has_rows, uses.calls, known.rows, [examples] * len(uses.calls)))\n",
-        "",
-        ("tests/laws/test_law_of_order.py", "-k", "any_order"),
     ),
     Mutant(
         "what is to be measured anew is known",
@@ -2764,7 +2750,7 @@ BY_MARKS = [
         STORED,
         "                        raise given_shared(call, names)\n",
         "                        pass\n",
-        (*LAW_OF_MIXING, "programs"),
+        (*CHANGES, "given_what"),
     ),
     Mutant(
         "the largest norm is that of the last batch",
@@ -3151,7 +3137,7 @@ BY_MARKS = [
         FIRST,
         "        return len(losses) > 1 and not half and not is_traced()\n",
         "        return len(losses) > 1 and not is_traced()\n",
-        (*PARTS, "half"),
+        (*PARTS, "too_few_powers"),
     ),
     Mutant(
         "sums that were formed before a failure stay",

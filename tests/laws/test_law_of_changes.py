@@ -24,7 +24,7 @@ class Layers(nn.Module):
 
     def forward(self, x, gate):
         h = torch.tanh(self.first(x))
-        return self.second(h + gate * (h - 2 * h.mean(0)))
+        return self.second(h + gate * (h - 2 * h.mean(0, keepdim=True)))
 
 
 class Bare(nn.Module):
@@ -36,7 +36,7 @@ class Bare(nn.Module):
 
     def forward(self, x, gate):
         h = x @ self.first * self.scale
-        return h + gate * (h - 2 * h.mean(0))
+        return h + gate * (h - 2 * h.mean(0, keepdim=True))
 
 
 def program(build, dtype):
@@ -87,6 +87,25 @@ WAYS = {
 def test_forwards_that_take_another_way(way):
     """They say nothing about what the batch's own forward read."""
     assert_letters(Program(way, lambda: TwoWays(*WAYS[way]), lambda number: (torch.randn(6, WIDTH),), expect="RR"))
+
+
+class GivenWhatIsShared(nn.Module):
+    """A layer reads a table of parameters, with as many rows as the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.table = (
+            nn.Linear(WIDTH, 3),
+            nn.Linear(WIDTH, 3),
+            nn.Parameter(torch.ones(6, WIDTH)),
+        )
+
+    def forward(self, x):
+        return (self.first(x) + self.second(self.table)).tanh()
+
+
+def test_a_layer_that_is_given_what_all_examples_share():
+    assert_letters(Program("table", GivenWhatIsShared, lambda number: (torch.randn(6, WIDTH),), expect="RR"))
 
 
 class TimeFirstInThree(nn.Module):
@@ -147,5 +166,5 @@ def test_a_diagonal_that_fits_two_orders():
 def test_a_gate_that_opens_after_several_batches():
     gates = (0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0)
     assert_letters(
-        Program("gate", Layers, lambda number: (torch.randn(6, WIDTH), torch.tensor(gates[number])), expect="EEEEERE")
+        Program("gate", Layers, lambda number: (torch.randn(4, WIDTH), torch.tensor(gates[number])), expect="EEEEERE")
     )
