@@ -264,8 +264,8 @@ ALWAYS = {
     "a product with data from the right": lambda m, h: (h.T @ EYE).T,
     "a sparse product": lambda m, h: torch.sparse.mm(EYE.to_sparse(), h),
     "attention over examples": lambda m, h: F.scaled_dot_product_attention(
-        h[None], h[None], h[None], torch.where(EYE > 0, 0.0, -torch.inf)
-    )[0],
+        *[h[None, None]] * 3, torch.where(EYE > 0, 0.0, -torch.inf)
+    )[0, 0],
     "a mask and a sum": lambda m, h: (EYE[:, :, None] * h[None]).sum(1),
     "a function of one's own": lambda m, h: Own.apply(h),
     "an operation that is not known": lambda m, h: h.renorm(2, 0, 1.0),

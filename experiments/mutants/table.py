@@ -2708,7 +2708,7 @@ BY_MARKS = [
         STORED,
         "            [number for number, call in enumerate(uses.calls) if owned[call].zero],\n",
         "            [],\n",
-        (*LAW_OF_MIXING, "gate_that_opens"),
+        (*LAW_OF_MIXING, "gate_that_opens and transformer and attention"),
     ),
     Mutant(
         "a gradient where there was none goes unnoticed",
@@ -2971,7 +2971,7 @@ BY_MARKS = [
         FORWARDS,
         "or is_trial() or",
         "or",
-        (*PARTS, "trial"),
+        (*PARTS, "tried"),
     ),
     Mutant(
         "calls that made none of the losses are run again",
@@ -2992,19 +2992,7 @@ BY_MARKS = [
         SEARCH,
         "                raise mixes(node, names)\n",
         "                continue\n",
-        LAW_OF_MIXING[:1],
-    ),
-    Mutant(
-        "losses may come from parameters alone",
-        SEARCH,
-        "    if losses.grad_fn in shared:\n",
-        "    if False:\n",
-        (
-            "tests/test_fallback.py",
-            "tests/test_refusals.py",
-            "tests/test_pitfalls.py",
-            "tests/test_shared_parameters.py",
-        ),
+        (*LAW_OF_MIXING, "test_activations and transformer and attention"),
     ),
     Mutant(
         "consumers of what all examples share are not followed",
@@ -3012,13 +3000,6 @@ BY_MARKS = [
         "                shared[node] = None\n                stack.append(node)\n",
         "                shared[node] = None\n",
         (*EXACT, "difficult and (bare or positions)"),
-    ),
-    Mutant(
-        "what is looked up is told by its first output alone",
-        SEARCH,
-        "any(may_be_shared(each, owned[each], doubt) for each in subjects)",
-        "may_be_shared(subjects[0], owned[subjects[0]], doubt)",
-        (*EXACT, "random_graphs or models"),
     ),
     Mutant(
         "norms that follow marks ring no alarm",
