@@ -2704,13 +2704,6 @@ BY_MARKS = [
         (*TRAPPED, "gate_of_zero or cap_on or starts_late"),
     ),
     Mutant(
-        "layers without a gradient are not watched",
-        STORED,
-        "            [number for number, call in enumerate(uses.calls) if owned[call].zero],\n",
-        "            [],\n",
-        (*LAW_OF_MIXING, "gate_that_opens and transformer and attention"),
-    ),
-    Mutant(
         "a gradient where there was none goes unnoticed",
         STORED,
         "        return bool(self._arrived) and bool(torch.stack(self._arrived).any())\n",
@@ -2992,7 +2985,7 @@ BY_MARKS = [
         SEARCH,
         "                raise mixes(node, names)\n",
         "                continue\n",
-        (*LAW_OF_MIXING, "test_activations and transformer and attention"),
+        (*LAW_OF_MIXING, "test_activations and perceptron"),
     ),
     Mutant(
         "consumers of what all examples share are not followed",
@@ -3138,13 +3131,6 @@ BY_MARKS = [
         "        return range(len(call.shape) - 1)\n",
         "        return (call.batch_dim,)\n",
         (*EXACT, "difficult and time_first"),
-    ),
-    Mutant(
-        "every layer's rule takes the examples along any dimension",
-        "ghostclip/nn/base.py",
-        "        return (call.batch_dim,)\n",
-        "        return range(len(call.shape) - 1)\n",
-        (*LAW_OF_MIXING, "batch_as_time or programs"),
     ),
 ]
 
