@@ -2981,13 +2981,6 @@ BY_MARKS = [
         (*PARTS, "copy_of_a_model"),
     ),
     Mutant(
-        "mixed data may go into what all examples share",
-        SEARCH,
-        "                raise mixes(node, names)\n",
-        "                continue\n",
-        (*LAW_OF_MIXING, "test_activations and perceptron"),
-    ),
-    Mutant(
         "consumers of what all examples share are not followed",
         SEARCH,
         "                shared[node] = None\n                stack.append(node)\n",
@@ -3098,13 +3091,6 @@ BY_MARKS = [
         "            except RowsMovedError:\n                return self._clip_once(loss_fn, batch)\n",
         "            except RowsMovedError:\n                raise\n",
         (*CHANGES, "same_step"),
-    ),
-    Mutant(
-        "a pass after a watched zero spoke is the same again",
-        FIRST,
-        "            found = self._pass(losses, keep, exact, retain_graph, anew=True)\n",
-        "            found = self._pass(losses, keep, exact, retain_graph)\n",
-        (*CHANGES, "gate_that_opens"),
     ),
     Mutant(
         "float16 losses are given marks of float32",
