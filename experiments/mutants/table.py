@@ -831,10 +831,7 @@ AROUND = [
     ),
 ]
 
-SHARED_NONFINITE = ("tests/test_nonfinite_shared.py", "-k")
-LATE = ("tests/test_first_gradients.py", "-k")
-COINCIDING = ("tests/test_coinciding_sizes.py", "-k")
-OPEN = ("tests/test_open_boundaries.py", "-k")
+PARTS_OF_OWNERSHIP = ("tests/test_ownership.py", "-k")
 MOVED = ("tests/test_moved_rows.py", "-k")
 PROVED = [
     Mutant(
@@ -954,7 +951,7 @@ PROVED = [
         "ghostclip/clipper/first_pass.py",
         "self.is_open = layout.calls, layout.check, not layout.stored\n",
         "self.is_open = layout.calls, None, False\n",
-        (*LATE, "compiled"),
+        (*PARTS_OF_OWNERSHIP, "compiled_steps_wait"),
     ),
     Mutant(
         "rows of a product of heads are in the order of examples",
@@ -1922,7 +1919,7 @@ CHECKED = [
 ]
 
 # Rows that are picked by index and put back: an error there gives an example's rows to another one.
-PICKED, PICKS = "ghostclip/graph/picked_rows.py", ("tests/test_experts_mistakes.py",)
+PICKS = ("tests/test_experts_mistakes.py",)
 EXPERTS = ("tests/test_experts.py",)
 FOLLOWED = [
     Mutant(
@@ -1974,7 +1971,6 @@ RAGGED_NORMS = [
 ]
 
 # Rows of ragged examples that are followed through the graph, with no other test after the first batch.
-RAGGED, OWNERS = "ghostclip/graph/ragged_rows.py", ("tests/test_ragged_rows.py",)
 OWNED = [
     Mutant(
         "the order of examples in a packed sequence isn't among its lengths",
@@ -2466,7 +2462,7 @@ MARKED, ALARMED = "ghostclip/graph/owners.py", "ghostclip/graph/alarm.py"
 STORED, MOVES = "ghostclip/graph/layouts.py", "ghostclip/graph/moves.py"
 RERUN, SEARCH = "ghostclip/graph/overwritten.py", "ghostclip/graph/shared/search.py"
 FORWARDS = "ghostclip/clipper/forwards.py"
-PARTS, TRAPPED = ("tests/test_ownership.py", "-k"), ("tests/laws/test_law_of_traps.py", "-k")
+PARTS, TRAPPED = PARTS_OF_OWNERSHIP, ("tests/laws/test_law_of_traps.py", "-k")
 LAW_OF_MIXING, CHANGES = ("tests/laws/test_law_of_mixing.py", "-k"), ("tests/laws/test_law_of_changes.py", "-k")
 EXACT = ("tests/laws/test_law_of_norms.py", "-k")
 BY_MARKS = [
