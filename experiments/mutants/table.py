@@ -831,8 +831,7 @@ AROUND = [
     ),
 ]
 
-PARTS_OF_OWNERSHIP = ("tests/test_ownership.py", "-k")
-MOVED = ("tests/test_moved_rows.py", "-k")
+PARTS_OF_OWNERSHIP = ("tests/test_ownership.py", "tests/test_row_layouts.py", "-k")
 PROVED = [
     Mutant(
         "a normalised weight's gradient keeps its length",
