@@ -1,0 +1,201 @@
+"""Marks, and the owners of rows that they show: each part by itself."""
+
+import pytest
+import torch
+
+from ghostclip.graph import alarm
+from ghostclip.graph.owners import Marks, Owned, Rows, compared, fits, numbers, owners
+
+MARKS = Marks()
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+WIDTH = 5
+
+
+# Marks ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("marks", [MARKS, alarm.ALARM], ids=["owners", "alarm"])
+@pytest.mark.parametrize("examples", [2, 3, 16, 33, 100])
+def test_marks_are_spread_over_all_levels(marks, examples):
+    level = marks.drawn(torch.ones(examples)).log2()
+    shares = torch.unique(level, return_counts=True)[1]
+    assert level.min() == marks.lowest
+    assert level.max() == (marks.lowest + marks.levels - 1 if examples > 1 else marks.lowest)
+    assert int(shares.max()) - int(shares.min()) <= 1
+    assert len(shares) == min(examples, marks.levels)
+
+
+def test_marks_are_powers_of_two_below_one():
+    marks = MARKS.drawn(torch.ones(200))
+    assert (marks < 1).all()
+    assert torch.equal(marks.log2(), marks.log2().round())
+
+
+def test_marks_of_the_alarm_are_never_above_one():
+    """A hook that cuts large gradients doesn't act because of them."""
+    assert (alarm.ALARM.drawn(torch.ones(200)) <= 1).all()
+
+
+@pytest.mark.parametrize("marks", [MARKS, alarm.ALARM], ids=["owners", "alarm"])
+def test_no_two_examples_share_a_mark_for_long(marks):
+    drawn = torch.stack([marks.drawn(torch.ones(128)) for _ in range(20)])
+    always = (drawn[:, :, None] == drawn[:, None]).all(0)
+    assert int(always.sum()) == 128
+
+
+# Rows and their marks ------------------------------------------------------------------------------------------------
+
+
+def both(plain, marks, dtype=torch.float32):
+    """Numbers of rows, and of the rows multiplied with marks."""
+    plain = plain.to(dtype)
+    return plain, numbers(plain, 0), plain * marks.to(dtype)[:, None]
+
+
+@DTYPES
+def test_rows_times_their_marks_fit_and_others_do_not(dtype):
+    torch.manual_seed(0)
+    marks, floor = MARKS.drawn(torch.ones(40)), torch.finfo(dtype).tiny * 2.0**60
+    _, plain, marked = both(torch.randn(40, WIDTH), marks, dtype)
+    shown = fits(plain, numbers(marked, 0), marks, floor, MARKS)
+    assert shown is not None
+    assert shown.all()
+    assert fits(plain, numbers(marked, 0), marks.roll(1), floor, MARKS) is None
+
+
+@DTYPES
+@pytest.mark.parametrize("off", [1e-5, 1e-3, 1e-2])
+def test_the_tolerance_is_a_small_share_of_the_largest_entry(dtype, off):
+    marks = MARKS.drawn(torch.ones(8))
+    _, plain, marked = both(torch.ones(8, WIDTH), marks, dtype)
+    marked[2, 1] *= 1 + off
+    found, _ = compared(plain, numbers(marked, 0), marks, 0.0, MARKS)
+    assert found.tolist() == [row == 2 and off > 1e-4 for row in range(8)]
+
+
+@DTYPES
+def test_either_number_of_a_row_shows_that_it_is_off(dtype):
+    """The projections agree in one row, and the largest entries in the other."""
+    marks = torch.full((2,), 0.5)
+    _, plain, marked = both(torch.tensor([[3.0, 1.0, 1.0], [3.0, 1.0, 1.0]]), marks, dtype)
+    _, along = numbers(torch.eye(3, dtype=dtype), 0)
+    marked[0, :2] += along[[1, 0]] * torch.tensor([1.0, -1.0], dtype=dtype)
+    marked[1, 1] *= 1.1
+    found, _ = compared(plain, numbers(marked, 0), marks, 0.0, MARKS)
+    assert found.tolist() == [True, True]
+
+
+@DTYPES
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e-30])
+def test_rows_that_are_not_finite_or_tiny_show_nothing(dtype, value):
+    marks = MARKS.drawn(torch.ones(4))
+    _, plain, marked = both(torch.tensor([1.0, value, 1.0, 1.0])[:, None], marks, dtype)
+    marked[1] *= 1.5
+    off, clear = compared(plain, numbers(marked, 0), marks, 1e-20, MARKS)
+    assert off.tolist() == [False] * 4
+    assert clear.tolist() == [True, False, True, True]
+
+
+@DTYPES
+def test_rows_that_are_zero_in_the_plain_backward_only_have_several_owners(dtype):
+    marks = MARKS.drawn(torch.ones(4))
+    _, plain, marked = both(torch.tensor([[1.0], [0.0], [1.0], [0.0]]), marks, dtype)
+    marked[1] = 0.25
+    assert compared(plain, numbers(marked, 0), marks, 1e-20, MARKS)[0].tolist() == [False, True, False, False]
+
+
+# Owners of the rows of one tensor ------------------------------------------------------------------------------------
+
+
+def owners_of(change, rows, dtype=torch.float32, losses=lambda h: h.flatten(1).square().sum(1)):
+    """What is found of a tensor of so many rows, of which ``change`` makes what has a row for each loss."""
+    leaf = torch.randn(rows, WIDTH, dtype=dtype).requires_grad_()
+    h = leaf * 1.0
+    edge = (h.grad_fn, 0)
+    return owners(losses(change(h)), [], [edge], [leaf])[edge]
+
+
+class Halves(torch.autograd.Function):
+    """A backward that gives every row half of its plain gradient as soon as losses are multiplied with marks."""
+
+    @staticmethod
+    def forward(ctx, h):
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad if not (grad.abs() < 1.0).all() else torch.full_like(grad, 0.5)
+
+
+@DTYPES
+@pytest.mark.parametrize("examples", [2, 5, 40])
+@pytest.mark.parametrize("times", [1, 3])
+def test_rows_in_order(dtype, examples, times):
+    example_first = owners_of(lambda h: h.view(examples, times, WIDTH), examples * times, dtype)
+    row_first = owners_of(lambda h: h.view(times, examples, WIDTH).transpose(0, 1), examples * times, dtype)
+    assert example_first == Owned(Rows(0, "example"), shown=True)
+    assert row_first == Owned(Rows(0, "row" if times > 1 else "example"), shown=True)
+
+
+@DTYPES
+@pytest.mark.parametrize("examples", [2, 5, 40, 1100])
+def test_permuted_rows_get_owners(dtype, examples):
+    order = torch.randperm(examples).roll(1)
+    found = owners_of(lambda h: h[order], examples, dtype)
+    if torch.equal(order, torch.arange(examples)):
+        assert found.is_regular
+    else:
+        assert torch.equal(found.rows.order.index, order.argsort())
+        assert found.shown
+        assert not found.is_regular
+
+
+@DTYPES
+@pytest.mark.parametrize("examples", [2, 5, 40])
+@pytest.mark.parametrize("mix", [lambda h: h - h.mean(0), lambda h: h + h.roll(1, 0), lambda h: h.cumsum(0)])
+def test_mixed_rows_have_no_owner(dtype, examples, mix):
+    assert owners_of(mix, examples, dtype).is_shared
+
+
+@DTYPES
+def test_rows_that_two_examples_have_in_equal_parts_have_no_owner(dtype):
+    """Multiplied with equal marks they look like one example's, in a backward for a digit."""
+    for _ in range(20):
+        pair = owners_of(lambda h: torch.cat([h[:1], h[:1], h[1:]]), 40, dtype, lambda h: h.sum(1))
+        assert pair.is_shared
+
+
+def test_rows_that_read_as_an_example_that_is_not_there_have_no_owner():
+    """As many levels as digits: of three examples only three digits of 32 are any example's."""
+    for _ in range(20):
+        found = owners_of(Halves.apply, 3, losses=lambda h: h.sum(1))
+        assert found.rows is None or int(found.rows.order.index.max()) < 3
+
+
+def test_rows_of_one_example_show_nothing_of_the_others():
+    found = owners_of(lambda h: torch.cat([h, h.detach() * torch.ones(3, 1)]), 1)
+    assert found.open
+    assert not found.shown
+
+
+def test_rows_that_one_example_outweighs_are_open():
+    """Each row has a part of all examples, and a large one of one."""
+
+    def parts(h):
+        shares = torch.ones(20, 2, dtype=h.dtype)
+        shares[17, 0] = shares[3, 1] = 1e14
+        return shares @ h
+
+    found = owners_of(parts, 2, torch.float64, lambda h: h.sum(1))
+    assert found.shown
+    assert found.open
+
+
+def test_a_diagonal_fits_both_dimensions():
+    found = owners_of(lambda h: h.diagonal()[:, None], WIDTH)
+    assert found.unclear
+    assert not owners_of(lambda h: h, WIDTH).unclear
+
+
+def test_a_tensor_that_no_gradient_reaches_is_zero():
+    assert owners_of(lambda h: 0.0 * h, 4).zero

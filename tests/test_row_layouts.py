@@ -1,0 +1,371 @@
+"""What moves rows by values, when ownership is measured, the alarm, forwards again: each part by itself."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ghostclip
+from ghostclip.clipper.forwards import ModelCalls
+from ghostclip.clipper.replay import Replay
+from ghostclip.errors import RowsMovedError, UnsupportedModelError
+from ghostclip.graph import alarm, layouts
+from ghostclip.graph.moves import movements
+from ghostclip.graph.overwritten import overwriting
+from ghostclip.graph.owners import owners
+from ghostclip.graph.parameter_names import ParameterNames
+from ghostclip.graph.reader import read_graph
+from ghostclip.graph.shared.search import edges_of
+from ghostclip.norms.ragged import RowIndex
+
+WIDTH = 5
+
+
+# What moves rows by values -------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Layers with something between them, which may read a parameter and data."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.first, self.second, self.between = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3), between
+        self.bare = nn.Parameter(torch.eye(WIDTH))
+
+    def forward(self, x, *more):
+        return self.second(self.between(self, self.first(x).tanh(), *more)).square().flatten(1).sum(1)
+
+
+def read(between, *data, examples=6, more=()):
+    model = Model(between)
+    clipper = ghostclip.GhostClipper(ghostclip.wrap(model))
+    losses = model(torch.randn(examples, *more, WIDTH), *data)
+    return model, clipper, losses, read_graph(losses, ParameterNames(model))
+
+
+def moved(between, *data, examples=6, more=()):
+    """What moves rows in a graph of one batch, and whether it does in this batch."""
+    _, _, losses, uses = read(between, *data, examples=examples, more=more)
+    found = owners(losses, uses.calls, edges_of(uses, uses.nodes, losses), [node.variable for node in uses.leaves])
+    at = {edge: each for edge, each in found.items() if isinstance(edge, tuple)}
+    at |= {(uses.capturing[call], 0): found[call] for call in uses.calls}
+    movement = movements(uses, at, examples)
+    return movement, bool(movement.always) or movement.moved(uses, examples)
+
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h):
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+EYE = torch.eye(6)
+ALWAYS = {
+    "a product with data from the left": lambda m, h: EYE @ h,
+    "a product with data from the right": lambda m, h: (h.T @ EYE).T,
+    "a sparse product": lambda m, h: torch.sparse.mm(EYE.to_sparse(), h),
+    "attention over examples": lambda m, h: F.scaled_dot_product_attention(
+        *[h[None, None]] * 3, torch.where(EYE > 0, 0.0, -torch.inf)
+    )[0, 0],
+    "a mask and a sum": lambda m, h: (EYE[:, :, None] * h[None]).sum(1),
+    "a function of one's own": lambda m, h: Own.apply(h),
+    "an operation that is not known": lambda m, h: h.renorm(2, 0, 1.0),
+}
+NEVER = {
+    "a product with a parameter": lambda m, h: h @ m.bare,
+    "attention within examples": lambda m, h: F.scaled_dot_product_attention(h[:, None], h[:, None], h[:, None])[:, 0],
+    "an outer product": lambda m, h: (h[:, :, None] * h[:, None]).sum(1),
+    "a softmax within examples": lambda m, h: h.softmax(1),
+    "a shift within examples": lambda m, h: torch.cat([h, h], 1).roll(1, 1)[:, :WIDTH],
+    "rows of a parameter": lambda m, h: h * m.bare[torch.tensor([2, 0, 1, 3, 3, 1])],
+    "a reshape": lambda m, h: h.view(6, 1, WIDTH).repeat(1, 2, 1).sum(1),
+}
+BY_INDEX = {
+    "an index": lambda m, h, order: h[order],
+    "index_select": lambda m, h, order: h.index_select(0, order),
+    "gather": lambda m, h, order: h.gather(0, order[:, None].expand_as(h)),
+    "index_add": lambda m, h, order: torch.zeros_like(h).index_add(0, order, h),
+    "index_put": lambda m, h, order: torch.zeros_like(h).index_put((order,), h),
+    "an index along another dimension": lambda m, h, order: h[None][:, order][0],
+    "scatter": lambda m, h, order: torch.zeros_like(h).scatter(0, order[:, None].expand_as(h), h),
+}
+SEES_ORDER = ("an index", "index_select", "index_put", "an index along another dimension")
+IN_ORDER, PERMUTED = torch.arange(6), torch.tensor([3, 1, 5, 0, 2, 4])
+
+
+@pytest.mark.parametrize("name", ALWAYS)
+def test_what_moves_rows_by_values_is_measured_in_every_batch(name):
+    assert moved(ALWAYS[name])[0].always
+
+
+@pytest.mark.parametrize("name", NEVER)
+def test_what_leaves_the_examples_in_place_moves_nothing(name):
+    movement, moves = moved(NEVER[name])
+    assert not movement.always
+    assert not moves
+
+
+@pytest.mark.parametrize("name", BY_INDEX)
+def test_an_index_is_looked_at(name):
+    assert moved(BY_INDEX[name], PERMUTED)[1]
+    movement, moves = moved(BY_INDEX[name], IN_ORDER)
+    assert not movement.always
+    assert moves == (name not in SEES_ORDER)
+
+
+def test_a_reshape_that_takes_other_examples_together_at_another_size():
+    def between(m, h):
+        return h.transpose(0, 1).reshape(-1, WIDTH).view(3, -1, WIDTH).transpose(0, 1).square()
+
+    movement, moves = moved(between, examples=4, more=(3,))
+    assert not movement.always
+    assert not moves
+    assert movement.moved(read(between, examples=4, more=(6,))[3], 4)
+    assert not movement.moved(read(between, examples=6, more=(3,))[3], 6)
+
+
+# When ownership is measured ------------------------------------------------------------------------------------------
+
+
+def measured(sizes, between=lambda m, h: h, dtype=None, hook=lambda number, h: None, **options):
+    """Which of some batches are measured, by number from 1."""
+    found, known = [], layouts.Layouts(lambda _: None)
+    model = ghostclip.wrap(Model(lambda m, h: between(m, h)).to(dtype or torch.float32))
+    names = ParameterNames(model)
+    for number, examples in enumerate(sizes, 1):
+        h = torch.randn(examples, WIDTH, dtype=dtype or torch.float32)
+        losses = model(h)
+        hook(number, losses)
+        if known.lay_out(losses, read_graph(losses, names), names, forward=lambda: None, **options).measured:
+            found.append(number)
+    return found
+
+
+def test_batches_of_a_kind_are_measured_less_and_less_often():
+    assert measured([4] * 200) == [1, 2, 4, 8, 16, 32, 64, 128, 192]
+
+
+def test_a_batch_at_least_twice_as_large_is_measured():
+    assert measured([4, 4, 8, 8, 15, 15, 16, 15, 31, 32]) == [1, 2, 3, 4, 7, 8, 10]
+
+
+def test_batches_of_float16_are_measured_more_often():
+    found = measured([4] * 50, dtype=torch.float16)
+    assert {1, 2, 4, 8, 16, 32, 48} <= set(found)
+    assert len(found) < 10
+
+
+def by_orders():
+    """An order that is the identity but in the second batch."""
+    left = iter([IN_ORDER, PERMUTED, *[IN_ORDER] * 8])
+    return lambda m, h: h[next(left)]
+
+
+@pytest.mark.parametrize("between", [by_orders(), lambda m, h: torch.cat([h[::2], h[1::2]])], ids=["index", "parts"])
+def test_what_was_irregular_is_measured_in_every_batch(between):
+    assert measured([6] * 10, between) == list(range(1, 11))
+
+
+def test_an_index_that_moves_rows_is_measured():
+    orders = [*[IN_ORDER] * 2, PERMUTED, *[IN_ORDER] * 2]
+    left = iter(orders)
+    found = measured([6] * 5, lambda m, h: h[next(left)])
+    assert {1, 2, 3} <= set(found)
+
+
+def test_hooks_are_measured_in_every_batch():
+    def between(m, h):
+        h = h * 1.0
+        h.register_hook(lambda grad: grad)
+        return h
+
+    assert measured([4] * 10, between) == list(range(1, 11))
+
+
+@pytest.mark.parametrize("options", [{"anew": True}, {"indices": [RowIndex(torch.arange(4), 4)]}], ids=str)
+def test_what_is_asked_for_is_measured(options):
+    assert measured([4] * 10, **options) == list(range(1, 11))
+
+
+def test_rows_of_a_single_example_are_not_taken_to_hold():
+    """The others' gradients are zero: nothing was shown about them."""
+
+    def between(m, h):
+        return h * torch.tensor([1.0, 0.0, 0.0, 0.0])[:, None]
+
+    found, shown = [], layouts.Layouts(lambda _: None)
+    model = ghostclip.wrap(Model(between))
+    names = ParameterNames(model)
+    for _ in range(6):
+        losses = model(torch.randn(4, WIDTH)) * torch.tensor([1.0, 0.0, 0.0, 0.0])
+        found.append(shown.lay_out(losses, read_graph(losses, names), names).measured)
+    assert all(found)
+
+
+def test_a_refused_structure_is_measured_in_every_batch_from_then_on():
+    known = layouts.Layouts(lambda _: None)
+    model = ghostclip.wrap(Model(lambda m, h, gate: h + gate * h.mean(0)))
+    names, found = ParameterNames(model), []
+    for gate in (0.0, 0.0, 1.0, 0.0, 0.0, 0.0):
+        losses = model(torch.randn(4, WIDTH), torch.tensor(gate))
+        uses = read_graph(losses, names)
+        if gate:
+            with pytest.raises(UnsupportedModelError, match="depends on the examples"):
+                known.lay_out(losses, uses, names, anew=True)
+        else:
+            found.append(known.lay_out(losses, uses, names).measured)
+    assert found[2:] == [True, True, True]
+
+
+def test_compiled_steps_wait_while_a_layout_is_not_stored():
+    found = {}
+    for name, between in (("stored", lambda m, h: h), ("not stored", lambda m, h: EYE @ h)):
+        _, clipper, losses, _ = read(between)
+        clipper.backward(losses)
+        found[name] = clipper.passes.is_open
+    assert found == {"stored": False, "not stored": True}
+
+
+# The alarm -----------------------------------------------------------------------------------------------------------
+
+
+def rings(norms, marks, largest=0.0, again=True):
+    return alarm.rings(alarm.figures(norms, marks).tolist(), len(norms), largest, again)
+
+
+def test_norms_that_follow_marks_ring():
+    marks = alarm.ALARM.drawn(torch.ones(64))
+    assert rings(1 / marks, marks)
+    assert rings(1 / marks, marks, again=False)
+    assert not rings(marks, marks)
+
+
+def test_honest_norms_do_not_ring():
+    torch.manual_seed(0)
+    for _ in range(200):
+        norms = torch.randn(64).exp()
+        assert not rings(norms, alarm.ALARM.drawn(norms), largest=float(norms.max()))
+
+
+def test_a_norm_far_above_all_that_were_measured_rings_where_it_costs_a_forward_only():
+    norms, marks = torch.tensor([1.0, 17.0]), torch.tensor([0.5, 2.0**-15])
+    assert rings(norms, marks, largest=1.0)
+    assert not rings(norms, marks, largest=1.1)
+    assert not rings(norms, marks, largest=0.0)
+    assert not rings(norms, marks, largest=1.0, again=False)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_norms_that_are_not_finite_do_not_ring(value):
+    marks = alarm.ALARM.drawn(torch.ones(64))
+    norms = 1 / marks
+    norms[3] = value
+    assert not rings(norms, marks)
+
+
+def test_the_largest_norm_that_was_measured_is_remembered():
+    known = layouts.Layouts(lambda _: None)
+    for top in (3.0, 1.0, float("inf")):
+        known.check_norms(7, [top, 0.0, 0.0], 4, measured=True, again=True)
+    known.check_norms(7, [47.0, 0.0, 1.0], 4, measured=False, again=True)
+    with pytest.raises(RowsMovedError, match="nothing was clipped"):
+        known.check_norms(7, [49.0, 0.0, 1.0], 4, measured=False, again=True)
+
+
+@pytest.mark.parametrize("second_pass", ["cached", "reweight"])
+def test_float16_has_too_few_powers_of_two_for_marks_in_passes(second_pass):
+    model = ghostclip.wrap(Model(lambda m, h: h).half())
+    clipper = ghostclip.GhostClipper(model, 1.0, second_pass=second_pass)
+    for _ in range(3):
+        losses = model(torch.randn(40, WIDTH).half())
+        plain = clipper.norms(losses, retain_graph=True)
+        torch.testing.assert_close(clipper.backward(losses).norms, plain)
+
+
+# Forwards again ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [2, 3, 6, 7])
+def test_each_half_is_overwritten_once_by_a_row_of_the_other(rows):
+    first, second = overwriting(0, rows), overwriting(1, rows)
+    half = rows // 2
+    assert first == [*range(half), *[half - 1] * (rows - half)]
+    assert second == [*[half] * half, *range(half, rows)]
+    assert not set(first) & set(second)
+
+
+def test_a_copy_of_a_model_notes_no_calls():
+    model = Model(lambda m, h: h)
+    calls = ModelCalls(model)
+    own = model(torch.randn(4, WIDTH))
+    assert calls.behind(own) is not None
+    model.between = None  # a lambda isn't stored
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other.between = lambda m, h: h
+        for _ in range(ModelCalls.MOST):
+            other(torch.randn(4, WIDTH))
+    assert calls.behind(own) is not None
+
+
+def test_a_forward_that_is_tried_is_no_call_of_the_model():
+    model = Model(lambda m, h: h)
+    calls = ModelCalls(model)
+    own = model(torch.randn(4, WIDTH))
+    for _ in range(ModelCalls.MOST):
+        with Replay(model).again(gradients=True):
+            model(torch.randn(4, WIDTH))
+    assert calls.behind(own) is not None
+
+
+def test_only_calls_that_made_the_losses_are_run_again():
+    model = Model(lambda m, h: h)
+    calls = ModelCalls(model)
+    first, second = model(torch.randn(4, WIDTH)), model(torch.randn(4, WIDTH))
+    assert len(calls.behind(first)(0, 4)) == 1
+    assert len(calls.behind(first + second)(0, 4)) == 2
+
+
+# What users say ------------------------------------------------------------------------------------------------------
+
+
+class EitherFirst(nn.Module):
+    """Layers on [B, T, d] or [T, B, d]."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x, time_first):
+        x = x.transpose(0, 1) if time_first else x
+        return self.second(self.first(x).tanh()).square().sum((0, 2) if time_first else (1, 2))
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_dimension_that_is_said_must_agree(right):
+    model = EitherFirst()
+    clipper = ghostclip.GhostClipper(ghostclip.wrap(model, batch_dim=1))
+    losses = model(torch.randn(4, 3, WIDTH), right)
+    if right:
+        clipper.backward(losses)
+    else:
+        with pytest.raises(UnsupportedModelError, match=r"batch_dim=\.\.\.\) says .* in dimension 0"):
+            clipper.backward(losses)
+
+
+@pytest.mark.parametrize("earlier", [0, 3])
+def test_an_index_that_is_said_must_agree(earlier):
+    model = Model(lambda m, h: h.view(4, 2, WIDTH).sum(1))
+    clipper = ghostclip.GhostClipper(ghostclip.wrap(model))
+    right = torch.arange(4).repeat_interleave(2)
+    for _ in range(earlier):
+        clipper.backward(model(torch.randn(8, WIDTH)))
+    clipper.backward(model(torch.randn(8, WIDTH)), batch_index=right)
+    with pytest.raises(UnsupportedModelError, match="batch_index says"):
+        clipper.backward(model(torch.randn(8, WIDTH)), batch_index=right.roll(1))
