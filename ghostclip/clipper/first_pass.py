@@ -153,14 +153,15 @@ class FirstPasses:
                 keep=keep, room=self._room_for_small(calls) if small else 0, exact=exact,
             )  # fmt: skip
             collector.structure, collector.marks = uses.structure, marks
+            region = calls[-1].region if calls and isinstance(calls[-1], FallbackCall) else None
             if marks is not None and small:
                 collector.seen = {}
-                if calls and isinstance(calls[-1], FallbackCall):
-                    calls[-1].region.watch = collector.see
+                if region is not None:
+                    region.watch = collector.see
             hooked = any(call.has_saved_tensor_hooks for call in calls)
             collector.random_states = RandomStates(losses.device) if hooked and not is_traced() else None
             collector.holds_graph = retain_graph or (chosen and (small or hooked))
-            sink = collector.receive if check is None else check.watched(collector.receive)
+            sink = collector.receive if check is None else check.watched(collector.receive, region)
             first_pass(losses, calls, sink, marks, retain_graph=collector.holds_graph or check is not None)
             if check is not None:
                 if check.fails():

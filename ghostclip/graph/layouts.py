@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_batchedtensor as is_batched
 
 from ghostclip.errors import LossShapeError, RowsMovedError, UnsupportedModelError
 from ghostclip.graph.alarm import rings
@@ -97,8 +96,13 @@ class WatchedZeros:
             self._edges.setdefault(node, []).append(number)
         self._hooks = list[Any]()
 
-    def watched(self, sink: Sink) -> Sink:
-        """A sink for the pass, which is told what ``sink`` is to be told."""
+    def watched(self, sink: Sink, region: SharedSubgraph | None) -> Sink:
+        """A sink for the pass, which is told what ``sink`` is to be told.
+
+        Below the boundaries of ``region``, gradients of several examples go down together, and aren't looked at.
+        """
+        if region is not None:
+            region.begins = self._close
 
         def look(call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
             if id(call) in self._calls:
@@ -111,14 +115,16 @@ class WatchedZeros:
         return look
 
     def _see(self, numbers: Sequence[int], grads: Sequence[Tensor | None]) -> None:
-        # Below boundaries gradients of several examples go down together; those of the pass itself came before.
-        own = [grads[number] for number in numbers]
-        self._arrived += [grad.any() for grad in own if grad is not None and not is_batched(grad)]
+        self._arrived += [grad.any() for grad in [grads[number] for number in numbers] if grad is not None]
+
+    def _close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def fails(self) -> bool:
         """Whether one of them was given a gradient that isn't zero, after the pass."""
-        for hook in self._hooks:
-            hook.remove()
+        self._close()
         return bool(self._arrived) and bool(torch.stack(self._arrived).any())
 
 

@@ -107,7 +107,7 @@ class Movements:
         )
 
 
-def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Collection[Any]) -> Movements:
+def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Collection[Any] = ()) -> Movements:
     """What moves rows in graphs like this one, of so many examples.
 
     Args:

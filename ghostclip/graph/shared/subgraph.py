@@ -48,6 +48,7 @@ class SharedSubgraph:
         shared: all of its nodes.
         shown: whether it was shown to be the same whatever the examples are.
         given: layers with examples that are given what all share; there is no rule for them.
+        begins: called in a pass before gradients go down from the boundaries.
         watch: told (tensor, gradient) of each boundary in a pass that measures.
     """
 
@@ -57,6 +58,7 @@ class SharedSubgraph:
     calls: dict[Any, LayerCall]
     uses: list[FallbackCall] = field(default_factory=list)
     watch: Callable[[Edge, Tensor], None] | None = None
+    begins: Callable[[], None] | None = None
     shared: list[Any] = field(default_factory=list)
     shown: bool = True
     given: list[LayerCall] = field(default_factory=list)
@@ -117,6 +119,8 @@ class SharedSubgraph:
             losses, seed: [B], and their gradient.
             sink, wanted: as in a first pass.
         """
+        if self.begins is not None:
+            self.begins()
         for boundary, grad in zip(self.boundaries, grads, strict=True):
             if self.watch is not None and grad is not None:
                 self.watch(boundary.edge, grad)
