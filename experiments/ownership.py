@@ -72,6 +72,7 @@ KINDS: dict[str, Mix] = {
     "one example adds another": lambda h, g: h + g * torch.cat([h[1:2], h[1:]]),
     "a constant matrix": by_matrix,
     "a hook that caps the gradient's norm": by_hook,
+    "one example adds a ten-thousandth of another": lambda h, g: h + 1e-4 * g * torch.cat([h[1:2], h[1:]]),
 }
 
 
@@ -181,54 +182,38 @@ def false_alarms(name: str, size: int, draws: int) -> dict[str, Any]:
     return {"norms": name, "size": size, "draws": draws, **counts}
 
 
-def share_at_once(row: dict[str, Any]) -> float:
-    """The share of seeds whose first mixed batch was refused."""
-    return row["refused_in"].count(0) / len(row["refused_in"])
+# Columns of the table: which settings each of them puts together.
+COLUMNS: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "in batch 1, or from a factor of zero": lambda row: row["start"] == 1 or row["before"] == SILENT,
+    'later, "reweight"': lambda row: row["second_pass"] == "reweight" and is_late(row),
+    'later, "cached"': lambda row: row["second_pass"] == "cached" and is_late(row),
+    'later, "cached", plain loop': lambda row: row["second_pass"] not in PASSES.values() and is_late(row),
+}
 
 
-def latest(row: dict[str, Any]) -> str:
-    """After how many mixed batches the last seed was refused."""
-    found = row["refused_in"]
-    return f"not in {LAST}" if None in found else str(max(found))
+def is_late(row: dict[str, Any]) -> bool:
+    """Whether mixing begins in a batch of a stored layout, in which nothing is silent."""
+    return row["start"] > 1 and row["before"] == FAINT
 
 
-def cell(rows: Sequence[dict[str, Any]]) -> str:
-    """Shares refused in the first mixed batch by size of the batch, and after how many the rest were."""
-    shares = " / ".join(f"{share_at_once(row):.2f}" for row in rows)
-    return shares if all(share_at_once(row) == 1 for row in rows) else f"{shares} (latest {latest_of(rows)})"
-
-
-def latest_of(rows: Sequence[dict[str, Any]]) -> str:
-    """The latest of several rows."""
-    found = [latest(row) for row in rows]
-    return next((each for each in found if not each.isdigit()), None) or str(max(map(int, found)))
+def cell(found: Sequence[Sequence[int | None]]) -> str:
+    """Shares refused in the first mixed batch, by size of the batch, and how many were clipped before at most."""
+    shares = [f"{each.count(0) / len(each):.3f}".rstrip("0").rstrip(".") for each in found]
+    every = [number for each in found for number in each]
+    most = f"{LAST} or more" if None in every else str(max(number for number in every if number is not None))
+    return shares[0] if set(shares) == {"1"} else f"{' / '.join(shares)} (at most {most} before)"
 
 
 def mixing_table(results: dict[str, Any]) -> str:
-    """A row for each kind; columns by second pass and first mixed batch."""
-    rows, last = results["mixing"], STARTS[-1]
-    columns = [
-        ('"cached" or "reweight", batch 1', lambda row: row["start"] == 1),
-        (f'"cached" or "reweight", batch {last}, from zero', lambda row: row["before"] == SILENT),
-    ]
-    columns += [
-        (f'"{name}", batch {start}' if "," not in name else f'"cached" in a plain loop, batch {start}', test)
-        for name in PASSES
-        for start in STARTS[1:]
-        for test in [
-            lambda row, name=name, start=start: (
-                row["second_pass"] == name and row["start"] == start and row["before"] == FAINT
-            )
-        ]
-    ]
-    lines = [f"| what mixes | {' | '.join(name for name, _ in columns)} |", "| --- " * (1 + len(columns)) + "|"]
+    """A row for each kind."""
+    rows = results["mixing"]
     sizes = sorted({row["size"] for row in rows})
+    lines = [f"| what mixes | {' | '.join(COLUMNS)} |", "| --- " * (1 + len(COLUMNS)) + "|"]
     for kind in dict.fromkeys(row["kind"] for row in rows):
         cells = []
-        for _, test in columns:
-            own = [[row for row in rows if row["kind"] == kind and row["size"] == size and test(row)] for size in sizes]
-            # Where a column has several second passes, the worst of them counts.
-            cells.append(cell([min(each, key=share_at_once) for each in own]))
+        for test in COLUMNS.values():
+            own = [row for row in rows if row["kind"] == kind and test(row)]
+            cells.append(cell([[n for row in own if row["size"] == size for n in row["refused_in"]] for size in sizes]))
         lines.append(f"| {kind} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -253,8 +238,9 @@ def markdown(results: dict[str, Any]) -> str:
     draws = statistics.median(row["draws"] for row in results["alarms"])
     return "\n".join(
         [
-            f"Share of {seeds} seeds whose first mixed batch was refused, for batches of {sizes} examples; in brackets the",
-            "most batches that were clipped while examples mixed. float32.",
+            f"Share of networks whose first mixed batch was refused, for batches of {sizes} examples; in brackets, how",
+            f"many mixed batches were clipped before the refusal. {seeds} seeds for each of the settings that a cell",
+            f"puts together (mixing that begins in batch {', '.join(map(str, STARTS))}). float32.",
             "",
             mixing_table(results),
             "",
