@@ -20,9 +20,8 @@ import logging
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -92,8 +91,7 @@ def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """One row: what mixes, from which batch on, its factor before, and who is to see it."""
 
     kind: str
@@ -144,7 +142,7 @@ def settings(sizes: Sequence[int]) -> Iterator[Setting]:
 def measure(setting: Setting, seeds: int) -> dict[str, Any]:
     """In which batch a setting was refused, over seeds."""
     found = [refused_in(setting, seed) for seed in range(seeds)]
-    return {**asdict(setting), "refused_in": found}
+    return {**setting._asdict(), "refused_in": found}
 
 
 # Norms of honest examples: [draws, B].
@@ -258,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the experiment and writes its two files."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=40, help="networks for each setting (default: 40)")
-    parser.add_argument("--draws", type=int, default=1_000_000, help="honest batches of norms (default: 1,000,000)")
+    parser.add_argument("--draws", type=int, default=250_000, help="honest batches of norms (default: 250,000)")
     parser.add_argument("--sizes", type=int, nargs="+", default=[64, 256], help="examples (default: 64 256)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     options = parser.parse_args(arguments)
