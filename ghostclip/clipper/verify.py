@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ghostclip.clipper.forwards import forward_of
 from ghostclip.clipper.replay import Replay, rows_between
 from ghostclip.clipping import Groupwise, Policy
 from ghostclip.errors import VerificationError
@@ -32,8 +33,9 @@ def compare_with_loop(
     # In eval mode, so that dropout doesn't differ between the batch and the single examples.
     with Replay(model).again(gradients=True, training=False), _gradients_aside(list(trained.values())):
         losses = loss_fn(model, batch)
-        norms = clipper.norms(losses, per="parameter", retain_graph=True)
-        result = clipper.backward(losses)
+        with clipper.passes.running(forward_of(model, loss_fn, batch)):
+            norms = clipper.norms(losses, per="parameter", retain_graph=True)
+            result = clipper.backward(losses)
         sums = {name: _or_zeros(parameter.grad, parameter) for name, parameter in trained.items()}
         # Through torch's own layers: what is wrong in a wrapper's forward or backward is not wrong in the loop.
         with nullcontext() if clipper.layout.sharded else unwrapped(model):
