@@ -189,7 +189,9 @@ def test_hooks_are_measured_in_every_batch():
     assert measured([4] * 10, between) == list(range(1, 11))
 
 
-@pytest.mark.parametrize("options", [{"anew": True}, {"indices": [RowIndex(torch.arange(4), 4)]}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"anew": True}, {"indices": [RowIndex(torch.arange(4), 4)]}], ids=["anew", "indices"]
+)
 def test_what_is_asked_for_is_measured(options):
     assert measured([4] * 10, **options) == list(range(1, 11))
 
