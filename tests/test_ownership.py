@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from ghostclip.graph import alarm
-from ghostclip.graph.owners import Marks, Owned, Rows, compared, fits, numbers, owners
+from ghostclip.graph.marks import Marks, compared, fits, numbers
+from ghostclip.graph.owners import Owned, Rows, owners
 
 MARKS = Marks()
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -2443,6 +2443,7 @@ DIFFERENTIATED_TWICE = [
     ),
 ]
 
+OF_MARKS, LAID_OUT = "ghostclip/graph/marks.py", "ghostclip/graph/row_layout.py"
 MARKED, ALARMED = "ghostclip/graph/owners.py", "ghostclip/graph/alarm.py"
 STORED, MOVES = "ghostclip/graph/layouts.py", "ghostclip/graph/moves.py"
 RERUN, SEARCH = "ghostclip/graph/overwritten.py", "ghostclip/graph/shared/search.py"
@@ -2453,49 +2454,49 @@ EXACT = ("tests/laws/test_law_of_norms.py", "-k")
 BY_MARKS = [
     Mutant(
         "marks in the order of the examples",
-        MARKED,
-        "order, place, found = _shuffled(len(losses), losses.device), 1",
+        OF_MARKS,
+        "order, place, found = shuffled(len(losses), losses.device), 1",
         "order, place, found = torch.arange(len(losses)), 1",
         (*TRAPPED, "sixty_four_apart"),
     ),
     Mutant(
         "marks that are drawn once",
-        MARKED,
+        OF_MARKS,
         '    return torch.randperm(count, generator=_dice, device="cpu").to(device)\n',
         '    return torch.randperm(count, generator=_dice.manual_seed(0), device="cpu").to(device)\n',
         (*PARTS, "share_a_mark"),
     ),
     Mutant(
         "marks of a small batch next to each other",
-        MARKED,
+        OF_MARKS,
         "level * (self.levels - 1) // max(1, len(losses) - 1)",
         "level",
         (*PARTS, "spread_over_all_levels"),
     ),
     Mutant(
         "a mark of one",
-        MARKED,
+        OF_MARKS,
         "    lowest: int = -16\n",
         "    lowest: int = -15\n",
         (*PARTS, "powers_of_two"),
     ),
     Mutant(
         "marks above one",
-        MARKED,
+        OF_MARKS,
         "    lowest: int = -16\n",
         "    lowest: int = 20\n",
         (*TRAPPED, "clamps"),
     ),
     Mutant(
         "rows must fit to the last bit",
-        MARKED,
+        OF_MARKS,
         "    tolerance: float = 2.0**-12\n",
         "    tolerance: float = 0.0\n",
         (*TRAPPED, "logcumsumexp"),
     ),
     Mutant(
         "rows may be off by an eighth",
-        MARKED,
+        OF_MARKS,
         "    tolerance: float = 2.0**-12\n",
         "    tolerance: float = 2.0**-3\n",
         (*PARTS, "tolerance"),
@@ -2509,28 +2510,28 @@ BY_MARKS = [
     ),
     Mutant(
         "rows that aren't finite show whose they are",
-        MARKED,
+        OF_MARKS,
         "    clear = (largest > floor) & largest.isfinite() & largest_now.isfinite()\n",
         "    clear = largest.nan_to_num(1) > floor\n",
         (*TRAPPED, "not_finite"),
     ),
     Mutant(
         "only the largest entry of a row is compared",
-        MARKED,
+        OF_MARKS,
         "torch.maximum((largest_now - ratio * largest).abs(), (projected_now - ratio * projected).abs())",
         "(largest_now - ratio * largest).abs()",
         (*PARTS, "either_number"),
     ),
     Mutant(
         "only the projection of a row is compared",
-        MARKED,
+        OF_MARKS,
         "torch.maximum((largest_now - ratio * largest).abs(), (projected_now - ratio * projected).abs())",
         "(projected_now - ratio * projected).abs()",
         (*PARTS, "either_number"),
     ),
     Mutant(
         "rows that cancel in the plain backward are anybody's",
-        MARKED,
+        OF_MARKS,
         " | ((largest == 0) & (largest_now > floor)), clear",
         ", clear",
         (*PARTS, "zero_in_the_plain"),
@@ -2677,14 +2678,14 @@ BY_MARKS = [
     ),
     Mutant(
         "an index that is given isn't held against rows",
-        STORED,
+        LAID_OUT,
         "        _check_index(call, found.rows, indices, names)\n",
         "",
         (*PARTS, "index_that_is_said"),
     ),
     Mutant(
         "a dimension that is given isn't held against rows",
-        STORED,
+        LAID_OUT,
         '        if found.rows.dim != call.batch_dim and "ghost_batch_dim" in vars(call.layer):\n',
         "        if False:\n",
         (*PARTS, "dimension_that_is_said"),
@@ -2698,7 +2699,7 @@ BY_MARKS = [
     ),
     Mutant(
         "a gradient where there was none goes unnoticed",
-        STORED,
+        LAID_OUT,
         "        return bool(self._arrived) and bool(torch.stack(self._arrived).any())\n",
         "        return False\n",
         (*TRAPPED, "gate_of_zero or cap_on or starts_late"),
@@ -2719,7 +2720,7 @@ BY_MARKS = [
     ),
     Mutant(
         "what was stored for one layer's rows is another one's order",
-        STORED,
+        LAID_OUT,
         "            folded[id(call)] = count, own.order\n",
         '            folded[id(call)] = count, "example"\n',
         (*EXACT, "difficult and flattened"),

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip.clipper.random_states import RandomStates
-from ghostclip.graph.layouts import RowLayout
-from ghostclip.graph.owners import numbers
+from ghostclip.graph.marks import numbers
+from ghostclip.graph.row_layout import RowLayout
 from ghostclip.nn.base import LayerCall
 from ghostclip.nn.fallback import FallbackCall
 from ghostclip.norms.affine import LinearPair

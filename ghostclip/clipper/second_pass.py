@@ -21,9 +21,10 @@ from ghostclip.clipper.first_pass import FirstPasses, in_our_words, without_auto
 from ghostclip.clipping import Groupwise
 from ghostclip.errors import RowsMovedError
 from ghostclip.graph.alarm import figures
-from ghostclip.graph.layouts import MOVED, RowLayout
-from ghostclip.graph.owners import Marks, compared, numbers
+from ghostclip.graph.layouts import MOVED
+from ghostclip.graph.marks import Marks, compared, numbers
 from ghostclip.graph.reader import first_pass, free_graph
+from ghostclip.graph.row_layout import RowLayout
 from ghostclip.nn.base import LayerCall
 from ghostclip.nn.fallback import FallbackCall
 from ghostclip.norms.affine import LinearPair

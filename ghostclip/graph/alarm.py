@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ghostclip.graph.owners import Marks
+from ghostclip.graph.marks import Marks
 
 __all__ = ["ALARM", "CERTAIN", "SUSPICIOUS", "figures", "rings"]
 

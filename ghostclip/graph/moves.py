@@ -8,7 +8,6 @@ measured in every batch; where it is an index that can be looked at, in every ba
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,70 +16,27 @@ import torch
 from torch import Tensor
 
 from ghostclip.graph.nodes import ACCUMULATE, COPY_INTO_SLICES, Edge, inputs_of, saved_dimensions, shape_of
+from ghostclip.graph.operations import (
+    ALONG,
+    ATTENTION,
+    BY_VALUE,
+    EMBEDDING,
+    FIRST,
+    HIDING_CONSTANTS,
+    INDEXED,
+    LAST,
+    MASKED_SCATTER,
+    OTHER_DIMENSIONS,
+    POINTWISE,
+    PRODUCTS,
+    SHAPING,
+    WORD,
+)
 from ghostclip.graph.owners import Owned, Rows
 from ghostclip.graph.reader import Uses
 from ghostclip.nn.base import LayerCall
 
 __all__ = ["Movements", "hides_constants", "made_of_parameters", "movements"]
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# One number for each of the inputs' numbers that are in the same place, by broadcasting.
-POINTWISE = _words("""
-    Abs Acos Acosh Add Addcdiv Addcmul Angle Asin Asinh Atan Atan2 Atanh BinaryCrossEntropy BinaryCrossEntropyWithLogits
-    Ceil Celu Clamp ClampMax ClampMin Complex Copysign Cos Cosh Deg2Rad Digamma Div Elu EluBackward Erf Erfc Erfinv Exp
-    Exp2 Expand Expm1 Floor Fmax Fmin Fmod Frac Gelu GeluBackward Hardshrink Hardsigmoid Hardswish Hardtanh
-    HardtanhBackward HuberLoss Hypot I0 LeakyRelu LeakyReluBackward Lerp Lgamma Log Log10 Log1P Log2 LogSigmoid
-    LogSigmoidBackward LogSigmoidForward Logaddexp Logaddexp2 Logit MaskedFill Maximum Minimum Mish MseLoss Mul NanToNum
-    NativeDropout NativeDropoutBackward Neg Polar Pow PreluKernel Rad2Deg Reciprocal Relu Remainder Round
-    RreluWithNoise Rsqrt Rsub Sgn Sigmoid SigmoidBackward Sign Silu Sin Sinc Sinh SmoothL1Loss SoftMarginLoss Softplus
-    SoftplusBackward Softshrink SpecialEntr SpecialErfcx Sqrt Sub Tan Tanh TanhBackward Threshold ThresholdBackward
-    Trunc Where Xlogy
-""")
-# The same numbers in another shape or type.
-SHAPING = _words("""
-    Alias AsStrided Cat ChannelShuffle Chunk Clone Conj ConjPhysical ConstantPadNd DiagEmbed Diagonal DiagonalBackward
-    Lift LiftFresh NegView Permute PixelShuffle PixelUnshuffle ReflectionPad1D ReflectionPad2D ReflectionPad3D Repeat
-    ReplicationPad1D ReplicationPad2D ReplicationPad3D ReshapeAlias ReshapeCopy Rot90 Select SelectBackward Slice
-    SliceBackward Split SplitWithSizes Squeeze Stack T ToCopy Transpose Tril Triu Unbind Unfold UnsafeSplit
-    UnsafeSplitWithSizes UnsafeView Unsqueeze View ViewAsComplex ViewAsReal
-""")
-# Along dimensions, or within rows, that the graph's structure names.
-ALONG = _words("""
-    AdaptiveAvgPool2D AdaptiveAvgPool3D AdaptiveMaxPool2D AdaptiveMaxPool3D AffineGridGenerator Amax Amin Aminmax
-    AvgPool2D AvgPool3D BatchNormNoUpdate Cdist Cholesky Col2Im ConvDepthwise2D ConvDepthwise3D ConvTbc Convolution
-    ConvolutionBackward CtcLoss CudnnBatchNorm CudnnConvolution CudnnConvolutionTranspose CudnnCtcLoss Cummax Cummin
-    Cumprod Cumsum FftC2C FftC2R FftR2C FractionalMaxPool2D FractionalMaxPool3D FusedRmsNorm Glu Im2Col Kthvalue
-    LinalgCholeskyEx LinalgCross LinalgDet LinalgEig LinalgEigh LinalgInvEx LinalgLuFactorEx LinalgMatrixExp LinalgPinv
-    LinalgQr LinalgSlogdet LinalgSolveEx LinalgSolveTriangular LinalgSvd LinalgVectorNorm LogSoftmax
-    LogSoftmaxBackwardData Logcumsumexp Logsumexp Max MaxPool2D MaxPool2DWithIndices MaxPool3DWithIndices Mean Median
-    Min MiopenConvolution Mode MultiMarginLoss MultilabelMarginLoss Nanmedian Nansum NativeBatchNorm NativeGroupNorm
-    NativeLayerNorm NativeLayerNormBackward NllLoss NllLoss2D Norm Prod SafeSoftmax SlowConv2D Softmax
-    SoftmaxBackwardData Std StdMean Sum ThnnFusedGruCell ThnnFusedLstmCell Trace UpsampleBicubic2D UpsampleBilinear2D
-    UpsampleLinear1D UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleTrilinear3D Var VarMean
-    WeightNormInterface
-""")
-# Sums over a dimension that both factors have.
-PRODUCTS = _words("Addbmm Addmm Addmv Baddbmm Bmm Dot GroupedMm Linear Matmul Mm Mv Vdot")
-ATTENTION = re.compile("ScaledDotProduct|FlashAttention|EfficientAttention|CudnnAttention")
-# Whose entries come from places that indices name.
-INDEXED = _words("""
-    Embedding EmbeddingBag Flip Gather GridSampler2D GridSampler2DCpuFallback GridSampler3D Index IndexAdd IndexCopy
-    IndexFill IndexPut IndexReduce IndexSelect MaskedScatter MaskedSelect MaxUnpool2D MaxUnpool3D Put Roll Scatter
-    ScatterAdd ScatterReduce SegmentReduce Sort Take Topk UnsafeIndex UnsafeIndexPut
-""")
-WORD = re.compile(r"(\w+?)Backward\d$")
-MASKED_SCATTER, EMBEDDING = "MaskedScatter", "Embedding"
-# Their results may have other dimensions than their first inputs.
-OTHER_DIMENSIONS = {EMBEDDING, "Index", "Take"}
-# What hides an index, a mask or the like among what it is given: it doesn't depend on its inputs in the graph alone.
-HIDING_CONSTANTS = (INDEXED - {"Flip", "Roll", "Sort", "Topk"}) | {
-    "Where", "MaskedFill", "NativeDropout", "NllLoss", "NllLoss2D", "CtcLoss", "CudnnCtcLoss", "BinaryCrossEntropy",
-    "BinaryCrossEntropyWithLogits", "RreluWithNoise", "NativeBatchNorm", "BatchNormNoUpdate",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -137,7 +93,7 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
             dim = -1 if subject is None or subject.zero or subject.rows is None else subject.rows.dim
             if dim >= 0 and hasattr(node, "_saved_dim") and saved_dimensions(node, len(_shape(edge))) != [dim]:
                 continue
-            if word in _BY_VALUE or node.name() == COPY_INTO_SLICES:
+            if word in BY_VALUE or node.name() == COPY_INTO_SLICES:
                 indexed.append((place, dim))
             elif _moves(node, dim, examples):
                 return Movements(f"{node.name()} goes along the dimension that has the examples")
@@ -150,11 +106,6 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
                 assert after.rows is not None
                 views.append((place, before.rows, after.rows))
     return Movements("", indexed, views)
-
-
-# Whose dimension alone doesn't say whether the examples move.
-_BY_VALUE = {"Index", "IndexPut", "UnsafeIndex", "UnsafeIndexPut", "IndexSelect", MASKED_SCATTER, "Embedding", "Gather",
-             "Scatter", "ScatterAdd", "ScatterReduce", "IndexAdd", "IndexCopy", "IndexFill", "IndexReduce"}  # fmt: skip
 
 
 def _static_reason(node: Any, word: str, owned: Mapping[Edge, Owned]) -> str:
@@ -180,23 +131,6 @@ def _examples_dims(node: Any, owned: Mapping[Edge, Owned]) -> list[tuple[Edge, i
     """(tensor, the dimension that has the examples) of what an operation was given; of its output if of nothing."""
     edges = [edge for edge in node.next_functions if edge[0] is not None] or [(node, 0)]
     return [(edge, dim) for edge in edges if (dim := _dim(edge, owned)) is not None]
-
-
-# How many of the last dimensions an operation goes along; all others that don't say go along all.
-LAST = {"AdaptiveAvgPool2D": 2, "AdaptiveAvgPool3D": 3, "AdaptiveMaxPool2D": 2, "AdaptiveMaxPool3D": 3, "AvgPool2D": 2,
-        "AvgPool3D": 3, "Cdist": 2, "Cholesky": 2, "FractionalMaxPool2D": 2, "FractionalMaxPool3D": 3,
-        "FusedRmsNorm": 1,
-        "LinalgCholeskyEx": 2, "LinalgDet": 2, "LinalgEig": 2, "LinalgEigh": 2, "LinalgInvEx": 2, "LinalgLuFactorEx": 2,
-        "LinalgMatrixExp": 2, "LinalgPinv": 2, "LinalgQr": 2, "LinalgSlogdet": 2, "LinalgSvd": 2, "MaxPool2D": 2,
-        "MaxPool2DWithIndices": 2, "MaxPool3DWithIndices": 3, "UpsampleBicubic2D": 2, "UpsampleBilinear2D": 2,
-        "UpsampleLinear1D": 1, "UpsampleNearest1D": 1, "UpsampleNearest2D": 2, "UpsampleNearest3D": 3,
-        "UpsampleTrilinear3D": 3}  # fmt: skip
-# These have the examples in the first dimension and go along all others.
-FIRST = {"AffineGridGenerator", "BatchNormNoUpdate", "Col2Im", "ConvDepthwise2D", "ConvDepthwise3D", "Convolution",
-         "ConvolutionBackward", "CudnnBatchNorm", "CudnnConvolution", "CudnnConvolutionTranspose", "Im2Col",
-         "MiopenConvolution", "MultiMarginLoss", "MultilabelMarginLoss", "NativeBatchNorm", "NativeGroupNorm",
-         "NllLoss", "NllLoss2D", "SlowConv2D", "ThnnFusedGruCell", "ThnnFusedLstmCell",
-         "WeightNormInterface"}  # fmt: skip
 
 
 def _worked(node: Any, word: str, edge: Edge) -> set[int]:

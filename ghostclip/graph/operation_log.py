@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ghostclip.graph.owners import numbers
+from ghostclip.graph.marks import numbers
 from ghostclip.graph.source_lines import current_line
 
 __all__ = ["OperationLog", "first_moved"]

@@ -76,21 +76,7 @@ def check_shared(
     if first is None or ((run := forward()) is None and not questions):
         return True
     what = _in_words(next(iter(questions), first), names)
-    graphs = list[_Graph]()
-    if run is not None:
-        for part in (0, 1):
-            try:
-                with _Tape() as tape:
-                    outputs = run(part, examples)
-                graphs.append(_Graph(outputs, names, tape.values))
-            except UnsupportedModelError:
-                raise
-            except Exception as error:
-                raise UnsupportedModelError(
-                    f"{what} depends on the examples could not be tried: the forward on some of the batch's rows "
-                    f"raised {type(error).__name__}: {error}",
-                    place=next(iter(questions), first),
-                ) from error
+    graphs = [] if run is None else _graphs(run, examples, names, what, next(iter(questions), first))
     met = {boundary.node: boundary for boundary in region.boundaries}
     shown = True
     if graphs:
@@ -125,6 +111,25 @@ def check_shared(
             f"{_in_words(left, names)} depends on the examples could not be tried{why}", place=left
         )
     return shown
+
+
+def _graphs(run: Forward, examples: int, names: ParameterNames, what: str, place: Any) -> list[_Graph]:
+    """The graphs of both forwards; raises UnsupportedModelError where one fails."""
+    found = []
+    for part in (0, 1):
+        try:
+            with _Tape() as tape:
+                outputs = run(part, examples)
+            found.append(_Graph(outputs, names, tape.values))
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{what} depends on the examples could not be tried: the forward on some of the batch's rows raised "
+                f"{type(error).__name__}: {error}",
+                place=place,
+            ) from error
+    return found
 
 
 def _examples_changed(

@@ -20,98 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ghostclip.graph.marks import Marks, Numbers, compared, fits, numbers, shuffled
 from ghostclip.graph.nodes import Edge, shape_of
 from ghostclip.graph.reader import first_pass, without_hooks
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex, RowOrder
 
-__all__ = ["Marks", "Owned", "Rows", "Subject", "compared", "fits", "numbers", "owners", "rows_in_order"]
+__all__ = ["Owned", "Rows", "Subject", "owners", "rows_in_order"]
 
 # A layer's use, by the gradient at its pre-activation; or a tensor of the graph.
 Subject = LayerCall | Edge
 Key = tuple[Subject, int]
-# The largest entry of each row, and a random projection of it, [rows] each.
-Numbers = tuple[Tensor, Tensor]
 # Numbers of gradients, and the marks [B] that their backward started from.
 Marked = tuple[dict[Key, Numbers], Tensor]
-
-
-@dataclass(frozen=True)
-class Marks:
-    """The powers of two that losses are multiplied with, and what counts as equal.
-
-    Attributes:
-        levels, lowest: marks are 2 ** lowest to 2 ** (lowest + levels - 1). None is 1 or more: a backward that
-            normalizes what it is given returns every row as it was, as if its mark were 1.
-        tolerance: what share of its largest entry a row may be off, before it isn't multiplied with its mark.
-        floor: rows whose largest entry is no larger show nothing. Below the smallest normal number rounding doesn't
-            scale with a mark. None: by the gradient's type.
-        plain: what the unmarked losses are multiplied with.
-    """
-
-    levels: int = 16
-    lowest: int = -16
-    tolerance: float = 2.0**-12
-    floor: float | None = None
-    plain: float = 1.0
-
-    def drawn(self, losses: Tensor, sizes: Tensor | None = None) -> Tensor:
-        """Marks [B]: levels spread evenly over the examples, in random order, so that no two share one for long.
-
-        Args:
-            losses: [B].
-            sizes: [B], of the examples' gradients. Where these differ by more than 2 ** 10, marks make them alike: what
-                small examples have in a row is lost to `tolerance` beside what a large one has. None: they don't.
-        """
-        marks = self._digit(losses, _shuffled(len(losses), losses.device), 1)
-        return marks if sizes is None else marks * _alike(sizes).to(marks.dtype)
-
-    def drawn_apart(self, losses: Tensor, sizes: Tensor | None) -> list[Tensor]:
-        """As `drawn`; as many as tell any two examples apart, and show a small one beside a large one."""
-        order, place, found = _shuffled(len(losses), losses.device), 1, list[Tensor]()
-        while place < len(losses):
-            found.append(self._digit(losses, order, place))
-            place *= self.levels
-        alike = torch.ones_like(losses) if sizes is None else _alike(sizes).to(losses.dtype)
-        if bool((alike != 1).any()):
-            found.append(2.0 ** (2 * self.lowest + self.levels - 1) / found[0])  # what had the smallest has the largest
-        return [marks * alike for marks in found]
-
-    def _digit(self, losses: Tensor, order: Tensor, place: int) -> Tensor:
-        """Marks [B] by a digit of numbers [B]: the one that counts ``place``, with base `levels`."""
-        level = order // place % self.levels
-        if len(losses) < self.levels:
-            return self.of(level * (self.levels - 1) // max(1, len(losses) - 1), losses)
-        return self.of(_shuffled(self.levels, losses.device)[level], losses)
-
-    def of(self, level: Tensor, like: Tensor) -> Tensor:
-        """The marks of levels, in the type of ``like``."""
-        powers = [2.0 ** (self.lowest + power) for power in range(self.levels)]
-        return torch.tensor(powers, dtype=like.dtype, device=level.device)[level]
-
-
-# Examples that are larger than others by more than this power of two are made alike by this one.
-FARTHEST = 80.0
-# What is smaller than this power of two is left out of that: beside marks it would leave float32.
-SMALLEST = -30.0
-
-
-def _alike(sizes: Tensor) -> Tensor:
-    """Powers of two [B] that make the sizes of all examples about that of the smallest; ones where they are alike."""
-    known = sizes.isfinite() & (sizes > 0)
-    power = torch.where(known, sizes, sizes.new_ones(())).double().log2().round()
-    least = torch.where(known, power, power.new_full((), math.inf)).amin().clamp(min=SMALLEST)
-    over = torch.where(known, power - least, power.new_zeros(())).clamp(0.0, FARTHEST)
-    return torch.where(over.amax() > 10, torch.exp2(-over), torch.ones_like(over))
-
-
-# Drawn apart from torch's own random numbers, which must not depend on whether a batch is measured.
-_dice = torch.Generator("cpu")
-_dice.seed()
-
-
-def _shuffled(count: int, device: torch.device) -> Tensor:
-    return torch.randperm(count, generator=_dice, device="cpu").to(device)
 
 
 @dataclass(frozen=True)
@@ -423,7 +344,7 @@ class _Measurement:
             dims.setdefault(subject, []).append(dim)
         rest, place = torch.arange(examples, device=self._losses.device), 1
         while place < examples:
-            digit_of = _shuffled(levels, self._losses.device)  # {level: digit}
+            digit_of = shuffled(levels, self._losses.device)  # {level: digit}
             seen = self.numbers(dims, self.marks.of(digit_of.argsort()[rest % levels], self._losses))
             for key, digits in found.items():
                 digits.read(seen[key], digit_of, place)
@@ -475,48 +396,3 @@ class _Digits:
         count, clear = len(self.owner[self.readable].unique()), self.readable
         rows = Rows(dim, RowIndex(torch.where(clear, self.owner, 0), examples, None if bool(clear.all()) else clear))
         return Owned(rows, shown=count > 1, open=count < 2 or bool(self.loose.any()))
-
-
-def numbers(grad: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """For each row of a gradient along one dimension its largest entry and a fixed random projection, [rows] each."""
-    if grad.layout != torch.strided:
-        grad = grad.to_dense()
-    if grad.is_complex():
-        grad = torch.view_as_real(grad.resolve_conj())
-    if grad.dtype not in (torch.float32, torch.float64):
-        grad = grad.float()
-    rows = grad.movedim(dim, 0).flatten(1) if grad.dim() > 1 else grad.reshape(-1, 1)
-    if not rows.numel():
-        return rows.new_zeros(len(rows)), rows.new_zeros(len(rows))
-    # Thrice as fast as the largest absolute value, and ten times as fast as the norm that is one.
-    largest = torch.maximum(rows.amax(1), rows.amin(1).neg_())
-    return largest, rows @ _direction(rows.shape[1], rows.dtype, rows.device)
-
-
-@functools.lru_cache(maxsize=256)
-def _direction(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    generator = torch.Generator("cpu").manual_seed(width)
-    return torch.randn(width, generator=generator, dtype=dtype, device="cpu").to(device)
-
-
-def compared(
-    plain: Numbers, marked: Numbers, marks: Tensor, floor: float, way: Marks,
-    tolerance: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Which rows do not fit their marks, and which show whose they are, [rows] bool each.
-
-    A row shows nothing if it is zero in both backwards, tiny, or not finite. One that is zero in the plain backward
-    only belongs to several examples, which cancel.
-    """
-    (largest, projected), (largest_now, projected_now) = plain, marked
-    ratio = marks.to(largest.dtype) / way.plain
-    apart = torch.maximum((largest_now - ratio * largest).abs(), (projected_now - ratio * projected).abs())
-    fit = apart <= (way.tolerance if tolerance is None else tolerance) * ratio * largest
-    clear = (largest > floor) & largest.isfinite() & largest_now.isfinite()
-    return (clear & ~fit) | ((largest == 0) & (largest_now > floor)), clear
-
-
-def fits(plain: Numbers, marked: Numbers, marks: Tensor, floor: float, way: Marks) -> Tensor | None:
-    """Which rows show that they fit their ``marks`` [rows], bool [rows]; None where some row doesn't."""
-    off, clear = compared(plain, marked, marks, floor, way)
-    return None if bool(off.any()) else clear

@@ -121,19 +121,6 @@ class ParameterNames:
             for own in mine
         )
 
-    def is_own(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is a buffer or parameter of the model itself, in any shape; no copy, and no part of one.
-
-        A part may be a batch of a data set that the model holds as a buffer.
-        """
-        mine = (*self._model.parameters(), *self._model.buffers())
-        return any(own.data_ptr() == tensor.data_ptr() and own.numel() == tensor.numel() for own in mine)
-
-    def holds_shape(self, shape: torch.Size | None) -> bool:
-        """Whether a buffer or frozen parameter of the model has that shape."""
-        frozen = [parameter for _, parameter in self._named if not parameter.requires_grad]
-        return any(own.shape == shape for own in (*frozen, *self._model.buffers()))
-
 
 def _has_values(tensor: Tensor) -> bool:
     """Whether a tensor has memory; whole parameters under FSDP2 have it for layers in their turn only."""

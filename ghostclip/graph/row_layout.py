@@ -1,0 +1,162 @@
+"""How one batch is laid out: whose the rows of each layer are, and what is still to be seen in the pass itself."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ghostclip.errors import UnsupportedModelError
+from ghostclip.graph.nodes import Edge
+from ghostclip.graph.owners import Owned, Rows, Subject, rows_in_order
+from ghostclip.graph.parameter_names import ParameterNames
+from ghostclip.graph.reader import Uses
+from ghostclip.graph.shared.search import mixes
+from ghostclip.graph.shared.subgraph import SharedSubgraph
+from ghostclip.nn.base import LayerCall, Sink
+from ghostclip.norms.ragged import RowIndex, RowOrder
+
+__all__ = ["RowLayout", "WatchedZeros", "check_calls", "nobody", "row_layout"]
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Whose the rows behind a vector of losses are.
+
+    Attributes:
+        calls: every use of a parameter.
+        folded: {id(call): (rows of each example, their order)} of calls that have other than one row of each example,
+            in the order of the losses; with an index, the first number means nothing.
+        rows: of every layer's use, and of the tensors at which parameters used outside of layers meet the examples.
+        stored: whether the next batch like this one is taken to be laid out alike.
+        measured: whether this one was measured.
+        half: whether some operation computes in float16.
+        check: what is left to be seen in the gradients of the pass itself; nothing is clipped before.
+    """
+
+    calls: list[LayerCall]
+    folded: Mapping[int, tuple[int, RowOrder]]
+    rows: Mapping[Subject, Rows] = field(default_factory=dict)
+    stored: bool = True
+    measured: bool = False
+    half: bool = False
+    check: WatchedZeros | None = None
+
+
+class WatchedZeros:
+    """Sees whether a gradient that was zero when ownership was measured isn't any more.
+
+    Args:
+        calls: uses of layers.
+        edges: tensors of the graph.
+    """
+
+    def __init__(self, calls: Sequence[LayerCall], edges: Sequence[Edge]) -> None:
+        self._calls, self._arrived = set(map(id, calls)), list[Tensor]()
+        self._edges: dict[Any, list[int]] = {}
+        for node, number in edges:
+            self._edges.setdefault(node, []).append(number)
+        self._hooks = list[Any]()
+
+    def watched(self, sink: Sink, region: SharedSubgraph | None) -> Sink:
+        """A sink for the pass, which is told what ``sink`` is to be told.
+
+        Below the boundaries of ``region``, gradients of several examples go down together, and aren't looked at.
+        """
+        if region is not None:
+            region.begins = self._close
+
+        def look(call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
+            if id(call) in self._calls:
+                self._arrived.append(grad.any())
+            sink(call, inputs, grad)
+
+        self._hooks = [
+            node.register_prehook(functools.partial(self._see, numbers)) for node, numbers in self._edges.items()
+        ]
+        return look
+
+    def _see(self, numbers: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+        self._arrived += [grad.any() for grad in [grads[number] for number in numbers] if grad is not None]
+
+    def _close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def fails(self) -> bool:
+        """Whether one of them was given a gradient that isn't zero, after the pass."""
+        self._close()
+        return bool(self._arrived) and bool(torch.stack(self._arrived).any())
+
+
+def row_layout(
+    uses: Uses, rows: Mapping[Subject, Rows], region: SharedSubgraph | None, examples: int, **rest: Any
+) -> RowLayout:
+    """The layout of one batch; each call is told where its examples are."""
+    shared = set() if region is None else set(region.calls.values())
+    calls = [call for call in uses.calls if call not in shared]
+    folded: dict[int, tuple[int, RowOrder]] = {}
+    for call in calls:
+        own = rows[call]
+        call.batch_dim = own.dim
+        count = own.count(call.shape[own.dim], examples)
+        if count != 1 or isinstance(own.order, RowIndex):
+            folded[id(call)] = count, own.order
+    met: dict[Subject, Rows] = {}
+    for boundary in () if region is None else region.boundaries:
+        met[boundary.edge] = Rows(boundary.dim, boundary.row_order)
+    return RowLayout([*calls, *(() if region is None else region.uses)], folded, {**rows, **met}, **rest)
+
+
+def nobody(call: LayerCall, examples: int) -> RowOrder:
+    """The order of rows whose gradient is zero, which may be anybody's."""
+    rows = call.shape[call.batch_dim]
+    if orders := rows_in_order(rows, examples):
+        return orders[0]
+    return RowIndex(torch.zeros(rows, dtype=torch.int64, device=call.device), examples)
+
+
+def check_calls(
+    uses: Uses, owned: Mapping[Subject, Owned], shared: set[LayerCall], indices: Sequence[RowIndex],
+    names: ParameterNames,
+) -> None:  # fmt: skip
+    """Raises unless every layer's rows have owners, where the user says they are."""
+    for call in uses.calls:
+        found = owned[call]
+        if found.is_shared and call not in shared:
+            raise mixes(uses.capturing[call], names)
+        if found.rows is None or found.zero:
+            continue
+        if found.rows.dim != call.batch_dim and "ghost_batch_dim" in vars(call.layer):
+            raise UnsupportedModelError(
+                f"{names.layer(call)}: wrap(model, batch_dim=...) says that examples are in dimension "
+                f"{call.batch_dim} of its output ({list(call.shape)}), but they are in dimension {found.rows.dim}",
+                name=names.layer(call), place=call,
+            )  # fmt: skip
+        _check_index(call, found.rows, indices, names)
+
+
+def _check_index(call: LayerCall, rows: Rows, indices: Sequence[RowIndex], names: ParameterNames) -> None:
+    """Raises unless the rows belong to the examples that ``batch_index`` says."""
+    size = call.shape[rows.dim]
+    said = [index.index for index in indices if len(index) == size]
+    if not said or any(index is rows.order for index in indices):
+        return
+    if isinstance(rows.order, RowIndex):
+        own, used = rows.order.index, rows.order.used
+    else:
+        own, used = RowIndex.in_order(size, indices[0].examples, rows.order, call.device), None
+    if size == indices[0].examples:  # or one of each example
+        said.append(torch.arange(size, device=call.device))
+    different = [own != index for index in said]
+    if all(bool((differs if used is None else differs & used).any()) for differs in different):
+        raise UnsupportedModelError(
+            f"{names.layer(call)}: its {size} rows do not belong to the examples that batch_index says; correct it, or "
+            "leave it out",
+            name=names.layer(call), place=call,
+        )  # fmt: skip
