@@ -124,7 +124,7 @@ def test_a_mistake_in_a_step_leaves_nothing_behind():
     engine = engine_for(CASES["gcn"].build().double(), collate_fn=connected, self_check=False)
     before, batches = runs.weights(engine.model), iter(engine.batches())
     batch = next(each for each in batches if sum(each.sizes) > 2)
-    with pytest.raises(UnsupportedModelError, match="mix"):
+    with pytest.raises(UnsupportedModelError):
         engine.step(batch, losses, CASES["gcn"].index)
     torch.testing.assert_close(runs.weights(engine.model), before, rtol=0, atol=0)
     assert all(p.grad is None for p in engine.model.parameters())

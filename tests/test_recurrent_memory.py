@@ -64,20 +64,6 @@ def test_two_passes_go_back_through_time_once(kind, options, backwards):
     torch.testing.assert_close(found, sums(other.model, other, x), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(("kind", "products"), [("RNN", 2), ("GRU", 1), ("LSTM", 1)])
-def test_the_inputs_gradient_is_formed_once_where_it_is_small_beside_the_gates(kind, products, monkeypatch):
-    """Of 4 inputs and 5 units: an RNN's gates have 5 numbers each step, a GRU's 15, an LSTM's 20."""
-    model, x = network(kind)
-    clipper = ghostclip.GhostClipper(model, 0.5, memory_budget=1)  # for a second pass
-    sums(model, clipper, x)
-    formed, form = [], recurrence._input_grad
-    monkeypatch.setattr(recurrence, "_input_grad", lambda *args: formed.append(1) or form(*args))
-    found = sums(model, clipper, x, batches=1)
-    assert len(formed) == products
-    other = ghostclip.GhostClipper(network(kind)[0], 0.5, second_pass="cached")
-    torch.testing.assert_close(found, sums(other.model, other, x), rtol=1e-10, atol=1e-12)
-
-
 @every_kind
 def test_passes_over_a_kept_graph_stand_for_themselves(kind):
     model, x = network(kind)

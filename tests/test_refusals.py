@@ -52,6 +52,16 @@ OTHERS = {
     "no gradient has reached some layer yet",
     "whose rows are whose is measured in every batch of this forward",
 }
+# How messages begin that other tests bring up.
+ELSEWHERE = (
+    "{} got an input without a batch dimension (its output",
+    "in this batch one example's loss depends on rows of others",
+    "{} depends on the examples could not be tried: nothing changed",
+    "whether what all examples share depends on them could not be tried",
+    "{} is given a tensor that all examples share",
+    "the losses come from parameters, or layers",
+    "an example whose loss is not finite spoils the gradients of others",
+)
 
 X = torch.linspace(-1, 2, 4 * 6 * 3).view(4, 6, 3)
 
@@ -430,6 +440,8 @@ def test_no_message_is_left_unread() -> None:
         for file in FILES
         for line, pattern, text in templates(file.read_text())
         if text not in OTHERS
+        and not text.startswith(ELSEWHERE)
+        and file.name != "operations.py"  # names of torch's operations
         and "-> Tensor" not in text  # a custom operation's schema
         and not any(re.search(pattern, message, re.DOTALL) for message in messages)
     ]

@@ -40,7 +40,7 @@ def figures(norms: Tensor, marks: Tensor | None) -> Tensor:
     rising = _centred_ranks(len(norms), norms.device)
     levels = marks.log2()[order].to(rising.dtype)
     levels = levels - levels.mean()
-    return torch.stack([norms.max().to(rising.dtype), rising @ levels, levels.norm()])
+    return torch.stack([norms.max().to(rising.dtype), (rising * levels).sum(), levels.norm()])
 
 
 def rings(found: Sequence[float], examples: int, largest: float, again: bool) -> bool:

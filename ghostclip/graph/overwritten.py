@@ -82,11 +82,12 @@ def check_shared(
     if graphs:
         entries = [call for call in uses.calls if not call.sources and not owned[call].is_shared]
         entries = [call for call in entries if uses.capturing[call] not in region.calls]
-        shown, moved = _examples_changed(uses, entries, owned, graphs, names), False
+        # Where nothing was kept of constants, all that could be seen is what enters at boundaries.
+        shown = _examples_changed(uses, entries, owned, graphs, names, asked=bool(questions))
+        moved = not questions or not _same(*([*graph.values.values()] for graph in graphs))
         for found in _alike(uses, graphs, {*region.shared, *uses.leaves, *met}):
             if found.own in met:
-                moved = moved or not _same(*map(_saved, found.others))
-                pairs = zip(graphs, found.others, strict=True)
+                pairs = [*zip(graphs, found.others, strict=True)]
                 same = _same(*(_entering(graph, node, met[found.own]) for graph, node in pairs))
             else:
                 same = found.own not in questions or _same(*map(_saved, found.others))
@@ -134,12 +135,12 @@ def _graphs(run: Forward, examples: int, names: ParameterNames, what: str, place
 
 def _examples_changed(
     uses: Uses, entries: Sequence[LayerCall], owned: Mapping[Subject, Owned], graphs: Sequence[_Graph],
-    names: ParameterNames,
+    names: ParameterNames, asked: bool,
 ) -> bool:  # fmt: skip
     """Whether the layers that read the examples read others in both forwards.
 
     Raises:
-        UnsupportedModelError: one read the same, and its examples aren't alike.
+        UnsupportedModelError: one read the same, and its examples aren't alike; if that is ``asked``.
     """
     changed = False
     for call in entries:
@@ -151,7 +152,7 @@ def _examples_changed(
             continue
         if not _same(*(each.saved_tensors for each in pairs[0])):
             changed = True
-        elif node.saved_tensors and not _are_alike(node.saved_tensors[0], owned[call].rows):
+        elif asked and node.saved_tensors and not _are_alike(node.saved_tensors[0], owned[call].rows):
             raise UnsupportedModelError(
                 f"whether what all examples share depends on them could not be tried: {names.layer(call)} read the "
                 "same when rows of the batch were overwritten, since its examples are not in the first dimension of "
