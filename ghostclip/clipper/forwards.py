@@ -17,8 +17,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ghostclip.clipper.cutting import cut, tensors_of
 from ghostclip.clipper.replay import Replay, is_trial
+from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.nodes import ACCUMULATE, from_below
-from ghostclip.graph.overwritten import Forward, overwriting
+from ghostclip.graph.overwritten import NOT_FIRST, Forward, overwriting
 
 __all__ = ["ModelCalls", "forward_of", "without_ranks"]
 
@@ -44,6 +45,7 @@ def forward_of(model: nn.Module, loss_fn: LossFunction, batch: Any, rows: int | 
     def forward(part: int, examples: int) -> Sequence[Tensor]:
         count = examples if rows is None else rows
         other = cut(batch, count, overwriting(part, count))
+        _check_overwritten(batch, other, count, floats=True)
         with Replay(model).again(gradients=True):
             return [loss_fn(without_ranks(model), other)]
 
@@ -117,10 +119,21 @@ class ModelCalls:
                 rows = overwriting(part, examples)
                 args: Any = tuple([cut(each, examples, rows) for each in call.args])
                 kwargs: Any = {name: cut(each, examples, rows) for name, each in call.kwargs.items()}
+                _check_overwritten((call.args, call.kwargs), (args, kwargs), examples, floats=False)
                 # What has no examples may have been computed from them.
                 args, kwargs = tree_map(lambda leaf: _other(leaf, part, examples), (args, kwargs))
                 found += [tensor for _, tensor in tensors_of(model(*args, **kwargs), examples)]
         return [tensor for tensor in found if tensor.requires_grad]
+
+
+def _check_overwritten(batch: Any, other: Any, rows: int, floats: bool) -> None:
+    """Raises UnsupportedModelError where a tensor of a batch was not cut: nobody knows what depends on it.
+
+    ``floats``: whether those of floating point count, too.
+    """
+    for (_, before), (_, after) in zip(tensors_of(batch, rows), tensors_of(other, rows), strict=False):
+        if before is after and before.dim() and (floats or not before.is_floating_point()):
+            raise UnsupportedModelError(NOT_FIRST)
 
 
 def _alone(leaf: Any) -> Any:

@@ -36,6 +36,10 @@ Forward = Callable[[int, int], Sequence[Tensor]]
 # Finds what runs it again; None where nothing can.
 FindForward = Callable[[], Forward | None]
 REMEDY = "call engine.step(batch, loss_fn) or clipper.clip(loss_fn, batch), which can run the forward on other examples"
+NOT_FIRST = (
+    "whether what all examples share depends on them could not be tried: a tensor that the forward was given has not "
+    f"one row for each example in its first dimension, so that none could be overwritten; put them there, or {REMEDY}"
+)
 
 
 class _Found(NamedTuple):
@@ -76,7 +80,12 @@ def check_shared(
     if first is None or ((run := forward()) is None and not questions):
         return True
     what = _in_words(next(iter(questions), first), names)
-    graphs = [] if run is None else _graphs(run, examples, names, what, next(iter(questions), first))
+    graphs = list[_Graph]()
+    try:
+        graphs = [] if run is None else _graphs(run, examples, names, what, next(iter(questions), first))
+    except UnsupportedModelError:
+        if questions:  # else what enters at boundaries is all that could be seen
+            raise
     met = {boundary.node: boundary for boundary in region.boundaries}
     shown = True
     if graphs:
@@ -84,7 +93,6 @@ def check_shared(
         entries = [call for call in entries if uses.capturing[call] not in region.calls]
         # Where nothing was kept of constants, all that could be seen is what enters at boundaries.
         shown = _examples_changed(uses, entries, owned, graphs, names, asked=bool(questions))
-        moved = not questions or not _same(*([*graph.values.values()] for graph in graphs))
         for found in _alike(uses, graphs, {*region.shared, *uses.leaves, *met}):
             if found.own in met:
                 pairs = [*zip(graphs, found.others, strict=True)]
@@ -94,13 +102,6 @@ def check_shared(
             if not same:
                 raise mixes(found.own, names)
             questions.pop(found.own, None)
-        if not (entries or moved):
-            raise UnsupportedModelError(
-                f"{what} depends on the examples could not be tried: nothing changed when rows of the batch were "
-                f"overwritten, since its examples are not in the first dimension of what the forward was given; put "
-                f"them there, or {REMEDY}",
-                place=next(iter(questions), first),
-            )
     # Without another forward, or where it took another way, the model's own constants are known all the same.
     left = next((node for node in questions if not _held(node, names)), None)
     if left is not None:
