@@ -38,7 +38,8 @@ FindForward = Callable[[], Forward | None]
 REMEDY = "call engine.step(batch, loss_fn) or clipper.clip(loss_fn, batch), which can run the forward on other examples"
 NOT_FIRST = (
     "whether what all examples share depends on them could not be tried: a tensor that the forward was given has not "
-    f"one row for each example in its first dimension, so that none could be overwritten; put them there, or {REMEDY}"
+    "one row for each example in its first dimension, so that none could be overwritten. If examples mix, compute each "
+    f"loss from its own example; else put them there, or {REMEDY}"
 )
 
 
