@@ -37,9 +37,13 @@ def test_marks_of_the_alarm_are_never_above_one():
     assert (alarm.ALARM.drawn(torch.ones(200)) <= 1).all()
 
 
-@pytest.mark.parametrize("marks", [MARKS, alarm.ALARM], ids=["owners", "alarm"])
-def test_no_two_examples_share_a_mark_for_long(marks):
-    drawn = torch.stack([marks.drawn(torch.ones(128)) for _ in range(20)])
+@pytest.mark.parametrize(
+    "draw",
+    [MARKS.drawn, alarm.ALARM.drawn, lambda losses: MARKS.drawn_apart(losses, None)[0]],
+    ids=["owners", "alarm", "apart"],
+)
+def test_no_two_examples_share_a_mark_for_long(draw):
+    drawn = torch.stack([draw(torch.ones(128)) for _ in range(20)])
     always = (drawn[:, :, None] == drawn[:, None]).all(0)
     assert int(always.sum()) == 128
 

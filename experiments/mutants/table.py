@@ -2437,7 +2437,106 @@ FORWARDS = "ghostclip/clipper/forwards.py"
 PARTS, TRAPPED = PARTS_OF_OWNERSHIP, ("tests/laws/test_law_of_traps.py", "-k")
 LAW_OF_MIXING, CHANGES = ("tests/laws/test_law_of_mixing.py", "-k"), ("tests/laws/test_law_of_changes.py", "-k")
 EXACT = ("tests/laws/test_law_of_norms.py", "-k")
+MOVED_ROWS = ("tests/test_moved_rows.py", "-k")
 BY_MARKS = [
+    Mutant(
+        "norms that follow marks ring no alarm",
+        ALARMED,
+        "    return deviations > (SUSPICIOUS if again else CERTAIN) or (",
+        "    return (",
+        (*MOVED_ROWS, "follow_marks"),
+    ),
+    Mutant(
+        "norms are not divided by marks",
+        FIRST,
+        "self.scale if marks is None else self.scale * marks",
+        "self.scale",
+        (*MOVED_ROWS, "follow_marks"),
+    ),
+    Mutant(
+        "norms that follow marks are no matter",
+        PASSES,
+        "self._layouts.check_norms(run.structure, found, len(losses), measured=run.marks is None, again=again)",
+        "pass",
+        (*MOVED_ROWS, "follow_marks"),
+    ),
+    Mutant(
+        "rows of a second backward need not fit their marks",
+        PASSES,
+        "                if sink.off and bool(torch.stack(sink.off).any()):\n",
+        "                if False:\n",
+        (*MOVED_ROWS, "two_examples"),
+    ),
+    Mutant(
+        "rows of layers are not noted for the second backward",
+        "ghostclip/clipper/collector.py",
+        "            self.seen[call] = numbers(grad, call.batch_dim)\n",
+        "            pass\n",
+        (*MOVED_ROWS, "two_examples"),
+    ),
+    Mutant(
+        "rows of boundaries are not noted for the second backward",
+        FIRST,
+        "                    region.watch = collector.see\n",
+        "                    pass\n",
+        (*MOVED_ROWS, "two_examples"),
+    ),
+    Mutant(
+        "rows of boundaries need not fit their marks",
+        PASSES,
+        "            last.region.watch = self._look\n",
+        "            pass\n",
+        (*MOVED_ROWS, "two_examples"),
+    ),
+    Mutant(
+        "sums that were formed before a failure stay",
+        "ghostclip/clipper/gradients.py",
+        "        sums = passes.new_sums()\n        result",
+        "        result",
+        (*MOVED_ROWS, "another_order"),
+    ),
+    Mutant(
+        "a batch that rang the alarm is lost",
+        "ghostclip/clipper/clipper.py",
+        "            except RowsMovedError:\n                return self._clip_once(loss_fn, batch)\n",
+        "            except RowsMovedError:\n                raise\n",
+        (*MOVED_ROWS, "same_step"),
+    ),
+    Mutant(
+        "tensors without a gradient are not watched",
+        STORED,
+        "            [(places[node], number) for node, number in _silent_edges(losses, at)],\n",
+        "            [],\n",
+        (*MOVED_ROWS, "zeros"),
+    ),
+    Mutant(
+        "a gradient where there was none goes unnoticed",
+        LAID_OUT,
+        "        return bool(self._arrived) and bool(torch.stack(self._arrived).any())\n",
+        "        return False\n",
+        (*MOVED_ROWS, "zeros"),
+    ),
+    Mutant(
+        "a refusal leaves the layout",
+        STORED,
+        "        except UnsupportedModelError:\n            self.forget(key)\n            raise\n",
+        "        except UnsupportedModelError:\n            raise\n",
+        (*MOVED_ROWS, "refused"),
+    ),
+    Mutant(
+        "a batch twice as large is like the others",
+        STORED,
+        "            examples >= 2 * known.largest\n            or ",
+        "            ",
+        (*PARTS, "twice_as_large"),
+    ),
+    Mutant(
+        "marks in the order of the examples",
+        OF_MARKS,
+        "order, place, found = shuffled(len(losses), losses.device), 1",
+        "order, place, found = torch.arange(len(losses)), 1",
+        (*PARTS, "share_a_mark"),
+    ),
     Mutant(
         "marks that are drawn once",
         OF_MARKS,

@@ -1,15 +1,13 @@
 """Mixing along a path that was too faint to be seen when ownership was measured: refused in the batch that shows it.
 
-Nothing in the graph says so. "reweight" sees it in the rows of its second backward, "cached" in the ranks of norms.
+A graph that reduces over examples is measured in every batch. tests/test_moved_rows.py has what sees it elsewhere.
 """
 
 import pytest
 import torch
 from law_checks import assert_letters
-from law_programs import Program, squares
+from law_programs import Program
 from torch import nn
-
-import ghostclip
 
 EXAMPLES, WIDTH = 64, 5
 FAINT = {torch.float32: 1e-30, torch.float64: 1e-295}
@@ -48,20 +46,6 @@ def program(build, dtype):
 @pytest.mark.parametrize("dtype", FAINT, ids=str)
 def test_a_faint_path_to_the_mean(build, dtype):
     assert_letters(program(build, dtype))
-
-
-@pytest.mark.parametrize("build", [Layers, Bare])
-@pytest.mark.parametrize("second_pass", ["cached", "reweight"])
-def test_what_was_noticed_is_measured_in_the_same_step(build, second_pass):
-    """By a second forward, which says where examples mix."""
-    own = program(build, torch.float32)
-    model = ghostclip.wrap(own.model(torch.float32))
-    clipper = ghostclip.GhostClipper(model, 1.0, second_pass=second_pass)
-    for _ in range(5):
-        clipper.clip(lambda model, batch: squares(model, *batch), own.inputs(0, torch.float32))
-    with pytest.raises(ghostclip.UnsupportedModelError, match="so examples mix") as caught:
-        clipper.clip(lambda model, batch: squares(model, *batch), own.inputs(2, torch.float32))
-    assert not isinstance(caught.value, ghostclip.errors.RowsMovedError)
 
 
 class TwoWays(nn.Module):
