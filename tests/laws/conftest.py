@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The ordinary run takes one case in two. An open case that passes fails, as an id in KNOWN does that is no test's."""
+    """The ordinary run takes one case in two; an open case that passes fails; ids in KNOWN that are no test's fail."""
     own = {f"{item.path.stem}::{item.name}": item for item in items if item.path.parent == HERE}
     for name, item in own.items():
         if "traps" not in name:
