@@ -1,6 +1,7 @@
 """What sees mixing in batches that aren't measured, where the rules of moves.py would let it pass.
 
-Nothing in these graphs is said to move examples, so layouts are stored. Batches 1, 2 and 4 are measured.
+Nothing in these graphs is said to move examples, so layouts are stored. Batches 1, 2 and 4 are measured, and all others
+are watched by marks.
 """
 
 import pytest
@@ -19,6 +20,7 @@ EXAMPLES, WIDTH, FAINT = 64, 5, 1e-30
 @pytest.fixture(autouse=True)
 def nothing_is_said_to_move(monkeypatch):
     monkeypatch.setattr(layouts, "movements", lambda *_: Movements(""))
+    monkeypatch.setattr(layouts, "WATCHED", 1)
     monkeypatch.setattr(marks, "_dice", torch.Generator("cpu").manual_seed(1))
 
 

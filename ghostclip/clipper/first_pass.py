@@ -145,9 +145,9 @@ class FirstPasses:
             calls, check, self.is_open = layout.calls, layout.check, not layout.stored
             chosen, keep = keep is Keep.CHOSEN, self._keep_of(keep, calls)
             small = keep is Keep.SMALL
-            # Of a batch that was measured all is known; what small gradients would lose to marks is no alarm's worth.
+            # Of a batch that was measured all is known.
             marked = chosen and not (layout.measured or layout.half or is_traced()) and len(losses) > 1
-            marks = ALARM.drawn(losses) if marked and not self._layouts.is_small(uses.structure) else None
+            marks = ALARM.drawn(losses) if marked and self._layouts.is_watched(uses.structure) else None
             collector = NormCollector(
                 losses, layout, self._planner, trained, self.scale if marks is None else self.scale * marks,
                 keep=keep, room=self._room_for_small(calls) if small else 0, exact=exact,

@@ -10,6 +10,7 @@ every batch.
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,10 +51,16 @@ MOVED = (
 )
 # Every so many batches of a structure are measured, and so many where gradients are float16.
 EVERY, EVERY_HALF = 64, 16
+# Of the others one in so many, at random, is watched by marks. In a small network that takes as long as half a step.
+WATCHED = 16
 SMALL = 1e-8
 # Where so many structures are remembered, all are forgotten: a forward that cuts its inputs at random makes new ones
 # for ever.
 REMEMBERED = 10_000
+
+
+# Not Python's own, which users seed.
+_chance = random.Random()
 
 
 @dataclass(frozen=True)
@@ -129,9 +136,12 @@ class Layouts:
         """Measures the next batch of a structure: this one wasn't laid out as was stored, or lost digits."""
         self._known.pop(key, None)
 
-    def is_small(self, key: int) -> bool:
-        """Whether gradients of a structure are so small that their squares would leave float32 beside marks."""
-        return self._largest.get(key, 1.0) < SMALL
+    def is_watched(self, key: int) -> bool:
+        """Whether the passes of a batch that isn't measured start from marks.
+
+        None do where gradients of the structure are so small that their squares would leave float32 beside marks.
+        """
+        return _chance.random() * WATCHED < 1 and self._largest.get(key, 1.0) >= SMALL
 
     def check_norms(self, key: int, found: Sequence[float], examples: int, *, measured: bool, again: bool) -> None:
         """Raises RowsMovedError where the norms of a batch that wasn't measured follow marks.

@@ -100,11 +100,9 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
         elif reason := _static_reason(node, word, owned):
             return Movements(reason)
         elif word in ("View", "ReshapeAlias", "UnsafeView", "ReshapeCopy"):
-            before, after = owned.get(node.next_functions[0]), owned.get((node, 0))
-            if before is not None and after is not None and before.is_regular and after.is_regular:
-                assert before.rows is not None
-                assert after.rows is not None
-                views.append((place, before.rows, after.rows))
+            before, after = _regular(node.next_functions[0], owned), _regular((node, 0), owned)
+            if before is not None and after is not None:
+                views.append((place, before, after))
     return Movements("", indexed, views)
 
 
@@ -163,6 +161,12 @@ def _dim(edge: Edge, owned: Mapping[Edge, Owned]) -> int | None:
     """The dimension that has the examples; None where there is none, or it isn't known."""
     found = owned.get(edge)
     return None if found is None or found.rows is None or found.zero else found.rows.dim
+
+
+def _regular(edge: Edge, owned: Mapping[Edge, Owned]) -> Rows | None:
+    """How a tensor's rows lie; None where they are in no order, or where zeros didn't show it."""
+    found = owned.get(edge)
+    return found.rows if found is not None and found.is_regular and not found.zero else None
 
 
 def _contracts(node: Any, owned: Mapping[Edge, Owned]) -> bool:
