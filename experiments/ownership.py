@@ -5,7 +5,11 @@ that no gradient is zero and nothing is watched. In batch n the factor becomes 1
 "from zero" are runs whose factor is 0 at first. Noted is in which batch the network is refused: 0 is the first mixed
 one. Batches before that one were clipped by rows of which it was not known that they mix.
 
-The second part draws norms that don't depend on marks, and counts how often `ghostclip.graph.alarm.rings`.
+All of these networks have an operation that may move examples by values, so that they are measured in every batch.
+"Marks alone" are runs in which nothing is said to move: what the marks see by which one batch in `WATCHED` is watched,
+here every one that isn't measured.
+
+The last part draws norms that don't depend on marks, and counts how often `ghostclip.graph.alarm.rings`.
 
     python experiments/ownership.py [--seeds N] [--draws N] [--sizes B ...] [--out FOLDER]
 
@@ -20,8 +24,10 @@ import logging
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +35,9 @@ from torch import Tensor, nn
 from ghostclip import GhostClipper
 from ghostclip.bench.machine import commit, describe, in_words
 from ghostclip.errors import UnsupportedModelError
+from ghostclip.graph import layouts
 from ghostclip.graph.alarm import ALARM, CERTAIN, LARGE, SUSPICIOUS, figures, rings
+from ghostclip.graph.moves import Movements
 
 RESULTS = Path(__file__).parent / "results"
 FILE = "ownership"
@@ -99,6 +107,12 @@ class Setting(NamedTuple):
     size: int
     start: int
     before: float
+    marks_alone: bool = False
+
+
+def without_rules() -> AbstractContextManager[Any]:
+    """Inside, no operation is said to move examples, and marks watch every batch that isn't measured."""
+    return mock.patch.multiple(layouts, movements=lambda *_: Movements(""), WATCHED=1)
 
 
 def refused_in(setting: Setting, seed: int) -> int | None:
@@ -135,13 +149,16 @@ def settings(sizes: Sequence[int]) -> Iterator[Setting]:
             for size in sizes:
                 for start in STARTS:
                     yield Setting(kind, second_pass, size, start, FAINT)
+                    if start > 1:
+                        yield Setting(kind, second_pass, size, start, FAINT, marks_alone=True)
                     if start == STARTS[-1]:
                         yield Setting(kind, second_pass, size, start, SILENT)
 
 
 def measure(setting: Setting, seeds: int) -> dict[str, Any]:
     """In which batch a setting was refused, over seeds."""
-    found = [refused_in(setting, seed) for seed in range(seeds)]
+    with without_rules() if setting.marks_alone else nullcontext():
+        found = [refused_in(setting, seed) for seed in range(seeds)]
     return {**setting._asdict(), "refused_in": found}
 
 
@@ -182,16 +199,11 @@ def false_alarms(name: str, size: int, draws: int) -> dict[str, Any]:
 
 # Columns of the table: which settings each of them puts together.
 COLUMNS: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "in batch 1, or from a factor of zero": lambda row: row["start"] == 1 or row["before"] == SILENT,
-    'later, "reweight"': lambda row: row["second_pass"] == "reweight" and is_late(row),
-    'later, "cached"': lambda row: row["second_pass"] == "cached" and is_late(row),
-    'later, "cached", plain loop': lambda row: row["second_pass"] not in PASSES.values() and is_late(row),
+    "in any batch": lambda row: not row["marks_alone"],
+    'marks alone, "reweight"': lambda row: row["marks_alone"] and row["second_pass"] == "reweight",
+    'marks alone, "cached"': lambda row: row["marks_alone"] and row["second_pass"] == "cached",
+    'marks alone, "cached", plain loop': lambda row: row["marks_alone"] and row["second_pass"] not in PASSES.values(),
 }
-
-
-def is_late(row: dict[str, Any]) -> bool:
-    """Whether mixing begins in a batch of a stored layout, in which nothing is silent."""
-    return row["start"] > 1 and row["before"] == FAINT
 
 
 def cell(found: Sequence[Sequence[int | None]]) -> str:
@@ -238,7 +250,8 @@ def markdown(results: dict[str, Any]) -> str:
         [
             f"Share of networks whose first mixed batch was refused, for batches of {sizes} examples; in brackets, how",
             f"many mixed batches were clipped before the refusal. {seeds} seeds for each of the settings that a cell",
-            f"puts together (mixing that begins in batch {', '.join(map(str, STARTS))}). float32.",
+            f"puts together (mixing that begins in batch {', '.join(map(str, STARTS))}). float32. Marks alone: no",
+            f"operation is said to move examples. They watch one batch in {layouts.WATCHED}, in this table every one.",
             "",
             mixing_table(results),
             "",

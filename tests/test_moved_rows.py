@@ -154,3 +154,13 @@ def test_a_structure_of_which_a_batch_was_refused_is_measured_from_then_on(secon
         with pytest.raises(UnsupportedModelError, match="examples mix") as caught:
             clipper.backward(model(x, 1.0))
         assert not isinstance(caught.value, RowsMovedError)
+
+
+@PASSES
+def test_gradients_too_small_for_marks_are_not_watched(second_pass):
+    """Their squares would leave float32 beside marks, and with them the digits of norms."""
+    model = ghostclip.wrap(Layers(lambda h, gate: h))
+    clipper = ghostclip.GhostClipper(model, 1.0, second_pass=second_pass)
+    x = torch.randn(EXAMPLES, WIDTH)
+    found = [clipper.backward(model(x, 1.0) * 1e-16).norms for _ in range(3)]
+    torch.testing.assert_close(found[2], found[0], rtol=1e-6, atol=0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ghostclip.graph import alarm
-from ghostclip.graph.marks import Marks, compared, fits, numbers
+from ghostclip.graph.marks import Marks, compared, numbers
 from ghostclip.graph.owners import Owned, Rows, owners
 
 MARKS = Marks()
@@ -62,10 +62,10 @@ def test_rows_times_their_marks_fit_and_others_do_not(dtype):
     torch.manual_seed(0)
     marks, floor = MARKS.drawn(torch.ones(40)), torch.finfo(dtype).tiny * 2.0**60
     _, plain, marked = both(torch.randn(40, WIDTH), marks, dtype)
-    shown = fits(plain, numbers(marked, 0), marks, floor, MARKS)
-    assert shown is not None
+    off, _, shown = compared(plain, numbers(marked, 0), marks, floor, MARKS)
     assert shown.all()
-    assert fits(plain, numbers(marked, 0), marks.roll(1), floor, MARKS) is None
+    assert not off.any()
+    assert compared(plain, numbers(marked, 0), marks.roll(1), floor, MARKS).off.any()
 
 
 @DTYPES
@@ -74,7 +74,7 @@ def test_the_tolerance_is_a_small_share_of_the_largest_entry(dtype, off):
     marks = MARKS.drawn(torch.ones(8))
     _, plain, marked = both(torch.ones(8, WIDTH), marks, dtype)
     marked[2, 1] *= 1 + off
-    found, _ = compared(plain, numbers(marked, 0), marks, 0.0, MARKS)
+    found, _, _ = compared(plain, numbers(marked, 0), marks, 0.0, MARKS)
     assert found.tolist() == [row == 2 and off > 1e-4 for row in range(8)]
 
 
@@ -86,7 +86,7 @@ def test_either_number_of_a_row_shows_that_it_is_off(dtype):
     _, along = numbers(torch.eye(3, dtype=dtype), 0)
     marked[0, :2] += along[[1, 0]] * torch.tensor([1.0, -1.0], dtype=dtype)
     marked[1, 1] *= 1.1
-    found, _ = compared(plain, numbers(marked, 0), marks, 0.0, MARKS)
+    found, _, _ = compared(plain, numbers(marked, 0), marks, 0.0, MARKS)
     assert found.tolist() == [True, True]
 
 
@@ -96,7 +96,7 @@ def test_rows_that_are_not_finite_or_tiny_show_nothing(dtype, value):
     marks = MARKS.drawn(torch.ones(4))
     _, plain, marked = both(torch.tensor([1.0, value, 1.0, 1.0])[:, None], marks, dtype)
     marked[1] *= 1.5
-    off, clear = compared(plain, numbers(marked, 0), marks, 1e-20, MARKS)
+    off, _, clear = compared(plain, numbers(marked, 0), marks, 1e-20, MARKS)
     assert off.tolist() == [False] * 4
     assert clear.tolist() == [True, False, True, True]
 

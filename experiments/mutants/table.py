@@ -2440,6 +2440,42 @@ EXACT = ("tests/laws/test_law_of_norms.py", "-k")
 MOVED_ROWS = ("tests/test_moved_rows.py", "-k")
 BY_MARKS = [
     Mutant(
+        "a recurrence goes back through time once, whatever gradients come",
+        "ghostclip/nn/rnn/recurrence.py",
+        "        again = ctx.last is not None and _are_equal(came, *ctx.last[:2])\n",
+        "        again = ctx.last is not None\n",
+        ("tests/laws/test_law_of_norms.py", "-k", "lstm"),
+    ),
+    Mutant(
+        "the second of several marked backwards is not looked at",
+        "ghostclip/graph/marks.py",
+        "    cancelled = (largest == 0)",
+        "    clear = clear & (torch.arange(len(marks)).view(-1, 1) != 1) if marks.dim() == 2 else clear\n"
+        "    cancelled = (largest == 0)",
+        ("tests/laws/test_law_of_mixing.py", "tests/laws/test_law_of_traps.py", "tests/test_ownership.py"),
+    ),
+    Mutant(
+        "gradients are watched however small they are",
+        STORED,
+        " and self._largest.get(key, 1.0) >= SMALL\n",
+        "\n",
+        (*MOVED_ROWS, "too_small"),
+    ),
+    Mutant(
+        "no batch is watched",
+        STORED,
+        "_chance.random() * WATCHED < 1 and ",
+        "False and ",
+        (*MOVED_ROWS, "follow_marks"),
+    ),
+    Mutant(
+        "a reshape whose gradient is zero says where its examples are",
+        "ghostclip/graph/moves.py",
+        " and found.is_regular and not found.zero else None\n",
+        " and found.is_regular else None\n",
+        ("tests/test_bench_workloads.py", "-k", "measured and transformer"),
+    ),
+    Mutant(
         "norms that follow marks ring no alarm",
         ALARMED,
         "    return deviations > (SUSPICIOUS if again else CERTAIN) or (",
@@ -2596,29 +2632,29 @@ BY_MARKS = [
     Mutant(
         "only the largest entry of a row is compared",
         OF_MARKS,
-        "torch.maximum((largest_now - ratio * largest).abs(), (projected_now - ratio * projected).abs())",
-        "(largest_now - ratio * largest).abs()",
+        "torch.maximum((largest_now - size).abs_(), (projected_now - ratio * projected).abs_())",
+        "(largest_now - size).abs_()",
         (*PARTS, "either_number"),
     ),
     Mutant(
         "only the projection of a row is compared",
         OF_MARKS,
-        "torch.maximum((largest_now - ratio * largest).abs(), (projected_now - ratio * projected).abs())",
-        "(projected_now - ratio * projected).abs()",
+        "torch.maximum((largest_now - size).abs_(), (projected_now - ratio * projected).abs_())",
+        "(projected_now - ratio * projected).abs_()",
         (*PARTS, "either_number"),
     ),
     Mutant(
         "rows that cancel in the plain backward are anybody's",
         OF_MARKS,
-        " | ((largest == 0) & (largest_now > floor)), clear",
-        ", clear",
+        "    cancelled = (largest == 0) & (largest_now > floor)\n",
+        "    cancelled = torch.zeros_like(clear)\n",
         (*PARTS, "zero_in_the_plain"),
     ),
     Mutant(
         "digits are not held against another backward",
         MARKED,
-        "                digits.hold(seen[key], marks[digits.owner.clamp(max=examples - 1)])\n",
-        "                pass\n",
+        "            digits.hold(marked[0][key], marked[1][:, digits.owner.clamp(max=examples - 1)])\n",
+        "            pass\n",
         (*PARTS, "equal_parts"),
     ),
     Mutant(

@@ -5,14 +5,23 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Marks", "Numbers", "compared", "fits", "numbers", "shuffled"]
+__all__ = ["Marks", "Numbers", "compared", "numbers", "shuffled"]
 
 # The largest entry of each row, and a random projection of it, [rows] each.
 Numbers = tuple[Tensor, Tensor]
+
+
+class Compared(NamedTuple):
+    """Which rows do not fit their marks, which do only to within `Marks.tolerance`, and which show whose they are."""
+
+    off: Tensor
+    loose: Tensor
+    clear: Tensor
 
 
 @dataclass(frozen=True)
@@ -45,8 +54,8 @@ class Marks:
         marks = self._digit(losses, shuffled(len(losses), losses.device), 1)
         return marks if sizes is None else marks * _alike(sizes).to(marks.dtype)
 
-    def drawn_apart(self, losses: Tensor, sizes: Tensor | None) -> list[Tensor]:
-        """As `drawn`; as many as tell any two examples apart, and show a small one beside a large one."""
+    def drawn_apart(self, losses: Tensor, sizes: Tensor | None) -> Tensor:
+        """As `drawn`, [n, B]; as many as tell any two examples apart, and show a small one beside a large one."""
         order, place, found = shuffled(len(losses), losses.device), 1, list[Tensor]()
         while place < len(losses):
             found.append(self._digit(losses, order, place))
@@ -54,7 +63,7 @@ class Marks:
         alike = torch.ones_like(losses) if sizes is None else _alike(sizes).to(losses.dtype)
         if bool((alike != 1).any()):
             found.append(2.0 ** (2 * self.lowest + self.levels - 1) / found[0])  # what had the smallest has the largest
-        return [marks * alike for marks in found]
+        return torch.stack(found) * alike
 
     def _digit(self, losses: Tensor, order: Tensor, place: int) -> Tensor:
         """Marks [B] by a digit of numbers [B]: the one that counts ``place``, with base `levels`."""
@@ -116,23 +125,26 @@ def _direction(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def compared(
-    plain: Numbers, marked: Numbers, marks: Tensor, floor: float, way: Marks,
-    tolerance: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Which rows do not fit their marks, and which show whose they are, [rows] bool each.
+    plain: Numbers, marked: Numbers, marks: Tensor, floor: float, way: Marks, rounding: float = 0.0
+) -> Compared:
+    """How rows of marked backwards fit their marks.
 
     A row shows nothing if it is zero in both backwards, tiny, or not finite. One that is zero in the plain backward
     only belongs to several examples, which cancel.
+
+    Args:
+        plain: [rows] each.
+        marked: [rows], or [backwards, rows].
+        marks: of each row, as ``marked``.
+        floor: the size up to which rows show nothing.
+        way: whose marks they are.
+        rounding: what share of its largest entry a row may be off that one example alone has a part in.
     """
     (largest, projected), (largest_now, projected_now) = plain, marked
     ratio = marks.to(largest.dtype) / way.plain
-    apart = torch.maximum((largest_now - ratio * largest).abs(), (projected_now - ratio * projected).abs())
-    fit = apart <= (way.tolerance if tolerance is None else tolerance) * ratio * largest
+    size = ratio * largest
+    apart = torch.maximum((largest_now - size).abs_(), (projected_now - ratio * projected).abs_())
     clear = (largest > floor) & largest.isfinite() & largest_now.isfinite()
-    return (clear & ~fit) | ((largest == 0) & (largest_now > floor)), clear
-
-
-def fits(plain: Numbers, marked: Numbers, marks: Tensor, floor: float, way: Marks) -> Tensor | None:
-    """Which rows show that they fit their ``marks`` [rows], bool [rows]; None where some row doesn't."""
-    off, clear = compared(plain, marked, marks, floor, way)
-    return None if bool(off.any()) else clear
+    cancelled = (largest == 0) & (largest_now > floor)
+    loose = (clear & ~(apart <= rounding * size)) | cancelled
+    return Compared((clear & ~(apart <= way.tolerance * size)) | cancelled, loose, clear)

@@ -90,7 +90,7 @@ def check_shared(
     met = {boundary.node: boundary for boundary in region.boundaries}
     shown = True
     if graphs:
-        entries = [call for call in uses.calls if not call.sources and not owned[call].is_shared]
+        entries = [call for call in uses.calls if not call.sources and owned[call].rows is not None]
         entries = [call for call in entries if uses.capturing[call] not in region.calls]
         # Where nothing was kept of constants, all that could be seen is what enters at boundaries.
         shown = _examples_changed(uses, entries, owned, graphs, names, asked=bool(questions))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ghostclip.graph.marks import Marks, Numbers, compared, fits, numbers, shuffled
+from ghostclip.graph.marks import Marks, Numbers, compared, numbers, shuffled
 from ghostclip.graph.nodes import Edge, shape_of
 from ghostclip.graph.reader import first_pass, without_hooks
 from ghostclip.nn.base import LayerCall
@@ -31,7 +31,7 @@ __all__ = ["Owned", "Rows", "Subject", "owners", "rows_in_order"]
 # A layer's use, by the gradient at its pre-activation; or a tensor of the graph.
 Subject = LayerCall | Edge
 Key = tuple[Subject, int]
-# Numbers of gradients, and the marks [B] that their backward started from.
+# Numbers of gradients in n backwards, [n, rows] each, and the marks [n, B] that these started from.
 Marked = tuple[dict[Key, Numbers], Tensor]
 
 
@@ -156,10 +156,9 @@ def _hides(largest: Tensor, rows: Rows, examples: int) -> bool:
 
     They have none where others have rows of their own that aren't finite, all of them.
     """
-    owners, spoilt = rows.owners(len(largest), examples, largest.device), ~largest.isfinite()
-    parts = torch.zeros(examples, device=largest.device)
-    share = parts.index_add(0, owners, spoilt.to(parts.dtype)) / torch.bincount(owners, minlength=examples).clamp(min=1)
-    return not bool(spoilt.any()) or bool(((share > 0) & (share < 1)).any())
+    owners, finite = rows.owners(len(largest), examples, largest.device), largest.isfinite()
+    all_rows, spoilt = (torch.bincount(each, minlength=examples) for each in (owners, owners[~finite]))
+    return bool(finite.all()) or bool(((spoilt > 0) & (spoilt < all_rows)).any())
 
 
 @functools.lru_cache(maxsize=64)
@@ -239,37 +238,39 @@ class _Measurement:
                 found = torch.maximum(found, largest.double().view(len(found), -1).amax(1))
         return found
 
-    def marked(self, dims: Mapping[Subject, Sequence[int]], sizes: Tensor | None) -> list[Marked]:
+    def marked(self, dims: Mapping[Subject, Sequence[int]], sizes: Tensor | None) -> Marked:
         """Numbers in backwards that start from marks, in as many as it takes to tell any two examples apart."""
-        return [(self.numbers(dims, marks), marks) for marks in self.marks.drawn_apart(self._losses, sizes)]
+        marks = self.marks.drawn_apart(self._losses, sizes)
+        found = [self.numbers(dims, each) for each in marks]
+        keys = [(subject, dim) for subject, each in dims.items() for dim in each]
+        return {
+            key: (torch.stack([each[key][0] for each in found]), torch.stack([each[key][1] for each in found]))
+            for key in keys
+        }, marks
 
     def in_order(
-        self, subject: Subject, dims: Sequence[int], plain: Mapping[Key, Numbers], marked: Sequence[Marked],
+        self, subject: Subject, dims: Sequence[int], plain: Mapping[Key, Numbers], marked: Marked,
         indices: Sequence[RowIndex],
     ) -> Owned | None:  # fmt: skip
         """What a subject's rows are if they are in order, or in that of an index; None where they are not."""
-        losses, ways = self._losses, list[tuple[Rows, Tensor]]()
-        floor = self.floor(subject)
+        losses, (seen, marks), ways = self._losses, marked, list[tuple[Rows, Tensor, Tensor]]()
+        floor, rounding = self.floor(subject), self.rounding()
         for dim in dims:
             base = plain[subject, dim]
             for rows, index in _candidates(dim, len(base[0]), len(losses), indices, losses.device):
-                shown = [fits(base, seen[subject, dim], marks[index], floor, self.marks) for seen, marks in marked]
-                if all(each is not None for each in shown):
-                    ways.append((rows, index[torch.stack(shown).all(0)]))  # type: ignore[arg-type]
+                off, loose, clear = compared(base, seen[subject, dim], marks[:, index], floor, self.marks, rounding)
+                if not bool(off.any()):
+                    ways.append((rows, index[clear.all(0)], loose))
         if subject not in self.reached:
             return Owned(ways[0][0] if ways else None, zero=True)
         ways = [way for way in ways if len(way[1])]  # a dimension along which no row is finite fits any marks
         if not ways:
             return None
         said = [way for way in ways if isinstance(way[0].order, RowIndex)]
-        best, own = said[0] if said else max(ways, key=lambda way: len(way[1].unique())) if len(ways) > 1 else ways[0]
-        several, first = bool((own != own[:1]).any()), plain[subject, best.dim]
-        owner = best.owners(len(first[0]), len(losses), losses.device)
-        loose = [
-            compared(first, seen[subject, best.dim], marks[owner], floor, self.marks, self.rounding(subject))[0].any()
-            for seen, marks in marked
-        ]
-        hidden = any(map(bool, loose)) or (not several and _hides(first[0], best, len(losses)))
+        way = said[0] if said else max(ways, key=lambda way: len(way[1].unique())) if len(ways) > 1 else ways[0]
+        best, own, loose = way
+        several = bool((own != own[:1]).any())
+        hidden = bool(loose.any()) or (not several and _hides(plain[subject, best.dim][0], best, len(losses)))
         return Owned(best, shown=several, open=hidden, unclear=len(ways) > 1)
 
     def unread(self, subject: Subject, dims: Sequence[int], plain: Mapping[Key, Numbers]) -> Owned | None:
@@ -287,7 +288,7 @@ class _Measurement:
         dtype = torch.float32 if node.dtype == torch.bfloat16 else node.dtype
         return torch.finfo(dtype).tiny * 2.0**60
 
-    def rounding(self, subject: Subject) -> float:
+    def rounding(self) -> float:
         """What share of its largest entry a row may be off that one example alone has a part in."""
         return 0.0 if self.marks.floor is None else self.marks.tolerance
 
@@ -327,9 +328,7 @@ class _Measurement:
                     found[subject, dim] = rows, rows
         return found
 
-    def by_digits(
-        self, keys: Sequence[Key], plain: Mapping[Key, Numbers], marked: Sequence[Marked]
-    ) -> dict[Key, _Digits]:
+    def by_digits(self, keys: Sequence[Key], plain: Mapping[Key, Numbers], marked: Marked) -> dict[Key, _Digits]:
         """Whose each row is, by one backward for each digit of the examples' numbers, held against one more.
 
         Args:
@@ -351,8 +350,7 @@ class _Measurement:
             rest, place = rest // levels, place * levels
         for key, digits in found.items():
             digits.several |= digits.owner >= examples
-            for seen, marks in marked:
-                digits.hold(seen[key], marks[digits.owner.clamp(max=examples - 1)])
+            digits.hold(marked[0][key], marked[1][:, digits.owner.clamp(max=examples - 1)])
         return found
 
 
@@ -368,7 +366,7 @@ class _Digits:
 
     def __init__(self, plain: Numbers, run: _Measurement, subject: Subject) -> None:
         self._plain, self._marks = plain, run.marks
-        self._floor, self._rounding = run.floor(subject), run.rounding(subject)
+        self._floor, self._rounding = run.floor(subject), run.rounding()
         self.owner = torch.zeros(len(plain[0]), dtype=torch.int64, device=plain[0].device)
         self.several, self.loose, self.readable = (torch.zeros_like(self.owner, dtype=torch.bool) for _ in range(3))
 
@@ -382,9 +380,10 @@ class _Digits:
         self.owner += torch.where(clear, digit_of[inside], 0) * place
 
     def hold(self, seen: Numbers, marks: Tensor) -> Tensor:
-        """Holds rows against their marks [rows]; returns which of them are readable."""
-        off, clear = compared(self._plain, seen, marks, self._floor, self._marks)
-        self.loose |= compared(self._plain, seen, marks, self._floor, self._marks, self._rounding)[0]
+        """Holds rows against their marks, [rows] or [n, rows]; returns which of them are readable, [rows]."""
+        found = compared(self._plain, seen, marks, self._floor, self._marks, self._rounding)
+        off, loose, clear = (each.view(-1, len(self.owner)).any(0) for each in found)
+        self.loose |= loose
         self.several |= off
         self.readable |= clear
         return clear
