@@ -25,6 +25,7 @@ __all__ = [
     "NETWORKS",
     "NEVER",
     "TOO_WEAK",
+    "WEAK",
     "WHOLE",
     "between",
     "hooked",
@@ -65,7 +66,7 @@ def by_a_constant_matrix(h: Tensor) -> Tensor:
 
 def attention_over_examples(h: Tensor) -> Tensor:
     flat = h.flatten(1)
-    return ((flat @ flat.T).softmax(1) @ flat).view_as(h)
+    return ((flat @ flat.T / flat.shape[1] ** 0.5).softmax(1) @ flat).view_as(h)
 
 
 def copied_over_the_first(h: Tensor) -> Tensor:
@@ -105,7 +106,7 @@ def strided(h: Tensor) -> Tensor:
 
 MIXTURES: dict[str, Mixture] = {
     "minus the mean": lambda h: h - h.mean(0),
-    "minus a millionth of the mean": lambda h: h - 1e-6 * h.mean(0),
+    "minus a ten-thousandth of the mean": lambda h: h - 1e-4 * h.mean(0),
     "over the norm": lambda h: h / h.norm(),
     "cut to a norm": lambda h: h * (0.5 / h.norm()).clamp(max=1),
     "over the deviation": lambda h: h / (1 + h.std(0)),
@@ -140,7 +141,9 @@ MIXTURES: dict[str, Mixture] = {
 # May be refused by name, whatever it is multiplied with.
 NEVER = ("batch norm",)
 # Rounding to bfloat16 takes away all of it.
-TOO_WEAK = ("minus a millionth of the mean",)
+TOO_WEAK = ("minus a ten-thousandth of the mean",)
+# A tenth of it moves no gradient by more than rounding does: a normalization above takes what is left of a norm.
+WEAK = ("cut to a norm", "over the norm")
 
 # Multiplied with one of these, activations of the same graph mix or don't.
 GATES, GATED = (0.0, 0.0, 1.0, 0.0, 1.0, 0.5, 0.1), "EERERRR"
