@@ -199,7 +199,7 @@ def false_alarms(name: str, size: int, draws: int) -> dict[str, Any]:
 
 # Columns of the table: which settings each of them puts together.
 COLUMNS: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "in any batch": lambda row: not row["marks_alone"],
+    "as it is": lambda row: not row["marks_alone"],
     'marks alone, "reweight"': lambda row: row["marks_alone"] and row["second_pass"] == "reweight",
     'marks alone, "cached"': lambda row: row["marks_alone"] and row["second_pass"] == "cached",
     'marks alone, "cached", plain loop': lambda row: row["marks_alone"] and row["second_pass"] not in PASSES.values(),

@@ -10,7 +10,7 @@ from comparing import gradients
 from torch import nn
 
 import ghostclip
-from ghostclip.errors import RowsMovedError, UnsupportedModelError
+from ghostclip.errors import LossShapeError, RowsMovedError, UnsupportedModelError
 from ghostclip.graph import layouts, marks
 from ghostclip.graph.moves import Movements
 
@@ -164,3 +164,26 @@ def test_gradients_too_small_for_marks_are_not_watched(second_pass):
     x = torch.randn(EXAMPLES, WIDTH)
     found = [clipper.backward(model(x, 1.0) * 1e-16).norms for _ in range(3)]
     torch.testing.assert_close(found[2], found[0], rtol=1e-6, atol=0)
+
+
+def test_what_is_known_of_many_structures_is_forgotten(monkeypatch):
+    """A forward that cuts its inputs at random makes new graphs for ever, stored or not."""
+    monkeypatch.setattr(layouts, "REMEMBERED", 3)
+    model = ghostclip.wrap(Layers(lambda h, gate: h))
+    clipper = ghostclip.GhostClipper(model, 1.0)
+    known = clipper.passes._layouts
+    for rows in range(2, 9):
+        clipper.backward((model(torch.randn(EXAMPLES, WIDTH), 0.0) * torch.ones(rows, 1)).sum(0))
+        assert len(known._batches) <= 4
+
+
+def test_a_structure_whose_second_measurement_fails_is_measured_from_then_on(monkeypatch):
+    clipper, model, x = clipped(Layers, with_the_mean, "cached", (FAINT,))
+    failing = LossShapeError("losses of another shape")
+    monkeypatch.setattr(layouts, "owners", lambda *_, **__: (_ for _ in ()).throw(failing))
+    with pytest.raises(LossShapeError):
+        clipper.backward(model(x, FAINT))
+    monkeypatch.undo()
+    with pytest.raises(UnsupportedModelError, match="examples mix") as caught:
+        clipper.backward(model(x, 1.0))
+    assert not isinstance(caught.value, RowsMovedError)

@@ -118,3 +118,27 @@ def test_a_spoilt_example_in_a_first_batch_hides_nothing_of_what_all_share(value
     others = [0, 2, 3]
     torch.testing.assert_close(results[1][others], results[0][others], rtol=1e-6, atol=0)
     assert not results[1][1].isfinite()
+
+
+def test_an_expanded_tensor_of_which_one_example_is_not_finite_leaves_that_one_out():
+    """Nobody can write into an expanded tensor; the memory behind it holds each number once."""
+
+    class Distances(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.points = nn.Linear(4, 6), nn.Parameter(torch.randn(3, 6))
+
+        def forward(self, x):
+            return torch.cdist(self.layer(x)[:, None].expand(-1, 5, -1), self.points, p=1.0).sum((1, 2))
+
+    model = ghostclip.wrap(Distances())
+    x = torch.randn(4, 4)
+    x[1] = torch.inf
+    result = ghostclip.GhostClipper(model, 1.0).backward(model(x))
+    sums = gradients(model)
+    model.zero_grad()
+    others = ghostclip.GhostClipper(model, 1.0).backward(model(x[[0, 2, 3]]))
+    assert result.weights[1] == 0
+    torch.testing.assert_close(result.norms[[0, 2, 3]], others.norms)
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(sums[name], grad)

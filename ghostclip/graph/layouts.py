@@ -3,7 +3,7 @@
 A batch is measured when its structure is unknown; when it is the 2nd, 4th, 8th and so on of its structure, or every
 64th; when it is at least twice as large as any that was measured; when operations in it move rows by values; and when
 something shows up where all gradients were zero. What is found is stored only where it is regular (every example has as
-many rows, in order), was shown by rows of two examples, and leaves nothing open. Any other structure is measured in
+many rows, in order) and was shown by rows of two examples, which fit no other order. Any other structure is measured in
 every batch.
 """
 
@@ -154,8 +154,8 @@ class Layouts:
             again: whether it can be tried again.
         """
         if measured:
-            largest = found[0] if math.isfinite(found[0]) else 0.0
-            self._largest[key] = max(largest, self._largest.get(key, 0.0))
+            if math.isfinite(found[0]):
+                self._largest[key] = max(found[0], self._largest.get(key, 0.0))
         elif rings(found, examples, self._largest.get(key, 0.0), again):
             self.drop(key)
             raise RowsMovedError(MOVED)
@@ -199,15 +199,15 @@ class Layouts:
     ) -> RowLayout:
         """Measures a batch, and stores what was found where it will hold."""
         examples, key = len(losses), uses.structure
-        if len(self._known) + len(self._always) > REMEMBERED:
-            self._known, self._always, self._batches = {}, set(), Counter()
+        if len(self._batches) > REMEMBERED:
+            self._known, self._always, self._batches, self._largest = {}, set(), Counter(), {}
         may_store = key not in self._always and not indices and not uses.hooked
         try:
             owned = self._owners(losses, uses, indices, may_store)
             region = self._region(losses, uses, owned, names, forward)
             shared = set() if region is None else set(region.calls.values())
             check_calls(uses, owned, shared, indices, names)
-        except UnsupportedModelError:
+        except (LossShapeError, UnsupportedModelError):
             self.forget(key)
             raise
         if may_store:
@@ -238,6 +238,7 @@ class Layouts:
         forward: FindForward,
     ) -> SharedSubgraph | None:
         """What all examples share, which must be the same whatever they are; None where nothing is shared."""
+        # First with all that may be shared taken for shared; where that finds no boundary, with less (see `Doubt`).
         for doubt in Doubt:
             try:
                 region = shared_part(losses, uses, owned, names, doubt)
@@ -254,7 +255,7 @@ class Layouts:
         return None
 
     def _store(self, losses: Tensor, uses: Uses, owned: Mapping[Subject, Owned], region: SharedSubgraph | None) -> None:
-        """Stores the layout if it is regular, shown by two examples' rows, and leaves nothing open."""
+        """Stores the layout if it is regular and was shown by two examples' rows, in one order alone."""
         examples, key, places = len(losses), uses.structure, uses.places
         boundaries = () if region is None else region.boundaries
         subjects: list[Subject] = [*uses.calls, *(boundary.edge for boundary in boundaries)]

@@ -29,8 +29,8 @@ class Marks:
     """The powers of two that losses are multiplied with, and what counts as equal.
 
     Attributes:
-        levels, lowest: marks are 2 ** lowest to 2 ** (lowest + levels - 1). None is 1 or more: a backward that
-            normalizes what it is given returns every row as it was, as if its mark were 1.
+        levels, lowest: marks are 2 ** lowest to 2 ** (lowest + levels - 1). All are less than ``plain``: a backward
+            that normalizes what it is given returns every row as it was, as if its mark were ``plain``.
         tolerance: what share of its largest entry a row may be off, before it isn't multiplied with its mark.
         floor: rows whose largest entry is no larger show nothing. Below the smallest normal number rounding doesn't
             scale with a mark. None: by the gradient's type.
@@ -44,12 +44,13 @@ class Marks:
     plain: float = 1.0
 
     def drawn(self, losses: Tensor, sizes: Tensor | None = None) -> Tensor:
-        """Marks [B]: levels spread evenly over the examples, in random order, so that no two share one for long.
+        """Marks [B]: levels spread evenly over the examples, in an order that is random and another one in each batch.
 
         Args:
             losses: [B].
-            sizes: [B], of the examples' gradients. Where these differ by more than 2 ** 10, marks make them alike: what
-                small examples have in a row is lost to `tolerance` beside what a large one has. None: they don't.
+            sizes: [B], of the examples' gradients. Where these differ by more than 2 ** 10, marks bring them to one
+                size; else what a small example has in a row of a large one would be within `tolerance`. None: they
+                differ by less.
         """
         marks = self._digit(losses, shuffled(len(losses), losses.device), 1)
         return marks if sizes is None else marks * _alike(sizes).to(marks.dtype)

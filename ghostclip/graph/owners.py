@@ -65,8 +65,8 @@ class Owned:
         rows: how its rows belong to the examples; None where rows of every dimension belong to several.
         zero: all of its gradient is zero, so that nothing was shown.
         shown: rows of at least two examples were shown.
-        open: several examples may have a part in the rows all the same: one large example outweighs others, to within
-            `Marks.tolerance` if not by more, or one that isn't finite hides them.
+        open: the rows fit, but mixing isn't ruled out: they fit to within `Marks.tolerance` only, so that small
+            examples may have a part in the rows of a large one; or rows of a single example were shown.
         unclear: the rows fit another order or dimension as well, as where only a diagonal isn't zero.
     """
 
@@ -120,7 +120,7 @@ def owners(
     plain = run.numbers(dims, run.plain())
     marked = run.marked(dims, run.sizes(plain, first))
     found = {
-        # What was refuted once stays so.
+        # No order fits along these: in the call before this one, marks refuted all of them.
         subject: run.in_order(
             subject, [d for d in dims[subject] if d not in tried.get(subject, ())], plain, marked, indices
         )
@@ -138,7 +138,7 @@ def owners(
     for subject in left:
         ways = [digits[subject, dim].owned(dim, len(losses)) for dim in dims[subject]]
         best = max([way for way in ways if way is not None], key=Owned.owners, default=Owned(None))
-        # Where no row is finite, all are taken to be in order, so that each example has what isn't finite.
+        # Where no row is finite, all are taken to be in order, if they can be: each example has what isn't finite.
         dark = best.rows is not None and not best.owners() and run.unread(subject, dims[subject], plain)
         known[subject] = dark or best
     return known
@@ -152,13 +152,14 @@ def rows_in_order(size: int, examples: int) -> list[str]:
 
 
 def _hides(largest: Tensor, rows: Rows, examples: int) -> bool:
-    """Whether several examples may have a part in rows of which those of one example are shown.
+    """Whether others may have a part in rows, where those of a single example were shown.
 
-    They have none where others have rows of their own that aren't finite, all of them.
+    An example whose own rows are all infinite or nan has none: they would be, too.
     """
     owners, finite = rows.owners(len(largest), examples, largest.device), largest.isfinite()
     all_rows, spoilt = (torch.bincount(each, minlength=examples) for each in (owners, owners[~finite]))
-    return bool(finite.all()) or bool(((spoilt > 0) & (spoilt < all_rows)).any())
+    partly = (spoilt > 0) & (spoilt < all_rows)
+    return bool(partly.any()) or int((spoilt < all_rows).sum()) > 1
 
 
 @functools.lru_cache(maxsize=64)
@@ -207,15 +208,15 @@ class _Measurement:
         self, losses: Tensor, calls: Sequence[LayerCall], edges: Sequence[Edge], leaves: Sequence[Tensor], half: bool
     ) -> None:
         self._losses, self._calls, self._leaves = losses, calls, list(leaves)
+        self._sized: Sequence[Subject] = calls or edges
         self._edges: dict[Any, list[int]] = {}
         for node, number in edges:
             self._edges.setdefault(node, []).append(number)
         self.reached = set[Subject]()
         self.marks = Marks()
-        self._largest = 0.0
         if half:
             # float16 has few powers of two: the gradients are brought near 2 ** 8 first.
-            dims: dict[Subject, list[int]] = {call: [_all_dims(call)[0]] for call in calls}
+            dims: dict[Subject, list[int]] = {each: [_all_dims(each)[0]] for each in self._sized}
             found = self.numbers(dims, torch.ones_like(losses))
             sizes = torch.cat([largest.flatten() for largest, _ in found.values()] or [losses.new_zeros(1)])
             largest = float(sizes[sizes.isfinite()].max()) if bool(sizes.isfinite().any()) else 0.0
@@ -232,8 +233,8 @@ class _Measurement:
         if self.marks.floor is not None:
             return None
         found = torch.zeros(len(self._losses), dtype=torch.float64, device=self._losses.device)
-        for call in self._calls:
-            largest = plain[call, dims[call][0]][0]
+        for subject in self._sized:
+            largest = plain[subject, dims[subject][0]][0]
             if len(largest) and len(largest) % len(found) == 0:
                 found = torch.maximum(found, largest.double().view(len(found), -1).amax(1))
         return found
@@ -333,8 +334,8 @@ class _Measurement:
 
         Args:
             keys: subjects and dimensions.
-            plain, marked: their numbers in the plain backward, and in some that started from other marks than the
-                digits': sums of two marks that look like a third don't come again.
+            plain, marked: their numbers in the plain backward, and in some that started from other marks than those of
+                the digits. A row of two examples may look like one of a third under some marks, not under these, too.
         """
         examples, levels = len(self._losses), self.marks.levels
         found = {key: _Digits(plain[key], self, key[0]) for key in keys}
@@ -380,7 +381,7 @@ class _Digits:
         self.owner += torch.where(clear, digit_of[inside], 0) * place
 
     def hold(self, seen: Numbers, marks: Tensor) -> Tensor:
-        """Holds rows against their marks, [rows] or [n, rows]; returns which of them are readable, [rows]."""
+        """Holds rows against marks, [rows] or [n, rows]; returns which are readable in some backward, [rows]."""
         found = compared(self._plain, seen, marks, self._floor, self._marks, self._rounding)
         off, loose, clear = (each.view(-1, len(self.owner)).any(0) for each in found)
         self.loose |= loose

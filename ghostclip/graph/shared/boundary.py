@@ -338,7 +338,12 @@ def _not_finite(node: Any) -> list[Tensor]:
         return []
     kept = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
     kept += getattr(node, "saved_tensors", ())
-    return [tensor.data for tensor in kept if isinstance(tensor, Tensor) and not _all_finite([tensor])]
+    return [_in_memory(tensor.data) for tensor in kept if isinstance(tensor, Tensor) and not _all_finite([tensor])]
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    """A tensor without the dimensions along which it was expanded: nobody can write there."""
+    return tensor[tuple([slice(None) if stride else slice(0, 1) for stride in tensor.stride()])]
 
 
 @contextmanager
