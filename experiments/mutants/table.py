@@ -2440,6 +2440,20 @@ EXACT = ("tests/laws/test_law_of_norms.py", "-k")
 MOVED_ROWS = ("tests/test_moved_rows.py", "-k")
 BY_MARKS = [
     Mutant(
+        "numbers that aren't finite are replaced in expanded tensors",
+        "ghostclip/graph/shared/boundary.py",
+        "    return tensor[tuple([slice(None) if stride else slice(0, 1) for stride in tensor.stride()])]\n",
+        "    return tensor\n",
+        ("tests/test_nonfinite.py", "-k", "expanded"),
+    ),
+    Mutant(
+        "a measurement that fails by the losses' shape leaves the layout",
+        "ghostclip/graph/layouts.py",
+        "        except (LossShapeError, UnsupportedModelError):\n            self.forget(key)\n",
+        "        except UnsupportedModelError:\n            self.forget(key)\n",
+        (*MOVED_ROWS, "second_measurement"),
+    ),
+    Mutant(
         "a recurrence goes back through time once, whatever gradients come",
         "ghostclip/nn/rnn/recurrence.py",
         "        again = ctx.last is not None and _are_equal(came, *ctx.last[:2])\n",
@@ -2555,8 +2569,8 @@ BY_MARKS = [
     Mutant(
         "a refusal leaves the layout",
         STORED,
-        "        except UnsupportedModelError:\n            self.forget(key)\n            raise\n",
-        "        except UnsupportedModelError:\n            raise\n",
+        "        except (LossShapeError, UnsupportedModelError):\n            self.forget(key)\n            raise\n",
+        "        except (LossShapeError, UnsupportedModelError):\n            raise\n",
         (*MOVED_ROWS, "refused"),
     ),
     Mutant(
@@ -2821,8 +2835,8 @@ BY_MARKS = [
     Mutant(
         "the largest norm is that of the last batch",
         STORED,
-        "            self._largest[key] = max(largest, self._largest.get(key, 0.0))\n",
-        "            self._largest[key] = largest\n",
+        "self._largest[key] = max(found[0], self._largest.get(key, 0.0))\n",
+        "self._largest[key] = found[0]\n",
         (*PARTS, "largest_norm"),
     ),
     Mutant(
