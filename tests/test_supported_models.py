@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "experiments"))
 import supported_models
 from zoo.page import page, verdict
 
-ERRORS = {"worst": 1e-14, "floor": 1e-15, "neighbours": 0.999999, "steps": 3, "parameters": 10}
+ERRORS = {"worst": 1e-14, "floor": 1e-15, "neighbours": 0.999999, "steps": 3, "parameters": 10, "measured": False}
 TIMES = {"parameters": 1000, "examples": 16, "milliseconds": 5.0, "over": {"auto": 1.5, "cached": 1.25}}
 
 
@@ -43,13 +43,14 @@ def test_the_verdict_is_by_all_figures(errors, said):
 
 
 def test_the_page_has_figures_the_slowest_refusals_and_what_is_left_out():
-    slow = row() | {"times": TIMES | {"over": {"auto": 4.0, "cached": 3.5}}}
+    slow = row(measured=True) | {"times": TIMES | {"over": {"auto": 4.0, "cached": 3.5}}}
     refused = row() | {"errors": {"refused": "examples | mix"}, "times": {}}
     text = page(results(fast=row(), slow=slow, refused=refused))
-    assert "**2 of 3 models are exact.**" in text
+    assert "**2 of 3 models are exact.** 1 are measured in every batch." in text
     assert "2.75 ordinary steps in the median of 2 models" in text
     assert "1 of them take more than 3 by default" in text
-    assert "| fast | timm | a net | 1e-14 | 1e-15 | 0.999999 | 1k, 16 | 5.0 | 1.50 | 1.25 |" in text
+    assert "| fast | timm | a net | 1e-14 | 1e-15 | 0.999999 |  | 1k, 16 | 5.0 | 1.50 | 1.25 |" in text
+    assert "| slow | timm | a net | 1e-14 | 1e-15 | 0.999999 | always | 1k, 16 |" in text
     assert "| slow | 4.00 | **not known** |" in text
     assert "examples \\| mix" in text
     assert "Left out, not installed: the models of diffusers." in text

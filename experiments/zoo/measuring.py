@@ -70,6 +70,7 @@ class Figures:
         norms: worst of per-example norms, of the whole gradient and of each parameter.
         sums: worst of the clipped sums, by {second pass: error}.
         steps: private steps that were taken and moved every trained parameter.
+        measured: whether ownership is measured in every batch of it.
         neighbours: how far the clipped sum of a batch moves with one of its examples left out, in float32, by the
             clipping norm: the worst of the first and the last example, and of both second passes.
     """
@@ -79,6 +80,7 @@ class Figures:
     norms: float
     sums: dict[str, float]
     steps: int
+    measured: bool
     neighbours: float = math.nan
 
     @property
@@ -107,11 +109,12 @@ def _measure(subject: Subject) -> tuple[Figures, float]:
     norms = torch.stack([whole_norm(grads) for grads in loop])
     max_norm = float(norms.median())
     expected = weighted_sum(loop, (max_norm / norms).clamp(max=1.0))
-    found, sums = {}, {}
+    found, sums, measured = {}, {}, False
     for second_pass in ("reweight", "cached"):
         clipped = prepared(subject, model)
         clipper = ghostclip.GhostClipper(clipped, max_norm, second_pass=second_pass)
         clip(subject, clipper, batch)
+        measured = clipper.passes.is_open
         rows = subject.index(batch) if subject.index else None
         found = clipper.norms(subject.losses(clipped, batch), batch_index=rows, per="parameter")
         sums[second_pass] = sum_error(gradients(clipped), expected)
@@ -121,6 +124,7 @@ def _measure(subject: Subject) -> tuple[Figures, float]:
         norm_error(found, loop),
         sums,
         private_steps(subject, prepared(subject, model), max_norm),
+        measured,
     )
     return figures, max_norm
 

@@ -34,6 +34,7 @@ memory. The columns of the tables:
 - *Rounding*: how far the model's plain gradient of the batch is from the sum over single examples, an error that
   clipping has no part in.
 - *Neighbours*: how far the clipped sum moves in float32 when an example leaves the batch, in clipping norms.
+- *Measured*: "always" where it is [measured](ownership.md) in every batch which example each row belongs to.
 - *Size*: trained parameters and examples of the larger model. *Ordinary*: its ordinary step (mean loss, Adam) in
   milliseconds on one thread. *auto*, *cached*: a private step (clipping, noise, Adam) by the default and by
   `second_pass="cached"` over the ordinary one, median of ratios of steps taken in turn, in the processor's seconds.
@@ -69,7 +70,8 @@ def _summary(results: dict[str, Any]) -> Iterator[str]:
     over = [row["times"]["over"] for row in rows.values() if "over" in row.get("times", {})]
     kept = [row["memory"] for row in rows.values() if "memory" in row]
     exact = sum(verdict(row) == "exact" for row in rows.values())
-    yield f"**{exact} of {len(rows)} models are exact.**"
+    always = sum(row.get("errors", {}).get("measured", False) for row in rows.values())
+    yield f"**{exact} of {len(rows)} models are exact.** {always} are measured in every batch."
     if over:
         slow = sum(each["auto"] > SLOW for each in over)
         yield (
@@ -92,10 +94,10 @@ def _exact(rows: dict[str, Any]) -> Iterator[str]:
     for kind in dict.fromkeys(row["kind"] for row in rows.values()):
         yield f"## {kind[:1].upper()}{kind[1:]}\n"
         yield (
-            "| model | library | what is particular | error | rounding | neighbours | size | ordinary, ms | auto "
+            "| model | library | what is particular | error | rounding | neighbours | measured | size | ordinary, ms | auto "
             "| cached | memory, MB | auto | cached | |"
         )
-        yield "|" + " --- |" * 14
+        yield "|" + " --- |" * 15
         for name, row in rows.items():
             if row["kind"] == kind:
                 yield f"| {' | '.join([name, row['library'], row['about'], *_figures(row)])} | {verdict(row)} |"
@@ -105,6 +107,7 @@ def _exact(rows: dict[str, Any]) -> Iterator[str]:
 def _figures(row: dict[str, Any]) -> list[str]:
     errors, times, memory = row["errors"], row.get("times", {}), row.get("memory")
     cells = [f"{errors['worst']:.0e}", f"{errors['floor']:.0e}", f"{errors['neighbours']:.6f}"]
+    cells.append("always" if errors.get("measured") else "")
     if "over" in times:
         cells += [f"{_count(times['parameters'])}, {times['examples']}", f"{times['milliseconds']:.1f}"]
         cells += [f"{times['over'][name]:.2f}" for name in ("auto", "cached")]
