@@ -94,8 +94,8 @@ def _exact(rows: dict[str, Any]) -> Iterator[str]:
     for kind in dict.fromkeys(row["kind"] for row in rows.values()):
         yield f"## {kind[:1].upper()}{kind[1:]}\n"
         yield (
-            "| model | library | what is particular | error | rounding | neighbours | measured | size | ordinary, ms | auto "
-            "| cached | memory, MB | auto | cached | |"
+            "| model | library | what is particular | error | rounding | neighbours | measured | size | ordinary, ms "
+            "| auto | cached | memory, MB | auto | cached | |"
         )
         yield "|" + " --- |" * 15
         for name, row in rows.items():
