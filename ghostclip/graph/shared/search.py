@@ -126,8 +126,12 @@ def may_be_shared(subject: Subject, found: Owned, doubt: Doubt) -> bool:
         return found.is_shared
     if doubt is Doubt.IRREGULAR and found.is_regular:
         return False
+    if not isinstance(subject, LayerCall):
+        return True
+    if not found.is_regular and found.owners() < 2:  # of others nothing is known, as beside a huge example
+        return True
     # A layer that was given examples was given them in rows.
-    return not isinstance(subject, LayerCall) or (not subject.sources and subject.layer.reads_indices)
+    return not subject.sources and subject.layer.reads_indices
 
 
 def _boundaries(
