@@ -269,7 +269,8 @@ class Layouts:
         moves = movements(uses, at, examples, () if region is None else region.shared)
         shown = region is None or region.shown
         moved = bool(moves.always) or moves.moved(uses, examples)
-        if moved or not shown or any(not each.shown or each.unclear for each in found):
+        unseen = any(owned[call].zero for call in tables)
+        if moved or unseen or not shown or any(not each.shown or each.unclear for each in found):
             self._known.pop(key, None)
             return
         before = self._known.get(key)

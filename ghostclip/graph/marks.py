@@ -48,9 +48,9 @@ class Marks:
 
         Args:
             losses: [B].
-            sizes: [B], of the examples' gradients. Where these differ by more than 2 ** 10, marks bring them to one
-                size; else what a small example has in a row of a large one would be within `tolerance`. None: they
-                differ by less.
+            sizes: [n, B] or [B], of the examples' gradients. Where these differ by more than 2 ** 10, marks bring them
+                to one size; else what a small example has in a row of a large one would be within `tolerance`. None:
+                they differ by less.
         """
         marks = self._digit(losses, shuffled(len(losses), losses.device), 1)
         return marks if sizes is None else marks * _alike(sizes).to(marks.dtype)
@@ -79,19 +79,22 @@ class Marks:
         return torch.tensor(powers, dtype=like.dtype, device=level.device)[level]
 
 
-# Examples that are larger than others by more than this power of two are made alike by this one.
+# Gradients of one example that are larger than another's by more than this power of two are made alike by this one.
 FARTHEST = 80.0
-# What is smaller than this power of two is left out of that: beside marks it would leave float32.
-SMALLEST = -30.0
+# Smaller ones than this power of two are left out of that, and none is made smaller than the second by it: beside marks
+# they would leave float32.
+SMALLEST, LOWEST = -30.0, -60.0
 
 
 def _alike(sizes: Tensor) -> Tensor:
-    """Powers of two [B] that make the sizes of all examples about that of the smallest; ones where they are alike."""
+    """Powers of two [B] that make the largest sizes of all examples about that of the smallest; ones where they are."""
+    sizes = sizes.double().view(-1, sizes.shape[-1])
     known = sizes.isfinite() & (sizes > 0)
-    power = torch.where(known, sizes, sizes.new_ones(())).double().log2().round()
-    least = torch.where(known, power, power.new_full((), math.inf)).amin().clamp(min=SMALLEST)
-    over = torch.where(known, power - least, power.new_zeros(())).clamp(0.0, FARTHEST)
-    return torch.where(over.amax() > 10, torch.exp2(-over), torch.ones_like(over))
+    power, infinite = torch.where(known, sizes, 1.0).log2().round(), torch.full_like(sizes, math.inf)
+    large, small = torch.where(known, power, -infinite).amax(0), torch.where(known, power, infinite).amin(0)
+    least = torch.where(large.isfinite(), large, math.inf).amin().clamp(min=SMALLEST)
+    over = torch.minimum((large - least).clamp(0.0, FARTHEST), (small - LOWEST).clamp(min=0.0))
+    return torch.where(over.amax() > 10, torch.exp2(-over), 1.0)
 
 
 # Drawn apart from torch's own random numbers, which must not depend on whether a batch is measured.

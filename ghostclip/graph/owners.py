@@ -229,15 +229,14 @@ class _Measurement:
         return torch.full_like(self._losses, self.marks.plain)
 
     def sizes(self, plain: Mapping[Key, Numbers], dims: Mapping[Subject, Sequence[int]]) -> Tensor | None:
-        """[B], about how large each example's gradients are, as far as rows are in order; None in float16."""
-        if self.marks.floor is not None:
-            return None
-        found = torch.zeros(len(self._losses), dtype=torch.float64, device=self._losses.device)
-        for subject in self._sized:
-            largest = plain[subject, dims[subject][0]][0]
-            if len(largest) and len(largest) % len(found) == 0:
-                found = torch.maximum(found, largest.double().view(len(found), -1).amax(1))
-        return found
+        """[n, B], about how large each example's gradients are at subjects whose rows may be in order.
+
+        None in float16, or where there are none.
+        """
+        examples = len(self._losses)
+        found = [plain[subject, dims[subject][0]][0] for subject in self._sized]
+        found = [each.double().view(examples, -1).amax(1) for each in found if len(each) and not len(each) % examples]
+        return torch.stack(found) if found and self.marks.floor is None else None
 
     def marked(self, dims: Mapping[Subject, Sequence[int]], sizes: Tensor | None) -> Marked:
         """Numbers in backwards that start from marks, in as many as it takes to tell any two examples apart."""
