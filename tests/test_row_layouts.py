@@ -149,7 +149,7 @@ def measured(sizes, between=lambda m, h: h, dtype=None, hook=lambda number, h: N
 
 
 def test_batches_of_a_kind_are_measured_less_and_less_often():
-    assert measured([4] * 200) == [1, 2, 4, 8, 16, 32, 64, 128, 192]
+    assert measured([4] * 400) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 384]
 
 
 def test_a_batch_at_least_twice_as_large_is_measured():

@@ -2449,8 +2449,8 @@ BY_MARKS = [
     Mutant(
         "a measurement that fails by the losses' shape leaves the layout",
         "ghostclip/graph/layouts.py",
-        "        except (LossShapeError, UnsupportedModelError):\n            self.forget(key)\n",
-        "        except UnsupportedModelError:\n            self.forget(key)\n",
+        "        except (LossShapeError, UnsupportedModelError):\n            self.measure_always(key)\n",
+        "        except UnsupportedModelError:\n            self.measure_always(key)\n",
         (*MOVED_ROWS, "second_measurement"),
     ),
     Mutant(
@@ -2569,8 +2569,8 @@ BY_MARKS = [
     Mutant(
         "a refusal leaves the layout",
         STORED,
-        "        except (LossShapeError, UnsupportedModelError):\n            self.forget(key)\n            raise\n",
-        "        except (LossShapeError, UnsupportedModelError):\n            raise\n",
+        "            self.measure_always(key)\n            raise\n",
+        "            raise\n",
         (*MOVED_ROWS, "refused"),
     ),
     Mutant(
@@ -2737,7 +2737,7 @@ BY_MARKS = [
     Mutant(
         "a structure that was in no order once may be stored later",
         STORED,
-        "            self.forget(key)\n            return\n        at = ",
+        "            self.measure_always(key)\n            return\n        at = ",
         "            self._known.pop(key, None)\n            return\n        at = ",
         (*PARTS, "irregular"),
     ),

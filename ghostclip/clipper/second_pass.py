@@ -196,7 +196,7 @@ class TwoPasses(FirstPasses):
                 with nullcontext() if run.random_states is None else run.random_states.again():
                     first_pass(losses, run.calls, sink.receive, marks, retain_graph=keep, wanted=ends)
                 if sink.off and bool(torch.stack(sink.off).any()):
-                    self._layouts.drop(run.structure)
+                    self._layouts.measure_next(run.structure)
                     raise RowsMovedError(MOVED, graph_stays=keep)
             if run.holds_graph and not retain_graph and (needed or not whole):
                 free_graph(losses, run.calls)

@@ -1,7 +1,7 @@
 """When ownership is measured, and what is remembered of it: one layout for each structure of graphs.
 
 A batch is measured when its structure is unknown; when it is the 2nd, 4th, 8th and so on of its structure, or every
-64th; when it is at least twice as large as any that was measured; when operations in it move rows by values; and when
+128th; when it is at least twice as large as any that was measured; when operations in it move rows by values; and when
 something shows up where all gradients were zero. What is found is stored only where it is regular (every example has as
 many rows, in order) and was shown by rows of two examples, which fit no other order. Any other structure is measured in
 every batch.
@@ -50,7 +50,7 @@ MOVED = (
     "earlier batches of its kind; nothing was clipped. Compute each loss from its own example"
 )
 # Every so many batches of a structure are measured, and so many where gradients are float16.
-EVERY, EVERY_HALF = 64, 16
+EVERY, EVERY_HALF = 128, 16
 # Of the others one in so many, at random, is watched by marks. In a small network that takes as long as half a step.
 WATCHED = 16
 SMALL = 1e-8
@@ -127,13 +127,13 @@ class Layouts:
             return self._measured(losses, uses, names, forward, indices)
         return self._by_layout(known, uses, examples)
 
-    def forget(self, key: int) -> None:
-        """Measures every batch of a structure from now on: one of them was irregular, or refused."""
-        self.drop(key)
+    def measure_always(self, key: int) -> None:
+        """Every batch of this structure is measured from now on: one of them was irregular, or refused."""
+        self.measure_next(key)
         self._always.add(key)
 
-    def drop(self, key: int) -> None:
-        """Measures the next batch of a structure: this one wasn't laid out as was stored, or lost digits."""
+    def measure_next(self, key: int) -> None:
+        """The next batch of this structure is measured: this one wasn't laid out as was stored."""
         self._known.pop(key, None)
 
     def is_watched(self, key: int) -> bool:
@@ -157,14 +157,14 @@ class Layouts:
             if math.isfinite(found[0]):
                 self._largest[key] = max(found[0], self._largest.get(key, 0.0))
         elif rings(found, examples, self._largest.get(key, 0.0), again):
-            self.drop(key)
+            self.measure_next(key)
             raise RowsMovedError(MOVED)
 
     def _is_due(self, known: _Layout, uses: Uses, examples: int) -> bool:
         """Whether a batch of a known structure is measured again."""
         number = self._batches[uses.structure]
         every = EVERY_HALF if known.half else EVERY
-        if is_traced():  # of batches of one size, in which no index is looked at
+        if is_traced():  # a trace can't look at an index; all its batches have one size
             return bool(known.movements.indexed)
         return (
             examples >= 2 * known.largest
@@ -176,7 +176,7 @@ class Layouts:
         )
 
     def _of_one(self, losses: Tensor, uses: Uses) -> RowLayout:
-        """Of one example, to which all rows belong; or of none."""
+        """The layout of one example, to which all rows belong; or of none, where layers may still see rows."""
         examples = len(losses)
         odd = [] if examples else [call for call in uses.calls if call.shape[call.batch_dim]]
         region = without_boundaries(losses, uses, odd) if odd or uses.leaves else None
@@ -208,7 +208,7 @@ class Layouts:
             shared = set() if region is None else set(region.calls.values())
             check_calls(uses, owned, shared, indices, names)
         except (LossShapeError, UnsupportedModelError):
-            self.forget(key)
+            self.measure_always(key)
             raise
         if may_store:
             self._store(losses, uses, owned, region)
@@ -262,7 +262,7 @@ class Layouts:
         tables = set() if region is None else set(region.calls.values())
         found = [owned[subject] for subject in subjects if not (owned[subject].zero or subject in tables)]
         if not all(each.is_regular for each in found):
-            self.forget(key)
+            self.measure_always(key)
             return
         at = {subject: each for subject, each in owned.items() if not isinstance(subject, LayerCall)}
         at |= {(uses.capturing[call], 0): owned[call] for call in uses.calls}
