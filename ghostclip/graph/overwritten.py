@@ -96,6 +96,8 @@ def check_shared(
         shown = _examples_changed(uses, entries, owned, graphs, names, asked=bool(questions))
         for found in _alike(uses, graphs, {*region.shared, *uses.leaves, *met}):
             if found.own in met:
+                # Where no layer reads examples, they come to an operation with parameters.
+                shown = shown or not _same(*map(_saved, found.others))
                 pairs = [*zip(graphs, found.others, strict=True)]
                 same = _same(*(_entering(graph, node, met[found.own]) for graph, node in pairs))
             else:

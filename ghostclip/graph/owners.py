@@ -68,6 +68,7 @@ class Owned:
         open: the rows fit, but mixing isn't ruled out: they fit to within `Marks.tolerance` only, so that small
             examples may have a part in the rows of a large one; or rows of a single example were shown.
         unclear: the rows fit another order or dimension as well, as where only a diagonal isn't zero.
+        unread: no row is finite; ``rows`` are only those that it may have.
     """
 
     rows: Rows | None
@@ -75,6 +76,7 @@ class Owned:
     shown: bool = False
     open: bool = False
     unclear: bool = False
+    unread: bool = False
 
     def owners(self) -> int:
         """How many examples have readable rows that were found one by one."""
@@ -277,7 +279,7 @@ class _Measurement:
         """A subject's rows as they would be in order, of which nothing is known; None where that can't be."""
         for dim in dims:
             if orders := rows_in_order(len(plain[subject, dim][0]), len(self._losses)):
-                return Owned(Rows(dim, orders[0]), open=True)
+                return Owned(Rows(dim, orders[0]), open=True, unread=True)
         return None
 
     def floor(self, subject: Subject) -> float:

@@ -35,7 +35,10 @@ __all__ = [
 
 
 class Doubt(enum.Enum):
-    """Which rows that may have several owners (`Owned.open`) are taken for shared: all, those in no order, or none."""
+    """Which rows that may have several owners (`Owned.open`) are taken for shared.
+
+    All of them; those in no order, and those of which none is finite; or none.
+    """
 
     ALL = enum.auto()
     IRREGULAR = enum.auto()
@@ -128,7 +131,7 @@ def may_be_shared(subject: Subject, found: Owned, doubt: Doubt) -> bool:
     """Whether several examples have a part in its rows, or may have (`Owned.open`) and ``doubt`` says so."""
     if found.is_shared or doubt is Doubt.NOTHING or found.zero or not found.open:
         return found.is_shared
-    if doubt is Doubt.IRREGULAR and found.is_regular:
+    if doubt is Doubt.IRREGULAR and found.is_regular and not found.unread:
         return False
     if not isinstance(subject, LayerCall):
         return True
