@@ -28,7 +28,7 @@ from ghostclip.graph.owners import Owned, Rows, Subject, owners, rows_in_order
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
 from ghostclip.graph.row_layout import RowLayout, WatchedZeros, check_calls, nobody, row_layout
-from ghostclip.graph.shared.boundary import BroadcastBoundary
+from ghostclip.graph.shared.known import KnownShared
 from ghostclip.graph.shared.search import (
     Doubt,
     edges_above,
@@ -70,7 +70,7 @@ class _Layout:
     Attributes:
         rows: of each use of a layer; None where it is shared.
         silent_calls, silent_edges: whose gradients were zero.
-        boundaries: (place of a node, number of its output, rows, (slot, place, number) of each shared input).
+        shared, met: what all examples share, and the rows of its boundaries.
         movements: what has to be looked at in each batch.
         largest: of how many examples the largest batch was that was measured.
         half: whether some operation computes in float16.
@@ -79,7 +79,8 @@ class _Layout:
     rows: Sequence[Rows | None]
     silent_calls: Sequence[int]
     silent_edges: Sequence[tuple[int, int]]
-    boundaries: Sequence[tuple[int, int, Rows, Sequence[tuple[int, int, int]]]]
+    shared: KnownShared
+    met: Sequence[Rows]
     movements: Movements
     largest: int
     half: bool
@@ -100,6 +101,7 @@ class Layouts:
     _batches: Counter[int] = field(default_factory=Counter)
     # The largest norm of an example in a batch that was measured.
     _largest: dict[int, float] = field(default_factory=dict)
+    _shared: dict[int, KnownShared] = field(default_factory=dict)
 
     def lay_out(
         self, losses: Tensor, uses: Uses, names: ParameterNames, *, forward: FindForward = lambda: None,
@@ -135,6 +137,7 @@ class Layouts:
     def measure_next(self, key: int) -> None:
         """The next batch of this structure is measured: this one wasn't laid out as was stored."""
         self._known.pop(key, None)
+        self._shared.pop(key, None)
 
     def is_watched(self, key: int) -> bool:
         """Whether the passes of a batch that isn't measured start from marks.
@@ -200,22 +203,68 @@ class Layouts:
         """Measures a batch, and stores what was found where it will hold."""
         examples, key = len(losses), uses.structure
         if len(self._batches) > REMEMBERED:
-            self._known, self._always, self._batches, self._largest = {}, set(), Counter(), {}
+            self._known, self._always, self._batches, self._largest, self._shared = {}, set(), Counter(), {}, {}
         may_store = key not in self._always and not indices and not uses.hooked
         try:
-            owned = self._owners(losses, uses, indices, may_store)
-            region = self._region(losses, uses, owned, names, forward)
+            owned, region = self._in_part(losses, uses, indices)
+            whole = owned is None
+            if owned is None:
+                owned = self._owners(losses, uses, indices, may_store)
+                region = self._region(losses, uses, owned, names, forward)
+                self._note_shared(uses, owned, region)
             shared = set() if region is None else set(region.calls.values())
             check_calls(uses, owned, shared, indices, names)
         except (LossShapeError, UnsupportedModelError):
             self.measure_always(key)
             raise
-        if may_store:
+        if may_store and whole:
             self._store(losses, uses, owned, region)
         rows: dict[Subject, Rows] = {
             call: owned[call].rows or Rows(call.batch_dim, nobody(call, examples)) for call in uses.calls
         }
         return row_layout(uses, rows, region, examples, stored=key in self._known, measured=True)
+
+    def _in_part(
+        self, losses: Tensor, uses: Uses, indices: Sequence[RowIndex]
+    ) -> tuple[dict[Subject, Owned], SharedSubgraph | None] | tuple[None, None]:
+        """What marks show of the calls, and of the boundaries above what an earlier batch's examples shared.
+
+        Whatever is below a boundary whose rows have one owner each, its gradients are those of that example. So where
+        nothing is stored, nothing else is looked at, but in batches in which stored layouts are measured, too: the
+        1st, 2nd, 4th and so on. (None, None) where all has to be.
+        """
+        key, examples = uses.structure, len(losses)
+        known, number = self._shared.get(key), self._batches[key]
+        if key in self._known or known is None or number & (number - 1) == 0 or number % EVERY == 0:
+            return None, None
+        edges, leaves = known.edges(uses), [node.variable for node in uses.leaves]
+        silent = [(uses.nodes[place], number) for place, number in known.silent]
+        owned = owners(losses, uses.calls, [*edges, *silent], leaves, indices, True, computes_in_half(losses, uses))
+        tables = {uses.calls[number] for number in known.tables}
+        rest: list[Subject] = [*(call for call in uses.calls if call not in tables), *edges]
+        seen = [owned[each] for each in rest]
+        if any(each.rows is None or each.open for each in seen) or not all(owned[each].zero for each in silent):
+            return None, None
+        rows = [owned[edge].rows for edge in edges]
+        region = known.region(uses, [each for each in rows if each is not None], examples)
+        if region is not None:
+            self._hold(region)
+        return owned, region
+
+    def _note_shared(self, uses: Uses, owned: Mapping[Subject, Owned], region: SharedSubgraph | None) -> None:
+        """Remembers what all examples share of a structure, where nothing was in doubt."""
+        known = KnownShared.of(uses, region)
+        tables = {uses.calls[number] for number in known.tables}
+        rest: list[Subject] = [*(call for call in uses.calls if call not in tables), *known.edges(uses)]
+        if all(owned[each].is_shared for each in tables) and not any(owned[each].open for each in rest):
+            self._shared[uses.structure] = known
+        else:
+            self._shared.pop(uses.structure, None)
+
+    def _hold(self, region: SharedSubgraph) -> None:
+        """Keeps the Parameters below the boundaries for after a backward."""
+        below = [parameter for call in region.calls.values() for parameter in call.layer.parameters()]
+        self.hold([node.variable for node in region.leaves] + below)
 
     def _owners(self, losses: Tensor, uses: Uses, indices: Sequence[RowIndex], may_store: bool) -> dict[Subject, Owned]:
         """What marks show of all calls, and of the tensors that matter."""
@@ -243,8 +292,7 @@ class Layouts:
             try:
                 region = shared_part(losses, uses, owned, names, doubt)
                 if region is not None:
-                    tables = region.calls.values()
-                    self.hold([n.variable for n in uses.leaves] + [p for c in tables for p in c.layer.parameters()])
+                    self._hold(region)
                     region.shown = check_shared(uses, region, owned, names, forward)
                     for call in region.given:
                         raise given_shared(call, names)
@@ -278,10 +326,8 @@ class Layouts:
             [None if call in tables else owned[call].rows or Rows(call.batch_dim, "example") for call in uses.calls],
             [number for number, call in enumerate(uses.calls) if owned[call].zero],
             [(places[node], number) for node, number in _silent_edges(losses, at)],
-            [
-                (places[b.node], b.number, Rows(b.dim, b.row_order), [(s, places[n], nr) for s, (n, nr) in b.shared])
-                for b in boundaries
-            ],
+            KnownShared.of(uses, region),
+            [Rows(boundary.dim, boundary.row_order) for boundary in boundaries],
             moves,
             max(examples, 0 if before is None else before.largest),
             computes_in_half(losses, uses),
@@ -289,21 +335,9 @@ class Layouts:
 
     def _by_layout(self, known: _Layout, uses: Uses, examples: int) -> RowLayout:
         """How a batch is laid out whose structure is known."""
-        region = None
-        if uses.leaves or None in known.rows:
-            boundaries = []
-            for place, number, rows, shared in known.boundaries:
-                node = uses.nodes[place]
-                inputs = [(slot, (uses.nodes[below], nr)) for slot, below, nr in shared]
-                size = (*node._input_metadata[number].shape, 1)[rows.dim]
-                boundaries.append(
-                    BroadcastBoundary(node, number, rows.dim, rows.count(size, examples), rows.order, inputs)
-                )
-            tables = {uses.capturing[call]: call for call, rows in zip(uses.calls, known.rows, strict=True) if not rows}
-            self.hold(
-                [node.variable for node in uses.leaves] + [p for c in tables.values() for p in c.layer.parameters()]
-            )
-            region = SharedSubgraph(examples, boundaries, {node: node.variable for node in uses.leaves}, tables)
+        region = known.shared.region(uses, known.met, examples)
+        if region is not None:
+            self._hold(region)
         silent = [uses.calls[number] for number in known.silent_calls]
         edges = [(uses.nodes[place], number) for place, number in known.silent_edges]
         found: dict[Subject, Rows] = {

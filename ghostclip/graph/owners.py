@@ -4,8 +4,8 @@ A backward is linear in the gradient that it starts from, and multiplying with a
 each loss is given a *mark*, a power of two, and a backward starts from the marks in place of ones. A row that only one
 example's loss reaches comes out multiplied with exactly that example's mark; a row that several losses reach does not
 come out multiplied with any one power of two. So two backwards, a plain one and a marked one, show for every row
-whether it belongs to the example that it should belong to. Where it doesn't, a few more, one for each digit of the
-examples' numbers, show whose it is.
+whether it belongs to the example that it should belong to (three, for more examples than there are marks). Where it
+doesn't, the marks that it came out with show whose it is, and one more backward confirms it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ghostclip.graph.marks import Marks, Numbers, compared, numbers, shuffled
+from ghostclip.graph.marks import Marks, Numbers, compared, numbers
 from ghostclip.graph.nodes import Edge, shape_of
 from ghostclip.graph.reader import first_pass, without_hooks
 from ghostclip.nn.base import LayerCall
@@ -136,9 +136,9 @@ def owners(
         calls = [each for each in left if isinstance(each, LayerCall)]
         edges = [each for each in left if not isinstance(each, LayerCall)]
         return known | owners(losses, calls, edges, leaves, indices, True, half, {each: first[each] for each in left})
-    digits = run.by_digits([(subject, dim) for subject in left for dim in dims[subject]], plain, marked)
+    again = run.marked_once({subject: dims[subject] for subject in left}, run.sizes(plain, first))
     for subject in left:
-        ways = [digits[subject, dim].owned(dim, len(losses)) for dim in dims[subject]]
+        ways = [run.one_by_one(subject, dim, plain, marked, again) for dim in dims[subject]]
         best = max([way for way in ways if way is not None], key=Owned.owners, default=Owned(None))
         # Where no row is finite, all are taken to be in order, if they can be: each example has what isn't finite.
         dark = best.rows is not None and not best.owners() and run.unread(subject, dims[subject], plain)
@@ -242,7 +242,14 @@ class _Measurement:
 
     def marked(self, dims: Mapping[Subject, Sequence[int]], sizes: Tensor | None) -> Marked:
         """Numbers in backwards that start from marks, in as many as it takes to tell any two examples apart."""
-        marks = self.marks.drawn_apart(self._losses, sizes)
+        return self._under(self.marks.drawn_apart(self._losses, sizes), dims)
+
+    def marked_once(self, dims: Mapping[Subject, Sequence[int]], sizes: Tensor | None) -> Marked:
+        """Numbers in one backward that starts from marks."""
+        return self._under(self.marks.drawn(self._losses, sizes)[None], dims)
+
+    def _under(self, marks: Tensor, dims: Mapping[Subject, Sequence[int]]) -> Marked:
+        """Numbers in a backward from each of some marks, [n, B]."""
         found = [self.numbers(dims, each) for each in marks]
         keys = [(subject, dim) for subject, each in dims.items() for dim in each]
         return {
@@ -330,70 +337,37 @@ class _Measurement:
                     found[subject, dim] = rows, rows
         return found
 
-    def by_digits(self, keys: Sequence[Key], plain: Mapping[Key, Numbers], marked: Marked) -> dict[Key, _Digits]:
-        """Whose each row is, by one backward for each digit of the examples' numbers, held against one more.
+    def one_by_one(
+        self, subject: Subject, dim: int, plain: Mapping[Key, Numbers], marked: Marked, again: Marked
+    ) -> Owned | None:
+        """Whose each row is, by the marks that it came out with; None where some row has several owners.
 
         Args:
-            keys: subjects and dimensions.
-            plain, marked: their numbers in the plain backward, and in some that started from other marks than those of
-                the digits. A row of two examples may look like one of a third under some marks, not under these, too.
+            subject, dim: whose rows, along which dimension.
+            plain, marked: their numbers in a plain backward, and in some that together tell any two examples apart.
+            again: in one more. A row of two examples may look like one of a third under some marks, not under these,
+                too.
         """
-        examples, levels = len(self._losses), self.marks.levels
-        found = {key: _Digits(plain[key], self, key[0]) for key in keys}
-        dims: dict[Subject, list[int]] = {}
-        for subject, dim in keys:
-            dims.setdefault(subject, []).append(dim)
-        rest, place = torch.arange(examples, device=self._losses.device), 1
-        while place < examples:
-            digit_of = shuffled(levels, self._losses.device)  # {level: digit}
-            seen = self.numbers(dims, self.marks.of(digit_of.argsort()[rest % levels], self._losses))
-            for key, digits in found.items():
-                digits.read(seen[key], digit_of, place)
-            rest, place = rest // levels, place * levels
-        for key, digits in found.items():
-            digits.several |= digits.owner >= examples
-            digits.hold(marked[0][key], marked[1][:, digits.owner.clamp(max=examples - 1)])
-        return found
-
-
-class _Digits:
-    """The owners of rows, digit by digit.
-
-    Attributes:
-        owner: [rows], as far as digits were read; 0 where a row shows nothing.
-        several: [rows] bool, of which some digit could not be read: several examples have a part in them.
-        loose: [rows] bool, of which one could be read to within `Marks.tolerance` only.
-        readable: [rows] bool.
-    """
-
-    def __init__(self, plain: Numbers, run: _Measurement, subject: Subject) -> None:
-        self._plain, self._marks = plain, run.marks
-        self._floor, self._rounding = run.floor(subject), run.rounding()
-        self.owner = torch.zeros(len(plain[0]), dtype=torch.int64, device=plain[0].device)
-        self.several, self.loose, self.readable = (torch.zeros_like(self.owner, dtype=torch.bool) for _ in range(3))
-
-    def read(self, seen: Numbers, digit_of: Tensor, place: int) -> None:
-        """Reads the digit that counts ``place`` times; ``digit_of`` [levels] says what a level stands for."""
-        power = (seen[0] / self._plain[0] * self._marks.plain).log2().round().nan_to_num(0, 0, 0)
-        level = power.to(torch.int64) - self._marks.lowest
-        inside = level.clamp(0, self._marks.levels - 1)
-        clear = self.hold(seen, self._marks.of(inside, self._plain[0]))
-        self.several |= clear & (level != inside)
-        self.owner += torch.where(clear, digit_of[inside], 0) * place
-
-    def hold(self, seen: Numbers, marks: Tensor) -> Tensor:
-        """Holds rows against marks, [rows] or [n, rows]; returns which are readable in some backward, [rows]."""
-        found = compared(self._plain, seen, marks, self._floor, self._marks, self._rounding)
-        off, loose, clear = (each.view(-1, len(self.owner)).any(0) for each in found)
-        self.loose |= loose
-        self.several |= off
-        self.readable |= clear
-        return clear
-
-    def owned(self, dim: int, examples: int) -> Owned | None:
-        """The rows along a dimension by their owners; None where some have several."""
-        if bool(self.several.any()):
+        base, (largest, projected), examples = plain[subject, dim], marked[0][subject, dim], len(self._losses)
+        codes, order = _codes(marked[1] / self.marks.plain).sort()
+        wanted = _codes(largest / base[0])
+        place = torch.searchsorted(codes, wanted).clamp(max=examples - 1)
+        owner = order[place]
+        seen = tuple(map(torch.cat, zip((largest, projected), again[0][subject, dim], strict=True)))
+        marks = torch.cat([marked[1], again[1]])[:, owner]
+        found = compared(base, seen, marks, self.floor(subject), self.marks, self.rounding())  # type: ignore[arg-type]
+        off, loose, clear = (each.any(0) for each in found)
+        if bool((off | (clear & (codes[place] != wanted))).any()):
             return None
-        count, clear = len(self.owner[self.readable].unique()), self.readable
-        rows = Rows(dim, RowIndex(torch.where(clear, self.owner, 0), examples, None if bool(clear.all()) else clear))
-        return Owned(rows, shown=count > 1, open=count < 2 or bool(self.loose.any()))
+        count = len(owner[clear].unique())
+        rows = Rows(dim, RowIndex(torch.where(clear, owner, 0), examples, None if bool(clear.all()) else clear))
+        return Owned(rows, shown=count > 1, open=count < 2 or bool(loose.any()))
+
+
+def _codes(ratios: Tensor) -> Tensor:
+    """One number for the powers of two that are nearest to some ratios, [n, ...]; [...]."""
+    power = ratios.double().log2().round().nan_to_num(0, 0, 0).clamp(-255, 255).to(torch.int64) + 256
+    code = torch.zeros_like(power[0])
+    for each in power:
+        code = code * 512 + each
+    return code

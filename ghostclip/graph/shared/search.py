@@ -114,6 +114,7 @@ def shared_part(
     ]
     region = SharedSubgraph(len(losses), boundaries, {node: node.variable for node in uses.leaves}, tables)
     region.shared = [node for node in uses.nodes if node in shared]
+    region.silent = [edge for node in met for edge in outputs.get(node, ()) if owned[edge].zero]
     region.given = [call for node in met if isinstance(call := getattr(node, "call", None), LayerCall)]
     return region
 

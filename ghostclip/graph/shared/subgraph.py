@@ -48,6 +48,7 @@ class SharedSubgraph:
         shared: all of its nodes.
         shown: whether it was shown to be the same whatever the examples are.
         given: layers with examples that are given what all share; there is no rule for them.
+        silent: tensors with a gradient of zeros where something shared may meet the examples.
         begins: called in a pass before gradients go down from the boundaries.
         watch: told (tensor, gradient) of each boundary in a pass that measures.
     """
@@ -62,6 +63,7 @@ class SharedSubgraph:
     shared: list[Any] = field(default_factory=list)
     shown: bool = True
     given: list[LayerCall] = field(default_factory=list)
+    silent: list[Edge] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         # The inputs of each boundary that are matrices of experts, and the others.
