@@ -2440,6 +2440,27 @@ EXACT = ("tests/laws/test_law_of_norms.py", "-k")
 MOVED_ROWS = ("tests/test_moved_rows.py", "-k")
 BY_MARKS = [
     Mutant(
+        "boundaries that were silent are looked at no more",
+        STORED,
+        " or not all(owned[each].zero for each in silent):\n",
+        ":\n",
+        ("tests/test_measured_in_part.py",),
+    ),
+    Mutant(
+        "rows of several examples at a boundary are no matter",
+        STORED,
+        "        if any(each.rows is None or each.open for each in seen)",
+        "        if any(each.open for each in seen)",
+        ("tests/test_measured_in_part.py",),
+    ),
+    Mutant(
+        "what is shared is never looked for again",
+        STORED,
+        "or known is None or number & (number - 1) == 0 or number % EVERY == 0:\n",
+        "or known is None:\n",
+        ("tests/test_measured_in_part.py",),
+    ),
+    Mutant(
         "numbers that aren't finite are replaced in expanded tensors",
         "ghostclip/graph/shared/boundary.py",
         "    return tensor[tuple([slice(None) if stride else slice(0, 1) for stride in tensor.stride()])]\n",
@@ -2665,24 +2686,17 @@ BY_MARKS = [
         (*PARTS, "zero_in_the_plain"),
     ),
     Mutant(
-        "digits are not held against another backward",
+        "owners are not held against another backward",
         MARKED,
-        "            digits.hold(marked[0][key], marked[1][:, digits.owner.clamp(max=examples - 1)])\n",
-        "            pass\n",
+        "    again = run.marked_once({",
+        "    again = marked or run.marked_once({",
         (*PARTS, "equal_parts"),
     ),
     Mutant(
-        "rows of an example that isn't there are somebody's",
+        "marks count alike in all backwards",
         MARKED,
-        "            digits.several |= digits.owner >= examples\n",
-        "",
-        (*PARTS, "not_there"),
-    ),
-    Mutant(
-        "digits count alike in all places",
-        MARKED,
-        "            rest, place = rest // levels, place * levels\n",
-        "            rest, place = rest // levels, place * (levels - 1)\n",
+        "        code = code * 512 + each\n",
+        "        code = code + each\n",
         (*PARTS, "permuted_rows"),
     ),
     Mutant(
@@ -2721,9 +2735,9 @@ BY_MARKS = [
         ("tests/test_coinciding_sizes.py", "-k", "does_not_own"),
     ),
     Mutant(
-        "digits that fit loosely are certain",
+        "owners that fit loosely are certain",
         MARKED,
-        "open=count < 2 or bool(self.loose.any()))",
+        "open=count < 2 or bool(loose.any()))",
         "open=False)",
         (*PARTS, "outweighs"),
     ),

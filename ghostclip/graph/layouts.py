@@ -211,7 +211,7 @@ class Layouts:
             if owned is None:
                 owned = self._owners(losses, uses, indices, may_store)
                 region = self._region(losses, uses, owned, names, forward)
-                self._note_shared(uses, owned, region)
+                self._shared[key] = KnownShared.of(uses, region)
             shared = set() if region is None else set(region.calls.values())
             check_calls(uses, owned, shared, indices, names)
         except (LossShapeError, UnsupportedModelError):
@@ -250,16 +250,6 @@ class Layouts:
         if region is not None:
             self._hold(region)
         return owned, region
-
-    def _note_shared(self, uses: Uses, owned: Mapping[Subject, Owned], region: SharedSubgraph | None) -> None:
-        """Remembers what all examples share of a structure, where nothing was in doubt."""
-        known = KnownShared.of(uses, region)
-        tables = {uses.calls[number] for number in known.tables}
-        rest: list[Subject] = [*(call for call in uses.calls if call not in tables), *known.edges(uses)]
-        if all(owned[each].is_shared for each in tables) and not any(owned[each].open for each in rest):
-            self._shared[uses.structure] = known
-        else:
-            self._shared.pop(uses.structure, None)
 
     def _hold(self, region: SharedSubgraph) -> None:
         """Keeps the Parameters below the boundaries for after a backward."""

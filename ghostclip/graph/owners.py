@@ -350,14 +350,13 @@ class _Measurement:
         """
         base, (largest, projected), examples = plain[subject, dim], marked[0][subject, dim], len(self._losses)
         codes, order = _codes(marked[1] / self.marks.plain).sort()
-        wanted = _codes(largest / base[0])
-        place = torch.searchsorted(codes, wanted).clamp(max=examples - 1)
-        owner = order[place]
+        # The example that came out with such marks, or some example, whose marks these don't fit.
+        owner = order[torch.searchsorted(codes, _codes(largest / base[0])).clamp(max=examples - 1)]
         seen = tuple(map(torch.cat, zip((largest, projected), again[0][subject, dim], strict=True)))
         marks = torch.cat([marked[1], again[1]])[:, owner]
         found = compared(base, seen, marks, self.floor(subject), self.marks, self.rounding())  # type: ignore[arg-type]
         off, loose, clear = (each.any(0) for each in found)
-        if bool((off | (clear & (codes[place] != wanted))).any()):
+        if bool(off.any()):
             return None
         count = len(owner[clear].unique())
         rows = Rows(dim, RowIndex(torch.where(clear, owner, 0), examples, None if bool(clear.all()) else clear))
