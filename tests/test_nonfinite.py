@@ -142,3 +142,38 @@ def test_an_expanded_tensor_of_which_one_example_is_not_finite_leaves_that_one_o
     torch.testing.assert_close(result.norms[[0, 2, 3]], others.norms)
     for name, grad in gradients(model).items():
         torch.testing.assert_close(sums[name], grad)
+
+
+class Merged(nn.Module):
+    """A layer whose weights are read by giving it unit vectors, which all examples share."""
+
+    def __init__(self, trained):
+        super().__init__()
+        torch.manual_seed(5)
+        self.layer, self.first = nn.Linear(6, 6), nn.Linear(4, 6)
+        self.units = nn.Parameter(torch.eye(6), requires_grad=trained)
+
+    def forward(self, x):
+        return torch.tanh(self.first(x) @ self.layer(self.units)).square().sum(1)
+
+
+@pytest.mark.parametrize("examples", [2, 6, 8])
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("value", [torch.nan, 1e30])
+@pytest.mark.parametrize("second_pass", ["cached", "reweight"])
+def test_beside_a_spoilt_example_what_all_share_is_still_shared(examples, trained, value, second_pass):
+    """All rows of its gradient are nan then, or the spoilt example's alone by their size."""
+    torch.manual_seed(1)
+    x = torch.randn(examples, 4)
+    whole = x.clone()
+    whole[1] = value
+    rest = [example for example in range(examples) if example != 1]
+    found = {}
+    for name, batch in (("whole", whole), ("rest", x[rest])):
+        model = ghostclip.wrap(Merged(trained))
+        clipper = ghostclip.GhostClipper(model, 0.5, second_pass=second_pass)
+        found[name] = clipper.clip(lambda model, x: model(x), batch), gradients(model)
+    torch.testing.assert_close(found["whole"][0].norms[rest], found["rest"][0].norms)
+    if value != value or not found["whole"][0].weights[1]:
+        for name, grad in found["rest"][1].items():
+            torch.testing.assert_close(found["whole"][1][name], grad)

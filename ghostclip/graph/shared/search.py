@@ -136,7 +136,8 @@ def may_be_shared(subject: Subject, found: Owned, doubt: Doubt) -> bool:
         return False
     if not isinstance(subject, LayerCall):
         return True
-    if not found.is_regular and found.owners() < 2:  # of others nothing is known, as beside a huge example
+    # Of other rows nothing is known, as beside a huge example, or where none is finite.
+    if found.unread or (not found.is_regular and found.owners() < 2):
         return True
     # A layer that was given examples was given them in rows.
     return not subject.sources and subject.layer.reads_indices
