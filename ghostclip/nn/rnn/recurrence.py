@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import NOTHING, LayerCall, has_saved_tensor_hooks
-from ghostclip.norms.term import to_float32
+from ghostclip.norms.term import may_sync, to_float32
 
 from .differentiable import recorded_gradients
 from .fused import native
@@ -160,10 +160,12 @@ class Recurrence(torch.autograd.Function):
         if sink is NOTHING:
             ctx.output = None
             return (None,) * len(needed)
-        # The second backward of a step mostly starts where the first did: a fifth of the time of an LSTM's step.
+        # The second backward of a step mostly starts where the first did: a fifth of the time of an LSTM's step. On a GPU
+        # nobody waits to see it.
         again = ctx.last is not None and _are_equal(came, *ctx.last[:2])
         found = ctx.last[2] if again else _back(ctx, came)
-        ctx.last = (came, _versions(came), found) if stays and sink is not None and not is_traced() else None
+        held = stays and sink is not None and may_sync(found.x.device)
+        ctx.last = (came, _versions(came), found) if held else None
         if not stays:
             ctx.output = None
         inputs = (None,) * 3 if call is not None and call.ends else found.into_inputs(needed[9:12], ctx.order)
