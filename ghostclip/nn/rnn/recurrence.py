@@ -160,8 +160,8 @@ class Recurrence(torch.autograd.Function):
         if sink is NOTHING:
             ctx.output = None
             return (None,) * len(needed)
-        # The second backward of a step mostly starts where the first did: a fifth of the time of an LSTM's step. On a GPU
-        # nobody waits to see it.
+        # The second backward of a step mostly starts where the first did: a fifth of the time of an LSTM's step. It is
+        # compared where the host may wait for that.
         again = ctx.last is not None and _are_equal(came, *ctx.last[:2])
         found = ctx.last[2] if again else _back(ctx, came)
         held = stays and sink is not None and may_sync(found.x.device)
