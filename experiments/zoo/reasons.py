@@ -2,42 +2,36 @@
 
 __all__ = ["REASONS"]
 
-FOLLOWED = (
-    "Whose each row is, is followed through the graph in every batch, and a step is many small operations on a "
-    "thousand rows."
+RAGGED = (
+    "Rows of unequal examples: whose each row is, is measured in every batch, by three or four more backwards, and a "
+    "step is many small operations on a thousand rows."
 )
-CELL = (
-    "The rows of its recurrent cell aren't followed through the graph: whose each row is, is tested by one more "
-    "backward in every batch."
+PICKED = "Which rows an expert picks is measured in every batch, by four more backwards."
+EXPERTS = (
+    f"{PICKED} An expert that gets no token makes another graph, and all of each new graph is measured: the routing of "
+    "the small model that is timed changes from step to step."
 )
 CONVOLVED = "The filters are computed from others (weight standardisation): torch's kernel runs once for each example."
 MERGED = (
     "The adapter computes a matrix for each layer, whose gradient is formed for every example and taken back to the "
     "adapter's parameters."
 )
-BARE = (
-    "Bare parameters in products of several heads: their gradients are formed for every example, and they are looked "
-    "for in the graph in every batch, together two fifths of a step."
-)
-LOOP = (
-    "A recurrence over time in single operations: reading a graph of thousands of them, and finding what the examples "
-    "share in it, takes a quarter of a step."
-)
-SEARCHED = (
-    "Bare parameters are looked for in the graph in every batch, a fifth of a step, and a step of 8 ms is many small "
-    "operations."
-)
-PICKED = "Which rows an expert picks is followed through the graph in every batch."
+MOVED = "It copies into slices, or picks rows by values, so that ownership is measured in every batch."
+OWN = "It has functions of its own between the layers, of which only marks show what they do: measured in every batch."
+PAIRS = "The losses read a matrix of all pairs: its gradient fits two orders, so that it is measured in every batch."
+PROMPT = "No layer that is trained reads the examples, so that nothing shows that the prompt doesn't depend on them."
 CHECKPOINTED = "The first and the second pass each compute the forward again, and nothing is kept between them."
 
 REASONS: dict[str, str] = {
-    **dict.fromkeys(("GCN", "GAT", "GATv2", "GIN", "GraphSAGE", "GraphConv", "TAG", "Chebyshev"), FOLLOWED),
-    "Gated graph network": CELL,
+    **dict.fromkeys(("GCN", "GAT", "GATv2", "GIN", "GraphSAGE", "GraphConv", "TAG", "Chebyshev"), RAGGED),
+    "Gated graph network": RAGGED,
     **dict.fromkeys(("BiT", "NF-ResNet (timm)"), CONVOLVED),
     **dict.fromkeys(("Llama + HRA", "Llama + LoHa", "Llama + OFT"), MERGED),
-    "XLNet": BARE,
-    "Funnel": SEARCHED,
-    "RecurrentGemma": LOOP,
+    **dict.fromkeys(("Mixtral", "Qwen2-MoE", "OLMoE"), EXPERTS),
+    **dict.fromkeys(("Funnel", "LED", "Longformer", "ViLT", "LLaVA", "XLNet"), MOVED),
+    **dict.fromkeys(("CLIP", "SigLIP"), PAIRS),
+    **dict.fromkeys(("Llama + prompt tuning", "Llama + P-tuning prompt"), PROMPT),
+    **dict.fromkeys(("BLOOM", "RecurrentGemma"), OWN),
     "Switch": PICKED,
     "GPT-2, checkpointed": CHECKPOINTED,
 }
