@@ -121,3 +121,12 @@ def test_what_is_shared_is_tried_again(searched):
         clip(clipper, batch(number))
     with pytest.raises(UnsupportedModelError):
         clip(clipper, batch(7), mixed=1.0)
+
+
+def test_batches_that_show_nothing_have_all_looked_at_again(searched):
+    """Where all examples are alike, overwriting rows changes nothing."""
+    clipper = ghostclip.GhostClipper(ghostclip.wrap(Picked()), 1.0)
+    for number in range(2):
+        clip(clipper, batch(number)[:1].expand(6, -1, -1).clone())
+    with pytest.raises(UnsupportedModelError):
+        clip(clipper, batch(2), mixed=1.0)

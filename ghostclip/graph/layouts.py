@@ -53,6 +53,7 @@ MOVED = (
 EVERY, EVERY_HALF = 128, 16
 # Of the others one in so many, at random, is watched by marks. In a small network that takes as long as half a step.
 WATCHED = 16
+# Of the largest norm: below it squares of gradients would leave float32 beside marks.
 SMALL = 1e-8
 # Where so many structures are remembered, all are forgotten: a forward that cuts its inputs at random makes new ones
 # for ever.
@@ -211,7 +212,9 @@ class Layouts:
             if owned is None:
                 owned = self._owners(losses, uses, indices, may_store)
                 region = self._region(losses, uses, owned, names, forward)
-                self._shared[key] = KnownShared.of(uses, region)
+                reads = any(not call.sources and owned[call].rows is not None for call in uses.calls)
+                if region is None or region.shown or not reads:  # else the next batch may show more
+                    self._shared[key] = KnownShared.of(uses, region)
             shared = set() if region is None else set(region.calls.values())
             check_calls(uses, owned, shared, indices, names)
         except (LossShapeError, UnsupportedModelError):

@@ -97,10 +97,9 @@ def shared_part(
                 continue
             call = getattr(node, "call", None)
             subjects = [call] if isinstance(call, LayerCall) and call in owned else outputs.get(node, ())
+            # It was given what all examples share; of its rows nothing else is sure.
             if isinstance(call, LayerCall) and call in owned and (owned[call].zero or owned[call].open):
-                tables[node] = (
-                    call  # a layer that was given what all examples share, of whose rows nothing else is sure
-                )
+                tables[node] = call
             if node in tables or not subjects or any(may_be_shared(each, owned[each], doubt) for each in subjects):
                 shared[node] = None
                 stack.append(node)
