@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -63,57 +62,55 @@ class TermReceiver(ABC):
 
     def __init__(self, layout: RowLayout, without: Collection[int] = (), whole: Collection[int] = ()) -> None:
         self.layout, self.calls = layout, layout.calls
+        # The parts that each call used, by the parameters' names in the layer; how many uses of each are still to come.
         self._parts: dict[int, dict[str, Part]] = {}
+        self._left = dict[Part, int]()
+        # Parts that were used several times.
+        self._several = set[Part]()
         for call in layout.calls:
-            # The largest first, the last to be worth keeping: what it holds is there for the others.
-            names = sorted(call.own, key=lambda name, own=call.owners: -own[name].numel())  # type: ignore[misc]
-            owners = {name: owner for name in names if (owner := id(call.owners[name])) not in without}
-            self._parts[id(call)] = {
-                name: (owner, None if owner in whole else call.rows.get(name)) for name, owner in owners.items()
-            }
-        # How many uses of each part are still to come.
-        self._left = Counter([part for parts in self._parts.values() for part in parts.values()])
-        # Calls that may answer for all their parameters at once: each is wanted, whole, and has this one use.
-        self._single = {
-            id(call)
-            for call in layout.calls
-            if len(parts := self._parts[id(call)]) == len(call.parameters)
-            and not (call.rows or id(call) in layout.folded)
-            and all(self._left[part] == 1 for part in parts.values())
-        }
+            parts = self._parts[id(call)] = {}
+            for name in call.own:
+                owner = id(call.owners[name])
+                if owner in without:
+                    continue
+                parts[name] = part = owner, None if owner in whole else call.rows.get(name)
+                if part in self._left:
+                    self._several.add(part)
+                self._left[part] = self._left.get(part, 0) + 1
 
     def receive(self, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
         """Takes the gradient at one pre-activation; called by the layer's node in the graph."""
         # Saved inputs still know their history; what is held must not keep that part of the graph alive.
         inputs = tuple([tensor.detach() if tensor.requires_grad else tensor for tensor in inputs])
+        parts, folded = self._parts[id(call)], self.layout.folded.get(id(call))
         with full_precision(grad.device):
-            self._receive(call, inputs, grad)
+            if folded is None and self._may_pair(call, parts):
+                pair = call.linear_pair(inputs, grad)
+                if pair is not None:
+                    self._take_pair([parts[name] for name in pair.names], pair)
+                    return
+            # The largest first, the last to be worth keeping: what it holds is there for the others. One after another:
+            # a term may hold tensors of its own, which go when the next is made.
+            for name in sorted(parts, key=lambda name: -call.owners[name].numel()):
+                term = call.term(name, inputs, grad)
+                self._take(call, name, parts[name], term if folded is None else regrouped(term, *folded))
 
-    def _receive(self, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
-        parts = self._parts[id(call)]
-        if id(call) in self._single and (pair := call.linear_pair(inputs, grad)) is not None:
-            self._take_pair([parts[name] for name in pair.names], pair)
-            return
-        # One after another: a term may hold tensors of its own, which go when the next is made.
-        self._take(call, ((name, part, self._term(call, name, inputs, grad)) for name, part in parts.items()))
-
-    def _term(self, call: LayerCall, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
-        term, folded = call.term(name, inputs, grad), self.layout.folded.get(id(call))
-        return term if folded is None else regrouped(term, *folded)
+    def _may_pair(self, call: LayerCall, parts: Mapping[str, Part]) -> bool:
+        """Whether all parameters of the call are wanted, whole, and have this one use: one term may answer for them."""
+        return len(parts) == len(call.parameters) and not call.rows and self._several.isdisjoint(parts.values())
 
     @abstractmethod
     def _take_pair(self, parts: Sequence[Part], pair: LinearPair) -> None:
         """Takes a linear layer's terms, in one."""
 
     @abstractmethod
-    def _take(self, call: LayerCall, terms: Iterable[tuple[str, Part, PerExampleGrads]]) -> None:
-        """Takes the terms of one use, each with the parameter's name in the layer."""
+    def _take(self, call: LayerCall, name: str, part: Part, term: PerExampleGrads) -> None:
+        """Takes the term of one use of a part; ``name`` is the parameter's in the layer."""
 
 
 def norm_dtype(trained: Sequence[tuple[str, nn.Parameter]]) -> torch.dtype:
     """float64 as soon as one parameter is, else float32."""
-    double = any(parameter.dtype == torch.float64 for _, parameter in trained)
-    return torch.float64 if double else torch.float32
+    return torch.float64 if torch.float64 in [parameter.dtype for _, parameter in trained] else torch.float32
 
 
 class NormCollector(TermReceiver):
@@ -137,6 +134,7 @@ class NormCollector(TermReceiver):
         kept: terms by the parts that they are of: what clipped sums are formed from without a second backward.
         choices: what the planner chose, by the id of the parameter.
         structure: of the graph.
+        computes_again: whether the pass computes checkpointed blocks again.
         holds_graph: whether the graph is still there, though it may not have been asked for.
         random_states: before the pass, where it computes checkpointed blocks again; else None.
     """
@@ -166,19 +164,24 @@ class NormCollector(TermReceiver):
         self._planner, self._trained, self.scale = planner, trained, scale
         self._keep, self._room, self._exact = keep, room, exact
         self._measured: list[Measured] = []
-        if keep is Keep.MATERIALISED:
-            self._single = set()
         # What is computed again in order not to be kept is not kept here, either.
-        hooked = any(call.has_saved_tensor_hooks for call in layout.calls) and keep is not Keep.MATERIALISED
-        again = [call for call in layout.calls if call.has_saved_tensor_hooks or call.rows] if hooked else []
-        self._not_kept = {owner for call in again for owner in owners_of(call)}
+        self.computes_again = any(call.has_saved_tensor_hooks for call in layout.calls)
+        self._not_kept = set[int]()
+        if self.computes_again and keep is not Keep.MATERIALISED:
+            again = [call for call in layout.calls if call.has_saved_tensor_hooks or call.rows]
+            self._not_kept = {owner for call in again for owner in owners_of(call)}
         self._waiting: dict[Part, list[PerExampleGrads]] = {}
+        # The use whose terms are coming, and the addresses of tensors that its kept terms hold on to.
+        self._held: tuple[LayerCall | None, set[int]] = None, set()
 
-    def receive(self, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
-        """See `TermReceiver.receive`; notes the numbers of rows of which nothing was kept."""
-        super().receive(call, inputs, grad)
+    def receive_and_note(self, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
+        """`receive`, and the numbers of rows are noted for a second backward to check."""
+        self.receive(call, inputs, grad)
         if self.seen is not None and not isinstance(call, FallbackCall):
             self.seen[call] = numbers(grad, call.batch_dim)
+
+    def _may_pair(self, call: LayerCall, parts: Mapping[str, Part]) -> bool:
+        return self._keep is not Keep.MATERIALISED and super()._may_pair(call, parts)
 
     def see(self, edge: Any, grad: Tensor) -> None:
         """Notes the numbers of rows of a boundary."""
@@ -192,18 +195,18 @@ class NormCollector(TermReceiver):
         if self._keep is Keep.ALL and parts[0][0] not in self._not_kept:
             self.kept[tuple(parts)] = pair
 
-    def _take(self, call: LayerCall, terms: Iterable[tuple[str, Part, PerExampleGrads]]) -> None:
-        held = set[int]()
-        for name, part, term in terms:
-            if part[0] in self._padded:
-                term = _padded(call, name, term)
+    def _take(self, call: LayerCall, name: str, part: Part, term: PerExampleGrads) -> None:
+        if part[0] in self._padded:
+            term = _padded(call, name, term)
+        if part in self._several:
+            self._waiting.setdefault(part, []).append(term)
             self._left[part] -= 1
-            if self._left[part] or part in self._waiting:
-                self._waiting.setdefault(part, []).append(term)
-                if self._left[part]:
-                    continue
-                term = combined(self._waiting.pop(part))
-            self._measure(call, part, term, held)
+            if self._left[part]:
+                return
+            term = combined(self._waiting.pop(part))
+        if self._held[0] is not call:
+            self._held = call, set()
+        self._measure(call, part, term, self._held[1])
 
     def _measure(self, call: LayerCall, part: Part, term: PerExampleGrads, held: set[int]) -> None:
         """Measures the term of all uses of a part, and keeps what is to be kept of it.
@@ -256,7 +259,7 @@ class NormCollector(TermReceiver):
     def unkept_calls(self) -> list[LayerCall]:
         """Uses of layers with parameters that are not among those."""
         kept = self.kept_owners
-        return [call for call in self.layout.calls if not kept.issuperset(owners_of(call))]
+        return [call for call in self.calls if not kept.issuperset(owners_of(call))]
 
     def norms(self) -> Tensor:
         """||g_i||, [B]."""
@@ -329,13 +332,15 @@ def _padded(call: LayerCall, name: str, term: PerExampleGrads) -> Dense:
 
 
 def owners_of(call: LayerCall) -> list[int]:
-    """Ids of the parameters a call used."""
-    return [id(call.owners[name]) for name in call.parameters]
+    """Ids of the model's parameters that a call used."""
+    return [id(call.owners[name]) for name in call.own]
 
 
-def overlapping_parts(calls: Iterable[LayerCall]) -> set[int]:
+def overlapping_parts(calls: Sequence[LayerCall]) -> set[int]:
     """Ids of parameters that were used by parts which overlap without being the same."""
     used: dict[int, set[tuple[int, int] | None]] = {}
+    if all(not call.rows for call in calls):
+        return set()
     for call in calls:
         for name in call.parameters:
             used.setdefault(id(call.owners[name]), set()).add(call.rows.get(name))

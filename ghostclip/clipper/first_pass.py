@@ -25,7 +25,7 @@ from ghostclip.graph.overwritten import FindForward, Forward
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import first_pass, free_graph, read_graph
 from ghostclip.native.custom_ops import is_traced
-from ghostclip.nn.base import LayerCall
+from ghostclip.nn.base import LayerCall, Sink
 from ghostclip.nn.fallback import FallbackCall
 from ghostclip.norms.ragged import RowIndex
 from ghostclip.norms.reduce import all_finite
@@ -51,6 +51,7 @@ class FirstPasses:
 
     Attributes:
         index: the model's names.
+        parameters: {id: Parameter} of those that required a gradient at the last pass.
         scale: what losses are multiplied with before the passes, and results divided by.
         choices: what the planner chose for the last batch it was asked for, by id of parameter; None before one.
         placed: inside of what this returns the model has the parameters that its layers use.
@@ -80,7 +81,7 @@ class FirstPasses:
         self.forward: Forward | None = None
         self.calls: ModelCalls | None = None
         self.is_open = self.measures_next = False
-        self._parameters: dict[int, nn.Parameter] = {}
+        self.parameters: dict[int, nn.Parameter] = {}
         self._layouts = Layouts(self._hold)
         self._indices = list[RowIndex]()
         self._partition: dict[str, str] = {}
@@ -92,7 +93,8 @@ class FirstPasses:
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         """(name, Parameter) of those that require a gradient now, which are those that sums are formed of."""
         trained = self.index.trained()
-        self._parameters = {id(parameter): parameter for _, parameter in trained}
+        self.parameters.clear()
+        self.parameters.update([(id(parameter), parameter) for _, parameter in trained])
         return trained
 
     def first_pass(
@@ -158,10 +160,11 @@ class FirstPasses:
                 collector.seen = {}
                 if region is not None:
                     region.watch = collector.see
-            hooked = any(call.has_saved_tensor_hooks for call in calls)
-            collector.random_states = RandomStates(losses.device) if hooked and not is_traced() else None
-            collector.holds_graph = retain_graph or (chosen and (small or hooked))
-            sink = collector.receive if check is None else check.watched(collector.receive, region)
+            again = collector.computes_again
+            collector.random_states = RandomStates(losses.device) if again and not is_traced() else None
+            collector.holds_graph = retain_graph or (chosen and (small or again))
+            sink: Sink = collector.receive if collector.seen is None else collector.receive_and_note
+            sink = sink if check is None else check.watched(sink, region)
             first_pass(losses, calls, sink, marks, retain_graph=collector.holds_graph or check is not None)
             if check is not None:
                 if check.fails():
@@ -185,7 +188,7 @@ class FirstPasses:
 
     def _room_for_small(self, calls: Sequence[LayerCall]) -> int:
         """Bytes that `Keep.SMALL` may take."""
-        parameter_bytes = sum([parameter.nbytes for parameter in self._parameters.values()])
+        parameter_bytes = sum([parameter.nbytes for parameter in self.parameters.values()])
         room = int(SMALL_SHARE * sum([call.nbytes for call in calls])) + parameter_bytes
         return room if self._memory_budget is None else min(room, self._memory_budget)
 
@@ -214,10 +217,14 @@ class FirstPasses:
     def running(self, forward: Forward | None) -> Iterator[None]:
         """Inside, the forward behind the losses can be run again by ``forward``."""
         before, self.forward = self.forward, forward
+        if self.calls is not None:
+            self.calls.noting = forward is None
         try:
             yield
         finally:
             self.forward = before
+            if self.calls is not None:
+                self.calls.noting = before is None
 
     @contextmanager
     def indexed(self, batch_index: Any, losses: Tensor) -> Iterator[None]:

@@ -67,8 +67,12 @@ class ModelCalls:
 
     Args:
         model: whose calls are noted.
+
+    Attributes:
+        noting: whether calls are noted; not where the loss function is known.
     """
 
+    noting = True
     # The inputs of so many are kept. Who calls its model more often for one batch has to give a loss function.
     MOST = 8
 
@@ -84,7 +88,12 @@ class ModelCalls:
             return
         if self._used:
             self._registered, self._used = RemovableHandle.next_id, False
-        args, kwargs = tree_map(_alone, (args, kwargs))
+        if not self.noting:
+            self._calls.clear()
+            return
+        # Most often there is nothing to do.
+        if not all(isinstance(each, Tensor) and not each.requires_grad for each in (*args, *kwargs.values())):
+            args, kwargs = tree_map(_alone, (args, kwargs))
         self._calls.append(_Call(args, kwargs, torch._C._autograd._get_sequence_nr()))
 
     def __deepcopy__(self, memo: Any) -> ModelCalls:

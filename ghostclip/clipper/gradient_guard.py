@@ -42,8 +42,11 @@ class GradientGuard:
     def check(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Raises GradientLeakError when a p.grad holds anything but zeros that this guard doesn't know."""
         for name, parameter in parameters:
-            grad = parameter.grad
-            if grad is not None and not self._is_known(grad) and bool(torch.count_nonzero(local_part(grad))):
+            if (
+                (grad := parameter.grad) is not None
+                and not self._is_known(grad)
+                and bool(torch.count_nonzero(local_part(grad)))
+            ):
                 raise GradientLeakError(
                     f"the gradient of {name!r} was filled or changed by something other than per-example clipping (a "
                     "plain .backward(), an assignment, gradient clipping or scaling), so no example's part is bounded; "

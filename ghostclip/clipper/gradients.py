@@ -38,7 +38,7 @@ def add_to_gradients(passes: TwoPasses, clip: Callable[[Add], T], *, sharded: bo
         result = clip(sums.add)
     if not sums.totals:
         return result
-    parameters = [passes.parameter(owner) for owner in sums.totals]
+    parameters = [passes.parameters[owner] for owner in sums.totals]
     totals = [total.to(parameter.dtype) for parameter, total in zip(parameters, sums.totals.values(), strict=True)]
     if have_hooks([p for _, p in passes.index.trained()]) or (is_distributed() and not sharded):
         torch.autograd.backward(parameters, totals)

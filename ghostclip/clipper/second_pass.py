@@ -7,14 +7,13 @@ each sum as soon as it is formed: of a parameter, or of some rows of one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from ghostclip.clipper.collector import Keep, Kept, NormCollector, Part, TermReceiver
 from ghostclip.clipper.first_pass import FirstPasses, in_our_words, without_autocast
@@ -43,20 +42,20 @@ class ParameterSums:
     """Adds up parts of sums, in float32 or wider.
 
     Args:
-        parameter: id -> the parameter.
+        parameters: {id: Parameter}, of all that a part may come of.
 
     Attributes:
         totals: {id of a parameter: its sum}, of those that a part came of.
     """
 
-    def __init__(self, parameter: Callable[[int], nn.Parameter]) -> None:
-        self._parameter = parameter
+    def __init__(self, parameters: Mapping[int, nn.Parameter]) -> None:
+        self._parameters = parameters
         self.totals: dict[int, Tensor] = {}
 
     def add(self, part: Part, amount: Tensor) -> None:
         """Adds a part's amount; the first one of a whole parameter is kept as it is."""
         owner, rows = part
-        parameter = self._parameter(owner)
+        parameter = self._parameters[owner]
         amount = amount.to(torch.promote_types(parameter.dtype, torch.float32))
         if owner in self.totals:
             self.totals[owner][slice(*rows) if rows else ...] += amount
@@ -88,7 +87,7 @@ class TwoPasses(FirstPasses):
 
     def scaled(self, norms: Any) -> Any:
         """Norms, [B] or {group: [B]}, as the policy gets them."""
-        return norms if self.threshold_factor == 1.0 else tree_map(lambda each: each / self.threshold_factor, norms)
+        return norms if self.threshold_factor == 1.0 else _each(norms, lambda norm: norm / self.threshold_factor)
 
     def clip(self, losses: Tensor, add: Add, *, retain_graph: bool) -> tuple[Any, Any]:
         """Hands the clipped sum of losses [B] to ``add``; returns norms and weights, [B] or {group: [B]}."""
@@ -97,17 +96,13 @@ class TwoPasses(FirstPasses):
             weights: Any = self.clipping.weights(self.scaled(bounds))
             self.left_out = finite is not None
             if finite is not None:
-                weights = tree_map(lambda each: torch.where(finite, each, torch.zeros_like(each)), weights)
+                weights = _each(weights, lambda weight: torch.where(finite, weight, torch.zeros_like(weight)))
             self._sum(losses, run, weights, finite, retain_graph, add, norms)
             return norms, weights
 
-    def parameter(self, owner: int) -> nn.Parameter:
-        """A trained parameter, by its id."""
-        return self._parameters[owner]
-
     def new_sums(self) -> ParameterSums:
         """Whose ``add`` takes what `clip` hands over."""
-        return ParameterSums(self.parameter)
+        return ParameterSums(self.parameters)
 
     def _measured(self, losses: Tensor, retain_graph: bool) -> tuple[NormCollector, Any, Any, Tensor | None]:
         """A first pass, its `norms_and_bounds`, and which examples are finite, [B]; None where all are."""
@@ -204,9 +199,9 @@ class TwoPasses(FirstPasses):
     def _by_owner(self, weights: Any, scale: float | Tensor) -> Mapping[int, Tensor]:
         """{id of a parameter: weights [B] of gradients that are ``scale`` times as large}."""
         if isinstance(scale, Tensor) or scale != 1.0:
-            weights = tree_map(lambda each: each / scale, weights)
+            weights = _each(weights, lambda weight: weight / scale)
         if isinstance(weights, Tensor):
-            return dict.fromkeys(self._parameters, weights)
+            return dict.fromkeys(self.parameters, weights)
         return {owner: weights[group] for owner, group in self.group_of().items()}
 
 
@@ -304,16 +299,22 @@ class Reweighting(TermReceiver):
     def _take_pair(self, parts: Sequence[Part], pair: LinearPair) -> None:
         self._sums.of_pair(parts, pair, self._add)
 
-    def _take(self, call: LayerCall, terms: Iterable[tuple[str, Part, PerExampleGrads]]) -> None:
-        for _, part, term in terms:
-            amount = self._sums.of(part, term)
-            self._left[part] -= 1
-            if part in self._gathered:
-                amount = self._gathered.pop(part).add_(amount)
-            if self._left[part]:
-                self._gathered[part] = amount
-            else:
-                self._add(part, amount)
+    def _take(self, call: LayerCall, name: str, part: Part, term: PerExampleGrads) -> None:
+        amount = self._sums.of(part, term)
+        self._left[part] -= 1
+        if part in self._gathered:
+            amount = self._gathered.pop(part).add_(amount)
+        if self._left[part]:
+            self._gathered[part] = amount
+        else:
+            self._add(part, amount)
+
+
+def _each(values: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """``function`` of [B], or {group: function of [B]}. torch's tree_map leaves cycles, for Python to collect."""
+    if isinstance(values, dict):
+        return {group: function(value) for group, value in values.items()}
+    return function(values)
 
 
 def _whole(norms: Any) -> Tensor:

@@ -88,7 +88,7 @@ class ClippedSums:
     def _refuse_hooks(self) -> None:
         """Raises PrivacyError for a hook on a parameter, which may change its private gradient, or expect one."""
         trained = self._passes.index.trained()
-        if have_hooks(parameter for _, parameter in trained):
+        if have_hooks([parameter for _, parameter in trained]):
             name = next(name for name, parameter in trained if have_hooks([parameter]))
             raise PrivacyError(
                 f"the parameter {name!r} has a hook, which would see no gradient: clipped sums aren't delivered to "

@@ -214,7 +214,7 @@ def inputs_of(node: Any) -> Sequence[Edge]:
     """What a node was given, over the inside of layers; for a layer, without the numbers of outputs."""
     call = getattr(node, "call", None)
     if isinstance(call, LayerCall):
-        return [(get_gradient_edge(s).node if isinstance(s, Tensor) else s, 0) for s in call.sources]
+        return [(get_gradient_edge(s).node if isinstance(s, Tensor) else s, 0) for s, _ in call.sources]
     return node.next_functions
 
 

@@ -90,17 +90,17 @@ class ParameterNames:
         """
         found = []
         for call in calls:
-            owners = [id(call.owners[name]) for name in call.parameters]
-            if call.values and owners != list(map(id, call.values)):
+            owners = {name: id(call.owners[name]) for name in call.parameters}
+            if call.values and [*owners.values()] != list(map(id, call.values)):
                 raise UnsupportedModelError(
                     f"{self.layer(call)} was given other tensors in the place of its parameters (as by "
                     "torch.func.functional_call), or these were exchanged since; call the module that has them, or "
                     "compute a weight from others by torch.nn.utils.parametrize",
                     name=self.layer(call), place=call,
                 )  # fmt: skip
-            if id(call.layer) not in self.layers or not self.names.keys() >= set(owners):
+            if id(call.layer) not in self.layers or not self.names.keys() >= set(owners.values()):
                 self.refresh()
-            call.own = [name for name, owner in zip(call.parameters, owners, strict=True) if owner in self.names]
+            call.own = [name for name, owner in owners.items() if owner in self.names]
             if call.own:
                 found.append(call)
         return found

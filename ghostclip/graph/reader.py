@@ -134,7 +134,7 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
         elif isinstance(call := getattr(node, "call", None), LayerCall):
             calls.append(call)
             words += (serial_number(call.layer), len(call.sources), ones_of(call.shape))
-            stack += zip(call.sources, call.numbers, strict=True)
+            stack += call.sources
         else:
             if kind.__name__ in HIDING:
                 raise UnsupportedModelError(HIDING[kind.__name__], place=node)

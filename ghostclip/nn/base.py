@@ -73,8 +73,8 @@ class LayerCall:
         values: what the operation was given as these parameters; () where ``owners`` are no attributes of the layer.
         own: those of ``parameters`` that belong to the model whose graph is read; none for a layer of another model.
         lengths: arguments by which rows of the inputs belong to examples, as the batch sizes of a packed sequence.
-        sources: the gradient nodes of the inputs, or inputs that are leaves; the graph continues there.
-        numbers: which output of its source each input is.
+        sources: (node, number of its output) of each input that has a gradient, or (input, 0) where it is a leaf; the
+            graph continues there.
         registered: the number of hooks registered in the process when the layer was called.
         has_saved_tensor_hooks: whether hooks replace saved tensors, as those of activation checkpointing do.
         sink: called with (call, inputs, gradient at the pre-activation) in a first pass; None outside of it.
@@ -83,7 +83,7 @@ class LayerCall:
 
     __slots__ = (
         "batch_dim", "device", "dtype", "ends", "extra", "has_saved_tensor_hooks", "layer", "lengths", "nbytes",
-        "numbers", "own", "owners", "parameters", "registered", "rows", "shape", "sink", "sources", "values",
+        "own", "owners", "parameters", "registered", "rows", "shape", "sink", "sources", "values",
     )  # fmt: skip
 
     def __init__(
@@ -100,8 +100,7 @@ class LayerCall:
         self.batch_dim, self.shape = batch_dim, preactivation.shape
         self.dtype, self.device = preactivation.dtype, preactivation.device
         self.nbytes = preactivation.numel() * preactivation.element_size()  # of any size, as torch.compile traces it
-        self.sources = [t.grad_fn or t for t in inputs if t.requires_grad]
-        self.numbers = [t.output_nr for t in inputs if t.requires_grad]
+        self.sources = [(t.grad_fn or t, t.output_nr) for t in inputs if t.requires_grad]
         self.has_saved_tensor_hooks = has_saved_tensor_hooks()
         self.registered = RemovableHandle.next_id
         self.sink: Sink | None = None
@@ -298,17 +297,16 @@ class GhostLayer(torch.nn.Module):
     ) -> LayerCall | None:
         """The `LayerCall` of this use; None when none of the parameters is trained, or one is computed from others."""
         own = self._parameters
-        trained = tuple([name for name in parameters if (p := own.get(name)) is not None and p.requires_grad])
+        used = {name: p for name in parameters if (p := own.get(name)) is not None and p.requires_grad}
         # A weight made from other parameters is no leaf: what made it is in the graph, and dealt with there.
-        if len(trained) < len(parameters) and any(name not in own and _is_computed(self, name) for name in parameters):
+        if len(used) < len(parameters) and any(name not in own and _is_computed(self, name) for name in parameters):
             return None
-        values: list[Any] = [own[name] for name in trained]
         # In the place of a parameter, as torch.func.functional_call puts it, such a weight is none either.
-        if not trained or any(map(GRAD_FN, values)):
+        if not used or any(map(GRAD_FN, used.values())):
             return None
         dim = self._examples_in(preactivation, batch_dim)
-        call = LayerCall(self, trained, rows or {}, dim, preactivation, inputs, extra)
-        call.values = values
+        call = LayerCall(self, tuple(used), rows or {}, dim, preactivation, inputs, extra)
+        call.values = list(used.values())
         return call
 
     def _examples_in(self, preactivation: Tensor, batch_dim: int | None) -> int:

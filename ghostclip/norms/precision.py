@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ __all__ = ["full_precision", "is_narrow"]
 _read: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
 _write: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
 _BACKENDS = ("cuda", "mkldnn")
+_UNCHANGED = nullcontext()
 
 # The settings are the process's, and each GPU's backward has a thread: the first one inside changes them, the last one
 # puts them back.
@@ -29,15 +30,20 @@ _inside = 0
 _before: tuple[str | None, dict[str, str]] | None = None
 
 
+def full_precision(device: torch.device) -> AbstractContextManager[None]:
+    """Inside, products of float32 matrices on such devices take their factors as they are."""
+    # Whoever changes the settings is counted in ``_inside`` before.
+    return _set_to_full(device) if is_narrow(device) or _inside else _UNCHANGED
+
+
 @contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
-    """Inside, products of float32 matrices on such devices take their factors as they are; it takes 3 us."""
+def _set_to_full(device: torch.device) -> Iterator[None]:
     global _inside, _before
     with _LOCK:
-        if not _inside and is_narrow(device):
+        _inside += 1
+        if _inside == 1 and is_narrow(device):
             _before = _settings()
             torch.set_float32_matmul_precision("highest")
-        _inside += 1
     try:
         yield
     finally:

@@ -53,7 +53,8 @@ def all_finite(*vectors: Tensor) -> bool:
 
     Sums are finite only where all that goes into them is; one that overflows costs a second look and no more.
     """
-    return math.isfinite(sum([vector.sum() for vector in vectors]))
+    first, *others = [vector.sum() for vector in vectors]
+    return math.isfinite(sum(others, first))
 
 
 @functools.cache
