@@ -271,7 +271,7 @@ def failing_late() -> tuple[list[str], bool]:
 
     def fails(part: Any, amount: Tensor) -> None:
         take(part, amount)
-        if dist.get_rank() and sums._begun:
+        if dist.get_rank() and sums._totals._begun:
             raise MemoryError("no memory")
 
     sums._take = fails
