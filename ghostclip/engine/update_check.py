@@ -30,6 +30,7 @@ class UpdateCheck:
         self._model, self._sharding = model, sharding
         self._names = [name for name, _ in model.named_parameters()]
         self._parameters = list(model.parameters())
+        self._wholes = [whole for _, _, whole in sharding.pairs]  # that layers use
         self._types = [parameter.dtype for parameter in self._parameters]
         self._look_around()
         # Of each parameter, with where its values lie; None: nothing was trained yet, or a step is under way.
@@ -49,8 +50,9 @@ class UpdateCheck:
 
     @torch.no_grad()
     def _versions_now(self) -> list[int]:
-        # An optimizer's operations count on a DTensor, what is written to its local part on that.
-        return [parameter._version + local_part(parameter)._version for parameter in self._parameters]
+        # An optimizer's operations count on a DTensor, writes to its local part or its whole Parameter on these.
+        pairs = zip(self._parameters, self._wholes, strict=True)
+        return [parameter._version + local_part(parameter)._version + whole._version for parameter, whole in pairs]
 
     @torch.no_grad()
     def _addresses_now(self) -> list[int]:
@@ -82,13 +84,8 @@ class UpdateCheck:
 
         Within a logical batch values may lie elsewhere: recurrent layers on a GPU gather weights in the forward.
         """
-        if (name := self._written()) is not None:
+        if self._versions is not None and (name := self._differs(self._versions_now(), self._versions)) is not None:
             self._refuse(name)
-
-    def _written(self) -> str | None:
-        """The name of a trained parameter that was written to since `accept`."""
-        shards = None if self._versions is None else self._differs(self._versions_now(), self._versions)
-        return shards or self._sharding.written()
 
     def _differs(self, now: list[int], before: list[int]) -> str | None:
         """The name of a trained parameter whose numbers differ."""

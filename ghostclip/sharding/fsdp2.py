@@ -42,7 +42,7 @@ class FullySharded(Sharding):
         self._state = root._get_fsdp_state()
         self._state._lazy_init()
         self._guard, self._opened = guard, False
-        self._hooks, self._versions = list[Any](), list[int]()
+        self._hooks: list[Any] = []
         reshard(model)
         self._groups = [Group(group) for group in parameter_groups(model)]
         self.most_bytes = max(sum(whole.nbytes for whole in group.wholes.values()) for group in self._groups)
@@ -67,7 +67,6 @@ class FullySharded(Sharding):
     def unshard(self) -> None:
         if not self._opened:
             self._opened = True
-            self._versions = [whole._version for _, _, whole in self._pairs]
             for place, group in enumerate(self._groups, len(self._pairs)):
                 group.open(partial(self.ask, [place]))
             sharded = [module for module in self._model.modules() if is_fully_sharded(module)]
@@ -126,10 +125,6 @@ class FullySharded(Sharding):
             yield
         finally:
             self.reshard()
-
-    def written(self) -> str | None:
-        pairs = zip(self._pairs, self._versions, strict=True) if self._opened else ()
-        return next((name for (name, _, p), version in pairs if p.requires_grad and p._version != version), None)
 
     # Rounds. What ranks need has a number: first parameters' sums, then groups' values, and at last that one failed.
 
@@ -256,10 +251,9 @@ class FullySharded(Sharding):
     def _from_first_replica(self, tensors: list[Tensor]) -> list[Tensor]:
         """The tensors of the first of the replicas, on all; overwrites the given."""
         found = [each.contiguous() for each in tensors]
-        if self._replicas is not None:
-            for each in found:
-                if each.numel():  # as many on all replicas
-                    dist.broadcast(each, dist.get_global_rank(self._replicas, 0), self._replicas)
+        for each in found if self._replicas is not None else ():
+            if each.numel():  # as many on all replicas
+                dist.broadcast(each, dist.get_global_rank(self._replicas, 0), self._replicas)
         return found
 
     @torch.no_grad()

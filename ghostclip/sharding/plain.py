@@ -64,10 +64,6 @@ class Sharding:
         """As `gathered`; what is added to the p.grads of whole Parameters inside are sums of this rank."""
         return nullcontext()
 
-    def written(self) -> str | None:
-        """The name of a trained whole Parameter that was written to since `unshard`; None for none."""
-        return None
-
     def serve(self) -> None:
         """Takes part in what other ranks need of the model until none needs anything."""
 
