@@ -20,8 +20,8 @@ from ghostclip.nn.base import LAYERS, GhostLayer
 from ghostclip.nn.declared import DECLARED
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.nn.normalization import instead_of_batchnorm
-from ghostclip.nn.sharding import INSTEAD_OF_SHARDING, sharding_of
 from ghostclip.nn.subclass import leaves_parameters_to_parent
+from ghostclip.sharding.detection import INSTEAD_OF_SHARDING, sharding_problem
 
 __all__ = ["Finding", "check_module", "obstacles", "unwrap", "unwrapped", "wrap", "wrapped"]
 
@@ -149,7 +149,7 @@ def obstacles(model: torch_nn.Module) -> list[Finding]:
         TypeError: ``model`` is no torch module.
     """
     check_module(model)
-    sharding = sharding_of(model)
+    sharding = sharding_problem(model)
     findings = [] if sharding is None else [Finding(*sharding, INSTEAD_OF_SHARDING)]
     for path, module in model.named_modules():
         findings += [Finding(path, problem, remedy) for problem, remedy in _obstacles(module)]

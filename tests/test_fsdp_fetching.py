@@ -266,20 +266,20 @@ def failing_late() -> tuple[list[str], bool]:
     model = sharded_by_layer("linear")
     engine = engine_for("linear", model)
     before = [whole(each) for each in model.parameters()]
-    sums: Any = engine._steps.release.sums
-    take, said = sums._take, []
+    totals: Any = engine._steps.release.sums._totals
+    reduce, said = totals._reduce_large, []
 
-    def fails(part: Any, amount: Tensor) -> None:
-        take(part, amount)
-        if dist.get_rank() and sums._begun:
+    def fails(new: Any) -> None:
+        reduce(new)
+        if dist.get_rank() and totals._begun:
             raise MemoryError("no memory")
 
-    sums._take = fails
+    totals._reduce_large = fails
     batch = next(iter(engine.batches()))
     for examples in batch.physical():
         while len(said) < 2 * dist.get_rank():
             said.append(refusal(lambda rows=examples: engine.backward(losses_of("linear", model, rows))))
-            sums._take = take
+            totals._reduce_large = reduce
         if not dist.get_rank():
             engine.backward(losses_of("linear", model, examples))
     said.append(refusal(engine.optimizer.step))

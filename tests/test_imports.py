@@ -17,6 +17,7 @@ MOST_LINES = 500
 # From the ground up. Modules on one level in a set do not import each other; those in a tuple may, from left to right.
 LEVELS: list[tuple[str, ...] | set[str]] = [
     ("errors", "validate", "native", "started"),
+    ("sharding",),
     ("norms",),
     ("nn",),
     ("graph", "planner", "wrap"),

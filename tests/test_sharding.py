@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ghostclip
 from ghostclip import GhostClipper, UnsupportedModelError
-from ghostclip.nn.sharding import refuse_sharded, sharding_of
+from ghostclip.sharding.detection import refuse_sharded, sharding_problem
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore::FutureWarning")
 
@@ -166,6 +166,6 @@ def test_distributed_data_parallel_goes_on_working(tmp_path: Path) -> None:
 
 
 def test_what_is_whole_is_not_taken_for_sharded() -> None:
-    assert sharding_of(ghostclip.wrap(runs.network())) is None
+    assert sharding_problem(ghostclip.wrap(runs.network())) is None
     with pytest.raises(UnsupportedModelError, match=r"0: it is sharded by FSDPModule; per-example norms"):
         refuse_sharded(nn.Sequential(type("FSDPModule", (nn.Identity,), {})()), {})

@@ -132,22 +132,22 @@ CLIPPING = [
     Mutant(
         "mean-loss factor",
         PASSES,
-        "            return dict.fromkeys(self._parameters, weights)\n",
-        "            return dict.fromkeys(self._parameters, weights / len(weights))\n",
+        "            return dict.fromkeys(self.parameters, weights)\n",
+        "            return dict.fromkeys(self.parameters, weights / len(weights))\n",
         ("tests/test_layers.py", "-k", "encoder_layer"),
     ),
     Mutant("[B, 1] losses broadcast", FIRST, "    if losses.dim() != 1:\n", "    if losses.dim() > 2:\n", PITFALLS),
     Mutant(
         "stale norm of a repeated layer",
         "ghostclip/clipper/collector.py",
-        "            and all(self._left[part] == 1 for part",
-        "            and all(self._left[part] < 9 for part",
+        "                if part in self._left:\n",
+        "                if False:\n",
         ("tests/test_layers.py", "-k", "same_layer or one_module"),
     ),
     Mutant(
         "NaN weight",
         PASSES,
-        "tree_map(lambda each: torch.where(finite, each, torch.zeros_like(each)), weights)",
+        "_each(weights, lambda weight: torch.where(finite, weight, torch.zeros_like(weight)))",
         "weights",
         ("tests/test_nonfinite.py",),
     ),
@@ -233,7 +233,7 @@ CLIPPING = [
     Mutant(
         "a hook of a parameter changes sums that get noise",
         SUMS,
-        "        if have_hooks(parameter for _, parameter in trained):\n",
+        "        if have_hooks([parameter for _, parameter in trained]):\n",
         "        if False:\n",
         ("tests/test_engine_arguments.py", "-k", "hook_on_a_parameter"),
     ),
@@ -335,10 +335,10 @@ ENGINE = [
     Mutant(
         "realised denominator",
         RELEASE,
-        "        self._end()\n        self.clipper.layout.reshard()\n",
+        "        self._end()\n        self.clipper.sharding.reshard()\n",
         "        size = max(1, sum(self.current('').sizes))\n"
         "        self.terms = __import__('dataclasses').replace(self.terms, batch_size=size)\n"
-        "        self._end()\n        self.clipper.layout.reshard()\n",
+        "        self._end()\n        self.clipper.sharding.reshard()\n",
         PITFALLS,
     ),
     Mutant(
@@ -961,28 +961,28 @@ PROVED = [
     ),
 ]
 
-SHARDING = ("tests/test_sharding.py",)
+SHARDING, FSDP2 = ("tests/test_sharding.py",), "ghostclip/sharding/fsdp2.py"
 
 SHARDED = [
     Mutant(
         "sharded models are wrapped",
         "ghostclip/wrap.py",
-        "    sharding = sharding_of(model)\n",
+        "    sharding = sharding_problem(model)\n",
         "    sharding = None\n",
         SHARDING,
     ),
     Mutant(
         "a model sharded after wrapping is clipped",
-        "ghostclip/clipper/layout.py",
+        "ghostclip/sharding/plain.py",
         "        if is_distributed():\n            refuse_sharded(",
         "        if False:\n            refuse_sharded(",
         SHARDING,
     ),
     Mutant(
         "a layer of a model sharded later is clipped",
-        "ghostclip/nn/sharding.py",
-        "(id(p) not in known or _divided(p))",
-        "_divided(p)",
+        "ghostclip/sharding/detection.py",
+        "        if id(parameter) not in known:\n            raise",
+        "        if False:\n            raise",
         SHARDING,
     ),
 ]
@@ -1395,9 +1395,9 @@ GATHERED = ("tests/test_engine_sums.py",)
 WITHIN = [
     Mutant(
         "what is in p.grad is taken for the clipped sum",
-        SUMS,
-        "        found = self._totals.get(id(parameter))\n",
-        "        found = self._totals.get(id(parameter)) if parameter.grad is None else parameter.grad\n",
+        "ghostclip/sharding/plain.py",
+        "        found = self.get(id(parameter))\n",
+        "        found = self.get(id(parameter)) if parameter.grad is None else parameter.grad\n",
         (*GATHERED, "-k", "no_effect and (data or assigned)"),
     ),
     Mutant(
@@ -1430,8 +1430,8 @@ WITHIN = [
     Mutant(
         "what the last step left stays in p.grad beside the next sums",
         SUMS,
-        "            self._keep_new()\n            self.drop_gradients()\n",
-        "            self._keep_new()\n",
+        "            self._totals.add(self._new.totals)\n            self.drop_gradients()\n",
+        "            self._totals.add(self._new.totals)\n",
         (*GATHERED, "-k", "forgotten"),
     ),
     Mutant(
@@ -1443,16 +1443,16 @@ WITHIN = [
     ),
     Mutant(
         "sums of an earlier physical batch are replaced",
-        SUMS,
-        "            torch._foreach_add_([totals[owner] for owner in both], [new[owner] for owner in both])\n",
-        "            totals |= new\n",
+        "ghostclip/sharding/plain.py",
+        "            torch._foreach_add_([self[owner] for owner in both], [new[owner] for owner in both])\n",
+        "            self.update(new)\n",
         (*GATHERED, "-k", "clipped_mean"),
     ),
     Mutant(
         "a failed backward leaves a part of its sums",
         SUMS,
-        "            self._keep(more)\n        finally:\n            self._new.totals.clear()\n",
-        "            self.count += not more\n        finally:\n            self._keep_new()\n",
+        "                self._keep(more)\n        finally:\n            self._new.totals.clear()\n",
+        "                self.count += not more\n        finally:\n            self._totals.add(self._new.totals)\n",
         ("tests/test_engine_guards.py", "-k", "half_way"),
     ),
 ]
@@ -1542,23 +1542,23 @@ OBSERVED = [
 INTEGRATED = [
     Mutant(
         "sums of sharded models are averaged over ranks",
-        "ghostclip/clipper/layout.py",
+        FSDP2,
         "mesh, [Partial()] * mesh.ndim",
         'mesh, [Partial("avg")] * mesh.ndim',
         ("tests/test_fsdp.py",),
     ),
     Mutant(
         "shards of a sharded model get no noise",
-        "ghostclip/engine/sharded.py",
+        FSDP2,
         "lambda: noise.release(totals, std, divisor) if draws else totals",
         "lambda: noise.release(totals, 0.0, divisor) if draws else totals",
         ("tests/test_fsdp_engine.py",),
     ),
     Mutant(
         "each replica of a shard draws noise of its own",
-        "ghostclip/engine/sharded.py",
-        "        shards = shards if self._replicas is None else self._from_first_replica(shards)\n",
-        "",
+        FSDP2,
+        "self._as_shards(self._from_first_replica(shards), parameters)",
+        "self._as_shards(shards, parameters)",
         ("tests/test_fsdp_engine.py",),
     ),
     Mutant(
@@ -1682,23 +1682,23 @@ INTEGRATED = [
     ),
     Mutant(
         "sums of a sharded model's later physical batches replace those of earlier ones",
-        "ghostclip/engine/sharded.py",
-        "            self._shards[place] += found\n",
-        "            self._shards[place] = found\n",
+        FSDP2,
+        "        self.add({id(shard): ",
+        "        self.update({id(shard): ",
         ("tests/test_fsdp_fetching.py",),
     ),
     Mutant(
         "a physical batch may be repeated after some of its sums were reduced",
-        "ghostclip/engine/sharded.py",
+        FSDP2,
         "            self._lost = self._lost or self._begun\n",
         "            self._lost = False\n",
         ("tests/test_fsdp_fetching.py",),
     ),
     Mutant(
         "whole parameters of a sharded model may be written within a batch",
-        "ghostclip/engine/sharded.py",
-        "        return super()._written() or self._layout.written()\n",
-        "        return super()._written()\n",
+        UPDATE_CHECK,
+        "._version + whole._version for parameter",
+        "._version for parameter",
         ("tests/test_fsdp_engine.py",),
     ),
 ]
@@ -1960,14 +1960,14 @@ OWNED = [
     Mutant(
         "a computed weight in the place of a parameter is taken for it",
         "ghostclip/nn/base.py",
-        "if not trained or any(map(GRAD_FN, values)):",
-        "if not trained:",
+        "if not used or any(map(GRAD_FN, used.values())):",
+        "if not used:",
         ("tests/test_functional_call.py",),
     ),
     Mutant(
         "other parameters in the place of a layer's own are taken for them",
         "ghostclip/graph/parameter_names.py",
-        "if call.values and owners != list(map(id, call.values)):",
+        "if call.values and [*owners.values()] != list(map(id, call.values)):",
         "if False:",
         ("tests/test_functional_call.py",),
     ),
@@ -2367,7 +2367,7 @@ DIFFERENTIATED_TWICE = [
     Mutant(
         "verify compares wrappers with wrappers",
         "ghostclip/clipper/verify.py",
-        "with nullcontext() if clipper.layout.sharded else unwrapped(model):",
+        "with nullcontext() if clipper.sharding.sharded else unwrapped(model):",
         "with nullcontext():",
         (*TWICE, "-k", "verify"),
     ),

@@ -14,13 +14,13 @@ from ghostclip.clipper.explain import StrategyTable, plan_of
 from ghostclip.clipper.forwards import ModelCalls, forward_of, without_ranks
 from ghostclip.clipper.gradient_guard import GradientGuard
 from ghostclip.clipper.gradients import add_to_gradients
-from ghostclip.clipper.layout import layout_of
 from ghostclip.clipper.second_pass import Add, TwoPasses
 from ghostclip.clipper.verify import compare_with_loop
 from ghostclip.clipping import Adaptive, Composed, Groupwise, Policy, as_policy
 from ghostclip.errors import RowsMovedError
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.planner import Planner
+from ghostclip.sharding import sharding_of
 from ghostclip.validate import RefusesNames, one_of, positive, power_of_two
 from ghostclip.wrap import check_module, wrap
 
@@ -104,12 +104,11 @@ class GhostClipper(RefusesNames):
         self.memory_budget = None if memory_budget is None else int(positive(memory_budget=memory_budget))
         planner = Planner(one_of(("auto", "gram", "direct"), norm_strategy=norm_strategy))
         self.loss_scale = power_of_two(loss_scale=loss_scale)
-        self.layout = layout_of(model)
-        with self.layout.placed():
+        self.sharding = sharding_of(model, GradientGuard())
+        with self.sharding.unsharded_parameters():
             self.model = wrap(model)
             self.passes = TwoPasses(self.model, policy, self.second_pass, planner, self.memory_budget, self.loss_scale)
-        if self.layout.sharded:
-            self.passes.placed, self.passes.hold = self.layout.placed, self.layout.hold
+        self.passes.sharding = self.sharding
         self.calls = ModelCalls(without_ranks(self.model))
         self.passes.calls = self.calls
         self._guard = GradientGuard()
@@ -138,7 +137,7 @@ class GhostClipper(RefusesNames):
             ValueError: the clipping norm changes during training, while a graph's norm is constant; or ``loss_scale``
                 is not 1; or the model is sharded.
         """
-        if self.layout.sharded:
+        if self.sharding.sharded:
             raise ValueError("compile and fully_shard don't go together; leave one of them out")
         if isinstance(self.clipping, Adaptive) or (isinstance(self.clipping, Composed) and self.clipping.counted):
             raise ValueError(
@@ -164,14 +163,14 @@ class GhostClipper(RefusesNames):
 
     def check_whole(self) -> None:
         """Raises UnsupportedModelError where the model was sharded among processes since it was wrapped."""
-        self.layout.check(self.passes.index.names)
+        self.sharding.check(self.passes.index.names)
 
     @contextmanager
     def indexed(self, batch_index: BatchIndex, losses: Tensor) -> Iterator[None]:
         """Inside, passes over the graph of ``losses`` [B] take rows by an index, as `backward` says."""
-        if batch_index is not None and self.layout.sharded:
+        if batch_index is not None and self.sharding.sharded:
             raise ValueError("batch_index and fully_shard don't go together; leave one of them out")
-        with self.layout.placed(), self.passes.indexed(batch_index, losses):
+        with self.sharding.unsharded_parameters(), self.passes.indexed(batch_index, losses):
             yield
 
     @keeping_grad_mode
@@ -196,7 +195,7 @@ class GhostClipper(RefusesNames):
         """
         if per is not None:
             one_of(("layer", "parameter"), per=per)
-        with self.layout.whole(), self.indexed(batch_index, losses):
+        with self.sharding.gathered(), self.indexed(batch_index, losses):
             self.check_whole()
             run = self.passes.measure(losses, retain_graph=retain_graph)
         if per is None:
@@ -214,7 +213,7 @@ class GhostClipper(RefusesNames):
 
         Raises as `norms` does.
         """
-        with self.layout.whole(), self.indexed(batch_index, losses):
+        with self.sharding.gathered(), self.indexed(batch_index, losses):
             self.check_whole()
             return self.passes.first_pass(losses, Keep.MATERIALISED, retain_graph=retain_graph).per_example_grads()
 
@@ -242,7 +241,7 @@ class GhostClipper(RefusesNames):
             UnsupportedModelError: examples mix, a parameter is used outside of its layer, or the model was sharded
                 after it was wrapped.
         """
-        with self.layout.summed(), self.indexed(batch_index, losses):
+        with self.sharding.summed(), self.indexed(batch_index, losses):
             self.check_whole()
             self.passes.index.watch()
             trained = self.passes.index.trained()
@@ -252,7 +251,7 @@ class GhostClipper(RefusesNames):
             norms, weights = add_to_gradients(
                 self.passes,
                 lambda add: self.passes.clip(losses, add, retain_graph=retain_graph),
-                sharded=self.layout.sharded,
+                sharded=self.sharding.sharded,
             )
             self._guard.remember(trained)
         return ClippingResult(norms, weights, self.sensitivity)
@@ -278,7 +277,7 @@ class GhostClipper(RefusesNames):
             GhostClipError: as `backward`.
         """
         if self.compiled is None:
-            with self.layout.summed():
+            with self.sharding.summed():
                 return self._clip_eagerly(loss_fn, batch)
         self.check_whole()
         self.passes.index.watch()
@@ -341,5 +340,5 @@ class GhostClipper(RefusesNames):
         Raises:
             VerificationError: a norm or sum differs by more than ``tolerance``; the message names the layers.
         """
-        with self.layout.whole():
+        with self.sharding.gathered():
             return compare_with_loop(self, loss_fn, batch, tolerance)

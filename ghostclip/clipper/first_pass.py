@@ -5,7 +5,7 @@ Clipping stands on these in second_pass.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -31,6 +31,7 @@ from ghostclip.norms.ragged import RowIndex
 from ghostclip.norms.reduce import all_finite
 from ghostclip.norms.term import may_sync
 from ghostclip.planner import Planner, StrategyChoice
+from ghostclip.sharding.plain import Sharding
 
 __all__ = ["FirstPasses", "check_losses", "in_our_words", "without_autocast"]
 
@@ -54,8 +55,7 @@ class FirstPasses:
         parameters: {id: Parameter} of those that required a gradient at the last pass.
         scale: what losses are multiplied with before the passes, and results divided by.
         choices: what the planner chose for the last batch it was asked for, by id of parameter; None before one.
-        placed: inside of what this returns the model has the parameters that its layers use.
-        hold: has the values of given Parameters stay for the passes over a graph.
+        sharding: of the model's parameters.
         forward: runs the step's forward again on other examples, for a batch whose layout isn't known; None where
             nothing can.
         calls: of the model, to be run again where no loss function is known.
@@ -74,21 +74,20 @@ class FirstPasses:
     ) -> None:
         self.clipping, self._second_pass, self._planner = clipping, second_pass, planner
         self._memory_budget, self.scale = memory_budget, loss_scale
-        self.placed: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.hold: Callable[[list[nn.Parameter]], None] = lambda _: None
+        self.sharding = Sharding(model)
         self.index = ParameterNames(model)
         self.choices: Mapping[int, StrategyChoice] | None = None
         self.forward: Forward | None = None
         self.calls: ModelCalls | None = None
         self.is_open = self.measures_next = False
         self.parameters: dict[int, nn.Parameter] = {}
-        self._layouts = Layouts(self._hold)
+        self._layouts = Layouts(self._keep_resident)
         self._indices = list[RowIndex]()
         self._partition: dict[str, str] = {}
         self.group_of()
 
-    def _hold(self, parameters: list[nn.Parameter]) -> None:
-        self.hold(parameters)
+    def _keep_resident(self, parameters: list[nn.Parameter]) -> None:
+        self.sharding.keep_resident(parameters)
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         """(name, Parameter) of those that require a gradient now, which are those that sums are formed of."""
@@ -137,7 +136,7 @@ class FirstPasses:
             hooked: whether a hook was registered since the model was called.
             anew: measure ownership, whatever is known.
         """
-        with in_our_words(), without_autocast(losses), self.placed():
+        with in_our_words(), without_autocast(losses), self.sharding.unsharded_parameters():
             uses = read_graph(losses, self.index)
             uses = replace(uses, hooked=True) if hooked and not uses.hooked else uses
             trained = self.trained()
@@ -207,7 +206,7 @@ class FirstPasses:
     @contextmanager
     def forgetting(self) -> Iterator[None]:
         """What is measured of graphs meanwhile, of batches made up of few examples or copies, is forgotten after it."""
-        known, self._layouts = self._layouts, Layouts(self._hold)
+        known, self._layouts = self._layouts, Layouts(self._keep_resident)
         try:
             yield
         finally:

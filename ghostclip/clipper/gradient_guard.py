@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip.errors import GradientLeakError
-from ghostclip.nn.sharding import local_part
+from ghostclip.sharding.detection import local_part
 
-__all__ = ["GradientGuard", "have_hooks", "is_distributed"]
+__all__ = ["GradientGuard", "have_hooks"]
 
 
 class GradientGuard:
@@ -74,8 +74,3 @@ class GradientGuard:
 def have_hooks(parameters: Iterable[nn.Parameter]) -> bool:
     """Whether someone waits for a parameter's gradient, or counts how often one comes."""
     return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
-
-
-def is_distributed() -> bool:
-    """Whether several processes train together, who wait for each other's gradients of every parameter."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

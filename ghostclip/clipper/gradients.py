@@ -7,9 +7,10 @@ from typing import TypeVar
 
 import torch
 
-from ghostclip.clipper.gradient_guard import have_hooks, is_distributed
+from ghostclip.clipper.gradient_guard import have_hooks
 from ghostclip.clipper.second_pass import Add, TwoPasses
 from ghostclip.errors import RowsMovedError
+from ghostclip.sharding.detection import is_distributed
 
 __all__ = ["add_to_gradients"]
 

@@ -91,7 +91,7 @@ class TwoPasses(FirstPasses):
 
     def clip(self, losses: Tensor, add: Add, *, retain_graph: bool) -> tuple[Any, Any]:
         """Hands the clipped sum of losses [B] to ``add``; returns norms and weights, [B] or {group: [B]}."""
-        with without_autocast(losses), self.placed():
+        with without_autocast(losses), self.sharding.unsharded_parameters():
             run, norms, bounds, finite = self._measured(losses, retain_graph)
             weights: Any = self.clipping.weights(self.scaled(bounds))
             self.left_out = finite is not None
@@ -145,7 +145,7 @@ class TwoPasses(FirstPasses):
         Returns:
             {group: [B]} and {id of a parameter: sum}, float32 or wider.
         """
-        with without_autocast(losses), self.placed():
+        with without_autocast(losses), self.sharding.unsharded_parameters():
             run, norms, _, finite = self._measured(losses, retain_graph=True)
             by_group, _ = run.norms_by_group(groups)
             some = next(iter(norms.values())) if isinstance(norms, dict) else norms
@@ -180,7 +180,7 @@ class TwoPasses(FirstPasses):
         whole = len(wanted) == len(run.calls)
         # Where the forward can't be run again, the graph stays until it is known whose all rows are.
         needed = run.seen is not None and self.forward is None
-        with in_our_words(), self.placed():
+        with in_our_words(), self.sharding.unsharded_parameters():
             if wanted:
                 marks = None if run.seen is None else MARKS.drawn(losses, sizes=_whole(norms))
                 scale = self.scale if marks is None else self.scale * marks

@@ -38,7 +38,7 @@ def compare_with_loop(
             result = clipper.backward(losses)
         sums = {name: _or_zeros(parameter.grad, parameter) for name, parameter in trained.items()}
         # Through torch's own layers: what is wrong in a wrapper's forward or backward is not wrong in the loop.
-        with nullcontext() if clipper.layout.sharded else unwrapped(model):
+        with nullcontext() if clipper.sharding.sharded else unwrapped(model):
             loop = [_single_gradients(model, loss_fn, batch, i, trained) for i in range(losses.shape[0])]
     whole = torch.stack([_norm(example.values()) for example in loop])
     weights = _weights(clipper.clipping, loop, whole)

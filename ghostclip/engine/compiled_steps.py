@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ghostclip.clipper import ClippingResult, GhostClipper
-from ghostclip.clipper.gradient_guard import is_distributed
 from ghostclip.clipper.replay import Replay
 from ghostclip.clipper.second_pass import Add
 from ghostclip.compiled import NOT_YET, CompiledStep, GraphPlan, Update, UpdateReader
@@ -23,6 +22,7 @@ from ghostclip.compiled.clip import LossFunction, in_a_line
 from ghostclip.compiled.signature import CompileRequest
 from ghostclip.compiled.trial import drift, movement, timed
 from ghostclip.sampling import LogicalBatch
+from ghostclip.sharding.detection import is_distributed
 
 if TYPE_CHECKING:
     from ghostclip.clipping import Schedule

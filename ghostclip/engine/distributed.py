@@ -4,7 +4,7 @@ Rank 0 of them leads: it alone draws the noise and charges. Whatever differs bet
 whatever fails on one of them, becomes an error on all before anything is released. The engine adds up the ranks'
 clipped sums itself, once a step and before the noise, however many physical batches each rank has.
 DistributedDataParallel, which would average gradients after each backward, is kept from it and is a plain wrapper then.
-Of a model sharded by FSDP2 each rank draws the noise of its own shards (sharded.py).
+Of a model sharded by FSDP2 each rank draws the noise of its own shards (`ghostclip.sharding.fsdp2`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ghostclip import errors
-from ghostclip.clipper.gradient_guard import is_distributed
-from ghostclip.errors import PrivacyError, UnsupportedModelError
-from ghostclip.nn.sharding import INSTEAD_OF_SHARDING, is_fully_sharded, sharding_of
+from ghostclip.errors import PrivacyError
 from ghostclip.noise import Noise
 from ghostclip.noise.cipher import KEY_BYTES
 from ghostclip.noise.release import flat, on_flat
+from ghostclip.sharding.detection import check_sharding, is_distributed, is_fully_sharded, mesh_group
+from ghostclip.sharding.plain import Sharding
 
 __all__ = ["Ranks", "keep_unsynchronised", "ranks_of"]
 
@@ -46,12 +46,14 @@ class Ranks:
         rank: which of the processes this is.
         size: how many there are; one that is alone agrees with itself.
         leads: whether it draws the noise and charges.
+        sharding: of the parameters of the clipper's model; none before there is a clipper.
     """
 
     def __init__(self, group: Any = None) -> None:
         self._group, self._joined = group, is_distributed()
         self.rank, self.size = (dist.get_rank(group), dist.get_world_size(group)) if self._joined else (0, 1)
         self.leads = self.rank == 0
+        self.sharding = Sharding(nn.Module())
         self._leader = 0 if group is None else dist.get_global_rank(group, 0)
 
     def agreed(
@@ -99,6 +101,7 @@ class Ranks:
         """What ``work`` returns on the leading rank, where alone it runs; raises on all ranks what it raises."""
         if self.size == 1:
             return work()
+        self.sharding.serve()
         told: list[Any] = [None, None]
         problem: Exception | None = None
         if self.leads:
@@ -118,6 +121,7 @@ class Ranks:
         """The values of all ranks, in their order; plain data."""
         found: list[Any] = [value] * self.size
         if self.size > 1:
+            self.sharding.serve()
             dist.all_gather_object(found, value, self._group)
         return found
 
@@ -129,9 +133,13 @@ class Ranks:
 
         Args:
             noise, std, divisor: as for `Noise.release`.
-            sums: of ``parameters``, and behind them others.
+            sums: of ``parameters``, and behind them others. Those of a sharded model are this rank's shards.
             parameters: that the optimizer steps.
         """
+        return self.sharding.released(self, noise, sums, std, divisor, parameters)
+
+    def release_total(self, noise: Noise, sums: list[Tensor], std: float, divisor: float) -> list[Tensor]:
+        """`released` for sums of whole parameters."""
         if self.size == 1:
             return noise.release(sums, std, divisor)
 
@@ -160,16 +168,19 @@ class Ranks:
     @torch.no_grad()
     def start_alike(self, model: nn.Module) -> None:
         """Parameters and buffers of all ranks become the leading one's, as DistributedDataParallel has it."""
-        for tensor in [*model.parameters(), *model.buffers()]:
+        self.sharding.start_alike(self._copy_leading)
+        self._copy_leading(model.buffers())
+
+    def _copy_leading(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
             tensor.copy_(self.spread([tensor.detach().clone()])[0])
 
     def whole(self, value: Any) -> Any:
         """What the leading rank stores of the model or its optimizer; all ranks ask for it together."""
-        return value
-
-    def part(self, value: Any, like: Tensor) -> Any:
-        """Of what was stored of a parameter, or what an optimizer knows of it, this rank's part."""
-        return value
+        if not hasattr(value, "full_tensor"):
+            return value
+        found = value.full_tensor()
+        return found.cpu() if self.leads else found.new_empty(0)  # of sharded ones, nothing on the others
 
     def generators(self, source: Noise) -> Callable[[], Any]:
         """Makes generators for sampling, the same on all ranks, one after another."""
@@ -202,15 +213,12 @@ def ranks_of(model: nn.Module, process_group: Any = None) -> Ranks:
     """The processes that train ``model``: those it is sharded over or its DistributedDataParallel's, the given, or all.
 
     Raises:
-        UnsupportedModelError: the model is sharded in a way that can't be made whole.
-        PrivacyError: its DistributedDataParallel exchanges the parameters for others, or is of another group.
+        UnsupportedModelError: the model is sharded in a way that can't be gathered.
+        PrivacyError: its DistributedDataParallel exchanges the parameters for others, or has another group.
     """
-    if (found := sharding_of(model)) is not None:
-        raise UnsupportedModelError(f"{found[0] or 'the model'}: {found[1]}; {INSTEAD_OF_SHARDING}")
+    check_sharding(model)
     if is_fully_sharded(model):
-        from ghostclip.engine.sharded import sharded_ranks
-
-        return sharded_ranks(model, process_group)
+        return Ranks(mesh_group(model, process_group))
     wrappers = _wrappers(model)
     for name, wrapper in wrappers.items():
         if wrapper.mixed_precision is not None:

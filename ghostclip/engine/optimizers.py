@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from ghostclip.errors import PrivacyError
-from ghostclip.nn.sharding import reshard
+from ghostclip.sharding.detection import reshard
 from ghostclip.wrap import check_module
 
 __all__ = ["check_optimizer", "held_parameters", "unwrapped", "with_closure"]

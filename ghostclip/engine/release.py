@@ -16,8 +16,9 @@ from ghostclip.engine.loss_scaling import LossScaling, show_scaling
 from ghostclip.engine.micro_batching import MicroBatches
 from ghostclip.engine.optimizers import held_parameters, with_closure
 from ghostclip.engine.readable import ReadableExamples
-from ghostclip.engine.sharded import sums_of, updates_of
+from ghostclip.engine.sums import ClippedSums
 from ghostclip.engine.terms import Terms
+from ghostclip.engine.update_check import UpdateCheck
 from ghostclip.errors import PrivacyError
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.noise import Noise
@@ -90,7 +91,8 @@ class Release:
         self.scaling = LossScaling(1.0, optimizer) if scaling is None else scaling
         self.micro_batches = MicroBatches() if micro_batches is None else micro_batches
         self._ranks = Ranks() if ranks is None else ranks
-        self.sums, self.updates = sums_of(clipper, self._ranks), updates_of(clipper)
+        self._ranks.sharding = clipper.sharding
+        self.sums, self.updates = ClippedSums(clipper), UpdateCheck(clipper.model, clipper.sharding)
         self.self_check = SelfCheck(clipper, optimizer, self_check)
         self._readable = ReadableExamples(self._ranks.leads)
         self._owned = set(clipper.model.parameters())
@@ -131,7 +133,7 @@ class Release:
     def begin(self, batch: LogicalBatch | None) -> None:
         """A logical batch starts, or none: what an earlier one gathered and didn't release is discarded."""
         self.discard()
-        self.clipper.layout.reshard()
+        self.clipper.sharding.reshard()
         self._stepping = self._released = self._asked = self._refused = False
         if batch is not None:
             self._make_whole()
@@ -148,11 +150,11 @@ class Release:
 
     def _make_whole(self) -> None:
         """All ranks begin a logical batch of a sharded model together, in which its layers have whole Parameters."""
-        if self.clipper.layout.sharded:
+        if self.clipper.sharding.sharded:
             self.batch = None  # where another rank refuses
             self._agreed(lambda: None, lambda: {"same": {"whether a logical batch begins": True}})
             self._asked = False
-            self.clipper.layout.unshard()
+            self.clipper.sharding.unshard()
 
     def discard(self) -> None:
         """What was gathered is dropped."""
@@ -313,7 +315,7 @@ class Release:
     ) -> None:
         """Ends the logical batch, charged, with its private gradient in the p.grads, for the optimizer's own step."""
         self._end()
-        self.clipper.layout.reshard()
+        self.clipper.sharding.reshard()
         self.sums.release(held, make_private)
         self._stepping, self.pending = True, False
         self.self_check.released(held)
@@ -330,7 +332,7 @@ class Release:
         policy: Any = self.clipper.clipping
         stds, std = policy.noise_stds(self._noise_multiplier), self._noise_multiplier * policy.sensitivity
         group_of = self.clipper.passes.group_of()
-        pairs = self.clipper.layout.pairs
+        pairs = self.clipper.sharding.pairs
         return {p: stds[group_of[id(pair[1])]] / std for _, *pair in pairs for p in pair if id(pair[1]) in group_of}
 
     def noise_std(self, parameter: nn.Parameter) -> float:

@@ -156,7 +156,7 @@ class Snapshots:
 
     def state_dict(self) -> dict[str, Any]:
         """See `PrivacyEngine.state_dict`. One text, whichever the state: stores of others ask for the same keys."""
-        self.steps.release.clipper.layout.settle("engine.state_dict()")
+        self.steps.release.clipper.sharding.reshard_between_batches("engine.state_dict()")
         tensors: dict[str, Tensor] = {}
         text = json.dumps(packed(self.progress(), tensors, "clipping"), allow_nan=False)
         return {PROGRESS: text, **tensors}
@@ -200,7 +200,9 @@ class Snapshots:
         self.steps.release.pending = False
         self.steps.updates.expect()
         own = self.model.state_dict()
-        self.model.load_state_dict({name: self.ranks.part(each, own[name]) for name, each in public["model"].items()})
+        self.model.load_state_dict(
+            {name: self.ranks.sharding.part(each, own[name]) for name, each in public["model"].items()}
+        )
         put_optimizer_state(self.optimizer, self._parts_of_state(public["optimizer"]))
         for name, thing in extra.items():
             thing.load_state_dict(private["extra"][name])
@@ -220,7 +222,7 @@ class Snapshots:
         parameter_of = dict(zip(numbers, held, strict=True))
         parts = dict(state["state"])
         for number in parts.keys() & parameter_of.keys():
-            parts[number] = tree_map(partial(self.ranks.part, like=parameter_of[number]), parts[number])
+            parts[number] = tree_map(partial(self.ranks.sharding.part, like=parameter_of[number]), parts[number])
         return {**state, "state": parts}
 
     def _policy_state(self) -> Any:

@@ -101,7 +101,7 @@ class LogicalStep:
         """Ends the trace there is, and begins one where ``path`` says; see `PrivacyEngine.trace` and `StepTrace`."""
         if path is not None and self._compiled is not None:
             raise ValueError(TRACED_AND_COMPILED)
-        if path is not None and self._clipper.layout.sharded:
+        if path is not None and self._clipper.sharding.sharded:
             raise ValueError("trace() and fully_shard don't go together: no rank has whole sums; leave one of them out")
         if self.release.trace is not None:
             self.release.trace.close()
@@ -122,7 +122,7 @@ class LogicalStep:
                 f"{caller} was called inside of a logical batch, with private sums of {self._sums.count} of its "
                 "physical batches gathered, which may not be stored; call it after optimizer.step() or batch.discard()"
             )
-        self._clipper.layout.settle(caller)
+        self._clipper.sharding.reshard_between_batches(caller)
 
     def start(self, batch: LogicalBatch, loss_fn: LossFunction, batch_index: BatchIndexOf = None) -> None:
         """Checks the arguments of `PrivacyEngine.step`; all ranks begin it."""

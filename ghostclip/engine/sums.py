@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip.clipper import GhostClipper
-from ghostclip.clipper.collector import Part
 from ghostclip.clipper.gradient_guard import GradientGuard, have_hooks
 from ghostclip.clipper.second_pass import Add
 from ghostclip.errors import PrivacyError
@@ -39,11 +38,11 @@ class ClippedSums:
         self.count = 0
         self._passes = clipper.passes
         # The parameters that layers use, and, where these are others, the shards that the optimizer steps.
-        self._named = [(name, p) for name, *pair in clipper.layout.pairs for p in dict.fromkeys(pair)]
+        self._named = [(name, p) for name, *pair in clipper.sharding.pairs for p in dict.fromkeys(pair)]
         self._guard = GradientGuard()
         # By a parameter's id, of the physical batch (or piece of it) in the making; and of those before.
         self._new = self._passes.new_sums()
-        self._totals: dict[int, Tensor] = {}
+        self._totals = clipper.sharding.totals
         # Held until sums come in their place: freed by zero_grad, memory may go back to the system and come again.
         self._released: list[Tensor | None] = []
         self._warned = False
@@ -64,8 +63,9 @@ class ClippedSums:
         self._released = []
         self._new.totals.clear()  # which an interruption may have left
         try:
-            result = backward(self._take)
-            self._keep(more)
+            with self._totals.physical_batch(self._new.add, self._new.totals) as add:
+                result = backward(add)
+                self._keep(more)
         finally:
             self._new.totals.clear()
         return result
@@ -73,7 +73,7 @@ class ClippedSums:
     def _keep(self, more: bool) -> None:
         """Adds what is new and counts it; where that fails all is discarded, since adding can't be undone."""
         try:
-            self._keep_new()
+            self._totals.add(self._new.totals)
             self.drop_gradients()
             self.count += not more
         except BaseException:
@@ -81,9 +81,13 @@ class ClippedSums:
             raise
 
     def check(self) -> None:
-        """Raises GradientLeakError where someone else filled a p.grad before anything was gathered."""
+        """Raises GradientLeakError where someone else filled a p.grad before anything was gathered.
+
+        PrivacyError where sums of a sharded model can't be completed.
+        """
         if not self.count and not self._totals:
             self._guard.check(self._named)
+        self._totals.check()
 
     def _refuse_hooks(self) -> None:
         """Raises PrivacyError for a hook on a parameter, which may change its private gradient, or expect one."""
@@ -96,19 +100,6 @@ class ClippedSums:
                 "the rest)"
             )
 
-    def _take(self, part: Part, amount: Tensor) -> None:
-        """Takes a part of a parameter's sum from the second pass."""
-        self._new.add(part, amount)
-
-    @torch.no_grad()
-    def _keep_new(self) -> None:
-        """Adds what the physical batch in the making has to what those before it have."""
-        new, totals = self._new.totals, self._totals
-        if both := [owner for owner in new if owner in totals]:
-            torch._foreach_add_([totals[owner] for owner in both], [new[owner] for owner in both])
-        totals |= {owner: total for owner, total in new.items() if owner not in totals}
-        new.clear()
-
     @torch.no_grad()
     def release(
         self,
@@ -118,8 +109,10 @@ class ClippedSums:
         """Puts what ``make_private`` makes of the sums, given their parameters, into the p.grads of ``held``.
 
         Trained parameters that took no part have zeros for a sum, since optimizers skip None and it would have no
-        noise. The p.grad of every other parameter becomes None.
+        noise. The p.grad of every other parameter becomes None. All ranks call it together for a sharded model, whose
+        sums are this rank's shards.
         """
+        self._totals.complete()
         stepped = [parameter for parameter in held if parameter.requires_grad]
         try:
             private = make_private(stepped, self.of(stepped))
@@ -137,12 +130,7 @@ class ClippedSums:
 
     def of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """The sums of some of the parameters, float32 or wider; zeros where a parameter took no part."""
-        return [self._sum_of(parameter) for parameter in parameters]
-
-    def _sum_of(self, parameter: nn.Parameter) -> Tensor:
-        found = self._totals.get(id(parameter))
-        wide = torch.promote_types(parameter.dtype, torch.float32)
-        return torch.zeros_like(parameter, dtype=wide) if found is None else found
+        return [self._totals.of(parameter) for parameter in parameters]
 
     def _warn_of_lost(self) -> None:
         """Logs once that a gradient came between the backward and the step."""

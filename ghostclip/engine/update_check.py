@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from ghostclip.errors import PrivacyError, UnsupportedModelError
-from ghostclip.nn.sharding import INSTEAD_OF_SHARDING, is_fully_sharded, sharding_of
+from ghostclip.sharding.detection import check_sharding, is_fully_sharded, local_part
+from ghostclip.sharding.plain import Sharding
 
 __all__ = ["UpdateCheck"]
 
@@ -21,12 +23,14 @@ class UpdateCheck:
 
     Args:
         model: whose parameters are watched, as they are now: later ones are not accepted in their place.
+        sharding: of its parameters. Shards are watched, whichever Parameters are in their places.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, sharding: Sharding) -> None:
+        self._model, self._sharding = model, sharding
         self._names = [name for name, _ in model.named_parameters()]
         self._parameters = list(model.parameters())
+        self._wholes = [whole for _, _, whole in sharding.pairs]  # that layers use
         self._types = [parameter.dtype for parameter in self._parameters]
         self._look_around()
         # Of each parameter, with where its values lie; None: nothing was trained yet, or a step is under way.
@@ -41,16 +45,18 @@ class UpdateCheck:
         self._ids = self._ids_now()
 
     def _ids_now(self) -> list[int]:
-        return [id(value) for owner in self._owners for value in owner.values()]
+        values = [value for owner in self._owners for value in owner.values()]
+        return [id(self._sharding.stepped.get(id(value), value)) for value in values]
 
+    @torch.no_grad()
     def _versions_now(self) -> list[int]:
-        return [parameter._version for parameter in self._parameters]
+        # An optimizer's operations count on a DTensor, writes to its local part or its whole Parameter on these.
+        pairs = zip(self._parameters, self._wholes, strict=True)
+        return [parameter._version + local_part(parameter)._version + whole._version for parameter, whole in pairs]
 
+    @torch.no_grad()
     def _addresses_now(self) -> list[int]:
-        return [parameter.data_ptr() for parameter in self._parameters]
-
-    def _named_now(self) -> dict[str, nn.Parameter]:
-        return dict(self._model.named_parameters())
+        return [local_part(parameter).data_ptr() for parameter in self._parameters]
 
     def begin(self) -> None:
         """A logical batch begins; at the first one, and after a step that failed, parameters are as they may be."""
@@ -78,14 +84,8 @@ class UpdateCheck:
 
         Within a logical batch values may lie elsewhere: recurrent layers on a GPU gather weights in the forward.
         """
-        if (name := self._written()) is not None:
+        if self._versions is not None and (name := self._differs(self._versions_now(), self._versions)) is not None:
             self._refuse(name)
-
-    def _written(self) -> str | None:
-        """The name of a trained parameter that was written to since `accept`."""
-        if self._versions is None:
-            return None
-        return self._differs(self._versions_now(), self._versions)
 
     def _differs(self, now: list[int], before: list[int]) -> str | None:
         """The name of a trained parameter whose numbers differ."""
@@ -127,10 +127,9 @@ class UpdateCheck:
 
         UnsupportedModelError where that is because the model was sharded.
         """
-        if (found := sharding_of(self._model)) is not None:
-            raise UnsupportedModelError(f"{found[0] or 'the model'}: {found[1]}; {INSTEAD_OF_SHARDING}")
+        check_sharding(self._model)
         before = dict(zip(self._names, self._parameters, strict=True))
-        now = self._named_now()
+        now = {name: self._sharding.stepped.get(id(p), p) for name, p in self._model.named_parameters()}
         for name in [*before, *now]:
             if now.get(name) is not before.get(name):
                 if is_fully_sharded(self._model) and not hasattr(before.get(name), "device_mesh"):

@@ -16,13 +16,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_unflatten
 
 from ghostclip.clipper import GhostClipper
-from ghostclip.clipper.layout import WholeModel, local_part
 from ghostclip.clipper.replay import Replay, leaves_of
 from ghostclip.errors import VerificationError
 from ghostclip.self_check.agreement import gradients_agree, listed
 from ghostclip.self_check.comparison import LossComparison
 from ghostclip.self_check.loading import LoadedRows
 from ghostclip.self_check.trial_losses import LossFunction
+from ghostclip.sharding.detection import local_part
+from ghostclip.sharding.plain import Sharding
 
 __all__ = ["SelfCheck"]
 
@@ -51,9 +52,9 @@ class SelfCheck:
     def __init__(self, clipper: GhostClipper, optimizer: Optimizer, wanted: bool = True) -> None:
         self._model, self._passes = clipper.model, clipper.passes
         self._to_compare = wanted
-        passes = None if clipper.layout.sharded else self._passes
+        passes = None if clipper.sharding.sharded else self._passes
         self._comparison = LossComparison(self._model, passes) if wanted else None
-        self._movement = _Movement(clipper.layout, optimizer) if wanted else None
+        self._movement = _Movement(clipper.sharding, optimizer) if wanted else None
         self._saw_examples = False
 
     @property
@@ -143,7 +144,7 @@ class _Movement:
     """Whether one update moves what is to be trained: adapters trained to nothing look like training.
 
     Args:
-        layout: of the model's parameters.
+        sharding: of the model's parameters.
         optimizer: that takes the step.
 
     Attributes:
@@ -151,8 +152,8 @@ class _Movement:
         unused: trained parameters on which the losses didn't depend.
     """
 
-    def __init__(self, layout: WholeModel, optimizer: Optimizer) -> None:
-        self._layout, self._optimizer = layout, optimizer
+    def __init__(self, sharding: Sharding, optimizer: Optimizer) -> None:
+        self._sharding, self._optimizer = sharding, optimizer
         self.noted = False
         self.unused: Sequence[str] = ()
         self._entries: list[_Entry] = []
@@ -169,7 +170,7 @@ class _Movement:
         if not any(rates.values()):
             return
         self.noted = True
-        for name, parameter, _ in self._layout.pairs:
+        for name, parameter, _ in self._sharding.pairs:
             if not parameter.requires_grad:
                 continue
             if parameter not in held:

@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from ghostclip.clipper.gradient_guard import is_distributed
 from ghostclip.clipping import Grouped
 from ghostclip.compat.opacus.accountants import Accountant, create_accountant
 from ghostclip.compat.opacus.backward import ScalarLosses
@@ -24,6 +23,7 @@ from ghostclip.compat.opacus.validators import ModuleValidator
 from ghostclip.errors import PrivacyError
 from ghostclip.events import FixedSizeGaussian, SampledGaussian, SampledRelease
 from ghostclip.sampling.loading import size_of
+from ghostclip.sharding.detection import is_distributed
 from ghostclip.validate import one_of, positive_int
 from ghostclip.wrap import wrap
 

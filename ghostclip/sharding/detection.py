@@ -1,26 +1,29 @@
-"""Sharded models, of which a process holds a part: which of them can be made whole for the passes, and which can't.
+"""Which sharded models can be gathered for the passes, and which are refused.
 
-FSDP2's ``fully_shard`` of the model itself can (`ghostclip.clipper.layout`); FSDP1 and tensor parallelism are refused.
+FSDP2's ``fully_shard`` of the model itself can be gathered; FSDP1 and tensor parallelism are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container
-from functools import cache
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ghostclip.errors import UnsupportedModelError
+from ghostclip.errors import PrivacyError, UnsupportedModelError
 
 __all__ = [
     "INSTEAD_OF_SHARDING",
+    "check_sharding",
+    "is_distributed",
     "is_fully_sharded",
     "local_part",
+    "mesh_group",
     "parameter_groups",
     "refuse_sharded",
     "reshard",
-    "sharding_of",
+    "sharding_problem",
 ]
 
 INSTEAD_OF_SHARDING = (
@@ -34,29 +37,38 @@ SHARDING_CLASSES = {"FullyShardedDataParallel", "FSDPModule"}
 FLATTENED = frozenset(("_fsdp_flattened", "_is_flat_param"))
 
 
+def is_distributed() -> bool:
+    """Whether several processes train together, who wait for each other's gradients of every parameter."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def local_part(tensor: Any) -> Tensor:
     """What this process holds of a tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def sharding_of(model: nn.Module) -> tuple[str, str] | None:
-    """(path, problem) of the first parameter or module by which the model can't be made whole; None where it can."""
+def check_sharding(model: nn.Module) -> None:
+    """Raises UnsupportedModelError for a model that is sharded in a way that can't be gathered."""
+    if (found := sharding_problem(model)) is not None:
+        raise UnsupportedModelError(f"{found[0] or 'the model'}: {found[1]}; {INSTEAD_OF_SHARDING}")
+
+
+def sharding_problem(model: nn.Module) -> tuple[str, str] | None:
+    """(path, problem) of the first parameter or module by which the model can't be gathered; None where it can."""
     if is_fully_sharded(model):
         return _odd_sharding(model)
     for name, parameter in model.named_parameters():
         if problem := _divided(parameter):
             return name, f"it is {problem}"
     for path, module in model.named_modules():
-        kind: Any = type(module)
-        if classes := _sharding_classes(kind):
+        if classes := _sharding_classes(module):
             return path, f"it is sharded by {classes}"
     return None
 
 
 def is_fully_sharded(model: nn.Module) -> bool:
     """Whether FSDP2's ``fully_shard`` was called on the model itself."""
-    kind: Any = type(model)
-    return "FSDPModule" in _sharding_classes(kind)
+    return "FSDPModule" in _sharding_classes(model)
 
 
 def reshard(model: Any) -> None:
@@ -67,6 +79,19 @@ def reshard(model: Any) -> None:
                 module.reshard()
 
 
+def mesh_group(model: nn.Module, process_group: Any) -> Any:
+    """The group of the mesh that ``model`` is sharded over; PrivacyError if ``process_group`` has other processes."""
+    shard: Any = next(model.parameters())
+    mesh = shard.device_mesh
+    group = mesh.get_group() if process_group is None and mesh.ndim == 1 else process_group
+    if sorted(dist.get_process_group_ranks(group)) != sorted(mesh.mesh.flatten().tolist()):
+        raise PrivacyError(
+            "the process group isn't that of the mesh which the model is sharded over; give process_group= the ranks "
+            "of that mesh"
+        )
+    return group
+
+
 def parameter_groups(model: nn.Module) -> list[Any]:
     """FSDP2's groups of parameters that are gathered together, those of the model itself first."""
     states = dict.fromkeys(m._get_fsdp_state() for m in model.modules() if is_fully_sharded(m))  # type: ignore[operator]
@@ -74,21 +99,18 @@ def parameter_groups(model: nn.Module) -> list[Any]:
 
 
 def _odd_sharding(model: nn.Module) -> tuple[str, str] | None:
-    """What `sharding_of` finds of a model that ``fully_shard`` was called on."""
+    """What `sharding_problem` finds of a model that ``fully_shard`` was called on."""
     state = model._get_fsdp_state()  # type: ignore[operator]
     if not hasattr(state, "_fsdp_param_groups") or not hasattr(state, "_reset_iter_state"):
         return "", "it is sharded by FSDP2 of a version of torch older than those supported (2.13 is)"
     if state._is_root is False:
         return "", "it is a part of a model that fully_shard was called on"
     for path, module in model.named_modules():
-        kind: Any = type(module)
-        if "FullyShardedDataParallel" in _sharding_classes(kind):
+        if "FullyShardedDataParallel" in _sharding_classes(module):
             return path, "it is sharded by FullyShardedDataParallel inside of a model sharded by fully_shard"
     groups = parameter_groups(model)
-    known: set[int] = set()
-    for group in groups:
-        for each in group.fsdp_params:
-            known |= {id(each.sharded_param), id(getattr(each, "_unsharded_param", None))}
+    params = [each for group in groups for each in group.fsdp_params]
+    known = {id(p) for each in params for p in (each.sharded_param, getattr(each, "_unsharded_param", None))}
     if groups and (problem := _odd_group(groups)):
         return "", problem
     for name, parameter in model.named_parameters():
@@ -120,33 +142,22 @@ def _odd_group(groups: list[Any]) -> str:
 
 
 def refuse_sharded(model: nn.Module, known: Container[int]) -> None:
-    """Raises UnsupportedModelError for a model that was sharded since it was wrapped; takes 1.3 us for each module.
+    """Raises UnsupportedModelError for a model that was sharded since it was wrapped.
 
-    ``known`` are ids of the parameters as they were when it was wrapped: while layers run, sharding puts others into
-    their places that look like any parameter.
+    ``known`` are ids of the parameters as they were then: while layers run, sharding puts others into their places that
+    look like any parameter.
     """
-    for module in model.modules():
-        kind: Any = type(module)
-        if _sharding_classes(kind):
-            break
-        own = module._parameters.values()
-        if any(p is not None and (id(p) not in known or _divided(p)) for p in own):
-            break
-    else:
-        return
-    if (found := sharding_of(model)) is not None:
-        path, problem = found
-        raise UnsupportedModelError(f"{path or 'the model'}: {problem}; {INSTEAD_OF_SHARDING}")
-    other = next(name for name, parameter in model.named_parameters() if id(parameter) not in known)
-    raise UnsupportedModelError(
-        f"{other} is another Parameter than when the model was wrapped, as after sharding; {INSTEAD_OF_SHARDING}. "
-        "If it isn't sharded, build the clipper or engine anew"
-    )
+    check_sharding(model)
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in known:
+            raise UnsupportedModelError(
+                f"{name} is another Parameter than when the model was wrapped, as after sharding; "
+                f"{INSTEAD_OF_SHARDING}. If it isn't sharded, build the clipper or engine anew"
+            )
 
 
-@cache
-def _sharding_classes(kind: Any) -> str:
-    return " and ".join(sorted(SHARDING_CLASSES.intersection([base.__name__ for base in kind.__mro__])))
+def _sharding_classes(module: nn.Module) -> str:
+    return " and ".join(sorted(SHARDING_CLASSES.intersection([base.__name__ for base in type(module).__mro__])))
 
 
 def _divided(parameter: Tensor) -> str:

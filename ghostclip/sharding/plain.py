@@ -1,0 +1,113 @@
+"""A model of which each process holds all: little to do. The classes for FSDP2 override what differs there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ghostclip.sharding.detection import is_distributed, local_part, refuse_sharded
+
+__all__ = ["Add", "Sharding", "Totals"]
+
+# Takes a part of a parameter (its id and the rows), and what is to be added to its sum.
+Add = Callable[[tuple[int, tuple[int, int] | None], Tensor], None]
+
+
+class Sharding:
+    """What clippers and engines call about the parameters of a model.
+
+    Attributes:
+        sharded: whether a process holds shards only.
+        totals: the clipped sums of a logical batch.
+        stepped: {id of a Parameter that layers use: the one that the optimizer steps}, where these differ.
+    """
+
+    sharded = False
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.stepped: dict[int, nn.Parameter] = {}
+        self.totals = Totals()
+
+    @property
+    def pairs(self) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
+        """(name, the Parameter that the optimizer steps, the one that layers use); both are the same here."""
+        return [(name, parameter, parameter) for name, parameter in self._model.named_parameters()]
+
+    def check(self, known: Container[int]) -> None:
+        """Raises UnsupportedModelError where the model was sharded since layers used the Parameters ``known`` by id."""
+        if is_distributed():
+            refuse_sharded(self._model, known)
+
+    def unshard(self) -> None:
+        """A logical batch begins: until `reshard` each layer has whole Parameters while it runs."""
+
+    def reshard(self) -> None:
+        """Undoes `unshard`; other ranks needn't do it at the same time."""
+
+    def reshard_between_batches(self, caller: str) -> None:
+        """Puts shards back where a forward left whole Parameters; PrivacyError, with the caller, after `unshard`."""
+
+    def unsharded_parameters(self) -> AbstractContextManager[None]:
+        """Inside, modules have whole Parameters. Their values may be there only while a layer runs."""
+        return nullcontext()
+
+    def keep_resident(self, parameters: Collection[nn.Parameter]) -> None:
+        """Keeps the values of some whole Parameters until `reshard`."""
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Inside, all whole Parameters have their values; all ranks enter it together."""
+        return nullcontext()
+
+    def summed(self) -> AbstractContextManager[None]:
+        """As `gathered`; what is added to the p.grads of whole Parameters inside are sums of this rank."""
+        return nullcontext()
+
+    def serve(self) -> None:
+        """Takes part in what other ranks need of the model until none needs anything."""
+
+    def released(
+        self, ranks: Any, noise: Any, sums: list[Tensor], std: float, divisor: float, parameters: list[nn.Parameter]
+    ) -> list[Tensor]:
+        """`ghostclip.engine.distributed.Ranks.released`, whose arguments these are."""
+        return ranks.release_total(noise, sums, std, divisor)
+
+    def start_alike(self, copy: Callable[[Iterable[Tensor]], None]) -> None:
+        """Makes the ranks' parameters alike; ``copy`` makes tensors those of the leading rank."""
+        copy(self._model.parameters())
+
+    def part(self, value: Any, like: Tensor) -> Any:
+        """This rank's part of what was stored of the parameter ``like``, or of what an optimizer knows of it."""
+        return value
+
+
+class Totals(dict[int, Tensor]):
+    """{id of a Parameter: its clipped sum, float32 or wider}, over the physical batches of a logical one."""
+
+    @torch.no_grad()
+    def add(self, new: dict[int, Tensor]) -> None:
+        """Adds the sums of a physical batch, and empties ``new``."""
+        if both := [owner for owner in new if owner in self]:
+            torch._foreach_add_([self[owner] for owner in both], [new[owner] for owner in both])
+        self.update({owner: total for owner, total in new.items() if owner not in self})
+        new.clear()
+
+    def physical_batch(self, add: Add, new: dict[int, Tensor]) -> AbstractContextManager[Add]:
+        """Around a physical batch, with what adds to its sums ``new``: ``add``, after which ranks may reduce them."""
+        return nullcontext(add)
+
+    def check(self) -> None:
+        """Raises PrivacyError where the sums can't be completed."""
+
+    def complete(self) -> None:
+        """Reduces sums over the ranks; all call it together, after their last physical batch."""
+
+    def of(self, parameter: nn.Parameter) -> Tensor:
+        """The sum of a parameter that the optimizer steps, or its shard; zeros where it took no part."""
+        found = self.get(id(parameter))
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        return torch.zeros_like(local_part(parameter), dtype=wide) if found is None else found
