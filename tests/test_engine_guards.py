@@ -312,6 +312,8 @@ def test_a_spent_budget_stops_before_anything_is_released(model: nn.Module) -> N
 
 
 def test_a_piece_that_an_interruption_left_is_not_taken_for_the_next_batch(engine: PrivacyEngine) -> None:
-    engine._steps._piece = (0, 1)  # as Ctrl-C leaves it in the last line of LogicalStep.in_pieces
+    engine._steps._now = engine._steps._now._replace(
+        rows=1, units=1
+    )  # as Ctrl-C leaves it in the last line of in_pieces
     engine.step(next(runs.nonempty(engine)), runs.losses_of)
     assert engine.steps_taken == 1

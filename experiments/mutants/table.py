@@ -1054,8 +1054,8 @@ MIXED = [
     Mutant(
         "a user's rows may not depend on each other",
         STEP,
-        "units = rows if users is None else users.users\n",
-        "units = rows\n",
+        "rows, rows if users is None else users.users, users)",
+        "rows, rows, users)",
         (*COMPARED, "-k", "users"),
     ),
     Mutant(
@@ -1396,8 +1396,8 @@ WITHIN = [
     Mutant(
         "what is in p.grad is taken for the clipped sum",
         "ghostclip/sharding/plain.py",
-        "        found = self.get(id(parameter))\n",
-        "        found = self.get(id(parameter)) if parameter.grad is None else parameter.grad\n",
+        "(found := self.get(id(parameter))) is not None",
+        "(found := parameter.grad if id(parameter) in self else None) is not None",
         (*GATHERED, "-k", "no_effect and (data or assigned)"),
     ),
     Mutant(
@@ -1696,9 +1696,9 @@ INTEGRATED = [
     ),
     Mutant(
         "whole parameters of a sharded model may be written within a batch",
-        UPDATE_CHECK,
-        "._version + whole._version for parameter",
-        "._version for parameter",
+        FSDP2,
+        "._version + whole._version for shard",
+        "._version for shard",
         ("tests/test_fsdp_engine.py",),
     ),
 ]

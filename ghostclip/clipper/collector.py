@@ -58,7 +58,12 @@ class TermReceiver(ABC):
         layout: whose rows are whose; all uses are in it, so that it is known which is the last of a parameter.
         without: ids of parameters that no term is wanted of.
         whole: ids of parameters of which each part counts as the whole.
+
+    Attributes:
+        takes_pairs: whether one term may answer for a linear layer's weight and bias.
     """
+
+    takes_pairs = True
 
     def __init__(self, layout: RowLayout, without: Collection[int] = (), whole: Collection[int] = ()) -> None:
         self.layout, self.calls = layout, layout.calls
@@ -84,7 +89,7 @@ class TermReceiver(ABC):
         inputs = tuple([tensor.detach() if tensor.requires_grad else tensor for tensor in inputs])
         parts, folded = self._parts[id(call)], self.layout.folded.get(id(call))
         with full_precision(grad.device):
-            if folded is None and self._may_pair(call, parts):
+            if folded is None and self.takes_pairs and self._may_pair(call, parts):
                 pair = call.linear_pair(inputs, grad)
                 if pair is not None:
                     self._take_pair([parts[name] for name in pair.names], pair)
@@ -163,6 +168,7 @@ class NormCollector(TermReceiver):
         self._examples, self._device, self._dtype = len(losses), losses.device, norm_dtype(trained)
         self._planner, self._trained, self.scale = planner, trained, scale
         self._keep, self._room, self._exact = keep, room, exact
+        self.takes_pairs = keep is not Keep.MATERIALISED
         self._measured: list[Measured] = []
         # What is computed again in order not to be kept is not kept here, either.
         self.computes_again = any(call.has_saved_tensor_hooks for call in layout.calls)
@@ -179,9 +185,6 @@ class NormCollector(TermReceiver):
         self.receive(call, inputs, grad)
         if self.seen is not None and not isinstance(call, FallbackCall):
             self.seen[call] = numbers(grad, call.batch_dim)
-
-    def _may_pair(self, call: LayerCall, parts: Mapping[str, Part]) -> bool:
-        return self._keep is not Keep.MATERIALISED and super()._may_pair(call, parts)
 
     def see(self, edge: Any, grad: Tensor) -> None:
         """Notes the numbers of rows of a boundary."""
@@ -258,8 +261,8 @@ class NormCollector(TermReceiver):
 
     def unkept_calls(self) -> list[LayerCall]:
         """Uses of layers with parameters that are not among those."""
-        kept = self.kept_owners
-        return [call for call in self.calls if not kept.issuperset(owners_of(call))]
+        kept = {part for parts in self.kept for part in parts}
+        return [call for call in self.calls if not kept.issuperset(self._parts[id(call)].values())]
 
     def norms(self) -> Tensor:
         """||g_i||, [B]."""

@@ -37,7 +37,8 @@ class GradientGuard:
 
     def knows(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> bool:
         """Whether every p.grad is None or as `remember` last saw it."""
-        return all(p.grad is None or self._is_known(p.grad) for _, p in parameters)
+        grads = [p.grad for _, p in parameters if p.grad is not None]
+        return all(map(self._is_known, grads))
 
     def check(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Raises GradientLeakError when a p.grad holds anything but zeros that this guard doesn't know."""

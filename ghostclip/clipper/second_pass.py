@@ -239,7 +239,7 @@ class WeightedSums:
         """Those of a linear layer's parameters, at once where they have the same weights."""
         pair = pair if self.finite is None else pair.keep_only(self.finite)
         weights = [self.weights[owner] for owner, _ in parts]
-        if all(each is weights[0] for each in weights):
+        if len(set(map(id, weights))) == 1:
             found = pair.weighted_sums(weights[0])
         else:
             alone = [replace(pair, names=(name,)) for name in pair.names]

@@ -57,8 +57,8 @@ class LogicalStep:
         # Of ragged examples; and what it gave for the physical batch in the making.
         self._index_of: BatchIndexOf = None
         self._batch_index: Any = None
-        # Of the physical batch in the making: first unit, and the one after the last, of a piece of it.
-        self._piece: tuple[int, int] | None = None
+        # The physical batch that was handed out last, or the piece of it that is clipped now.
+        self._now = _Rows(0, 0, None)
         self._weighs_jointly = may_weigh_jointly(self._clipper.clipping)
 
     def left(self, batch: LogicalBatch) -> None:
@@ -186,13 +186,13 @@ class LogicalStep:
             return [self.micro_batches.run_whole(lambda: clip(loss_fn, examples), whole.units, OF_INDEX)]
 
         def work(piece: Any, start: int, stop: int) -> ClippingResult:
-            self._piece = start, stop
+            self._now = whole.piece(start, stop)
             return clip(loss_fn, piece)
 
         try:
             return self.micro_batches.run(work, examples, whole.units, whole.rows)
         finally:
-            self._piece = None
+            self._now = whole
 
     def clip(self, loss_fn: LossFunction, examples: Any) -> ClippingResult:
         """Forward and both passes of the physical batch (or piece of one) that `prepare` has seen."""
@@ -254,7 +254,6 @@ class LogicalStep:
     def check_turn(self) -> None:
         """Raises PrivacyError unless the physical batch that was handed out last is the next to be gathered."""
         batch = self.release.current("engine.backward()")
-        self._piece = None  # which an interruption may have left
         self._clipper.check_whole()
         if batch.handed != self._sums.count + 1:
             raise PrivacyError(
@@ -263,6 +262,8 @@ class LogicalStep:
                 "`for examples in batch.physical()` (add up several losses of one example first)"
             )
         self.updates.check_written()
+        rows, users = batch.sizes[batch.handed - 1], batch.users[batch.handed - 1]
+        self._now = _Rows(rows, rows if users is None else users.users, users)
 
     def check_count(self, losses: Tensor) -> None:
         """Raises LossShapeError unless there is a loss for each example of the physical batch, as large as it is."""
@@ -275,19 +276,6 @@ class LogicalStep:
                 "out a loss of zero"
             )
 
-    @property
-    def _now(self) -> _Rows:
-        """The physical batch that was handed out last, or the piece of it in the making."""
-        batch = self.release.batch
-        assert batch is not None
-        rows, users = batch.sizes[batch.handed - 1], batch.users[batch.handed - 1]
-        units = rows if users is None else users.users
-        if self._piece is None:
-            return _Rows(rows, units, users)
-        start, stop = self._piece
-        part = None if users is None else users.part(start, stop)
-        return _Rows(rows // units * (stop - start), stop - start, part, stop < units)
-
 
 class _Rows(NamedTuple):
     """What is known of a physical batch, or a piece of one: its rows, its examples or users, and whose rows they are.
@@ -299,6 +287,13 @@ class _Rows(NamedTuple):
     units: int
     users: UserRows | None
     more: bool = False
+
+    def piece(self, start: int, stop: int) -> _Rows:
+        """Of the units from ``start`` to before ``stop``."""
+        if (start, stop) == (0, self.units):
+            return self
+        users = None if self.users is None else self.users.part(start, stop)
+        return _Rows(self.rows // self.units * (stop - start), stop - start, users, stop < self.units)
 
 
 def _check_loss_function(loss_fn: Any) -> None:
@@ -356,6 +351,8 @@ class StepRecord:
 
 def _joined(parts: list[Any]) -> Any:
     """The physical batches' values one after another: [B], or {group: [B]}."""
+    if len(parts) == 1:
+        return parts[0]
     if parts and isinstance(parts[0], dict):
         return {group: torch.cat([part[group] for part in parts]) for group in parts[0]}
     return torch.cat(parts) if parts else torch.zeros(0)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
 from torch import nn
 
 from ghostclip.errors import PrivacyError, UnsupportedModelError
-from ghostclip.sharding.detection import check_sharding, is_fully_sharded, local_part
+from ghostclip.sharding.detection import check_sharding, is_fully_sharded
 from ghostclip.sharding.plain import Sharding
 
 __all__ = ["UpdateCheck"]
@@ -30,7 +29,6 @@ class UpdateCheck:
         self._model, self._sharding = model, sharding
         self._names = [name for name, _ in model.named_parameters()]
         self._parameters = list(model.parameters())
-        self._wholes = [whole for _, _, whole in sharding.pairs]  # that layers use
         self._types = [parameter.dtype for parameter in self._parameters]
         self._look_around()
         # Of each parameter, with where its values lie; None: nothing was trained yet, or a step is under way.
@@ -48,16 +46,6 @@ class UpdateCheck:
         values = [value for owner in self._owners for value in owner.values()]
         return [id(self._sharding.stepped.get(id(value), value)) for value in values]
 
-    @torch.no_grad()
-    def _versions_now(self) -> list[int]:
-        # An optimizer's operations count on a DTensor, writes to its local part or its whole Parameter on these.
-        pairs = zip(self._parameters, self._wholes, strict=True)
-        return [parameter._version + local_part(parameter)._version + whole._version for parameter, whole in pairs]
-
-    @torch.no_grad()
-    def _addresses_now(self) -> list[int]:
-        return [local_part(parameter).data_ptr() for parameter in self._parameters]
-
     def begin(self) -> None:
         """A logical batch begins; at the first one, and after a step that failed, parameters are as they may be."""
         if self._versions is None:
@@ -69,35 +57,34 @@ class UpdateCheck:
 
     def accept(self) -> None:
         """Takes the parameters as they are for those of the last charged step."""
-        self._addresses = self._addresses_now()
-        self._versions = self._versions_now()
+        self._addresses = self._sharding.addresses(self._parameters)
+        self._versions = self._sharding.versions(self._parameters)
 
     def check(self) -> None:
         """Raises PrivacyError where a trained parameter isn't as the last charged step left it."""
         self.check_model()
         self.check_written()
-        if self._versions is not None and (name := self._differs(self._addresses_now(), self._addresses)) is not None:
-            self._refuse(name)
+        if self._versions is not None:
+            self._refuse_other(self._sharding.addresses(self._parameters), self._addresses)
 
     def check_written(self) -> None:
         """Raises PrivacyError where a trained parameter was written to since the last charged step.
 
         Within a logical batch values may lie elsewhere: recurrent layers on a GPU gather weights in the forward.
         """
-        if self._versions is not None and (name := self._differs(self._versions_now(), self._versions)) is not None:
-            self._refuse(name)
+        if self._versions is not None:
+            self._refuse_other(self._sharding.versions(self._parameters), self._versions)
 
-    def _differs(self, now: list[int], before: list[int]) -> str | None:
-        """The name of a trained parameter whose numbers differ."""
+    def _refuse_other(self, now: list[int], before: list[int]) -> None:
+        """Raises PrivacyError where the number of a trained parameter differs."""
         if now == before:
-            return None
+            return
         for name, parameter, this, that in zip(self._names, self._parameters, now, before, strict=True):
             if this != that and parameter.requires_grad:
-                return name
-        return None
+                raise self._changed(name)
 
-    def _refuse(self, name: str) -> NoReturn:
-        raise PrivacyError(
+    def _changed(self, name: str) -> PrivacyError:
+        return PrivacyError(
             f"the parameter {name!r} was changed outside of this engine's charged steps (by a second optimizer, one "
             "around the engine's as Lookahead is, an assignment, load_state_dict, or a forward that writes to it), so "
             "epsilon may not cover the model. Step with the engine's optimizer only, and build the engine with the "

@@ -214,7 +214,8 @@ def squared_norms(gradients: Tensor) -> Tensor:
         return gradients.square()
     if gradients.numel() == 0:
         return gradients.new_zeros(gradients.shape[0])
-    norms = _row_norms(gradients.flatten(1))
+    flat = gradients.flatten(1)
+    norms = _row_norms(flat) if flat.shape[1] > LONG else torch.linalg.vector_norm(flat, dim=1)
     return norms.mul_(norms)
 
 

@@ -9,7 +9,7 @@ all take part in whatever any of them needs. A rank at the end of its part serve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -220,6 +220,16 @@ class FullySharded(Sharding):
             else:
                 shard.grad += amount
         self._guard.remember([(name, shard) for name, shard, _ in self._pairs])
+
+    @torch.no_grad()
+    def versions(self, parameters: Sequence[nn.Parameter]) -> list[int]:
+        # An optimizer's operations count on a DTensor, writes to its local part or its whole Parameter on these.
+        pairs = zip(parameters, self.pairs, strict=True)
+        return [shard._version + local_part(shard)._version + whole._version for shard, (_, _, whole) in pairs]
+
+    @torch.no_grad()
+    def addresses(self, parameters: Sequence[nn.Parameter]) -> list[int]:
+        return [local_part(shard).data_ptr() for shard in parameters]
 
     @torch.no_grad()
     def released(

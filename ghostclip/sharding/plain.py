@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -42,6 +42,14 @@ class Sharding:
         """Raises UnsupportedModelError where the model was sharded since layers used the Parameters ``known`` by id."""
         if is_distributed():
             refuse_sharded(self._model, known)
+
+    def versions(self, parameters: Sequence[nn.Parameter]) -> list[int]:
+        """A number for each of all stepped parameters, in order, that grows when its values are written to."""
+        return [parameter._version for parameter in parameters]
+
+    def addresses(self, parameters: Sequence[nn.Parameter]) -> list[int]:
+        """Where the values of each lie."""
+        return [parameter.data_ptr() for parameter in parameters]
 
     def unshard(self) -> None:
         """A logical batch begins: until `reshard` each layer has whole Parameters while it runs."""
@@ -108,6 +116,6 @@ class Totals(dict[int, Tensor]):
 
     def of(self, parameter: nn.Parameter) -> Tensor:
         """The sum of a parameter that the optimizer steps, or its shard; zeros where it took no part."""
-        found = self.get(id(parameter))
-        wide = torch.promote_types(parameter.dtype, torch.float32)
-        return torch.zeros_like(local_part(parameter), dtype=wide) if found is None else found
+        if (found := self.get(id(parameter))) is not None:
+            return found
+        return torch.zeros_like(local_part(parameter), dtype=torch.promote_types(parameter.dtype, torch.float32))
