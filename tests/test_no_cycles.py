@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
+import private_runs as runs
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import private_runs as runs
 from ghostclip import GhostClipper
 
 MODELS = {
