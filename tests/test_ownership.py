@@ -60,12 +60,12 @@ def both(plain, marks, dtype=torch.float32):
 @DTYPES
 def test_rows_times_their_marks_fit_and_others_do_not(dtype):
     torch.manual_seed(0)
-    marks, floor = MARKS.drawn(torch.ones(40)), torch.finfo(dtype).tiny * 2.0**60
+    marks = MARKS.drawn(torch.ones(40))
     _, plain, marked = both(torch.randn(40, WIDTH), marks, dtype)
-    off, _, shown = compared(plain, numbers(marked, 0), marks, floor, MARKS)
+    off, _, shown = compared(plain, numbers(marked, 0), marks, MARKS)
     assert shown.all()
     assert not off.any()
-    assert compared(plain, numbers(marked, 0), marks.roll(1), floor, MARKS).off.any()
+    assert compared(plain, numbers(marked, 0), marks.roll(1), MARKS).off.any()
 
 
 @DTYPES
@@ -74,7 +74,7 @@ def test_the_tolerance_is_a_small_share_of_the_largest_entry(dtype, off):
     marks = MARKS.drawn(torch.ones(8))
     _, plain, marked = both(torch.ones(8, WIDTH), marks, dtype)
     marked[2, 1] *= 1 + off
-    found, _, _ = compared(plain, numbers(marked, 0), marks, 0.0, MARKS)
+    found, _, _ = compared(plain, numbers(marked, 0), marks, MARKS)
     assert found.tolist() == [row == 2 and off > 1e-4 for row in range(8)]
 
 
@@ -86,7 +86,7 @@ def test_either_number_of_a_row_shows_that_it_is_off(dtype):
     _, along = numbers(torch.eye(3, dtype=dtype), 0)
     marked[0, :2] += along[[1, 0]] * torch.tensor([1.0, -1.0], dtype=dtype)
     marked[1, 1] *= 1.1
-    found, _, _ = compared(plain, numbers(marked, 0), marks, 0.0, MARKS)
+    found, _, _ = compared(plain, numbers(marked, 0), marks, MARKS)
     assert found.tolist() == [True, True]
 
 
@@ -96,7 +96,7 @@ def test_rows_that_are_not_finite_or_tiny_show_nothing(dtype, value):
     marks = MARKS.drawn(torch.ones(4))
     _, plain, marked = both(torch.tensor([1.0, value, 1.0, 1.0])[:, None], marks, dtype)
     marked[1] *= 1.5
-    off, _, clear = compared(plain, numbers(marked, 0), marks, 1e-20, MARKS)
+    off, _, clear = compared(plain, numbers(marked, 0), marks, Marks(floor=1e-20))
     assert off.tolist() == [False] * 4
     assert clear.tolist() == [True, False, True, True]
 
@@ -106,7 +106,7 @@ def test_rows_that_are_zero_in_the_plain_backward_only_have_several_owners(dtype
     marks = MARKS.drawn(torch.ones(4))
     _, plain, marked = both(torch.tensor([[1.0], [0.0], [1.0], [0.0]]), marks, dtype)
     marked[1] = 0.25
-    assert compared(plain, numbers(marked, 0), marks, 1e-20, MARKS)[0].tolist() == [False, True, False, False]
+    assert compared(plain, numbers(marked, 0), marks, Marks(floor=1e-20))[0].tolist() == [False, True, False, False]
 
 
 # Owners of the rows of one tensor ------------------------------------------------------------------------------------
@@ -138,8 +138,8 @@ class Halves(torch.autograd.Function):
 def test_rows_in_order(dtype, examples, times):
     example_first = owners_of(lambda h: h.view(examples, times, WIDTH), examples * times, dtype)
     row_first = owners_of(lambda h: h.view(times, examples, WIDTH).transpose(0, 1), examples * times, dtype)
-    assert example_first == Owned(Rows(0, "example"), shown=True)
-    assert row_first == Owned(Rows(0, "row" if times > 1 else "example"), shown=True)
+    assert example_first == Owned(Rows(0, "example"), examples)
+    assert row_first == Owned(Rows(0, "row" if times > 1 else "example"), examples)
 
 
 @DTYPES

@@ -292,8 +292,7 @@ class Reweighting(TermReceiver):
             return
         rows = self.layout.rows[subject]
         owner = rows.owners(grad.shape[rows.dim] if grad.dim() else 1, len(self._times), grad.device)
-        floor = torch.finfo(torch.float32 if grad.dtype == torch.bfloat16 else grad.dtype).tiny * 2.0**60
-        found = compared(self._seen[subject], numbers(grad, rows.dim), self._times[owner], floor, MARKS)
+        found = compared(self._seen[subject], numbers(grad, rows.dim), self._times[owner], MARKS)
         self.off.append(found.off.any())
 
     def _take_pair(self, parts: Sequence[Part], pair: LinearPair) -> None:

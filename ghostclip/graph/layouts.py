@@ -242,7 +242,7 @@ class Layouts:
             return None, None
         edges, leaves = known.edges(uses), [node.variable for node in uses.leaves]
         silent = [(uses.nodes[place], number) for place, number in known.silent]
-        owned = owners(losses, uses.calls, [*edges, *silent], leaves, indices, True, computes_in_half(losses, uses))
+        owned = owners(losses, uses.calls, [*edges, *silent], leaves, indices, computes_in_half(losses, uses))
         tables = {uses.calls[number] for number in known.tables}
         rest: list[Subject] = [*(call for call in uses.calls if call not in tables), *edges]
         seen = [owned[each] for each in rest]
@@ -263,12 +263,12 @@ class Layouts:
         """What marks show of all calls, and of the tensors that matter."""
         leaves, half = [node.variable for node in uses.leaves], computes_in_half(losses, uses)
         if may_store:
-            return owners(losses, uses.calls, edges_of(uses, uses.nodes, losses), leaves, indices, half=half)
+            return owners(losses, uses.calls, edges_of(uses, uses.nodes, losses), leaves, indices, half)
         edges = edges_above(uses, uses.leaves, losses) if uses.leaves else []
-        owned = owners(losses, uses.calls, edges, leaves, indices, True, half)
+        owned = owners(losses, uses.calls, edges, leaves, indices, half)
         tables = [uses.capturing[call] for call in uses.calls if may_be_shared(call, owned[call], Doubt.ALL)]
         if left := [edge for edge in edges_above(uses, tables, losses) if edge not in owned] if tables else []:
-            owned |= owners(losses, [], left, leaves, indices, True, half)
+            owned |= owners(losses, [], left, leaves, indices, half)
         return owned
 
     def _region(
@@ -309,7 +309,7 @@ class Layouts:
         at |= {(uses.capturing[call], 0): owned[call] for call in uses.calls}
         moves = movements(uses, at, examples, () if region is None else region.shared)
         shown = region is None or region.shown
-        moved = bool(moves.always) or moves.moved(uses, examples)
+        moved = moves.always or moves.moved(uses, examples)
         unseen = any(owned[call].zero for call in tables)
         if moved or unseen or not shown or any(not each.shown or each.unclear for each in found):
             self._known.pop(key, None)

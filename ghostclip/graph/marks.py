@@ -10,18 +10,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Marks", "Numbers", "compared", "numbers", "shuffled"]
+__all__ = ["Marks", "compared", "numbers", "numbers_by_dim"]
 
-# The largest entry of each row, and a random projection of it, [rows] each.
-Numbers = tuple[Tensor, Tensor]
+# Gradients of one example that are larger than another's by more than this power of two are made alike by this one.
+FARTHEST = 80.0
+# Smaller ones than this power of two are left out of that, and none is made smaller than the second by it: beside marks
+# they would leave float32.
+SMALLEST, LOWEST = -30.0, -60.0
 
-
-class Compared(NamedTuple):
-    """Which rows do not fit their marks, which do only to within `Marks.tolerance`, and which show whose they are."""
-
-    off: Tensor
-    loose: Tensor
-    clear: Tensor
+# Drawn apart from torch's own random numbers, which must not depend on whether a batch is measured.
+_dice = torch.Generator("cpu")
+_dice.seed()
 
 
 @dataclass(frozen=True)
@@ -32,16 +31,30 @@ class Marks:
         levels, lowest: marks are 2 ** lowest to 2 ** (lowest + levels - 1). All are less than ``plain``: a backward
             that normalizes what it is given returns every row as it was, as if its mark were ``plain``.
         tolerance: what share of its largest entry a row may be off, before it isn't multiplied with its mark.
-        floor: rows whose largest entry is no larger show nothing. Below the smallest normal number rounding doesn't
-            scale with a mark. None: by the gradient's type.
+        rounding: what share it may be off where one example alone has a part in it.
+        floor: rows whose largest entry is no larger show nothing. None: a large multiple of the smallest normal number,
+            below which rounding doesn't scale with a mark.
         plain: what the unmarked losses are multiplied with.
     """
 
     levels: int = 16
     lowest: int = -16
     tolerance: float = 2.0**-12
+    rounding: float = 0.0
     floor: float | None = None
     plain: float = 1.0
+
+    @classmethod
+    def of_half(cls, largest: float, dtype: torch.dtype) -> Marks:
+        """Those for float16, which has few powers of two: gradients are brought near 2 ** 8 first.
+
+        Args:
+            largest: entry of the gradients, where the losses are multiplied with one.
+            dtype: of the losses.
+        """
+        most = math.frexp(torch.finfo(dtype).max)[1] - 1
+        power = min(8 - math.frexp(largest)[1], most) if largest else 0
+        return cls(8, power - 8, 2.0**-7, 2.0**-7, 2.0**-8, 2.0**power)
 
     def drawn(self, losses: Tensor, sizes: Tensor | None = None) -> Tensor:
         """Marks [B]: levels spread evenly over the examples, in an order that is random and another one in each batch.
@@ -52,38 +65,24 @@ class Marks:
                 to one size; else what a small example has in a row of a large one would be within `tolerance`. None:
                 they differ by less.
         """
-        marks = self._digit(losses, shuffled(len(losses), losses.device), 1)
-        return marks if sizes is None else marks * _alike(sizes).to(marks.dtype)
+        return self.drawn_apart(losses, sizes)[0]
 
-    def drawn_apart(self, losses: Tensor, sizes: Tensor | None) -> Tensor:
+    def drawn_apart(self, losses: Tensor, sizes: Tensor | None = None) -> Tensor:
         """As `drawn`, [n, B]; as many as tell any two examples apart, and show a small one beside a large one."""
-        order, place, found = shuffled(len(losses), losses.device), 1, list[Tensor]()
-        while place < len(losses):
-            found.append(self._digit(losses, order, place))
+        count, place, found = len(losses), 1, list[Tensor]()
+        order = torch.randperm(count, generator=_dice, device="cpu").to(losses.device)
+        powers = [2.0 ** (self.lowest + power) for power in range(self.levels)]
+        table = torch.tensor(powers, dtype=losses.dtype, device=losses.device)
+        while not found or place < count:
+            # A digit of the examples' numbers in this order, spread over all levels.
+            largest_digit = min(self.levels - 1, (count - 1) // place)
+            level = order // place % self.levels * (self.levels - 1) // max(1, largest_digit)
+            found.append(table[level])
             place *= self.levels
         alike = torch.ones_like(losses) if sizes is None else _alike(sizes).to(losses.dtype)
         if bool((alike != 1).any()):
             found.append(2.0 ** (2 * self.lowest + self.levels - 1) / found[0])  # what had the smallest has the largest
         return torch.stack(found) * alike
-
-    def _digit(self, losses: Tensor, order: Tensor, place: int) -> Tensor:
-        """Marks [B] by a digit of numbers [B]: the one that counts ``place``, with base `levels`."""
-        level = order // place % self.levels
-        if len(losses) < self.levels:
-            return self.of(level * (self.levels - 1) // max(1, len(losses) - 1), losses)
-        return self.of(shuffled(self.levels, losses.device)[level], losses)
-
-    def of(self, level: Tensor, like: Tensor) -> Tensor:
-        """The marks of levels, in the type of ``like``."""
-        powers = [2.0 ** (self.lowest + power) for power in range(self.levels)]
-        return torch.tensor(powers, dtype=like.dtype, device=level.device)[level]
-
-
-# Gradients of one example that are larger than another's by more than this power of two are made alike by this one.
-FARTHEST = 80.0
-# Smaller ones than this power of two are left out of that, and none is made smaller than the second by it: beside marks
-# they would leave float32.
-SMALLEST, LOWEST = -30.0, -60.0
 
 
 def _alike(sizes: Tensor) -> Tensor:
@@ -97,29 +96,41 @@ def _alike(sizes: Tensor) -> Tensor:
     return torch.where(over.amax() > 10, torch.exp2(-over), 1.0)
 
 
-# Drawn apart from torch's own random numbers, which must not depend on whether a batch is measured.
-_dice = torch.Generator("cpu")
-_dice.seed()
+def numbers(grad: Tensor, dim: int) -> Tensor:
+    """[2, rows]: of each row of a gradient along one dimension its largest entry and a fixed random projection."""
+    rows = _real(grad).movedim(dim, 0)
+    return _of_first(rows, rows, rows)
 
 
-def shuffled(count: int, device: torch.device) -> Tensor:
-    return torch.randperm(count, generator=_dice, device="cpu").to(device)
+def numbers_by_dim(grad: Tensor) -> list[Tensor]:
+    """`numbers` of rows along each dimension, by other projections; faster than for one dimension after another."""
+    high = low = along = _real(grad)
+    found = [_of_first(high, low, along)]
+    for size in high.shape[:-1] if high.numel() else ():
+        high, low = high.amax(0), low.amin(0)
+        along = (_direction(size, along.dtype, along.device) @ along.reshape(size, -1)).view(high.shape)
+        found.append(_of_first(high, low, along))
+    return found if high.numel() else [high.new_zeros(2, size) for size in high.shape]
 
 
-def numbers(grad: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """For each row of a gradient along one dimension its largest entry and a fixed random projection, [rows] each."""
+def _real(grad: Tensor) -> Tensor:
+    """A gradient of at least one dimension, float32 or float64; complex numbers are two in the last dimension."""
     if grad.layout != torch.strided:
         grad = grad.to_dense()
     if grad.is_complex():
         grad = torch.view_as_real(grad.resolve_conj())
-    if grad.dtype not in (torch.float32, torch.float64):
-        grad = grad.float()
-    rows = grad.movedim(dim, 0).flatten(1) if grad.dim() > 1 else grad.reshape(-1, 1)
-    if not rows.numel():
-        return rows.new_zeros(len(rows)), rows.new_zeros(len(rows))
+    grad = grad if grad.dim() else grad.reshape(1)
+    return grad if grad.dtype in (torch.float32, torch.float64) else grad.float()
+
+
+def _of_first(high: Tensor, low: Tensor, along: Tensor) -> Tensor:
+    """`numbers` of rows along the first dimension, of which largest and smallest entries and a projection are given."""
+    if not high.numel():
+        return high.new_zeros(2, len(high))
+    high, low, along = (each.reshape(len(each), -1) for each in (high, low, along))
     # Thrice as fast as the largest absolute value, and ten times as fast as the norm that is one.
-    largest = torch.maximum(rows.amax(1), rows.amin(1).neg_())
-    return largest, rows @ _direction(rows.shape[1], rows.dtype, rows.device)
+    largest = torch.maximum(high.amax(1), low.amin(1).neg_())
+    return torch.stack([largest, along @ _direction(along.shape[1], along.dtype, along.device)])
 
 
 @functools.lru_cache(maxsize=256)
@@ -128,27 +139,32 @@ def _direction(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.randn(width, generator=generator, dtype=dtype, device="cpu").to(device)
 
 
-def compared(
-    plain: Numbers, marked: Numbers, marks: Tensor, floor: float, way: Marks, rounding: float = 0.0
-) -> Compared:
+class Compared(NamedTuple):
+    """Which rows do not fit their marks, which do only to within `Marks.tolerance`, and which show whose they are."""
+
+    off: Tensor
+    loose: Tensor
+    clear: Tensor
+
+
+def compared(plain: Tensor, marked: Tensor, marks: Tensor, way: Marks) -> Compared:
     """How rows of marked backwards fit their marks.
 
     A row shows nothing if it is zero in both backwards, tiny, or not finite. One that is zero in the plain backward
     only belongs to several examples, which cancel.
 
     Args:
-        plain: [rows] each.
-        marked: [rows], or [backwards, rows].
-        marks: of each row, as ``marked``.
-        floor: the size up to which rows show nothing.
+        plain: `numbers` [2, rows] of a plain backward.
+        marked: those of a marked one, or of several, [backwards, 2, rows].
+        marks: of each row, [rows] or [backwards, rows].
         way: whose marks they are.
-        rounding: what share of its largest entry a row may be off that one example alone has a part in.
     """
-    (largest, projected), (largest_now, projected_now) = plain, marked
-    ratio = marks.to(largest.dtype) / way.plain
-    size = ratio * largest
-    apart = torch.maximum((largest_now - size).abs_(), (projected_now - ratio * projected).abs_())
+    ratio = marks.to(plain.dtype) / way.plain
+    apart = (marked - ratio.unsqueeze(-2) * plain).abs_().amax(-2)
+    largest, largest_now = plain[0], marked[..., 0, :]
+    floor = torch.finfo(plain.dtype).tiny * 2.0**60 if way.floor is None else way.floor
     clear = (largest > floor) & largest.isfinite() & largest_now.isfinite()
     cancelled = (largest == 0) & (largest_now > floor)
-    loose = (clear & ~(apart <= rounding * size)) | cancelled
+    size = ratio * largest
+    loose = (clear & ~(apart <= way.rounding * size)) | cancelled
     return Compared((clear & ~(apart <= way.tolerance * size)) | cancelled, loose, clear)

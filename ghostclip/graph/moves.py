@@ -7,31 +7,15 @@ measured in every batch; where it is an index that can be looked at, in every ba
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ghostclip.graph.nodes import ACCUMULATE, COPY_INTO_SLICES, Edge, inputs_of, saved_dimensions, shape_of
-from ghostclip.graph.operations import (
-    ALONG,
-    ATTENTION,
-    BY_VALUE,
-    EMBEDDING,
-    FIRST,
-    HIDING_CONSTANTS,
-    INDEXED,
-    LAST,
-    MASKED_SCATTER,
-    OTHER_DIMENSIONS,
-    POINTWISE,
-    PRODUCTS,
-    SHAPING,
-    WORD,
-)
+from ghostclip.graph import operations as op
+from ghostclip.graph.nodes import ACCUMULATE, Edge, from_below, inputs_of, saved_dimensions, shape_of
 from ghostclip.graph.owners import Owned, Rows
 from ghostclip.graph.reader import Uses
 from ghostclip.nn.base import LayerCall
@@ -44,14 +28,14 @@ class Movements:
     """What has to be looked at in each batch of a structure.
 
     Attributes:
-        always: why ownership has to be measured in every batch; "" where it hasn't.
-        indexed: (place of a node, the dimension along which its subject has the examples).
+        always: whether ownership has to be measured in every batch.
+        indexed: (place of a node, the dimension along which its subject has the examples; None if that isn't known).
         views: (place of a node, rows of its input, rows of its output) of reshapes that leave the examples in place
             only where sizes agree.
     """
 
-    always: str
-    indexed: Sequence[tuple[int, int]] = ()
+    always: bool
+    indexed: Sequence[tuple[int, int | None]] = ()
     views: Sequence[tuple[int, Rows, Rows]] = ()
 
     def moved(self, uses: Uses, examples: int) -> bool:
@@ -72,83 +56,69 @@ def movements(uses: Uses, owned: Mapping[Edge, Owned], examples: int, shared: Co
         examples: B.
         shared: nodes that were shown to be the same whatever the examples are.
     """
-    if uses.hooked:
-        return Movements("a hook was registered during the forward")
-    if packed := next((call for call in uses.calls if call.lengths and call.sources), None):
-        return Movements(f"{type(packed.layer).__name__} takes rows by lengths")
     constant = made_of_parameters(uses) | set(shared)
-    spread = next((node for (node, _), each in owned.items() if each.is_shared and node not in constant), None)
-    if spread is not None:
-        return Movements(f"{spread.name()} has the examples in several dimensions")
-    indexed, views = list[tuple[int, int]](), list[tuple[int, Rows, Rows]]()
+    by_lengths = any(call.lengths and call.sources for call in uses.calls)
+    # A tensor of the examples that belongs to one of them along no dimension.
+    spread = any(each.is_shared and node not in constant for (node, _), each in owned.items())
+    if uses.hooked or by_lengths or spread:
+        return Movements(always=True)
+    indexed, views = list[tuple[int, int | None]](), list[tuple[int, Rows, Rows]]()
     for place, node in enumerate(uses.nodes):
-        if node in constant or isinstance(getattr(node, "call", None), LayerCall) or type(node) is ACCUMULATE:
+        if node in constant or type(node) is ACCUMULATE or isinstance(getattr(node, "call", None), LayerCall):
             continue
-        word = _word(node)
-        if word in INDEXED or node.name() == COPY_INTO_SLICES:
+        if (word := _word(node)) in op.INDEXED:
             edge = _subject(node, word)
-            if edge[0] in constant:
-                continue  # rows of a table: those of its result are the examples'
-            subject = owned.get(edge)
-            dim = -1 if subject is None or subject.zero or subject.rows is None else subject.rows.dim
-            if dim >= 0 and hasattr(node, "_saved_dim") and saved_dimensions(node, len(_shape(edge))) != [dim]:
+            dim, along = _dim(edge, owned), saved_dimensions(node, len(_shape(edge)))
+            # Rows of a table move to where the examples are, which the result shows.
+            if edge[0] in constant or (dim is not None and along and dim not in along):
                 continue
-            if word in BY_VALUE or node.name() == COPY_INTO_SLICES:
+            if word in op.BY_VALUE:
                 indexed.append((place, dim))
             elif _moves(node, dim, examples):
-                return Movements(f"{node.name()} goes along the dimension that has the examples")
-        elif reason := _static_reason(node, word, owned):
-            return Movements(reason)
-        elif word in ("View", "ReshapeAlias", "UnsafeView", "ReshapeCopy"):
+                return Movements(always=True)
+        elif _may_mix(node, word, owned):
+            return Movements(always=True)
+        elif word in op.VIEWS:
             before, after = _regular(node.next_functions[0], owned), _regular((node, 0), owned)
             if before is not None and after is not None:
                 views.append((place, before, after))
-    return Movements("", indexed, views)
+    return Movements(False, indexed, views)
 
 
-def _static_reason(node: Any, word: str, owned: Mapping[Edge, Owned]) -> str:
-    """Why an operation that isn't indexed may move examples by values; "" where it can't."""
-    name = node.name()
-    if type(node).__module__ != "builtins":
-        return "" if type(node).__module__.startswith("ghostclip") else f"{name} is a function of somebody's own"
-    if word in PRODUCTS:
-        return f"{name} sums over the examples' dimension" if _contracts(node, owned) else ""
-    if ATTENTION.search(word):
-        sides = [(edge, _dim(edge, owned)) for edge in node.next_functions[1:3]]
-        crosses = any(dim is not None and dim == len(_shape(edge)) - 2 for edge, dim in sides)
-        return f"{name} attends over the examples' dimension" if crosses else ""
-    if word in POINTWISE:
-        return f"{name} moves the examples to another dimension" if _shifts(node, owned) else ""
-    if word in ALONG or word == "Cat":
-        along = any(dim in _worked(node, word, edge) for edge, dim in _examples_dims(node, owned))
-        return f"{name} goes along the dimension that has the examples" if along else ""
-    return "" if word in SHAPING or name == "torch::autograd::CopyBackwards" else f"{name} isn't known"
+def _may_mix(node: Any, word: str, owned: Mapping[Edge, Owned]) -> bool:
+    """Whether an operation that isn't indexed may bring examples together by its values."""
+    if word in op.POINTWISE:
+        return _shifts(node, owned)
+    if word in op.SHAPING:
+        return False
+    if word not in op.KNOWN and not op.ATTENTION.search(word):  # as a function of somebody's own
+        return True
+    dims = [(slot, edge, _dim(edge, owned)) for slot, edge in enumerate(node.next_functions)]
+    return any(dim in _worked(node, word, slot, edge) for slot, edge, dim in dims if dim is not None)
 
 
-def _examples_dims(node: Any, owned: Mapping[Edge, Owned]) -> list[tuple[Edge, int]]:
-    """(tensor, the dimension that has the examples) of what an operation was given; of its output if of nothing."""
-    edges = [edge for edge in node.next_functions if edge[0] is not None] or [(node, 0)]
-    return [(edge, dim) for edge in edges if (dim := _dim(edge, owned)) is not None]
-
-
-def _worked(node: Any, word: str, edge: Edge) -> set[int]:
-    """Along which dimensions of a tensor that it is given an operation goes."""
+def _worked(node: Any, word: str, slot: int, edge: Edge) -> Collection[int]:
+    """Along which dimensions of a tensor that it is given in a place an operation goes."""
     total = len(_shape(edge))
-    if word in FIRST:
-        return set(range(1, total))
+    if word in op.PRODUCTS:  # the last two are its factors
+        return {-2: {total - 1}, -1: {max(total - 2, 0)}}.get(slot - len(node.next_functions), set())
+    if op.ATTENTION.search(word):  # over keys and values
+        return {total - 2} if slot in (1, 2) else set()
+    if word in op.FIRST:
+        return range(1, total)
     if (shape := getattr(node, "_saved_normalized_shape", None)) is not None:
-        return set(range(total - len(shape), total))
-    if word in LAST:
-        return set(range(total - LAST[word], total))
+        return range(total - len(shape), total)
+    if word in op.LAST:
+        return range(total - op.LAST[word], total)
     if word == "CtcLoss":
-        return {0, 2} if total == 3 else set(range(total))
-    return set(saved_dimensions(node, total)) or set(range(total))
+        return {0, 2} if total == 3 else range(total)
+    return saved_dimensions(node, total) or range(total)
 
 
 def _word(node: Any) -> str:
     """The operation that a node of torch's own belongs to."""
-    found = WORD.match(node.name())
-    return found[1] if found else ""
+    found = op.WORD.match(node.name())
+    return found[1] if found else node.name()
 
 
 def _shape(edge: Edge) -> torch.Size:
@@ -169,67 +139,31 @@ def _regular(edge: Edge, owned: Mapping[Edge, Owned]) -> Rows | None:
     return found.rows if found is not None and found.is_regular and not found.zero else None
 
 
-def _contracts(node: Any, owned: Mapping[Edge, Owned]) -> bool:
-    """Whether a product sums over the examples' dimension of a factor; the other may be a matrix of parameters."""
-    left, right = node.next_functions[-2:]
-    dims = _dim(left, owned), _dim(right, owned)
-    if dims[0] is not None and dims[0] == len(_shape(left)) - 1:
-        return True
-    return dims[1] is not None and dims[1] == max(len(_shape(right)) - 2, 0)
-
-
 def _shifts(node: Any, owned: Mapping[Edge, Owned]) -> bool:
     """Whether broadcasting moves the examples to another dimension, counted from the last."""
-    outputs = [(node, number) for number in range(len(node._input_metadata)) if (node, number) in owned]
-    for edge in node.next_functions:
-        if edge[0] is None or (dim := _dim(edge, owned)) is None:
-            continue
-        for output in outputs:
-            other = _dim(output, owned)
-            if other is not None and other - len(_shape(output)) != dim - len(_shape(edge)):
-                return True
-    return False
+    after = _dims_from_last(((node, number) for number in range(len(node._input_metadata))), owned)
+    return bool(after) and not _dims_from_last(node.next_functions, owned) <= after
+
+
+def _dims_from_last(edges: Iterable[Edge], owned: Mapping[Edge, Owned]) -> set[int]:
+    """Where some tensors have the examples, counted from the last dimension."""
+    return {dim - len(_shape(edge)) for edge in edges if (dim := _dim(edge, owned)) is not None}
 
 
 def made_of_parameters(uses: Uses) -> set[Any]:
     """The nodes to which nothing led but parameters: no constant, no index, no mask, and no layer."""
-    found = set[Any]()
-    leaves = set(uses.leaves)
-    for node in reversed(_from_above(uses)):
-        if node in leaves:
+    found = set(uses.leaves)
+    for node in from_below(uses.nodes[0]):
+        below = [each for each, _ in inputs_of(node)]
+        if below and found.issuperset(below) and not hides_constants(node):
             found.add(node)
-        elif type(node) is not ACCUMULATE and not constants_in(node):
-            below = [each for each, _ in inputs_of(node)]
-            if below and found.issuperset(below):
-                found.add(node)
     return found
-
-
-def constants_in(node: Any) -> bool:
-    """Whether an operation was given something that isn't in the graph: data, a constant, an index, a mask."""
-    if isinstance(getattr(node, "call", None), LayerCall) or type(node).__module__ != "builtins":
-        return True
-    return hides_constants(node) or any(below is None for below, _ in node.next_functions)
 
 
 def hides_constants(node: Any) -> bool:
     """Whether an operation may have been given something that isn't among its inputs in the graph, as an index."""
     word = _word(node)
-    known = word in POINTWISE or word in SHAPING or word in ALONG or word in PRODUCTS or word in INDEXED
-    return not known or word in HIDING_CONSTANTS
-
-
-def _from_above(uses: Uses) -> list[Any]:
-    """The nodes, each before all of its inputs."""
-    left = {node: len(each) for node, each in uses.consumers.items()}
-    ready = [node for node, count in left.items() if not count]
-    for node in ready:
-        for below, _ in inputs_of(node):
-            if below is not None:
-                left[below] -= 1
-                if not left[below]:
-                    ready.append(below)
-    return ready
+    return word in op.HIDING_CONSTANTS or word not in op.KNOWN
 
 
 def _unit(shape: torch.Size, rows: Rows, examples: int) -> int | None:
@@ -242,39 +176,36 @@ def _unit(shape: torch.Size, rows: Rows, examples: int) -> int | None:
 def _subject(node: Any, word: str) -> Edge:
     """A tensor that has the examples in the dimension where the operation's first input has them."""
     below = node.next_functions[0]
-    return below if word in OTHER_DIMENSIONS and below[0] is not None else (node, 0)
+    return below if word in op.OTHER_DIMENSIONS and below[0] is not None else (node, 0)
 
 
-def _moves(node: Any, dim: int, examples: int) -> bool:
-    """Whether an indexing operation may move entries along the dimension ``dim`` of its subject, -1 if unknown."""
-    if node.name() == COPY_INTO_SLICES:
-        return not _copies_in_place(node, dim)
-    moved = moved_dimensions(node, examples)
-    return bool(moved) if dim < 0 else dim in moved
+def _moves(node: Any, dim: int | None, examples: int) -> bool:
+    """Whether an indexing operation may move entries along the dimension of its subject that has the examples.
 
-
-def moved_dimensions(node: Any, examples: int) -> set[int]:
-    """Along which dimensions that may hold examples an indexing operation may move entries.
-
-    They are those of its first input. The first dimension may hold rows of examples whatever its size is; any other, if
-    it is at least that of a batch.
+    Where that isn't known, it may be the first, or any that has at least as many entries.
     """
     word = _word(node)
+    if word == op.COPY_INTO_SLICES:
+        return not _copies_in_place(node, dim)
     shape = _shape(node.next_functions[0] if node.next_functions[0][0] is not None else (node, 0))
-    moved = set(saved_dimensions(node, len(shape)))
+    moved = _moved_dimensions(node, word, shape)
+    return any(each == 0 or shape[each] >= examples for each in moved) if dim is None else dim in moved
+
+
+def _moved_dimensions(node: Any, word: str, shape: torch.Size) -> Collection[int]:
+    """Along which dimensions of its first input, of that shape, an indexing operation may move entries."""
+    saved = saved_dimensions(node, len(shape))
     if isinstance(indices := getattr(node, "_saved_indices", None), tuple):
-        moved = _indexed_dimensions(indices, shape)
-    elif word == MASKED_SCATTER:
-        moved = _scattered_dimensions(node._saved_mask.expand(shape), node.next_functions[1])
-    elif word == "IndexSelect":
-        (dim,) = moved or {0}
-        moved = set() if _is_in_order(node._saved_index, shape[dim] if shape else 1) else {dim}
-    elif not moved:
-        moved = {0} if word == EMBEDDING else set(range(len(shape)))
-    return {dim for dim in moved if dim == 0 or (examples and shape[dim] >= examples)}
+        return _indexed_dimensions(indices, shape)
+    if word == op.MASKED_SCATTER:
+        return _scattered_dimensions(node._saved_mask.expand(shape), node.next_functions[1])
+    if word == "IndexSelect":
+        (dim,) = saved or [0]
+        return [] if _is_in_order(node._saved_index, shape[dim] if shape else 1) else [dim]
+    return saved or ([0] if word == op.EMBEDDING else range(len(shape)))
 
 
-def _copies_in_place(node: Any, dim: int) -> bool:
+def _copies_in_place(node: Any, dim: int | None) -> bool:
     """Whether a copy into a part of a tensor puts entries of each example to entries of this example.
 
     A copy doesn't say which part it writes; its backward, given the number of each entry's example, hands the sources
@@ -285,15 +216,14 @@ def _copies_in_place(node: Any, dim: int) -> bool:
         dim: of the output, the dimension that has the examples.
     """
     sources = [slot for slot, (below, _) in enumerate(node.next_functions) if slot and below is not None]
-    if not sources or dim < 0:  # what is done to a part in place isn't known
+    if not sources or dim is None:  # what is done to a part in place isn't known
         return False
-    shape = _shape((node, 0))
-    numbers = torch.arange(shape[dim], dtype=node._input_metadata[0].dtype, device=node._input_metadata[0].device)
+    shape, output = _shape((node, 0)), node._input_metadata[0]
+    numbers = torch.arange(shape[dim], dtype=output.dtype, device=output.device)
     if not numbers.is_floating_point() or shape[dim] > 2 / torch.finfo(numbers.dtype).eps:
         return False
-    spread = numbers.view([-1 if place == dim else 1 for place in range(len(shape))]).expand(shape)
     with torch.no_grad():
-        handed = node(spread)
+        handed = node(numbers.view([-1 if place == dim else 1 for place in range(len(shape))]).expand(shape))
     return all(
         handed[slot] is not None
         and any(
@@ -333,9 +263,4 @@ def _is_in_order(index: Tensor, size: int) -> bool:
     """
     if index.dtype != torch.int64 or index.dim() == 0 or not index.numel() == index.shape[0] == size:
         return False
-    return torch.equal(index.flatten(), _numbers_to(size, index.device))
-
-
-@functools.lru_cache(maxsize=64)
-def _numbers_to(size: int, device: torch.device) -> Tensor:
-    return torch.arange(size, device=device)
+    return torch.equal(index.flatten(), torch.arange(size, device=index.device))

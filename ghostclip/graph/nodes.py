@@ -17,14 +17,14 @@ from ghostclip.nn.base import LayerCall
 
 __all__ = [
     "ACCUMULATE",
-    "COPY_INTO_SLICES",
     "Edge",
     "from_below",
     "inputs_of",
+    "number_of",
     "ones_of",
-    "said_by",
     "saved_dimensions",
     "shape_of",
+    "signature_of",
     "signed",
 ]
 
@@ -47,34 +47,23 @@ SIZES = {
                  "max_seqlen_batch_q", "target_lengths")
 }  # fmt: skip
 
-# An operation in place on a part of a tensor; its first input is the whole tensor before. It doesn't say which part.
-COPY_INTO_SLICES = "torch::autograd::CopySlices"
-
-
-def said_by(node: Any) -> int | None:
-    """A number for all that an operation saved, beside tensors, factors and sizes; None where there is nothing.
-
-    ``rot90`` by 1 and by 3 have two numbers. ``h[:, :-1]`` has one number at every length of ``h``.
-    """
-    return None if (signature := _signatures[type(node)]) is None else _number_of(signature(node))
-
 
 @functools.lru_cache(1 << 16)
-def _number_of(signature: Any) -> int:
+def number_of(signature: Any) -> int:
     """A number of its own for each signature. Torch saves -4 as 2**64 - 4, whose hash in Python is that of 4."""
     return next(NUMBERS)
 
 
-class _Signatures(dict[type, Callable[[Any], Any] | None]):
-    """{type of nodes: what gives the signature of one}, filled at the first node of each type."""
+@functools.cache
+def signature_of(kind: type) -> Callable[[Any], Any] | None:
+    """What gives all that a node of this type saved, beside tensors, factors and sizes; None where there is nothing.
 
-    def __missing__(self, kind: type) -> Callable[[Any], Any] | None:
-        self[kind] = own = SIGNATURES.get(kind.__name__.removesuffix("_copy")) or _values(kind)
-        return own
-
-
-def _values(kind: type) -> Callable[[Any], Any] | None:
-    """What gives the saved numbers and words of a node by value. A tensor isn't read, since that would unpack it."""
+    ``rot90`` by 1 and by 3 have two signatures. ``h[:, :-1]`` has one at every length of ``h``. A tensor isn't read,
+    since that would unpack it.
+    """
+    name = kind.__name__.removesuffix("_copy")
+    if name in SIGNATURES or name.startswith("Upsample"):
+        return SIGNATURES.get(name, _resized)
     names = [name for name in dir(kind) if name.startswith("_saved_") and not hasattr(kind, f"_raw{name}")]
     names = [name for name in names if "_sym_" not in name and name not in FACTORS | SIZES]
     return operator.attrgetter(*names) if names else None
@@ -106,29 +95,25 @@ def _split(node: Any) -> Any:
 
 def _slice(node: Any) -> Any:
     """Along which dimension a slice goes, and from where to where; of a parameter, the dimension alone."""
-    dim = node._saved_dim
     if type(node.next_functions[0][0]) is ACCUMULATE:
-        return dim
-    size = node._saved_self_sym_sizes[signed(dim)]
-    return dim, *_range(node._saved_start or 0, node._saved_end, size), node._saved_step
+        return node._saved_dim
+    return _range(node, node._saved_self_sym_sizes, node._saved_start or 0, node._saved_end, node._saved_step)
 
 
 def _slice_scatter(node: Any) -> Any:
-    dim = node._saved_dim
-    size = shape_of((node, 0))[signed(dim)]
-    return dim, *_range(node._saved_start or 0, node._saved_end, size), node._saved_step
+    return _range(node, shape_of((node, 0)), node._saved_start or 0, node._saved_end, node._saved_step)
 
 
 def _narrow_copy(node: Any) -> Any:
-    dim, start = node._saved_dim, signed(node._saved_start)
-    size = node._saved_self_sym_sizes[signed(dim)]
-    start += size if start < 0 else 0
-    return dim, *_range(start, start + node._saved_length, size)
+    sizes, start = node._saved_self_sym_sizes, signed(node._saved_start)
+    start += sizes[signed(node._saved_dim)] if start < 0 else 0
+    return _range(node, sizes, start, start + node._saved_length, 1)
 
 
-def _range(start: int, end: int | None, size: int) -> tuple[int | None, int | None]:
-    """Where a slice begins and ends, of so many entries."""
-    return _from_nearer_end(start, size), _from_nearer_end(end, size)
+def _range(node: Any, sizes: Sequence[int], start: int, end: int | None, step: int) -> Any:
+    """The dimension, begin, end and step of a part of a tensor of these sizes."""
+    size = sizes[signed(node._saved_dim)]
+    return node._saved_dim, _from_nearer_end(start, size), _from_nearer_end(end, size), step
 
 
 def _from_nearer_end(place: int | None, size: int) -> int | None:
@@ -165,9 +150,6 @@ def _resized(node: Any) -> Any:
     return tuple(by), getattr(node, "_saved_align_corners", None)
 
 
-UPSAMPLING = ("Bicubic2D", "Bicubic2DAa", "Bilinear2D", "Bilinear2DAa", "Lanczos2DAa", "Linear1D", "Nearest1D",
-              "Nearest2D", "Nearest3D", "NearestExact1D", "NearestExact2D", "NearestExact3D",
-              "Trilinear3D")  # fmt: skip
 # Operations whose saved numbers may grow with the batch, or that save too little, with what their signature is.
 SIGNATURES: dict[str, Callable[[Any], Any]] = {
     "AffineGridGeneratorBackward0": lambda node: (node._saved_size[1:], node._saved_align_corners),
@@ -181,14 +163,12 @@ SIGNATURES: dict[str, Callable[[Any], Any]] = {
     "SliceScatterBackward0": _slice_scatter,
     "SplitBackward0": _split,
     "UnsafeSplitBackward0": _split,
-    **{f"Upsample{name}Backward0": _resized for name in UPSAMPLING},
     "EmbeddingBackward0": lambda node: (node._saved_padding_idx, node._saved_scale_grad_by_freq, *_ones(node)),
     **{
         f"{name}Backward0": _ones
         for name in ("Index", "UnsafeIndex", "Take", "ReshapeAlias", "ReshapeCopy", "Squeeze", "UnsafeView", "View")
     },
 }
-_signatures = _Signatures()
 NUMBERS = itertools.count()
 
 

@@ -66,7 +66,7 @@ class OperationLog(TorchDispatchMode):
         for leaf in () if "empty" in func.__name__ else tree_leaves(found):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 dims = [dim for dim, size in enumerate(leaf.shape) if size == self._examples]
-                self._sketches.append((func, [torch.stack(numbers(leaf, dim), 1) for dim in dims]))
+                self._sketches.append((func, [numbers(leaf, dim).T for dim in dims]))
                 if self._follows:
                     self._compare()
         return found

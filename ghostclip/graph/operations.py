@@ -23,16 +23,16 @@ POINTWISE = _words("""
 """)
 # The same numbers in another shape or type.
 SHAPING = _words("""
-    Alias AsStrided Cat ChannelShuffle Chunk Clone Conj ConjPhysical ConstantPadNd DiagEmbed Diagonal DiagonalBackward
+    Alias AsStrided ChannelShuffle Chunk Clone Conj ConjPhysical ConstantPadNd DiagEmbed Diagonal DiagonalBackward
     Lift LiftFresh NegView Permute PixelShuffle PixelUnshuffle ReflectionPad1D ReflectionPad2D ReflectionPad3D Repeat
     ReplicationPad1D ReplicationPad2D ReplicationPad3D ReshapeAlias ReshapeCopy Rot90 Select SelectBackward Slice
     SliceBackward Split SplitWithSizes Squeeze Stack T ToCopy Transpose Tril Triu Unbind Unfold UnsafeSplit
-    UnsafeSplitWithSizes UnsafeView Unsqueeze View ViewAsComplex ViewAsReal
+    UnsafeSplitWithSizes UnsafeView Unsqueeze View ViewAsComplex ViewAsReal torch::autograd::CopyBackwards
 """)
 # Along dimensions, or within rows, that the graph's structure names.
 ALONG = _words("""
     AdaptiveAvgPool2D AdaptiveAvgPool3D AdaptiveMaxPool2D AdaptiveMaxPool3D AffineGridGenerator Amax Amin Aminmax
-    AvgPool2D AvgPool3D BatchNormNoUpdate Cdist Cholesky Col2Im ConvDepthwise2D ConvDepthwise3D ConvTbc Convolution
+    AvgPool2D AvgPool3D BatchNormNoUpdate Cat Cdist Cholesky Col2Im ConvDepthwise2D ConvDepthwise3D ConvTbc Convolution
     ConvolutionBackward CtcLoss CudnnBatchNorm CudnnConvolution CudnnConvolutionTranspose CudnnCtcLoss Cummax Cummin
     Cumprod Cumsum FftC2C FftC2R FftR2C FractionalMaxPool2D FractionalMaxPool3D FusedRmsNorm Glu Im2Col Kthvalue
     LinalgCholeskyEx LinalgCross LinalgDet LinalgEig LinalgEigh LinalgInvEx LinalgLuFactorEx LinalgMatrixExp LinalgPinv
@@ -52,9 +52,16 @@ INDEXED = _words("""
     Embedding EmbeddingBag Flip Gather GridSampler2D GridSampler2DCpuFallback GridSampler3D Index IndexAdd IndexCopy
     IndexFill IndexPut IndexReduce IndexSelect MaskedScatter MaskedSelect MaxUnpool2D MaxUnpool3D Put Roll Scatter
     ScatterAdd ScatterReduce SegmentReduce Sort Take Topk UnsafeIndex UnsafeIndexPut
+    torch::autograd::CopySlices
 """)
+KNOWN = POINTWISE | SHAPING | ALONG | PRODUCTS | INDEXED
+# The word in a node's name; a node without one goes by its whole name.
 WORD = re.compile(r"(\w+?)Backward\d$")
 MASKED_SCATTER, EMBEDDING = "MaskedScatter", "Embedding"
+# An operation in place on a part of a tensor; its first input is the whole tensor before. It doesn't say which part.
+COPY_INTO_SLICES = "torch::autograd::CopySlices"
+# Reshapes, which keep the order in which numbers lie.
+VIEWS = {"View", "ReshapeAlias", "UnsafeView", "ReshapeCopy"}
 # Their results may have other dimensions than their first inputs.
 OTHER_DIMENSIONS = {EMBEDDING, "Index", "Take"}
 # What hides an index, a mask or the like among what it is given: it doesn't depend on its inputs in the graph alone.
@@ -79,4 +86,5 @@ FIRST = {"AffineGridGenerator", "BatchNormNoUpdate", "Col2Im", "ConvDepthwise2D"
          "WeightNormInterface"}  # fmt: skip
 # Whose dimension alone doesn't say whether the examples move.
 BY_VALUE = {"Index", "IndexPut", "UnsafeIndex", "UnsafeIndexPut", "IndexSelect", MASKED_SCATTER, "Embedding", "Gather",
-             "Scatter", "ScatterAdd", "ScatterReduce", "IndexAdd", "IndexCopy", "IndexFill", "IndexReduce"}  # fmt: skip
+             "Scatter", "ScatterAdd", "ScatterReduce", "IndexAdd", "IndexCopy", "IndexFill", "IndexReduce",
+             COPY_INTO_SLICES}  # fmt: skip

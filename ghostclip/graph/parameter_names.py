@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import weakref
@@ -24,19 +25,11 @@ def serial_number(item: object) -> int:
 
     An ``id`` is given again when its object is gone.
     """
-    address = id(item)
-    known = _known.get(address)
-    if known is not None and known[0]() is item:
-        return known[1]
-    number = next(_numbers)
-
-    def forget(reference: weakref.ref[object], known: dict[int, tuple[weakref.ref[object], int]] = _known) -> None:
-        now = known.get(address)
-        if now is not None and now[0] is reference:
-            del known[address]
-
-    _known[address] = weakref.ref(item, forget), number
-    return number
+    known = _known.get(id(item))
+    if known is None or known[0]() is not item:
+        known = weakref.ref(item, functools.partial(_known.pop, id(item))), next(_numbers)
+        _known[id(item)] = known
+    return known[1]
 
 
 class ParameterNames:

@@ -21,7 +21,7 @@ from torch.autograd.graph import _engine_run_backward as run_backward
 from torch.utils.hooks import RemovableHandle
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.graph.nodes import ACCUMULATE, Edge, from_below, inputs_of, ones_of, said_by
+from ghostclip.graph.nodes import ACCUMULATE, Edge, from_below, inputs_of, number_of, ones_of, signature_of
 from ghostclip.graph.parameter_names import ParameterNames, serial_number
 from ghostclip.nn.base import NOTHING, PROBE, LayerCall
 from ghostclip.nn.fallback import FallbackCall
@@ -65,7 +65,8 @@ class Uses:
         leaves: nodes at which trained parameters enter outside of every layer.
         nodes: all nodes, over the inside of layers, in the order of the walk; the same place in the same structure.
         structure: a hash of the graph's operations, of what each was given, of what each says of how it moves entries
-            (`said_by`), and of the layers and parameters that they belong to. It doesn't depend on the batch's size.
+            (`signature_of`), and of the layers and parameters that they belong to. It doesn't depend on the batch's
+            size.
         hooked: whether a hook was registered since the first of these layers was called, on a tensor perhaps.
     """
 
@@ -122,26 +123,21 @@ def read_graph(losses: Tensor, index: ParameterNames) -> Uses:
             continue
         places[node] = len(places)
         kind: Any = type(node)
-        if (word := _word_for(kind)) is not None:
-            edges = node.next_functions
-            words += (word, len(edges), said_by(node))
-            stack += edges
-        elif kind is ACCUMULATE:
+        if (word := _word_for(kind)) is None and kind is ACCUMULATE:
             words.append(kind)
             if index.name_of(node.variable) is not None:
                 words.append(serial_number(node.variable))
                 leaves.append(node)
-        elif isinstance(call := getattr(node, "call", None), LayerCall):
+        elif word is None and isinstance(call := getattr(node, "call", None), LayerCall):
             calls.append(call)
             words += (serial_number(call.layer), len(call.sources), ones_of(call.shape))
             stack += call.sources
         else:
-            if kind.__name__ in HIDING:
-                raise UnsupportedModelError(HIDING[kind.__name__], place=node)
-            if kind.__name__ in BATCH_STATISTICS:
-                _refuse_statistics(node)
-            words += (kind, len(node.next_functions), said_by(node))
-            stack += node.next_functions
+            if word is None:
+                _refuse_hiding(node)
+            edges, signature = node.next_functions, signature_of(kind)
+            words += (word or kind, len(edges), signature and number_of(signature(node)))
+            stack += edges
     own = index.own_calls(calls)
     hooked = bool(calls) and min([call.registered for call in calls]) != RemovableHandle.next_id
     return Uses(own, leaves, list(places), hash(tuple(words)), hooked)
@@ -158,9 +154,13 @@ def _word_for(kind: type) -> Any:
     return "view" if kind.__name__ in ("ReshapeAliasBackward0", "ViewBackward0") else kind
 
 
-def _refuse_statistics(node: Any) -> None:
-    """Raises for F.batch_norm in training; as part of F.instance_norm it sees a batch of one."""
-    if node._saved_training and node._saved_input.shape[0] > 1:
+def _refuse_hiding(node: Any) -> None:
+    """Raises UnsupportedModelError for a node that hides what is behind it, or normalizes by a batch's statistics."""
+    name = type(node).__name__
+    if name in HIDING:
+        raise UnsupportedModelError(HIDING[name], place=node)
+    # F.instance_norm has such a node, too, which sees a batch of one.
+    if name in BATCH_STATISTICS and node._saved_training and node._saved_input.shape[0] > 1:
         raise UnsupportedModelError(
             f"a batch of shape {list(node._saved_input.shape)} is normalized by its own mean and variance "
             "(F.batch_norm with training=True), which mixes examples; use F.group_norm, F.layer_norm or "
@@ -183,7 +183,7 @@ def first_pass(
 
     Args:
         losses, calls: as given to and found by `read_graph`, uses of parameters outside of layers last.
-        sink: called with (call, inputs, gradient at the pre-activation); nothing is kept on its behalf.
+        sink: called with (call, inputs, gradient at the pre-activation).
         seed: gradient of the losses, [B]; None for ones.
         retain_graph: as torch's.
         wanted: the calls whose gradients the sink needs: the pass ends at the lowest of them, and the graph is kept.
@@ -224,7 +224,7 @@ def _pass_with_region(
     if not retain_graph:
         leaves = list(region.leaves.values())
         with without_hooks(leaves):
-            _let_go(losses, layers, leaves)
+            free_graph(losses, layers, leaves)
 
 
 def _edges_below(losses: Tensor, wanted: Collection[LayerCall]) -> Iterator[GradientEdge]:
@@ -269,20 +269,14 @@ class _NoGradient(torch.autograd.Function):
         return None
 
 
-def free_graph(losses: Tensor, calls: Sequence[LayerCall]) -> None:
+def free_graph(losses: Tensor, calls: Sequence[LayerCall], edges: Sequence[Any] = ()) -> None:
     """Frees what the graph behind ``losses`` holds, as a backward does in passing, without computing anything.
 
-    Args:
-        losses, calls: as for `first_pass`.
-    """
-    _let_go(losses, calls)
-
-
-def _let_go(losses: Tensor, calls: Sequence[LayerCall], edges: Sequence[Any] = ()) -> None:
-    """A first pass without a gradient.
-
     Autograd frees each node it comes through, and nodes that get no gradient have nothing to compute. Hooks of tensors
-    get None; what they raise about that is nobody's business, and what is left goes with the losses.
+    get None; what one raises about that is logged, and what is left of the graph goes with the losses.
+
+    Args:
+        losses, calls, edges: as for `first_pass`.
     """
     try:
         first_pass(_NoGradient.apply(losses), calls, NOTHING, retain_graph=False, edges=edges)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.nodes import Edge
-from ghostclip.graph.owners import Owned, Rows, Subject, rows_in_order
+from ghostclip.graph.owners import Owned, Rows, Subject
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
 from ghostclip.graph.shared.search import mixes
@@ -56,11 +56,8 @@ class WatchedZeros:
     """
 
     def __init__(self, calls: Sequence[LayerCall], edges: Sequence[Edge]) -> None:
-        self._calls, self._arrived = set(map(id, calls)), list[Tensor]()
-        self._edges: dict[Any, list[int]] = {}
-        for node, number in edges:
-            self._edges.setdefault(node, []).append(number)
-        self._hooks = list[Any]()
+        self._calls, self._edges = set(map(id, calls)), edges
+        self._arrived, self._hooks = list[Tensor](), list[Any]()
 
     def watched(self, sink: Sink, region: SharedSubgraph | None) -> Sink:
         """A sink for the pass, which is told what ``sink`` is to be told.
@@ -75,13 +72,12 @@ class WatchedZeros:
                 self._arrived.append(grad.any())
             sink(call, inputs, grad)
 
-        self._hooks = [
-            node.register_prehook(functools.partial(self._see, numbers)) for node, numbers in self._edges.items()
-        ]
+        self._hooks = [node.register_prehook(functools.partial(self._see, number)) for node, number in self._edges]
         return look
 
-    def _see(self, numbers: Sequence[int], grads: Sequence[Tensor | None]) -> None:
-        self._arrived += [grad.any() for grad in [grads[number] for number in numbers] if grad is not None]
+    def _see(self, number: int, grads: Sequence[Tensor | None]) -> None:
+        if (grad := grads[number]) is not None:
+            self._arrived.append(grad.any())
 
     def _close(self) -> None:
         for hook in self._hooks:
@@ -107,18 +103,15 @@ def row_layout(
         count = own.count(call.shape[own.dim], examples)
         if count != 1 or isinstance(own.order, RowIndex):
             folded[id(call)] = count, own.order
-    met: dict[Subject, Rows] = {}
-    for boundary in () if region is None else region.boundaries:
-        met[boundary.edge] = Rows(boundary.dim, boundary.row_order)
-    return RowLayout([*calls, *(() if region is None else region.uses)], folded, {**rows, **met}, **rest)
+    if region is None:
+        return RowLayout(calls, folded, rows, **rest)
+    met: dict[Subject, Rows] = {each.edge: Rows(each.dim, each.row_order) for each in region.boundaries}
+    return RowLayout([*calls, *region.uses], folded, {**rows, **met}, **rest)
 
 
-def nobody(call: LayerCall, examples: int) -> RowOrder:
-    """The order of rows whose gradient is zero, which may be anybody's."""
-    rows = call.shape[call.batch_dim]
-    if orders := rows_in_order(rows, examples):
-        return orders[0]
-    return RowIndex(torch.zeros(rows, dtype=torch.int64, device=call.device), examples)
+def nobody(call: LayerCall, examples: int) -> RowIndex:
+    """The order of rows that can't be in order, and whose gradient is zero: they may be anybody's."""
+    return RowIndex(torch.zeros(call.shape[call.batch_dim], dtype=torch.int64, device=call.device), examples)
 
 
 def check_calls(
@@ -147,14 +140,11 @@ def _check_index(call: LayerCall, rows: Rows, indices: Sequence[RowIndex], names
     said = [index.index for index in indices if len(index) == size]
     if not said or any(index is rows.order for index in indices):
         return
-    if isinstance(rows.order, RowIndex):
-        own, used = rows.order.index, rows.order.used
-    else:
-        own, used = RowIndex.in_order(size, indices[0].examples, rows.order, call.device), None
-    if size == indices[0].examples:  # or one of each example
+    examples = indices[0].examples
+    own, used = rows.owners(size, examples, call.device), getattr(rows.order, "used", None)
+    if size == examples:  # or one of each example
         said.append(torch.arange(size, device=call.device))
-    different = [own != index for index in said]
-    if all(bool((differs if used is None else differs & used).any()) for differs in different):
+    if all(bool((own != index if used is None else (own != index) & used).any()) for index in said):
         raise UnsupportedModelError(
             f"{names.layer(call)}: its {size} rows do not belong to the examples that batch_index says; correct it, or "
             "leave it out",

@@ -136,7 +136,7 @@ def may_be_shared(subject: Subject, found: Owned, doubt: Doubt) -> bool:
     if not isinstance(subject, LayerCall):
         return True
     # Of other rows nothing is known, as beside a huge example, or where none is finite.
-    if found.unread or (not found.is_regular and found.owners() < 2):
+    if found.unread or (not found.is_regular and not found.shown):
         return True
     # A layer that was given examples was given them in rows.
     return not subject.sources and subject.layer.reads_indices
