@@ -85,6 +85,7 @@ NEVER = {
     "a softmax within examples": lambda m, h: h.softmax(1),
     "a shift within examples": lambda m, h: torch.cat([h, h], 1).roll(1, 1)[:, :WIDTH],
     "rows of a parameter": lambda m, h: h * m.bare[torch.tensor([2, 0, 1, 3, 3, 1])],
+    "an order within examples": lambda m, h: h[:, torch.tensor([2, 0, 1, 3, 4])],
     "a reshape": lambda m, h: h.view(6, 1, WIDTH).repeat(1, 2, 1).sum(1),
 }
 BY_INDEX = {
@@ -94,9 +95,12 @@ BY_INDEX = {
     "index_add": lambda m, h, order: torch.zeros_like(h).index_add(0, order, h),
     "index_put": lambda m, h, order: torch.zeros_like(h).index_put((order,), h),
     "an index along another dimension": lambda m, h, order: h[None][:, order][0],
+    "an index of what counts nothing": lambda m, h, order: h + 0.0 * h[None][:, order][0],
     "scatter": lambda m, h, order: torch.zeros_like(h).scatter(0, order[:, None].expand_as(h), h),
 }
-SEES_ORDER = ("an index", "index_select", "index_put", "an index along another dimension")
+SEES_ORDER = (
+    "an index", "index_select", "index_put", "an index along another dimension", "an index of what counts nothing"
+)  # fmt: skip
 IN_ORDER, PERMUTED = torch.arange(6), torch.tensor([3, 1, 5, 0, 2, 4])
 
 

@@ -309,7 +309,7 @@ class Layouts:
         at |= {(uses.capturing[call], 0): owned[call] for call in uses.calls}
         moves = movements(uses, at, examples, () if region is None else region.shared)
         shown = region is None or region.shown
-        moved = moves.always or moves.moved(uses, examples)
+        moved = bool(moves.always) or moves.moved(uses, examples)
         unseen = any(owned[call].zero for call in tables)
         if moved or unseen or not shown or any(not each.shown or each.unclear for each in found):
             self._known.pop(key, None)
