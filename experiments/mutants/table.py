@@ -2604,8 +2604,8 @@ BY_MARKS = [
     Mutant(
         "marks in the order of the examples",
         OF_MARKS,
-        'order = torch.randperm(count, generator=_dice, device="cpu").to(losses.device)\n',
-        "order = torch.arange(count)\n",
+        'number = torch.randperm(count, generator=_dice, device="cpu").to(losses.device)\n',
+        "number = torch.arange(count)\n",
         (*PARTS, "share_a_mark"),
     ),
     Mutant(
@@ -2618,8 +2618,8 @@ BY_MARKS = [
     Mutant(
         "marks of a small batch next to each other",
         OF_MARKS,
-        " * (self.levels - 1) // max(1, largest_digit)\n",
-        "\n",
+        " * (self.levels - 1) // max(1, largest_digit)]\n",
+        "]\n",
         (*PARTS, "spread_over_all_levels"),
     ),
     Mutant(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,24 +66,27 @@ class Marks:
                 to one size; else what a small example has in a row of a large one would be within `tolerance`. None:
                 they differ by less.
         """
-        return self.drawn_apart(losses, sizes)[0]
+        marks = next(self._digits(losses))
+        return marks if sizes is None else marks * _alike(sizes).to(marks.dtype)
 
     def drawn_apart(self, losses: Tensor, sizes: Tensor | None = None) -> Tensor:
         """As `drawn`, [n, B]; as many as tell any two examples apart, and show a small one beside a large one."""
-        count, place, found = len(losses), 1, list[Tensor]()
-        order = torch.randperm(count, generator=_dice, device="cpu").to(losses.device)
-        powers = [2.0 ** (self.lowest + power) for power in range(self.levels)]
-        table = torch.tensor(powers, dtype=losses.dtype, device=losses.device)
-        while not found or place < count:
-            # A digit of the examples' numbers in this order, spread over all levels.
-            largest_digit = min(self.levels - 1, (count - 1) // place)
-            level = order // place % self.levels * (self.levels - 1) // max(1, largest_digit)
-            found.append(table[level])
-            place *= self.levels
+        found = list(self._digits(losses))
         alike = torch.ones_like(losses) if sizes is None else _alike(sizes).to(losses.dtype)
         if bool((alike != 1).any()):
             found.append(2.0 ** (2 * self.lowest + self.levels - 1) / found[0])  # what had the smallest has the largest
         return torch.stack(found) * alike
+
+    def _digits(self, losses: Tensor) -> Iterator[Tensor]:
+        """Marks [B] by the digits of numbers that the examples are given at random, spread over all levels."""
+        count, place = len(losses), 1
+        number = torch.randperm(count, generator=_dice, device="cpu").to(losses.device)
+        powers = [2.0 ** (self.lowest + power) for power in range(self.levels)]
+        marks = torch.tensor(powers, dtype=losses.dtype, device=losses.device)
+        while place == 1 or place < count:
+            largest_digit = min(self.levels - 1, (count - 1) // place)
+            yield marks[number // place % self.levels * (self.levels - 1) // max(1, largest_digit)]
+            place *= self.levels
 
 
 def _alike(sizes: Tensor) -> Tensor:
