@@ -77,6 +77,7 @@ ALWAYS = {
     "a mask and a sum": lambda m, h: (EYE[:, :, None] * h[None]).sum(1),
     "a function of one's own": lambda m, h: Own.apply(h),
     "an operation that is not known": lambda m, h: h.renorm(2, 0, 1.0),
+    "a whole turn along a dimension counted from the last": lambda m, h: h.roll(6, -2),
 }
 NEVER = {
     "a product with a parameter": lambda m, h: h @ m.bare,

@@ -1268,7 +1268,7 @@ MISUSE = [
         "ghostclip/graph/nodes.py",
         "[signed(dim) % max(1, total) for dim",
         "[signed(dim) for dim",
-        ("tests/test_mixing.py", "-k", "order_that_changes"),
+        (*PARTS_OF_OWNERSHIP, "every_batch"),
     ),
     Mutant(
         "proofs of trials are believed",
