@@ -2487,7 +2487,7 @@ BY_MARKS = [
         "    cancelled = (largest == 0)",
         "    clear = clear & (torch.arange(len(marks)).view(-1, 1) != 1) if marks.dim() == 2 else clear\n"
         "    cancelled = (largest == 0)",
-        ("tests/laws/test_law_of_mixing.py", "tests/laws/test_law_of_traps.py", "tests/test_ownership.py"),
+        ("tests/test_ownership.py", "tests/laws/test_law_of_mixing.py", "tests/laws/test_law_of_traps.py"),
     ),
     Mutant(
         "gradients are watched however small they are",
