@@ -187,7 +187,8 @@ def false_alarms(name: str, size: int, draws: int) -> dict[str, Any]:
         count = min(chunk, draws - done)
         norms, measured = NORMS[name](count, size), NORMS[name](count, 4 * size).amax(1).tolist()
         level = (torch.arange(size) % ALARM.levels).expand(count, size)
-        marks = ALARM.of(level.gather(1, torch.rand(count, size).argsort(1)), norms)
+        order = torch.rand(count, size).argsort(1)
+        marks = torch.exp2((ALARM.lowest + level.gather(1, order)).double()).to(norms.dtype)
         found = torch.func.vmap(figures)(norms, marks).tolist()
         for each, largest in zip(found, measured, strict=True):
             counts["either"] += rings(each, size, largest, True)
