@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import ghostclip
 from ghostclip.clipper.forwards import ModelCalls
-from ghostclip.clipper.replay import Replay
+from ghostclip.clipper.trial import without_trace
 from ghostclip.errors import RowsMovedError, UnsupportedModelError
 from ghostclip.graph import alarm, layouts
 from ghostclip.graph.moves import movements
@@ -321,7 +321,7 @@ def test_a_forward_that_is_tried_is_no_call_of_the_model():
     calls = ModelCalls(model)
     own = model(torch.randn(4, WIDTH))
     for _ in range(ModelCalls.MOST):
-        with Replay(model).again(gradients=True):
+        with without_trace(model):
             model(torch.randn(4, WIDTH))
     assert calls.behind(own) is not None
 
