@@ -89,20 +89,20 @@ def check_shared(
             raise
         why = f": the forward on some of the batch's rows raised {type(error).__name__}: {error}"
         raise _untried(saving[0], why, names) from error
-    pairs = _pairs(uses.nodes, reruns)
-    for node in saving:
-        if node in pairs and not _same(*map(_saved, pairs[node])):
+    pairs = _pairs(uses, region.shared, reruns)
+    for node, pair in pairs.items():
+        if node in saving and not _same(*map(_saved, pair)):
             raise mixes(node, names)
-    met = [boundary for boundary in region.boundaries if boundary.node in pairs]
-    for boundary in met:
-        nodes = pairs[boundary.node]
-        if not _same(*[rerun.entering(boundary, node) for rerun, node in zip(reruns, nodes, strict=True)]):
-            raise mixes(boundary.node, names)
     why = (
         ": the forward on some of the batch's rows takes another way; remove branches that depend on the examples from "
         "before this place"
     )
     _refuse_unknown([node for node in saving if node not in pairs], why, names)
+    met = [boundary for boundary in region.boundaries if boundary.node in pairs]
+    for boundary in met:
+        nodes = pairs[boundary.node]
+        if not _same(*[rerun.entering(boundary, node) for rerun, node in zip(reruns, nodes, strict=True)]):
+            raise mixes(boundary.node, names)
     # Where no layer reads examples, they come to an operation with parameters.
     return _examples_changed(pairs, uses, region, owned, names, asked=bool(saving)) or any(
         not _same(*map(_saved, pairs[boundary.node])) for boundary in met
@@ -221,13 +221,15 @@ def _followers(nodes: Iterable[Any]) -> dict[Any, list[Any]]:
     return {before: list(after) for before, after in found.items()}
 
 
-def _pairs(nodes: Iterable[Any], reruns: Sequence[_Rerun]) -> dict[Any, tuple[Any, Any]]:
-    """{node of the batch's own graph: those in its place in both others}, as far as they are there."""
-    ordered, found = from_below(*nodes), dict[Any, tuple[Any, Any]]()
+def _pairs(uses: Uses, shared: Iterable[Any], reruns: Sequence[_Rerun]) -> dict[Any, tuple[Any, Any]]:
+    """{node of the batch's own graph: those in its place in both others}, each after all of its inputs."""
+    ordered, ways, found = from_below(*uses.nodes), set(shared), dict[Any, tuple[Any, Any]]()
     own, first, second = _followers(ordered), reruns[0].followers, reruns[1].followers
     for node in ordered:
         for before in _before(node):
-            one, other = found.get(before, (before, before))  # a layer, or a parameter's node, is the same in all
+            if before not in ways and not isinstance(before, tuple):
+                continue
+            one, other = found.get(before, (before, before))  # a layer, and a parameter's node, is the same in all
             mine, ones, others = own[before], first.get(one, []), second.get(other, [])
             if [*map(type, mine)] == [*map(type, ones)] == [*map(type, others)]:
                 found[node] = ones[mine.index(node)], others[mine.index(node)]

@@ -49,9 +49,20 @@ def mixing_place(model: nn.Module, losses_of: LossesOf, examples: int) -> Findin
     for changed in sorted({0, examples // 2, examples - 1}):
         other = [*own[:changed], (changed + 1) % examples, *own[changed + 1 :]]
         moved = _first_moved(losses, losses_of(other), changed)
-        if moved is not None:
-            before, after = (_operations(model, losses_of, rows) for rows in (own, other))
-            return _finding(model, _first_place(before, after, changed), changed, moved)
+        if moved is None:
+            continue
+        before, after = _Recorder(model, examples), _Recorder(model, examples)
+        for recorder, rows in ((before, own), (after, other)):
+            with recorder:
+                losses_of(rows)
+        example, place = _first_place(before.operations, after.operations, changed) or (moved, None)
+        line = "" if place is None else place.line
+        if place is None or place.path is None:
+            problem = f"the loss of example {moved} depends on the data of example {changed}"
+            return Finding("", problem, LOSS_REMEDY, line)
+        kind = type(model.get_submodule(place.path)).__name__
+        problem = f"{kind}: what it gives for example {example} depends on the data of example {changed}"
+        return Finding(place.path, problem, MODULE_REMEDY, line)
     return None
 
 
@@ -60,7 +71,7 @@ class _Operation(NamedTuple):
 
     Attributes:
         function: of torch.
-        rows: [B, 2] for each dimension of its result that is as long as the batch, two numbers of each row.
+        rows: [B, 2] for each dimension of its result that is as long as the batch: two numbers of each row.
         path: of the innermost module that was running; None outside of the model.
         line: of the code; "" where it isn't known.
     """
@@ -71,13 +82,49 @@ class _Operation(NamedTuple):
     line: str
 
 
-def _finding(model: nn.Module, place: tuple[int, _Operation] | None, changed: int, moved: int) -> Finding:
-    example, path, line = (moved, None, "") if place is None else (place[0], place[1].path, place[1].line)
-    if path is None:
-        return Finding("", f"the loss of example {moved} depends on the data of example {changed}", LOSS_REMEDY, line)
-    kind = type(model.get_submodule(path)).__name__
-    problem = f"{kind}: what it gives for example {example} depends on the data of example {changed}"
-    return Finding(path, problem, MODULE_REMEDY, line)
+class _Recorder(TorchDispatchMode):
+    """Notes the operations of the forward that runs inside.
+
+    Args:
+        model: whose modules are named.
+        examples: B.
+    """
+
+    def __init__(self, model: nn.Module, examples: int) -> None:
+        super().__init__()
+        self._paths, self._examples = {module: path for path, module in model.named_modules()}, examples
+        self._running: list[str | None] = []
+        self.operations: list[_Operation] = []
+
+    def __enter__(self) -> _Recorder:
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        self._running.append(self._paths.get(module))
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._running.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        # Memory that nothing was written to holds anything.
+        for leaf in () if "empty" in func.__name__ else tree_leaves(found):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                dims = [dim for dim, size in enumerate(leaf.shape) if size == self._examples]
+                rows = [torch.stack(numbers(leaf, dim), 1) for dim in dims]
+                path = next((path for path in reversed(self._running) if path is not None), None)
+                self.operations.append(_Operation(func, rows, path, current_line()))
+        return found
 
 
 def _first_place(
@@ -105,49 +152,3 @@ def _first_moved(before: Tensor, after: Tensor, changed: int) -> int | None:
     same = torch.isclose(before, after, rtol=0, atol=scale, equal_nan=True).all(1)
     same[changed] = True
     return None if bool(same.all()) else int((~same).nonzero()[0])
-
-
-def _operations(model: nn.Module, losses_of: LossesOf, rows: Sequence[int]) -> list[_Operation]:
-    """The operations of a forward."""
-    recorder, paths = _Recorder(len(rows)), {module: path for path, module in model.named_modules()}
-    running = recorder.running
-
-    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-        running.pop()
-
-    handles = [
-        register_module_forward_pre_hook(lambda module, inputs: running.append(paths.get(module))),
-        register_module_forward_hook(leave, always_call=True),
-    ]
-    try:
-        with recorder:
-            losses_of(rows)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return recorder.operations
-
-
-class _Recorder(TorchDispatchMode):
-    """Notes the operations that are done inside.
-
-    Args:
-        examples: B.
-    """
-
-    def __init__(self, examples: int) -> None:
-        super().__init__()
-        self._examples = examples
-        self.running: list[str | None] = []
-        self.operations: list[_Operation] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        # Memory that nothing was written to holds anything.
-        for leaf in () if "empty" in func.__name__ else tree_leaves(found):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                dims = [dim for dim, size in enumerate(leaf.shape) if size == self._examples]
-                rows = [torch.stack(numbers(leaf, dim), 1) for dim in dims]
-                path = self.running[-1] if self.running else None
-                self.operations.append(_Operation(func, rows, path, current_line()))
-        return found
