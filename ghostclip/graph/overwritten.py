@@ -89,7 +89,7 @@ def check_shared(
             raise
         why = f": the forward on some of the batch's rows raised {type(error).__name__}: {error}"
         raise _untried(saving[0], why, names) from error
-    pairs = _pairs(uses, region.shared, reruns)
+    pairs = _pairs(uses, set(region.shared), reruns)
     for node, pair in pairs.items():
         if node in saving and not _same(*map(_saved, pair)):
             raise mixes(node, names)
@@ -221,13 +221,16 @@ def _followers(nodes: Iterable[Any]) -> dict[Any, list[Any]]:
     return {before: list(after) for before, after in found.items()}
 
 
-def _pairs(uses: Uses, shared: Iterable[Any], reruns: Sequence[_Rerun]) -> dict[Any, tuple[Any, Any]]:
-    """{node of the batch's own graph: those in its place in both others}, each after all of its inputs."""
-    ordered, ways, found = from_below(*uses.nodes), set(shared), dict[Any, tuple[Any, Any]]()
+def _pairs(uses: Uses, shared: set[Any], reruns: Sequence[_Rerun]) -> dict[Any, tuple[Any, Any]]:
+    """{node of the batch's own graph: those in its place in both others}, each after all of its inputs.
+
+    Nodes are found by their layers, and by inputs that are ``shared``.
+    """
+    ordered, found = from_below(*uses.nodes), dict[Any, tuple[Any, Any]]()
     own, first, second = _followers(ordered), reruns[0].followers, reruns[1].followers
     for node in ordered:
         for before in _before(node):
-            if before not in ways and not isinstance(before, tuple):
+            if before not in shared and not isinstance(before, tuple):
                 continue
             one, other = found.get(before, (before, before))  # a layer, and a parameter's node, is the same in all
             mine, ones, others = own[before], first.get(one, []), second.get(other, [])
