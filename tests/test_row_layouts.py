@@ -334,6 +334,22 @@ def test_only_calls_that_made_the_losses_are_run_again():
     assert len(calls.behind(first + second)(0, 4)) == 2
 
 
+@pytest.mark.parametrize("constant", ["a buffer", "data"])
+def test_a_part_that_is_called_alone_may_take_buffers(constant):
+    """Nothing can run it again, so that only the model's own constants are known."""
+    model = Model(lambda m, h: h)
+    model.part = Model(lambda m, h: h * (m.bare * (m.mask if constant == "a buffer" else h.detach().mean(0))))
+    model.part.bare = nn.Parameter(torch.ones(WIDTH))
+    model.part.register_buffer("mask", torch.linspace(0, 1, WIDTH))
+    clipper = ghostclip.GhostClipper(ghostclip.wrap(model))
+    losses = model.part(torch.randn(4, WIDTH))
+    if constant == "a buffer":
+        clipper.backward(losses)
+    else:
+        with pytest.raises(UnsupportedModelError, match="could not be tried; call engine"):
+            clipper.backward(losses)
+
+
 # What users say ------------------------------------------------------------------------------------------------------
 
 
