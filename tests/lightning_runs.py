@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ghostclip.clipper.replay import is_trial
+from ghostclip.clipper.trial import is_trial
 from ghostclip.integrations.lightning import PrivacyCallback
 
 MAX_NORM = 0.3

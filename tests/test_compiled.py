@@ -10,7 +10,7 @@ from graphs import interpret
 from torch.utils._pytree import tree_leaves
 
 import ghostclip
-from ghostclip.clipper.replay import leaves_of
+from ghostclip.clipper.cutting import leaves_of
 from ghostclip.clipping import Automatic, Custom, Grouped, PerLayer
 from ghostclip.compiled import clip as compiling
 from ghostclip.compiled import trial

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine, UnsupportedModelError, VerificationError
-from ghostclip.clipper.replay import is_trial
+from ghostclip.clipper.trial import is_trial
 
 EXAMPLES = 24
 pytestmark = pytest.mark.filterwarnings("ignore:the DataLoader's SequentialSampler is replaced")

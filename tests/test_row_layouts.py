@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import ghostclip
 from ghostclip.clipper.forwards import ModelCalls
-from ghostclip.clipper.replay import Replay
+from ghostclip.clipper.trial import without_trace
 from ghostclip.errors import RowsMovedError, UnsupportedModelError
 from ghostclip.graph import alarm, layouts
 from ghostclip.graph.moves import movements
@@ -326,7 +326,7 @@ def test_a_forward_that_is_tried_is_no_call_of_the_model():
     calls = ModelCalls(model)
     own = model(torch.randn(4, WIDTH))
     for _ in range(ModelCalls.MOST):
-        with Replay(model).again(gradients=True):
+        with without_trace(model):
             model(torch.randn(4, WIDTH))
     assert calls.behind(own) is not None
 
@@ -337,6 +337,22 @@ def test_only_calls_that_made_the_losses_are_run_again():
     first, second = model(torch.randn(4, WIDTH)), model(torch.randn(4, WIDTH))
     assert len(calls.behind(first)(0, 4)) == 1
     assert len(calls.behind(first + second)(0, 4)) == 2
+
+
+@pytest.mark.parametrize("constant", ["a buffer", "data"])
+def test_a_part_that_is_called_alone_may_take_buffers(constant):
+    """Nothing can run it again, so that only the model's own constants are known."""
+    model = Model(lambda m, h: h)
+    model.part = Model(lambda m, h: h * (m.bare * (m.mask if constant == "a buffer" else h.detach().mean(0))))
+    model.part.bare = nn.Parameter(torch.ones(WIDTH))
+    model.part.register_buffer("mask", torch.linspace(0, 1, WIDTH))
+    clipper = ghostclip.GhostClipper(ghostclip.wrap(model))
+    losses = model.part(torch.randn(4, WIDTH))
+    if constant == "a buffer":
+        clipper.backward(losses)
+    else:
+        with pytest.raises(UnsupportedModelError, match="could not be tried; call engine"):
+            clipper.backward(losses)
 
 
 # What users say ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from ghostclip import PrivacyEngine, VerificationError
-from ghostclip.clipper.replay import Replay
+from ghostclip.clipper.random_states import drawing_from, random_states
+from ghostclip.clipper.trial import without_trace
 from ghostclip.clipping import Custom, PerLayer
 from ghostclip.nn import GhostLayer
 from ghostclip.norms.affine import LinearPair
@@ -240,24 +241,34 @@ def test_a_function_that_does_not_repeat_itself_is_no_fault() -> None:
     assert engine.steps_taken == 1
 
 
-def test_a_replay_ends_as_it_began_even_by_an_error() -> None:
+def test_a_trial_ends_as_it_began_even_by_an_error() -> None:
     model = nn.Sequential(Tracking(), nn.Dropout()).train()
-    replay, expected = Replay(model), torch.rand(3)
+    states = random_states()
 
+    @torch.no_grad()
     def interrupted() -> None:
-        with replay.again(training=False):
-            assert not model[1].training
-            assert not torch.is_grad_enabled()
-            assert torch.equal(torch.rand(3), expected)
-            model[0].seen += 1
+        with without_trace(model):
+            assert torch.is_grad_enabled()
+            model.eval()
+            model[0].seen += 1 + torch.rand(()) * random.random() * np.random.rand()
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert model[1].training
-    assert torch.is_grad_enabled()
     assert model[0].seen == 0
-    assert replay.drew()
+    assert random_states() == states
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(3).tolist(), lambda: np.random.randn(3).tolist(), random.random])
+def test_random_numbers_are_drawn_again(draw: Callable[[], Any]) -> None:
+    states, first = random_states(), draw()
+    after = random_states()
+    assert after != states
+    with drawing_from(states):
+        assert draw() == first
+        draw()
+    assert random_states() == after
 
 
 class Recorded(nn.Linear):
@@ -272,11 +283,11 @@ class Recorded(nn.Linear):
 
 def test_hooks_that_a_forward_adds_are_not_added_twice() -> None:
     model = Recorded(2, 3)
-    with Replay(model).again():
+    with without_trace(model):
         model(torch.ones(1, 2))
     assert not model._forward_hooks
     model(torch.ones(1, 2))
-    with Replay(model).again():
+    with without_trace(model):
         model(torch.ones(1, 2))
     assert len(model._forward_hooks) == 1
 

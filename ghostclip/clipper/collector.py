@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ghostclip.clipper.random_states import RandomStates
 from ghostclip.graph.marks import numbers
 from ghostclip.graph.row_layout import RowLayout
 from ghostclip.nn.base import LayerCall
@@ -164,7 +163,7 @@ class NormCollector(TermReceiver):
         self.marks: Tensor | None = None
         self.seen: dict[Any, Any] | None = None
         self.holds_graph = True
-        self.random_states: RandomStates | None = None
+        self.random_states: tuple[Any, ...] | None = None
         self._examples, self._device, self._dtype = len(losses), losses.device, norm_dtype(trained)
         self._planner, self._trained, self.scale = planner, trained, scale
         self._keep, self._room, self._exact = keep, room, exact

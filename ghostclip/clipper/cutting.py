@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
+from torch.utils._pytree import tree_flatten
 
-__all__ = ["Sizes", "cut", "have_same_sizes", "length_of", "tensors_of"]
+__all__ = ["Sizes", "cut", "have_same_sizes", "leaves_of", "length_of", "take_rows", "tensors_of"]
 
 # Objects within objects of a batch that are looked into.
 DEPTH = 8
@@ -55,11 +56,46 @@ def _cut_tensor(tensor: Tensor, examples: int, index: Sequence[int]) -> Tensor:
     if tensor.is_nested:
         if tensor.size(0) != examples:
             return tensor
-        parts = tensor.unbind()
-        return torch.nested.nested_tensor([parts[place].detach() for place in index], layout=tensor.layout)
+        return _rows_of_nested(tensor.detach(), index)
     if tensor.dim() == 0 or len(tensor) != examples or tensor.layout != torch.strided:
         return tensor
     return tensor.detach()[torch.tensor(index, device=tensor.device)]
+
+
+def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Some rows of a tensor [B, ...], in this order: ``tensor[rows]``, which nested tensors don't have.
+
+    Args:
+        tensor: strided or jagged, where it is nested.
+        rows: numbers of rows, [n] with n >= 1.
+
+    Raises:
+        TypeError: the tensor is jagged and has lengths of its own, not those between its offsets.
+    """
+    if not tensor.is_nested:
+        return tensor[rows.to(tensor.device)]
+    if tensor.layout == torch.jagged and tensor.lengths() is not None:  # type: ignore[attr-defined]
+        raise TypeError("it holds a jagged tensor with lengths of its own, and not those between its offsets")
+    return _rows_of_nested(tensor, rows.tolist())
+
+
+def _rows_of_nested(tensor: Any, index: Sequence[int]) -> Tensor:
+    parts = tensor.unbind()
+    chosen = [parts[place] for place in index]
+    if tensor.layout != torch.jagged:
+        return torch.nested.as_nested_tensor(chosen)
+    dim = tensor._ragged_idx - 1
+    sizes = torch.tensor([0, *(part.shape[dim] for part in chosen)], device=tensor.device)
+    return torch.nested.nested_tensor_from_jagged(torch.cat(chosen, dim), sizes.cumsum(0), jagged_dim=dim + 1)
+
+
+def leaves_of(batch: Any) -> tuple[list[Tensor], Any, int] | None:
+    """(tensors, structure, B) of a batch; None unless all leaves are dense tensors with B in dimension 0."""
+    leaves, structure = tree_flatten(batch)
+    if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() and not leaf.is_nested for leaf in leaves):
+        return None
+    examples = {len(leaf) for leaf in leaves}
+    return (leaves, structure, examples.pop()) if len(examples) == 1 else None
 
 
 def _is_batched(entry: Any, examples: int) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ghostclip.clipper.batch_index import read_indices
 from ghostclip.clipper.collector import Keep, NormCollector
 from ghostclip.clipper.forwards import ModelCalls
-from ghostclip.clipper.random_states import RandomStates
+from ghostclip.clipper.random_states import random_states
 from ghostclip.clipping import Groupwise, Policy
 from ghostclip.errors import LossShapeError, StaleInputError, UnsupportedModelError
 from ghostclip.graph.alarm import ALARM
@@ -160,7 +160,7 @@ class FirstPasses:
                 if region is not None:
                     region.watch = collector.see
             again = collector.computes_again
-            collector.random_states = RandomStates(losses.device) if again and not is_traced() else None
+            collector.random_states = random_states() if again and not is_traced() else None
             collector.holds_graph = retain_graph or (chosen and (small or again))
             sink: Sink = collector.receive if collector.seen is None else collector.receive_and_note
             sink = sink if check is None else check.watched(sink, region)

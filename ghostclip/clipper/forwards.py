@@ -1,10 +1,9 @@
-"""Running a step's forward again on other examples, for `ghostclip.graph.overwritten`."""
+"""Runs the forward behind some losses again: by the step's loss function, or as the model's own calls."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,9 +15,9 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from ghostclip.clipper.cutting import cut, tensors_of
-from ghostclip.clipper.replay import Replay, is_trial
+from ghostclip.clipper.trial import is_trial, without_trace
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.graph.nodes import ACCUMULATE, from_below
+from ghostclip.graph.nodes import from_below
 from ghostclip.graph.overwritten import NOT_FIRST, Forward, overwriting
 
 __all__ = ["ModelCalls", "forward_of", "without_ranks"]
@@ -44,9 +43,8 @@ def forward_of(model: nn.Module, loss_fn: LossFunction, batch: Any, rows: int | 
 
     def forward(part: int, examples: int) -> Sequence[Tensor]:
         count = examples if rows is None else rows
-        other = cut(batch, count, overwriting(part, count))
-        _check_overwritten(batch, other, count, floats=True)
-        with Replay(model).again(gradients=True):
+        other = _overwritten(batch, overwriting(part, count), floats=True)
+        with without_trace(model):
             return [loss_fn(without_ranks(model), other)]
 
     return forward
@@ -96,9 +94,6 @@ class ModelCalls:
             args, kwargs = tree_map(_alone, (args, kwargs))
         self._calls.append(_Call(args, kwargs, torch._C._autograd._get_sequence_nr()))
 
-    def __deepcopy__(self, memo: Any) -> ModelCalls:
-        return ModelCalls(None)
-
     def __reduce__(self) -> tuple[type, tuple[None]]:
         return ModelCalls, (None,)
 
@@ -110,52 +105,52 @@ class ModelCalls:
 
     def behind(self, losses: Tensor) -> Forward | None:
         """Runs those calls again that made some of the graph of ``losses``; None where none did."""
-        numbers = sorted({node._sequence_nr() for node in from_below(losses.grad_fn) if type(node) is not ACCUMULATE})
-        starts = [*(call.number for call in self._calls), torch._C._autograd._get_sequence_nr()]
+        numbers = [node._sequence_nr() for node in from_below(losses.grad_fn)]
+        ends = [*[call.number for call in self._calls][1:], torch._C._autograd._get_sequence_nr()]
         calls = [
             call
-            for call, start, stop in zip(self._calls, starts, starts[1:], strict=False)
-            if bisect_left(numbers, start) < bisect_left(numbers, stop)
+            for call, end in zip(self._calls, ends, strict=False)
+            if any(call.number <= number < end for number in numbers)
         ]
         return functools.partial(self._run, calls) if calls else None
 
     def _run(self, calls: Sequence[_Call], part: int, examples: int) -> Sequence[Tensor]:
         model = None if self._model is None else self._model()
         assert model is not None
-        found = list[Tensor]()
-        with Replay(model).again(gradients=True):
+        found, rows = list[Tensor](), overwriting(part, examples)
+        with without_trace(model):
             for call in calls:
-                rows = overwriting(part, examples)
-                args: Any = tuple([cut(each, examples, rows) for each in call.args])
-                kwargs: Any = {name: cut(each, examples, rows) for name, each in call.kwargs.items()}
-                _check_overwritten((call.args, call.kwargs), (args, kwargs), examples, floats=False)
-                # What has no examples may have been computed from them.
-                args, kwargs = tree_map(lambda leaf: _other(leaf, part, examples), (args, kwargs))
+                args = [_overwritten(each, rows, floats=False) for each in call.args]
+                kwargs = {name: _overwritten(each, rows, floats=False) for name, each in call.kwargs.items()}
+                if part:
+                    args, kwargs = tree_map(functools.partial(_changed, examples), (args, kwargs))
                 found += [tensor for _, tensor in tensors_of(model(*args, **kwargs), examples)]
         return [tensor for tensor in found if tensor.requires_grad]
 
 
-def _check_overwritten(batch: Any, other: Any, rows: int, floats: bool) -> None:
-    """Raises UnsupportedModelError where a tensor of a batch was not cut: nobody knows what depends on it.
+def _overwritten(batch: Any, index: Sequence[int], floats: bool) -> Any:
+    """The batch of the rows ``index``; raises UnsupportedModelError where a tensor has no rows to be overwritten.
 
     ``floats``: whether those of floating point count, too.
     """
+    other, rows = cut(batch, len(index), index), len(index)
     for (_, before), (_, after) in zip(tensors_of(batch, rows), tensors_of(other, rows), strict=False):
         if before is after and before.dim() and (floats or not before.is_floating_point()):
             raise UnsupportedModelError(NOT_FIRST)
+    return other
 
 
 def _alone(leaf: Any) -> Any:
     """A tensor without its graph."""
-    if not isinstance(leaf, Tensor) or not leaf.requires_grad:
-        return leaf
-    return leaf.detach().requires_grad_()
+    return leaf.detach().requires_grad_() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
 
-def _other(leaf: Any, part: int, examples: int) -> Any:
-    """Another value of a number or tensor that has no examples, in the second of both forwards."""
-    if isinstance(leaf, float) and part:
+def _changed(examples: int, leaf: Any) -> Any:
+    """Another value of a number or tensor that has no examples: it may have been computed from them."""
+    if isinstance(leaf, float):
         return leaf * 2 + 1
-    if not isinstance(leaf, Tensor) or not part or leaf.is_nested or not (leaf.is_floating_point() or not leaf.dim()):
+    if not isinstance(leaf, Tensor) or leaf.is_nested:
         return leaf
-    return leaf if leaf.dim() and len(leaf) == examples else leaf.detach() * 2 + 1
+    if leaf.dim() and (len(leaf) == examples or not leaf.is_floating_point()):
+        return leaf
+    return leaf.detach() * 2 + 1

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from ghostclip.clipper.clipper import GhostClipper
 from ghostclip.clipper.forwards import forward_of
-from ghostclip.clipper.replay import Replay
+from ghostclip.clipper.trial import without_trace
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.wrap import wrapped
 
@@ -41,7 +41,7 @@ def per_example_norms(
     Raises:
         UnsupportedModelError, LossShapeError, ValueError: as `GhostClipper` and `GhostClipper.norms`.
     """
-    with wrapped(model), Replay(model).again(gradients=True):
+    with wrapped(model), without_trace(model):
         clipper = GhostClipper(model)
 
         def norms(batch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The states of the process's random number generators, for a second pass that computes again what the first did.
+"""The states of the process's random number generators: torch's on the CPU and on each GPU in use, NumPy's, Python's.
 
 A block under ``checkpoint(..., preserve_rng_state=False)`` draws anew whenever it is computed. Unless both passes draw
 the same numbers, what is summed isn't what was measured.
@@ -9,38 +9,39 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["RandomStates"]
+__all__ = ["drawing_from", "random_states", "set_random_states"]
 
 
-class RandomStates:
-    """Those of torch on the CPU and on one device, of NumPy and of Python, as they are now.
+def random_states() -> tuple[Any, ...]:
+    """Those that are there now; they equal earlier ones unless random numbers were drawn."""
+    name, keys, *rest = np.random.get_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    of_torch = [each.numpy().tobytes() for each in (torch.get_rng_state(), *cuda)]
+    return of_torch, (name, np.asarray(keys).tobytes(), *rest), random.getstate()
 
-    Args:
-        device: of the losses.
-    """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self._cpu, self._numpy, self._python = torch.get_rng_state(), np.random.get_state(), random.getstate()
+def set_random_states(states: tuple[Any, ...]) -> None:
+    """Puts back what `random_states` gave."""
+    of_torch, (name, keys, *rest), of_python = states
+    cpu, *cuda = [torch.from_numpy(np.frombuffer(each, np.uint8).copy()) for each in of_torch]
+    torch.set_rng_state(cpu)
+    for device, state in enumerate(cuda):
+        torch.cuda.set_rng_state(state, device)
+    np.random.set_state((name, np.frombuffer(keys, np.uint32), *rest))
+    random.setstate(of_python)
 
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Inside, generators go on from these states; afterwards they are where they were before."""
-        now = RandomStates(self._device)
-        self._set()
-        try:
-            yield
-        finally:
-            now._set()
 
-    def _set(self) -> None:
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
-        np.random.set_state(self._numpy)
-        random.setstate(self._python)
+@contextmanager
+def drawing_from(states: tuple[Any, ...]) -> Iterator[None]:
+    """Inside, generators go on from these states; afterwards they are where they were before."""
+    now = random_states()
+    set_random_states(states)
+    try:
+        yield
+    finally:
+        set_random_states(now)

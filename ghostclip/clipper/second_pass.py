@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ghostclip.clipper.collector import Keep, Kept, NormCollector, Part, TermReceiver
 from ghostclip.clipper.first_pass import FirstPasses, in_our_words, without_autocast
+from ghostclip.clipper.random_states import drawing_from
 from ghostclip.clipping import Groupwise
 from ghostclip.errors import RowsMovedError
 from ghostclip.graph.alarm import figures
@@ -188,7 +189,7 @@ class TwoPasses(FirstPasses):
                 times = None if marks is None or run.marks is None else marks / run.marks
                 sink = Reweighting(run.layout, done, sums, add, run.seen, times)
                 keep, ends = retain_graph or needed or not whole, None if whole else wanted
-                with nullcontext() if run.random_states is None else run.random_states.again():
+                with nullcontext() if run.random_states is None else drawing_from(run.random_states):
                     first_pass(losses, run.calls, sink.receive, marks, retain_graph=keep, wanted=ends)
                 if sink.off and bool(torch.stack(sink.off).any()):
                     self._layouts.measure_next(run.structure)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from ghostclip.clipper.cutting import cut
 from ghostclip.clipper.forwards import forward_of
-from ghostclip.clipper.replay import Replay, rows_between
+from ghostclip.clipper.trial import without_trace
 from ghostclip.clipping import Groupwise, Policy
 from ghostclip.errors import VerificationError
 from ghostclip.wrap import unwrapped
@@ -31,15 +31,16 @@ def compare_with_loop(
     if tolerance is None:
         tolerance = 1e-9 if all(parameter.dtype == torch.float64 for parameter in trained.values()) else 1e-3
     # In eval mode, so that dropout doesn't differ between the batch and the single examples.
-    with Replay(model).again(gradients=True, training=False), _gradients_aside(list(trained.values())):
-        losses = loss_fn(model, batch)
+    with without_trace(model), _gradients_aside(list(trained.values())):
+        losses = loss_fn(model.eval(), batch)
         with clipper.passes.running(forward_of(model, loss_fn, batch)):
             norms = clipper.norms(losses, per="parameter", retain_graph=True)
             result = clipper.backward(losses)
         sums = {name: _or_zeros(parameter.grad, parameter) for name, parameter in trained.items()}
         # Through torch's own layers: what is wrong in a wrapper's forward or backward is not wrong in the loop.
         with nullcontext() if clipper.sharding.sharded else unwrapped(model):
-            loop = [_single_gradients(model, loss_fn, batch, i, trained) for i in range(losses.shape[0])]
+            singles = [cut(batch, len(losses), [example]) for example in range(len(losses))]
+            loop = [_gradients(loss_fn(model, single).sum(), trained) for single in singles]
     whole = torch.stack([_norm(example.values()) for example in loop])
     weights = _weights(clipper.clipping, loop, whole)
     totals = {
@@ -84,11 +85,7 @@ def _first(norms: Any) -> Any:
     return {g: _first(n) for g, n in norms.items()} if isinstance(norms, dict) else norms.tolist()[:4]
 
 
-def _single_gradients(
-    model: nn.Module, loss_fn: Callable, batch: Any, example: int, trained: dict[str, nn.Parameter]
-) -> dict[str, Tensor]:
-    one = tree_map(lambda leaf: rows_between(leaf, example, example + 1) if isinstance(leaf, Tensor) else leaf, batch)
-    loss = loss_fn(model, one).sum()
+def _gradients(loss: Tensor, trained: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     return {name: _or_zeros(grad, trained[name]) for name, grad in zip(trained, grads, strict=True)}
 

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from ghostclip.clipper.cutting import leaves_of
 from ghostclip.clipper.gradient_guard import have_hooks
-from ghostclip.clipper.replay import Replay, leaves_of
+from ghostclip.clipper.random_states import drawing_from, random_states
 from ghostclip.clipper.second_pass import TwoPasses
+from ghostclip.clipper.trial import without_trace
 from ghostclip.compiled.region import Region, trace
 from ghostclip.compiled.signature import CompileRequest, ModelState, capacity_for, function_key, pad, settings_of
 from ghostclip.compiled.trace_friendly import Clipped, learn, trace_friendly
@@ -248,7 +250,7 @@ class CompiledClip:
         """
         plan = GraphPlan()
         try:
-            with Replay(self.model).again(gradients=True):
+            with without_trace(self.model):
                 if (reason := self.obstacle(loss_fn, asked)) is None:
                     plan = graph(loss_fn, asked)
         except Exception as error:  # whatever the compiler stumbles over, the eager step is there
@@ -285,15 +287,15 @@ class CompiledClip:
 
     def _try(self, plan: GraphPlan, loss_fn: LossFunction, batch: Any, asked: CompileRequest) -> Clipped:
         """Both ways on one batch from the same random numbers: compares their results, and their times."""
-        replay, reason = Replay(self.model), None
+        states, reason = random_states(), None
         try:
-            with replay.again():
+            with torch.no_grad(), drawing_from(states):
                 found, compiled = timed(lambda: plan.run(asked, (), [self.keep_rows(asked)]))
         except Exception as failure:
             found, compiled, reason = None, float("inf"), in_a_line(failure)
         expected, taken = timed(lambda: self.eager(loss_fn, batch))
         # Padding shifts which random number is whose, so that only whole batches of a random model can be compared.
-        comparable = found is not None and (asked.examples == asked.key[0] or not replay.drew())
+        comparable = found is not None and (asked.examples == asked.key[0] or random_states() == states)
         error = difference(found.sums, expected.sums) if found is not None and comparable else 0.0
         reason = reason or plan.trial.note(compiled, taken, error, expected.losses.dtype)
         if reason is not None:

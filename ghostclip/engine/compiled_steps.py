@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ghostclip.clipper import ClippingResult, GhostClipper
-from ghostclip.clipper.replay import Replay
+from ghostclip.clipper.random_states import drawing_from, random_states
 from ghostclip.clipper.second_pass import Add
 from ghostclip.compiled import NOT_YET, CompiledStep, GraphPlan, Update, UpdateReader
 from ghostclip.compiled.clip import LossFunction, in_a_line
@@ -132,15 +132,15 @@ class CompiledSteps:
             return self._steps.in_pieces(self._steps.clip, loss_fn, examples)
 
         if plan.trial.left:
-            replay = Replay(self._clip.model)
+            states = random_states()
             seen, clipping = timed(clip)
             # Padding shifts which random number is whose, so that only whole batches of a random model are compared.
-            comparable = asked.examples == asked.key[0] or not replay.drew()
+            comparable = asked.examples == asked.key[0] or random_states() == states
 
             def run(written: list[Tensor], noise: Tensor, numbers: Tensor) -> bool:
                 return plan.run(asked, written, [keep, noise, numbers]) is not None
 
-            if (reason := self._try(plan, update, clipping, comparable, run, replay)) is not None:
+            if (reason := self._try(plan, update, clipping, comparable, run, states)) is not None:
                 self.graphs.refuse(plan, reason, asked)
             return seen
         held = self._release.check(missing=1)
@@ -198,7 +198,7 @@ class CompiledSteps:
         clipping: float,
         comparable: bool,
         run: Callable[[list[Tensor], Tensor, Tensor], bool],
-        replay: Replay | None = None,
+        states: tuple[Any, ...] | None = None,
     ) -> str | None:
         """The optimizer's own step with what was gathered, and beside it ``run``; says why the graph is to be refused.
 
@@ -208,14 +208,14 @@ class CompiledSteps:
             clipping: seconds that were taken before, and are part of the graph.
             comparable: whether both must come to the same.
             run: (what is written, noise, numbers) -> whether the step was taken.
-            replay: from which it draws the random numbers that the passes drew.
+            states: from which it draws the random numbers that the passes drew.
         """
         held = self._release.check()
         self._release.spend()
         noise, numbers = self._draw(update)
         copies, failure = plan.trial.copy(update.written), None
         try:
-            with nullcontext() if replay is None else replay.again():
+            with torch.no_grad(), nullcontext() if states is None else drawing_from(states):
                 taken, compiled = timed(lambda: run(copies, noise, numbers))
         except Exception as problem:
             taken, compiled, failure = False, float("inf"), in_a_line(problem)

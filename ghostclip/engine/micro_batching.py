@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from ghostclip.clipper import GhostClipper
+from ghostclip.clipper.cutting import take_rows
 from ghostclip.clipper.forwards import forward_of, without_ranks
-from ghostclip.clipper.replay import Replay, rows_between, take_rows
 from ghostclip.clipper.second_pass import Add, TwoPasses
+from ghostclip.clipper.trial import without_trace
 from ghostclip.engine.memory import MemoryMeter, in_words
 from ghostclip.errors import PrivacyError, RowsMovedError, is_out_of_memory
 from ghostclip.sampling import LogicalBatches
@@ -216,7 +217,7 @@ def _clip_without_a_trace(clipper: GhostClipper, loss_fn: LossFunction, batch: A
     """Forward and passes, as `LogicalStep.clip` has them; what is learnt of graphs is the caller's."""
     # Ranks make as many trials as each of them needs, so that none may wait for another in a forward.
     inner, passes = without_ranks(clipper.model), clipper.passes
-    with Replay(clipper.model).again(gradients=True):
+    with without_trace(clipper.model):
         met_again(passes, inner, loss_fn, batch, lambda losses: passes.clip(losses, add, retain_graph=False), rows)
 
 
@@ -243,7 +244,11 @@ def rows_of(examples: Any, rows: int, start: int, stop: int) -> Any:
     Raises:
         TypeError: something else is in it, of which nobody knows whose it is.
     """
-    return _mapped(examples, rows, lambda tensor: rows_between(tensor, start, stop))
+
+    def pick(tensor: Tensor) -> Tensor:
+        return take_rows(tensor, torch.arange(start, stop)) if tensor.is_nested else tensor[start:stop]
+
+    return _mapped(examples, rows, pick)
 
 
 def _mapped(examples: Any, rows: int, pick: Callable[[Tensor], Tensor]) -> Any:

@@ -1,17 +1,26 @@
-"""Whether what all examples share is the same whatever the examples are: two forwards on overwritten rows.
+"""Whether what all examples share is the same whatever the examples are: the forward is run twice more.
 
-A table of positions and a mean over the batch look alike in a gradient: several losses depend on their rows. They
-differ in what they are computed from. So the forward is run twice more, once with every row of the second half of the
-batch overwritten by the last row of the first half, and once with every row of the first half overwritten by the first
-row of the second. What the shared part of the graph saved for its gradients, and what its layers read, must be the same
-in both, bit for bit. (Rows stay in order, so that sorted lengths stay sorted.)
+A table of positions and a mean over the batch look alike in a gradient: several losses depend on each of their rows.
+They differ in what they are computed from. So the forward is run again on two batches with no example in common:
+
+    batch              mean of the batch     a table
+    a  b  c  d         (a + b + c + d) / 4   p
+    a  b  b  b         (a + 3 b) / 4         p
+    c  c  c  d         (3 c + d) / 4         p
+
+For the gradient of ``s`` in ``h + s * h.mean(0)`` the product saves the mean. It saved two different ones: refused. In
+``h + s * p`` it saved p both times. (Rows stay in order, so that sorted lengths stay sorted.)
+
+Compared, bit for bit, are what the shared part of the graph saved for its gradients, what its layers read, and what
+goes from there into operations with examples. A node of the batch's graph is found in the others from below: layers and
+parameters by what they are, any other as a consumer of a node that was found. Uses and consumers count in the order of
+the forward, and only where all are of the same types.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,16 +28,16 @@ from torch.overrides import TorchFunctionMode
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.moves import hides_constants, made_of_parameters
-from ghostclip.graph.nodes import ACCUMULATE, Edge
+from ghostclip.graph.nodes import ACCUMULATE, Edge, from_below, inputs_of
 from ghostclip.graph.owners import Owned, Rows, Subject
 from ghostclip.graph.parameter_names import ParameterNames
-from ghostclip.graph.reader import Uses, read_graph
+from ghostclip.graph.reader import Uses
 from ghostclip.graph.shared.boundary import BroadcastBoundary
 from ghostclip.graph.shared.search import mixes
 from ghostclip.graph.shared.subgraph import SharedSubgraph
 from ghostclip.nn.base import LayerCall
 
-__all__ = ["FindForward", "Forward", "check_shared", "overwriting"]
+__all__ = ["NOT_FIRST", "FindForward", "Forward", "check_shared", "overwriting"]
 
 # Runs the step's forward again on a batch overwritten in the first or second way (0 or 1), given how many losses there
 # are; returns tensors from which its graph is read. It leaves no trace in the model and in random states.
@@ -41,13 +50,6 @@ NOT_FIRST = (
     "one row for each example in its first dimension, so that none could be overwritten. If examples mix, compute each "
     f"loss from its own example; else put them there, or {REMEDY}"
 )
-
-
-class _Found(NamedTuple):
-    """A node of the shared part in the batch's own graph, and the same in both others."""
-
-    own: Any
-    others: tuple[Any, Any]
 
 
 def overwriting(part: int, rows: int) -> list[int]:
@@ -71,74 +73,68 @@ def check_shared(
     Returns:
         Whether that was shown: in a batch whose examples are alike nothing is.
     """
-    known, examples = made_of_parameters(uses), region.examples
-    questions = {
-        node: None
-        for node in region.shared
-        if node not in known and type(node) is not ACCUMULATE and _saves(_kind(node))
-    }
-    first = next((node for node in region.shared if node not in known and type(node) is not ACCUMULATE), None)
-    if first is None or ((run := forward()) is None and not questions):
+    known = made_of_parameters(uses)
+    computed = [node for node in region.shared if node not in known and type(node) is not ACCUMULATE]
+    saving = [node for node in computed if _may_save(type(node))]
+    run = forward() if computed else None
+    if run is None:
+        _refuse_unknown(saving, f"; {REMEDY}", names)
         return True
-    what = _in_words(next(iter(questions), first), names)
-    graphs = list[_Graph]()
     try:
-        graphs = [] if run is None else _graphs(run, examples, names, what, next(iter(questions), first))
-    except UnsupportedModelError:
-        if questions:  # else what enters at boundaries is all that could be seen
+        reruns = [_Rerun(run, part, region.examples) for part in (0, 1)]
+    except Exception as error:
+        if not saving:  # what enters at boundaries is all that could be seen
+            return True
+        if isinstance(error, UnsupportedModelError):
             raise
-    met = {boundary.node: boundary for boundary in region.boundaries}
-    shown = True
-    if graphs:
-        entries = [call for call in uses.calls if not call.sources and owned[call].rows is not None]
-        entries = [call for call in entries if uses.capturing[call] not in region.calls]
-        # Where nothing was kept of constants, all that could be seen is what enters at boundaries.
-        shown = _examples_changed(uses, entries, owned, graphs, names, asked=bool(questions))
-        for found in _alike(uses, graphs, {*region.shared, *uses.leaves, *met}):
-            if found.own in met:
-                # Where no layer reads examples, they come to an operation with parameters.
-                shown = shown or not _same(*map(_saved, found.others))
-                pairs = [*zip(graphs, found.others, strict=True)]
-                same = _same(*(_entering(graph, node, met[found.own]) for graph, node in pairs))
-            else:
-                same = found.own not in questions or _same(*map(_saved, found.others))
-            if not same:
-                raise mixes(found.own, names)
-            questions.pop(found.own, None)
-    # Without another forward, or where it took another way, the model's own constants are known all the same.
-    left = next((node for node in questions if not _held(node, names)), None)
-    if left is not None:
-        why = f"; {REMEDY}" if not graphs else (
-            ": the forward on some of the batch's rows takes another way; remove branches that depend on the examples "
-            "from before this place"
-        )  # fmt: skip
-        raise UnsupportedModelError(
-            f"{_in_words(left, names)} depends on the examples could not be tried{why}", place=left
-        )
-    return shown
+        why = f": the forward on some of the batch's rows raised {type(error).__name__}: {error}"
+        raise _untried(saving[0], why, names) from error
+    pairs = _pairs(uses, set(region.shared), reruns)
+    for node, pair in pairs.items():
+        if node in saving and not _same(*map(_saved, pair)):
+            raise mixes(node, names)
+    why = (
+        ": the forward on some of the batch's rows takes another way; remove branches that depend on the examples from "
+        "before this place"
+    )
+    _refuse_unknown([node for node in saving if node not in pairs], why, names)
+    met = [boundary for boundary in region.boundaries if boundary.node in pairs]
+    for boundary in met:
+        nodes = pairs[boundary.node]
+        if not _same(*[rerun.entering(boundary, node) for rerun, node in zip(reruns, nodes, strict=True)]):
+            raise mixes(boundary.node, names)
+    # Where no layer reads examples, they come to an operation with parameters.
+    return _examples_changed(pairs, uses, region, owned, names, asked=bool(saving)) or any(
+        not _same(*map(_saved, pairs[boundary.node])) for boundary in met
+    )
 
 
-def _graphs(run: Forward, examples: int, names: ParameterNames, what: str, place: Any) -> list[_Graph]:
-    """The graphs of both forwards; raises UnsupportedModelError where one fails."""
-    found = []
-    for part in (0, 1):
-        try:
-            with _Tape() as tape:
-                outputs = run(part, examples)
-            found.append(_Graph(outputs, names, tape.values))
-        except UnsupportedModelError:
-            raise
-        except Exception as error:
-            raise UnsupportedModelError(
-                f"{what} depends on the examples could not be tried: the forward on some of the batch's rows raised "
-                f"{type(error).__name__}: {error}",
-                place=place,
-            ) from error
-    return found
+def _refuse_unknown(nodes: Iterable[Any], why: str, names: ParameterNames) -> None:
+    """Raises UnsupportedModelError for operations that were given more than the model's own constants."""
+    for node in nodes:
+        if not _takes_constants(node, names):
+            raise _untried(node, why, names)
+
+
+def _untried(node: Any, why: str, names: ParameterNames) -> UnsupportedModelError:
+    call = getattr(node, "call", None)
+    what = f"layer {names.layer(call)}" if isinstance(call, LayerCall) else f"operation {node.name()}"
+    return UnsupportedModelError(
+        f"all examples share what the {what} gives; whether it depends on the examples could not be tried{why}",
+        place=node,
+    )
+
+
+def _takes_constants(node: Any, names: ParameterNames) -> bool:
+    """Whether all that an operation was given beside the graph's tensors are buffers or frozen parameters."""
+    constants = sum(below is None for below, _ in node.next_functions)
+    if not constants or type(node).__module__ != "builtins" or hides_constants(node):
+        return False
+    return sum(isinstance(each, Tensor) and names.holds(each) for each in _saved(node)) >= constants
 
 
 def _examples_changed(
-    uses: Uses, entries: Sequence[LayerCall], owned: Mapping[Subject, Owned], graphs: Sequence[_Graph],
+    pairs: Mapping[Any, Any], uses: Uses, region: SharedSubgraph, owned: Mapping[Subject, Owned],
     names: ParameterNames, asked: bool,
 ) -> bool:  # fmt: skip
     """Whether the layers that read the examples read others in both forwards.
@@ -147,16 +143,13 @@ def _examples_changed(
         UnsupportedModelError: one read the same, and its examples aren't alike; if that is ``asked``.
     """
     changed = False
-    for call in entries:
-        node = uses.capturing[call]
-        own = _in_turn([each for each in uses.nodes if _name(each) == _name(node)])
-        matched = _matched(own, [graph.starts.get(_name(node), []) for graph in graphs])
-        pairs = [found.others for found in matched if found.own is node]
-        if not pairs:
+    for call in uses.calls:
+        node, rows = uses.capturing[call], owned[call].rows
+        if call.sources or rows is None or node in region.calls or node not in pairs:
             continue
-        if not _same(*(each.saved_tensors for each in pairs[0])):
+        if not _same(*[each.saved_tensors for each in pairs[node]]):
             changed = True
-        elif asked and node.saved_tensors and not _are_alike(node.saved_tensors[0], owned[call].rows):
+        elif asked and node.saved_tensors and not _are_alike(node.saved_tensors[0], rows):
             raise UnsupportedModelError(
                 f"whether what all examples share depends on them could not be tried: {names.layer(call)} read the "
                 "same when rows of the batch were overwritten, since its examples are not in the first dimension of "
@@ -166,121 +159,87 @@ def _examples_changed(
     return changed
 
 
-def _are_alike(tensor: Tensor, rows: Rows | None) -> bool:
+def _are_alike(tensor: Tensor, rows: Rows) -> bool:
     """Whether all rows of what a layer read are the same."""
-    if rows is None or tensor.dim() <= rows.dim or not tensor.shape[rows.dim]:
+    if tensor.dim() <= rows.dim or not tensor.shape[rows.dim]:
         return False
-    return bool(torch.equal(_plain(tensor), _plain(tensor.narrow(rows.dim, 0, 1).expand_as(tensor))))
+    return _same(tensor, tensor.narrow(rows.dim, 0, 1).expand_as(tensor))
 
 
-def _entering(graph: _Graph, node: Any, boundary: BroadcastBoundary) -> list[Tensor]:
-    """What comes to an operation, at which shared tensors meet the examples, from the former; as far as it is known."""
-    edges = [node.next_functions[place] for place, _ in boundary.shared]
-    return [graph.values[edge] for edge in edges if edge in graph.values]
+class _Rerun(TorchFunctionMode):
+    """A forward on overwritten rows.
 
+    Args:
+        run: runs it.
+        part: in which way they are, 0 or 1.
+        examples: B.
 
-def _in_words(node: Any, names: ParameterNames) -> str:
-    call = getattr(node, "call", None)
-    what = f"layer {names.layer(call)}" if isinstance(call, LayerCall) else f"operation {node.name()}"
-    return f"all examples share what the {what} gives; whether it"
+    Attributes:
+        values: two numbers of what each operation gave, by the tensor's place in the graph.
+        followers: see `_followers`.
+    """
 
-
-class _Tape(TorchFunctionMode):
-    """Two numbers of what each operation of a forward gave, by the tensor's place in the graph."""
-
-    def __init__(self) -> None:
+    def __init__(self, run: Forward, part: int, examples: int) -> None:
         super().__init__()
         self.values: dict[Edge, Tensor] = {}
+        with self:
+            outputs = run(part, examples)
+        self.followers = _followers(from_below(*[output.grad_fn for output in outputs]))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         for each in found if isinstance(found, (tuple, list)) else (found,):
             if isinstance(each, Tensor) and each.grad_fn is not None and each.layout == torch.strided:
-                with torch.no_grad():
-                    self.values.setdefault((each.grad_fn, each.output_nr), _in_numbers(each))
+                self.values.setdefault((each.grad_fn, each.output_nr), _in_numbers(each.detach()))
         return found
+
+    def entering(self, boundary: BroadcastBoundary, node: Any) -> list[Tensor]:
+        """What all examples share of what comes to the node in a boundary's place, as far as it is known."""
+        edges = [node.next_functions[place] for place, _ in boundary.shared]
+        return [self.values[edge] for edge in edges if edge in self.values]
 
 
 def _in_numbers(tensor: Tensor) -> Tensor:
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    flat = tensor.detach().double().nan_to_num().flatten()
+    flat = tensor.double().nan_to_num().flatten()
     return torch.stack([flat.sum(), flat @ torch.linspace(1, 2, len(flat), dtype=flat.dtype, device=flat.device)])
 
 
-class _Graph:
-    """The graph of a forward, as far as shared parts are looked for in it."""
+def _before(node: Any) -> list[Any]:
+    """What a node is found by: its layer if it has one, and the nodes that it was given."""
+    call = getattr(node, "call", None)
+    layer = [("layer", id(call.layer), call.parameters)] if isinstance(call, LayerCall) else []
+    return [*layer, *(below for below, _ in inputs_of(node) if below is not None)]
 
-    def __init__(self, outputs: Sequence[Tensor], names: ParameterNames, values: Mapping[Edge, Tensor]) -> None:
-        self._kept, self.values = outputs, values
-        self.consumers: dict[Any, list[Any]] = {}
-        self.starts: dict[Any, list[Any]] = {}
-        for output in outputs:
-            if output.grad_fn is None:
+
+def _followers(nodes: Iterable[Any]) -> dict[Any, list[Any]]:
+    """{a node or layer: its consumers or uses}, in the order of the forward."""
+    found: dict[Any, dict[Any, None]] = {}
+    for node in sorted(nodes, key=lambda node: node._sequence_nr()):
+        for before in _before(node):
+            found.setdefault(before, {})[node] = None
+    return {before: list(after) for before, after in found.items()}
+
+
+def _pairs(uses: Uses, shared: set[Any], reruns: Sequence[_Rerun]) -> dict[Any, tuple[Any, Any]]:
+    """{node of the batch's own graph: those in its place in both others}, each after all of its inputs.
+
+    Nodes are found by their layers, and by inputs that are ``shared``.
+    """
+    ordered, found = from_below(*uses.nodes), dict[Any, tuple[Any, Any]]()
+    own, first, second = _followers(ordered), reruns[0].followers, reruns[1].followers
+    for node in ordered:
+        for before in _before(node):
+            if before not in shared and not isinstance(before, tuple):
                 continue
-            uses = read_graph(output, names)
-            for node, each in uses.consumers.items():
-                self.consumers.setdefault(node, []).extend(each)
-            for node in uses.nodes:
-                self.starts.setdefault(_name(node), []).append(node)
-        # Consumers and uses of layers in the order of the forward.
-        for table in (self.consumers, self.starts):
-            for key, nodes in table.items():
-                table[key] = _in_turn(nodes)
+            one, other = found.get(before, (before, before))  # a layer, and a parameter's node, is the same in all
+            mine, ones, others = own[before], first.get(one, []), second.get(other, [])
+            if [*map(type, mine)] == [*map(type, ones)] == [*map(type, others)]:
+                found[node] = ones[mine.index(node)], others[mine.index(node)]
+    return found
 
 
-def _in_turn(nodes: Sequence[Any]) -> list[Any]:
-    return sorted(dict.fromkeys(nodes), key=lambda node: node._sequence_nr())
-
-
-def _name(node: Any) -> tuple[Any, ...] | None:
-    """What a node is found by: a layer or a parameter; None for others."""
-    if isinstance(call := getattr(node, "call", None), LayerCall):
-        return "layer", id(call.layer), call.parameters
-    return ("parameter", id(node.variable)) if type(node) is ACCUMULATE else None  # type: ignore[union-attr]
-
-
-def _alike(uses: Uses, graphs: Sequence[_Graph], shared: set[Any]) -> Iterator[_Found]:
-    """The shared nodes of a graph with those in their place in two others, from parameters and layers on upwards."""
-    starts: dict[Any, list[Any]] = {}
-    for node in uses.nodes:
-        starts.setdefault(_name(node), []).append(node)
-    stack, seen = list[_Found](), set[Any]()
-    for name, nodes in starts.items():
-        if name is not None and any(node in shared for node in nodes):
-            stack += _matched(_in_turn(nodes), [graph.starts.get(name, []) for graph in graphs])
-    while stack:
-        found = stack.pop()
-        if found.own in seen or found.own not in shared:
-            continue
-        seen.add(found.own)
-        yield found
-        others = [graph.consumers[node] for graph, node in zip(graphs, found.others, strict=True)]
-        stack += _matched(_in_turn(uses.consumers[found.own]), others)
-
-
-def _matched(own: Sequence[Any], others: Sequence[Sequence[Any]]) -> list[_Found]:
-    """Each node with those in its place; nothing where there are other nodes."""
-    kinds = [[type(node) for node in nodes] for nodes in (own, *others)]
-    if any(each != kinds[0] for each in kinds):
-        return []
-    return [_Found(each[0], (each[1], each[2])) for each in zip(own, *others, strict=True)]
-
-
-def _held(node: Any, names: ParameterNames) -> bool:
-    """Whether all that an operation was given beside the graph's tensors are buffers or frozen parameters."""
-    constants = sum(below is None for below, _ in node.next_functions)
-    if not constants or type(node).__module__ != "builtins" or hides_constants(node):
-        return False
-    tensors = [each for each in _saved(node) if isinstance(each, Tensor)]
-    return sum(map(names.holds, tensors)) >= constants
-
-
-def _kind(node: Any) -> type:
-    return type(node)
-
-
-@functools.cache
-def _saves(kind: type) -> bool:
+def _may_save(kind: type) -> bool:
     """Whether nodes of a type may keep tensors for their gradients."""
     return kind.__module__ != "builtins" or any(name.startswith("_raw_saved_") for name in dir(kind))
 
@@ -288,20 +247,12 @@ def _saves(kind: type) -> bool:
 def _saved(node: Any) -> list[Any]:
     """What a node keeps for its gradient."""
     try:
-        return _read(node)
-    except RuntimeError:  # of a buffer that the forward changes; its values of then are gone
-        return [object()]
-
-
-def _read(node: Any) -> list[Any]:
-    if type(node).__module__ != "builtins":
+        if type(node).__module__ == "builtins":
+            return [getattr(node, name) for name in dir(type(node)) if name.startswith("_saved_")]
         own = [value for name, value in sorted(vars(node).items()) if isinstance(value, (Tensor, int, float))]
         return [*node.saved_tensors, *own]
-    return [getattr(node, name) for name in _names_of_saved(type(node))]
-
-
-def _names_of_saved(kind: type) -> list[str]:
-    return [name for name in dir(kind) if name.startswith("_saved_")]
+    except RuntimeError:  # of a buffer that the forward changes; its values of then are gone
+        return [object()]
 
 
 def _same(first: Any, second: Any) -> bool:

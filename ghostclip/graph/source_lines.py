@@ -6,6 +6,7 @@ import linecache
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,11 +26,7 @@ FRAME = re.compile(r'File "(.+)", line (\d+)')
 
 def current_line() -> str:
     """That of the call that is going on, "file:line: source"; "" where all of it is torch's and ours."""
-    frames, frame = [], sys._getframe(1)
-    while frame is not None:
-        frames.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back  # type: ignore[assignment]
-    return _innermost(frames)
+    return _innermost((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe(1)))
 
 
 def line_of(place: Any, graphs: Iterable[Tensor]) -> str:
@@ -41,10 +38,10 @@ def line_of(place: Any, graphs: Iterable[Tensor]) -> str:
         nodes = (node for losses in graphs for node in from_below(losses.grad_fn))
         place = next((node for node in nodes if getattr(node, "call", None) is place), None)
     kept = [] if place is None else place.metadata.get("traceback_", [])
-    return _innermost([(match[1], int(match[2])) for each in reversed(kept) if (match := FRAME.search(each))])
+    return _innermost((match[1], int(match[2])) for each in reversed(kept) if (match := FRAME.search(each)))
 
 
-def _innermost(frames: list[tuple[str, int]]) -> str:
+def _innermost(frames: Iterable[tuple[str, int]]) -> str:
     """The first frame that isn't of the packages, from the inside out."""
     for file, number in frames:
         if file.startswith("<") or os.path.abspath(file).startswith(PACKAGES):

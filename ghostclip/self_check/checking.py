@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ghostclip.clipper import per_example_norms
-from ghostclip.clipper.replay import Replay
+from ghostclip.clipper.trial import without_trace
 from ghostclip.errors import GhostClipError
-from ghostclip.graph.data_swap import LOSS_REMEDY, Mixed
 from ghostclip.graph.source_lines import line_of
 from ghostclip.self_check.comparison import MOST
 from ghostclip.self_check.loading import CutRows, LoadedRows, Rows
@@ -29,6 +28,7 @@ __all__ = ["check"]
 # Messages say what is wrong, and after that what to do.
 REMEDY = re.compile(r"; |\. (?=[A-Z])")
 
+SHAPE_REMEDY = 'compute each loss from its own example only (reduction="none"), one number for each'
 KEPT = "the forward puts something of the batch's data into the {} {!r}, which gets no noise"
 NOT_FINITE = (
     "no example's loss and gradient are finite numbers, so none of them would take part in training",
@@ -68,10 +68,10 @@ def check(
     known = {finding.path for finding in findings}
     rows, losses = _tried(model, loss_fn, batch)
     if losses.dim() != 1:
-        found = [Mixed("", f"the losses have shape {list(losses.shape)}, not [B]", LOSS_REMEDY)]
+        found = [Finding("", f"the losses have shape {list(losses.shape)}, not [B]", SHAPE_REMEDY)]
     else:
         found = _mixing(model, loss_fn, rows)
-    findings += [Finding(*mixed) for mixed in found if mixed.path not in known]
+    findings += [each for each in found if each.path not in known]
     return findings or _refusal(model, loss_fn, rows.load(range(len(rows))).batch)
 
 
@@ -84,21 +84,21 @@ def _tried(model: nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[Rows, T
         places = range(len(batch.dataset))  # type: ignore[arg-type]
         collate: Any = batch.collate_fn
         rows = LoadedRows(batch.dataset, collate, random.sample(places, min(MOST, len(places))), lambda found: found)
-    with Replay(model).again(gradients=True):
+    with without_trace(model):
         losses = loss_fn(model, batch if rows is None else rows.load(range(len(rows))).batch).detach()
     if losses.dim() == 1 and len(losses) < 2:
         raise ValueError(f"batch must have at least two examples, to see whether they mix; got {len(losses)}")
     return CutRows(batch, losses.numel()) if rows is None else rows, losses
 
 
-def _mixing(model: nn.Module, loss_fn: LossFunction, rows: Rows) -> list[Mixed]:
+def _mixing(model: nn.Module, loss_fn: LossFunction, rows: Rows) -> list[Finding]:
     """How losses depend on other examples, and what the model keeps of them."""
     test = MixingTest(TrialLosses(loss_fn, model, rows), len(rows), random.Random(), log.warning)
     # Rows that are loaded again may be padded otherwise, and draw other random numbers, when one is exchanged.
     found = [test.place() if isinstance(rows, CutRows) else None]
     if (kept := test.kept()) is not None:
         path, _, own = kept.name.rpartition(".")
-        found.append(Mixed(path, KEPT.format(kept.kind, own), REMEDY_OF_KEPT))
+        found.append(Finding(path, KEPT.format(kept.kind, own), REMEDY_OF_KEPT))
     return [each for each in found if each] or [each for each in [test.mixed()] if each]
 
 

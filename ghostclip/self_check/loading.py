@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,7 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ghostclip.clipper.cutting import cut, length_of, tensors_of
-from ghostclip.clipper.replay import trying
+from ghostclip.clipper.random_states import drawing_from, random_states
+from ghostclip.clipper.trial import trying
 
 __all__ = ["CutRows", "Loaded", "LoadedRows", "Rows", "Widened"]
 
@@ -76,14 +76,14 @@ class LoadedRows:
 
     def load(self, index: Sequence[int]) -> Loaded:
         """See `Rows`."""
-        with _random_states_kept(), trying():
+        with trying(), drawing_from(random_states()):
             examples = self._fetch([self._rows[place] for place in index])
             one_by_one = isinstance(examples, list) and len(examples) == len(index)
             lengths = [length_of(example) for example in examples] if one_by_one else None
             _set_seed(self._seed)
-            before = _random_states()
+            before = random_states()
             batch = self._transform(self._collate(examples))
-            after = _random_states()
+            after = random_states()
         return Loaded(batch, after, after != before, lengths)
 
     def _fetch(self, rows: list[int]) -> Any:
@@ -91,9 +91,9 @@ class LoadedRows:
         several = getattr(self._dataset, "__getitems__", None)
         if several:
             _set_seed(self._seed)
-            before = _random_states()
+            before = random_states()
             examples = several(rows)
-            if _random_states() == before:
+            if random_states() == before:
                 return examples
         return [self._example(row) for row in rows]
 
@@ -164,31 +164,9 @@ def _is_float32(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dtype == torch.float32
 
 
-def _devices() -> list[int]:
-    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-
-
-def _random_states() -> tuple[Any, ...]:
-    """Those of torch, numpy and Python, to be compared."""
-    _, keys, *rest = np.random.get_state()
-    of_torch = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in _devices())]
-    return *(each.numpy().tobytes() for each in of_torch), np.asarray(keys).tobytes(), *rest, random.getstate()
-
-
 def _set_seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 2 ms where there is no GPU
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
     np.random.seed(seed)
     random.seed(seed)
-
-
-@contextmanager
-def _random_states_kept() -> Iterator[None]:
-    of_numpy, of_python = np.random.get_state(), random.getstate()
-    with torch.random.fork_rng(_devices()):
-        try:
-            yield
-        finally:
-            np.random.set_state(of_numpy)
-            random.setstate(of_python)

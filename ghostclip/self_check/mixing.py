@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from ghostclip.clipper.cutting import have_same_sizes
-from ghostclip.clipper.replay import trying
-from ghostclip.graph.data_swap import LOSS_REMEDY, Mixed, mixed_examples
+from ghostclip.clipper.trial import trying
 from ghostclip.self_check.loading import Widened
+from ghostclip.self_check.mixing_place import LOSS_REMEDY, mixing_place
 from ghostclip.self_check.model_state import unlike
 from ghostclip.self_check.trial_losses import TrialLosses, TrialOutcome
+from ghostclip.wrap import Finding
 
 __all__ = ["REMEDY_OF_KEPT", "Kept", "MixingTest"]
 
@@ -37,7 +38,7 @@ TOSSES = 40
 CHOICES = 16
 
 REMEDY_OF_KEPT = "don't update it in training (put its module into eval mode, or take the update out)"
-OF_COMPANY = Mixed(
+OF_COMPANY = Finding(
     "",
     "losses change when their examples are loaded in a smaller batch",
     "most often they see the padding to the longest text of the batch: mask it, divide by each text's own count of "
@@ -45,16 +46,16 @@ OF_COMPANY = Mixed(
     "mean, a count of tokens or classes, MixUp, a division by the batch's size): compute it for each example alone, or "
     "divide by a constant",
 )
-OF_ORDER = Mixed(
+OF_ORDER = Finding(
     "",
     "the collate function changes the order of the rows, by which the engine knows with unit_ids whose they are",
     "keep the rows in the order in which the collate function gets them (pack_padded_sequence takes them in any order "
     "with enforce_sorted=False)",
 )
-OF_DATA = Mixed(
+OF_DATA = Finding(
     "",
     "an example's loss depends on the data of another",
-    'compute each loss from its own example only (reduction="none"), and mix no examples in the collate function',
+    LOSS_REMEDY,
 )
 
 log = logging.getLogger("ghostclip")
@@ -132,7 +133,7 @@ class MixingTest:
             )
         return None
 
-    def mixed(self) -> Mixed | None:
+    def mixed(self) -> Finding | None:
         """How losses depend on other examples."""
         if self._trial.draws:
             untested = (
@@ -290,19 +291,10 @@ class MixingTest:
                 return False
         return True
 
-    def place(self) -> Mixed | None:
+    def place(self) -> Finding | None:
         """The first operation in which the rows meet when one of them is exchanged for its neighbour."""
-        trial = self._trial
-
-        def loss_fn(model: torch.nn.Module, index: torch.Tensor) -> torch.Tensor:
-            batch = trial.rows.load(index.tolist()).batch
-            return trial.replayed(lambda: trial.loss_fn(model, batch))
-
         try:
-            found = mixed_examples(trial.model, loss_fn, torch.tensor(trial.every))
+            return mixing_place(self._trial.model, self._trial.losses_again, len(self._trial.every))
         except Exception as error:  # a finding stands without a place
             log.info("the place where examples meet was not found: %s: %s", type(error).__name__, error)
             return None
-        if found and found[0].remedy == LOSS_REMEDY:  # it may be what made the batch
-            return found[0]._replace(remedy=OF_DATA.remedy)
-        return found[0] if found else None

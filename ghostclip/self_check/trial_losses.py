@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ghostclip.clipper.first_pass import FirstPasses
-from ghostclip.clipper.replay import Replay
+from ghostclip.clipper.random_states import random_states, set_random_states
+from ghostclip.clipper.trial import without_trace
 from ghostclip.self_check.loading import Loaded, Rows
 from ghostclip.self_check.model_state import Left, ModelSnapshot
 
@@ -74,8 +75,7 @@ class TrialLosses:
 
     def __init__(self, loss_fn: LossFunction, model: nn.Module, rows: Rows, passes: FirstPasses | None = None) -> None:
         self.loss_fn, self.model, self.rows, self._passes = loss_fn, model, rows, passes
-        self._replay = Replay(model)
-        self._begins = self._replay.state()
+        self._begins = random_states()
         self._quiet: set[nn.Module] = set()
         self.every = list(range(len(rows)))
         self._rounding, self._rounding_of_norms = ROUNDING[torch.float32], NORMS_ROUND
@@ -93,16 +93,14 @@ class TrialLosses:
         """The outcome for the rows ``index``, from the state that a forward of the rows ``after`` left."""
         loaded = self.rows.load(index)
         before = None if after is None else self.rows.load(after).batch
-        with self._replay.again(gradients=True):
-            for module in self._quiet if quiet else ():
-                module.training = False
+        with self._again(quiet):
             if before is not None:
                 self.loss_fn(self.model, before)
-                self._replay.rewind()
+                set_random_states(self._begins)
             state = ModelSnapshot(self.model)
             with watch or nullcontext():
                 losses = self.loss_fn(self.model, loaded.batch)
-            states, left = (loaded.random_states, self._replay.state()), state.left()
+            states, left = (loaded.random_states, random_states()), state.left()
             measured = self._norms(losses) if norms else None
         return TrialOutcome(losses.detach(), measured, loaded._replace(batch=None), left, states)
 
@@ -116,12 +114,19 @@ class TrialLosses:
             log.info("gradients of a part of a batch are not compared: %s: %s", type(error).__name__, error)
             return None
 
-    def replayed(self, work: Callable[[], Any]) -> Any:
-        """What ``work`` returns in the state in which all batches are tried."""
-        with self._replay.again(gradients=True):
-            for module in self._quiet:
+    def losses_again(self, index: Sequence[int]) -> Tensor:
+        """The losses of the rows ``index``, and nothing else."""
+        batch = self.rows.load(index).batch
+        with self._again():
+            return self.loss_fn(self.model, batch)
+
+    @contextmanager
+    def _again(self, quiet: bool = True) -> Iterator[None]:
+        with without_trace(self.model):
+            set_random_states(self._begins)
+            for module in self._quiet if quiet else ():
                 module.training = False
-            return work()
+            yield
 
     def norms_differ(self, these: Tensor, those: Tensor) -> bool:
         """Whether gradient norms [n] differ from others by more than rounding may do, and by what clipping may show."""
@@ -178,7 +183,7 @@ class TrialLosses:
 
         def note() -> None:
             nonlocal state
-            if (now := self._replay.state()) != state:
+            if (now := random_states()) != state:
                 state = now
                 self._quiet.update(running[-1:])
 

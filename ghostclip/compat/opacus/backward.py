@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ghostclip.clipper.replay import is_trial
+from ghostclip.clipper.trial import is_trial
 from ghostclip.compat.opacus.core import CoreEngine
 from ghostclip.compat.opacus.model_losses import loss_of_rows
 from ghostclip.errors import LossShapeError, PrivacyError

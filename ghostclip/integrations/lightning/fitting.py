@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ghostclip.clipper.replay import is_trial
+from ghostclip.clipper.trial import is_trial
 from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import LossShapeError, PrivacyError
 from ghostclip.sampling import LogicalBatch, users_of_rows

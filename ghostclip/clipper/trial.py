@@ -1,0 +1,72 @@
+"""A forward that is tried, for checks alone: it leaves no trace in the model and in random states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+from ghostclip.clipper.random_states import drawing_from, random_states
+
+__all__ = ["is_trial", "trying", "without_trace"]
+
+_TRYING = ContextVar("trying", default=False)
+# Every module has dictionaries of these, to which a forward may add some: buffers, submodules, hooks. Parameters aren't
+# looked at: FSDP2 exchanges them.
+TABLES = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and name != "_parameters"]
+
+
+def is_trial() -> bool:
+    """Whether a forward that runs now is a trial, whose losses are used for nothing but checks."""
+    return _TRYING.get()
+
+
+@contextmanager
+def trying() -> Iterator[None]:
+    """Inside, `is_trial` is true."""
+    token = _TRYING.set(True)
+    try:
+        yield
+    finally:
+        _TRYING.reset(token)
+
+
+@contextmanager
+def without_trace(model: nn.Module) -> Iterator[None]:
+    """Inside, forwards of a model are trials, and graphs are recorded.
+
+    Afterwards random states, modes, buffers, attributes and hooks are as they were. What a forward keeps in a list or
+    a dict of its own stays.
+    """
+    owned = [vars(module) for module in model.modules()]
+    tables = [*owned, *(own[name] for own in owned for name in TABLES if isinstance(own.get(name), dict))]
+    entries = [dict(table) for table in tables]
+    attributes = [value for own in owned for value in own.values() if isinstance(value, torch.Tensor)]
+    tensors = [*model.buffers(), *(each for each in attributes if not each.requires_grad)]
+    values = [tensor.clone() for tensor in tensors]
+    with trying(), drawing_from(random_states()), torch.enable_grad():
+        try:
+            yield
+        finally:
+            for table, before in zip(tables, entries, strict=True):
+                _put_back_entries(table, before)
+            for tensor, value in zip(tensors, values, strict=True):
+                _put_back_values(tensor, value)
+
+
+def _put_back_entries(table: dict[str, Any], before: dict[str, Any]) -> None:
+    if len(table) != len(before) or any(table.get(name, table) is not value for name, value in before.items()):
+        table.clear()
+        table.update(before)
+
+
+@torch.no_grad()
+def _put_back_values(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    if tensor.shape != value.shape:  # exchanged by ``tensor.data = ...``
+        tensor.data = value
+    elif not torch.equal(tensor, value):
+        tensor.copy_(value)

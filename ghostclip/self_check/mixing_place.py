@@ -1,0 +1,154 @@
+"""The first operation of a forward in which the examples of a batch meet, and the line of code that it comes from.
+
+The forward runs on the batch, and again with the data of one example exchanged for its neighbour's. The first operation
+that gives another example another row is the place. With ``h - h.mean(0)`` and 2 in the place of the first of three:
+
+    h                1  2  6    ->   2     2     6
+    h.mean(0)        3          ->   3.3                 no dimension has the examples
+    h - h.mean(0)   -2 -1  3    ->  -1.3  -1.3   2.7     the rows of the others changed: here
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ghostclip.graph.marks import numbers
+from ghostclip.graph.source_lines import current_line
+from ghostclip.wrap import Finding
+
+__all__ = ["LOSS_REMEDY", "mixing_place"]
+
+LOSS_REMEDY = (
+    'compute each loss from its own example only (reduction="none"), and mix no examples in the collate function'
+)
+MODULE_REMEDY = (
+    "use a layer that treats each example by itself (GroupNorm for BatchNorm, an expert's capacity within an example), "
+    "and compare no examples of one batch"
+)
+# Of the largest value beside it: other rows of a product are not touched at all, so this is far above what rounds.
+TOLERANCE = 1e-5
+
+# Gives the losses [B] of these rows of a batch, always from the same state and random numbers.
+LossesOf = Callable[[Sequence[int]], Tensor]
+
+
+def mixing_place(model: nn.Module, losses_of: LossesOf, examples: int) -> Finding | None:
+    """The first operation in which examples meet; None where they stay apart.
+
+    The first, the middle and the last of ``examples`` (at least two) are exchanged, one after another.
+    """
+    own = list(range(examples))
+    losses = losses_of(own)
+    for changed in sorted({0, examples // 2, examples - 1}):
+        other = [*own[:changed], (changed + 1) % examples, *own[changed + 1 :]]
+        moved = _first_moved(losses, losses_of(other), changed)
+        if moved is None:
+            continue
+        before, after = _Recorder(model, examples), _Recorder(model, examples)
+        for recorder, rows in ((before, own), (after, other)):
+            with recorder:
+                losses_of(rows)
+        example, place = _first_place(before.operations, after.operations, changed) or (moved, None)
+        line = "" if place is None else place.line
+        if place is None or place.path is None:
+            problem = f"the loss of example {moved} depends on the data of example {changed}"
+            return Finding("", problem, LOSS_REMEDY, line)
+        kind = type(model.get_submodule(place.path)).__name__
+        problem = f"{kind}: what it gives for example {example} depends on the data of example {changed}"
+        return Finding(place.path, problem, MODULE_REMEDY, line)
+    return None
+
+
+class _Operation(NamedTuple):
+    """An operation that a forward did.
+
+    Attributes:
+        function: of torch.
+        rows: [B, 2] for each dimension of its result that is as long as the batch: two numbers of each row.
+        path: of the innermost module that was running; None outside of the model.
+        line: of the code; "" where it isn't known.
+    """
+
+    function: Any
+    rows: list[Tensor]
+    path: str | None
+    line: str
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes the operations of the forward that runs inside.
+
+    Args:
+        model: whose modules are named.
+        examples: B.
+    """
+
+    def __init__(self, model: nn.Module, examples: int) -> None:
+        super().__init__()
+        self._paths, self._examples = {module: path for path, module in model.named_modules()}, examples
+        self._running: list[str | None] = []
+        self.operations: list[_Operation] = []
+
+    def __enter__(self) -> _Recorder:
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        self._running.append(self._paths.get(module))
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._running.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        # Memory that nothing was written to holds anything.
+        for leaf in () if "empty" in func.__name__ else tree_leaves(found):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                dims = [dim for dim, size in enumerate(leaf.shape) if size == self._examples]
+                rows = [numbers(leaf, dim).T for dim in dims]
+                path = next((path for path in reversed(self._running) if path is not None), None)
+                self.operations.append(_Operation(func, rows, path, current_line()))
+        return found
+
+
+def _first_place(
+    before: Sequence[_Operation], after: Sequence[_Operation], changed: int
+) -> tuple[int, _Operation] | None:
+    """(another example, the first operation that mixed it); None where others are done before that.
+
+    An operation has mixed examples if rows of others moved along each dimension of its result that may have them.
+    """
+    for one, other in zip(before, after, strict=False):
+        if one.function is not other.function or len(one.rows) != len(other.rows):
+            return None
+        moved = [_first_moved(old, new, changed) for old, new in zip(one.rows, other.rows, strict=True)]
+        if moved and moved[0] is not None and None not in moved:
+            return moved[0], other
+    return None
+
+
+def _first_moved(before: Tensor, after: Tensor, changed: int) -> int | None:
+    """The first row, other than the changed one, that is not what it was; None where all are."""
+    if not before.is_floating_point():
+        return None
+    before, after = before.detach().reshape(len(before), -1), after.detach().reshape(len(after), -1)
+    scale = TOLERANCE * float(before.nan_to_num(posinf=0, neginf=0).abs().max()) if before.numel() else 0.0
+    same = torch.isclose(before, after, rtol=0, atol=scale, equal_nan=True).all(1)
+    same[changed] = True
+    return None if bool(same.all()) else int((~same).nonzero()[0])
