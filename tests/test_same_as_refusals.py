@@ -181,7 +181,7 @@ def interrupted(stop, work):
             raise KeyboardInterrupt
         return line
 
-    sys.settrace(lambda frame, event, arg: line if frame.f_code.co_filename.endswith("nn/comparing.py") else None)
+    sys.settrace(lambda frame, event, arg: line if frame.f_code.co_filename.endswith("nn/declared.py") else None)
     try:
         work()
     except KeyboardInterrupt:
