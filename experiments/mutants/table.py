@@ -1286,9 +1286,9 @@ MISUSE = [
     ),
     Mutant(
         "what a declared class leaves in a list is overlooked",
-        "ghostclip/nn/comparing.py",
-        "        names += [name for name, now, before in self._lists if list(map(id, now)) != list(map(id, before))]\n",
-        "",
+        "ghostclip/nn/declared.py",
+        "    for name in {**before, **now}:\n",
+        "    for name in before:\n",
         ("tests/test_same_as_refusals.py", "-k", "containers"),
     ),
     Mutant(
@@ -1376,8 +1376,8 @@ SAME = [
     Mutant(
         "a declared class's own forward runs under the rule of torch's",
         DECLARED,
-        "    stand_in = type(kind.__name__, (_StandIn, rule), ",
-        "    stand_in = type(kind.__name__, (_StandIn, rule, kind), ",
+        "    stand_in: Any = type(kind.__name__, (_StandIn, rule), ",
+        "    stand_in: Any = type(kind.__name__, (_StandIn, rule, kind), ",
         SAME_AS,
     ),
     Mutant(

@@ -26,6 +26,7 @@ from .base import LAYERS, GhostLayer, LayerCall, place_of
 
 __all__ = ["DECLARED", "Declared", "same_as"]
 
+REMEDY = "remove ghostclip.same_as({0}, ...): without it {0} is followed through the graph, as exact"
 # The declared class -> its wrapper. Filled by `same_as`, for the process.
 DECLARED: dict[type, type[Declared]] = {}
 # Under which conditions a module was verified. Copies of a module are verified anew.
@@ -63,10 +64,10 @@ def same_as(kind: type[torch.nn.Module], torch_class: type[torch.nn.Module]) -> 
             )
     rule = LAYERS.get(getattr(torch_class, "wrapped", torch_class))
     if rule is None or rule.has_parts or (issubclass(torch_class, GhostLayer) and torch_class is not rule):
-        known = ", ".join(sorted(each.__name__ for each, rule in LAYERS.items() if not rule.has_parts))
+        names = ", ".join(sorted(each.__name__ for each, rule in LAYERS.items() if not rule.has_parts))
         parts = rule is not None and rule.has_parts
         problem = "is built of layers that have rules, which wrap gives them" if parts else "has no rule"
-        raise ValueError(f"torch_class must be one of {known}; {torch_class.__name__} {problem}")
+        raise ValueError(f"torch_class must be one of {names}; {torch_class.__name__} {problem}")
     if kind.__module__.partition(".")[0] == "torch":
         raise ValueError(f"kind must be a class of your own; {kind.__name__} is torch's, which wrap knows")
     if issubclass(kind, GhostLayer) or kind in LAYERS:
@@ -100,7 +101,6 @@ class Declared(GhostLayer):
 
     checked_when_frozen = True
     target: ClassVar[type[torch.nn.Module]]
-    remedy: ClassVar[str]
     stand_in: ClassVar[type[GhostLayer]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ class Declared(GhostLayer):
                 return self.wrapped.forward(_seen_as(self, self.wrapped), *args, **kwargs)
             self._verify(args, kwargs, conditions)
         object.__setattr__(layer, "declared_module", self)  # torch's own would make it a part of the module
-        return layer.forward(*args, **kwargs)
+        return self.stand_in.forward(layer, *args, **kwargs)
 
     def per_example(
         self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor
@@ -128,7 +128,12 @@ class Declared(GhostLayer):
     def obstacles(cls, module: torch.nn.Module) -> list[tuple[str, str]]:
         if (misfit := cls._misfit(module)) is None:
             return cls.stand_in.obstacles(module)
-        return [(f"it is declared to be the same as {cls.target.__name__}, but {misfit}", cls.remedy)]
+        return [
+            (
+                f"it is declared to be the same as {cls.target.__name__}, but {misfit}",
+                REMEDY.format(cls.wrapped.__name__),
+            )
+        ]
 
     @classmethod
     def _misfit(cls, module: torch.nn.Module) -> str | None:
@@ -168,10 +173,8 @@ class Declared(GhostLayer):
             _verified.setdefault(self, set()).add(conditions)
 
     def _refusal(self, problem: str) -> UnsupportedModelError:
-        return UnsupportedModelError(
-            f"{place_of(self)} is declared to compute what {self.target.__name__} computes, but {problem}; "
-            f"{self.remedy}"
-        )
+        claim = f"{place_of(self)} is declared to compute what {self.target.__name__} computes"
+        return UnsupportedModelError(f"{claim}, but {problem}; {REMEDY.format(self.wrapped.__name__)}")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """By its own class, which is found by name."""
@@ -186,13 +189,10 @@ _OF_WRAPPERS = frozenset(name for name in dir(Declared) if name not in dir(torch
 def _wrapper(kind: type[torch.nn.Module], rule: type[GhostLayer]) -> type[Declared]:
     """The wrapper of a declared class; ``rule`` is that of the class it is the same as."""
     content = {"wrapped": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    stand_in = type(kind.__name__, (_StandIn, rule), {**content, "__slots__": ()})
+    stand_in: Any = type(kind.__name__, (_StandIn, rule), {**content, "__slots__": ()})
     content |= {"target": rule.wrapped, "stand_in": stand_in, "rule": f"{rule.rule} (declared)"}
-    remedy = (
-        f"remove ghostclip.same_as({kind.__name__}, ...): without it {kind.__name__} is followed through the graph, "
-    )
-    content |= {"remedy": remedy + "as exact", "parameter_names": stand_in.parameter_names}
-    content |= {"reads_indices": rule.reads_indices, "row_by_row": rule.row_by_row, "__doc__": kind.__doc__}
+    content |= {"parameter_names": stand_in.parameter_names, "__doc__": kind.__doc__}
+    content |= {"reads_indices": rule.reads_indices, "row_by_row": rule.row_by_row}
     return type(kind.__name__, (Declared, kind), content)
 
 
@@ -245,7 +245,7 @@ def _trial(
         returned = tree_map_only(PackedSequence, tuple, kind.forward(twin, *inputs[0], **inputs[1]))
         outputs = [each for each in tree_leaves(returned) if isinstance(each, Tensor)]
         gradients = _gradients(outputs, [each for each in tensors if each.requires_grad])
-    effects = [name for name, *values in _leaf_pairs(module, twin) if _is_other(*values, copies)]
+    effects = [*_changes(module, twin, copies)]
     pairs = zip(tree_leaves(leaves), tree_leaves(inputs), strict=True)
     effects += ["its input"] * any(isinstance(before, Tensor) and not _same(before, now) for before, now in pairs)
     structure = tree_map_only(Tensor, type, returned)
@@ -273,28 +273,27 @@ def _copied(leaf: Any, copies: dict[int, Any]) -> Any:
     return copies.get(id(leaf), leaf)
 
 
-def _leaf_pairs(module: torch.nn.Module, twin: torch.nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    """(name, leaf of ``module``, leaf of ``twin``) of all attributes and submodules, None where there is none."""
-    before, now = (
-        {
-            f"{path}{keystr(keys)}": leaf
-            for path, part in each.named_modules()
-            for keys, leaf in tree_leaves_with_path(vars(part))
-        }
-        for each in (module, twin)
-    )
+def _changes(module: torch.nn.Module, twin: torch.nn.Module, copies: dict[int, Any]) -> Iterator[str]:
+    """The names of what a forward replaced or changed in ``twin``."""
+    before, now = _state(module), _state(twin)
     for name in {**before, **now}:
-        words = [word for word in re.findall(r"\w+", name) if word not in ("_parameters", "_buffers", "_modules")]
-        yield ".".join(words), before.get(name), now.get(name)
+        old, new = before.get(name), now.get(name)
+        if copies.get(id(old), old) is not new:
+            yield name
+        elif isinstance(old, Tensor) and not _same(old, new):
+            yield name
+        elif isinstance(old, dict | list | set) and old != new:
+            yield name
 
 
-def _is_other(before: Any, now: Any, copies: dict[int, Any]) -> bool:
-    """Whether a forward replaced or changed ``before``, of which ``now`` should be the copy."""
-    if copies.get(id(before), before) is not now:
-        return True
-    if isinstance(before, Tensor):
-        return not _same(before, now)
-    return isinstance(before, dict | list | set) and before != now
+def _state(module: torch.nn.Module) -> dict[str, Any]:
+    """{name: value} of all attributes, parameters and buffers, of submodules too, and of what their containers hold."""
+    found = {}
+    for path, part in module.named_modules():
+        for keys, leaf in tree_leaves_with_path(vars(part)):
+            words = re.findall(r"\w+", path + keystr(keys))
+            found[".".join(word for word in words if word not in ("_parameters", "_buffers", "_modules"))] = leaf
+    return found
 
 
 def _gradients(outputs: list[Tensor], wanted: list[Tensor]) -> list[Tensor]:
@@ -328,7 +327,7 @@ def _difference(own: _Trial, theirs: _Trial) -> str | None:
     return None if close else "its output is the same, but not its gradient"
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _same(one: Tensor, other: Any) -> bool:
     """Whether two tensors are equal in every entry; NaN equals NaN."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
