@@ -278,11 +278,10 @@ def _changes(module: torch.nn.Module, twin: torch.nn.Module, copies: dict[int, A
     before, now = _state(module), _state(twin)
     for name in {**before, **now}:
         old, new = before.get(name), now.get(name)
-        if copies.get(id(old), old) is not new:
-            yield name
-        elif isinstance(old, Tensor) and not _same(old, new):
-            yield name
-        elif isinstance(old, dict | list | set) and old != new:
+        same = copies.get(id(old), old) is new
+        if same and isinstance(old, Tensor):
+            same = _same(old, new)
+        if not same or (isinstance(old, dict | list | set) and old != new):
             yield name
 
 
