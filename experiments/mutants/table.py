@@ -1923,38 +1923,6 @@ FOLLOWED = [
     ),
 ]
 
-# Norms of ragged examples.
-RAGGED_NORMS = [
-    Mutant(
-        "digits that cancel between rows of ragged examples are lost",
-        "ghostclip/norms/ragged.py",
-        " if bool(gram_is_reliable(squared, scale).all()) else None",
-        "",
-        ("tests/test_ragged.py",),
-    ),
-    Mutant(
-        "rows of ragged examples are taken to be in order",
-        "ghostclip/norms/ragged.py",
-        "term = term if self._is_sorted else term.pick(self._order)",
-        "term = term if len(self) else term.pick(self._order)",
-        ("tests/test_ragged.py",),
-    ),
-    Mutant(
-        "the margin of ragged examples is that of a row",
-        "ghostclip/norms/ragged.py",
-        "(squared, scale * positions * self._counts)",
-        "(squared, scale)",
-        ("tests/test_ragged.py",),
-    ),
-    Mutant(
-        "the first row of each ragged example is left out",
-        "ghostclip/native/gram.c",
-        "const long start = starts[example], rows = starts[example + 1] - start;",
-        "const long start = starts[example] + 1, rows = starts[example + 1] - start;",
-        ("tests/test_native_gram.py",),
-    ),
-]
-
 # Rows of ragged examples that are followed through the graph, with no other test after the first batch.
 OWNED = [
     Mutant(
@@ -3074,6 +3042,6 @@ BY_MARKS = [
 
 MUTANTS = [
     *CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *PROVED, *SHARDED, *MIXED, *COMPILED, *MISUSE,
-    *SAME, *WITHIN, *OBSERVED, *INTEGRATED, *CHECKED, *FOLLOWED, *OWNED, *RAGGED_NORMS, *OF_COMPANY, *AROUND_THE_BATCH,
+    *SAME, *WITHIN, *OBSERVED, *INTEGRATED, *CHECKED, *FOLLOWED, *OWNED, *OF_COMPANY, *AROUND_THE_BATCH,
     *DIFFERENTIATED_TWICE, *BY_MARKS,
 ]  # fmt: skip
