@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map, tree_map_only
+from torch.utils._pytree import keystr, tree_flatten, tree_leaves, tree_leaves_with_path, tree_map, tree_map_only
 
 from ghostclip.errors import UnsupportedModelError, is_out_of_memory
 from ghostclip.norms.affine import LinearPair
@@ -215,14 +215,7 @@ def _seen_as(module: torch.nn.Module, kind: type[torch.nn.Module]) -> Any:
 
 
 class _Trial(NamedTuple):
-    """What one forward did.
-
-    Attributes:
-        outputs: the tensors that it returned.
-        structure: what it returned, with a type in the place of each tensor.
-        gradients: of the inputs and parameters, zeros where there is none.
-        effects: names of what it changed.
-    """
+    """What one forward did: the tensors it returned, what else it returned, gradients, names of what it changed."""
 
     outputs: list[Tensor]
     structure: Any
@@ -243,13 +236,14 @@ def _trial(
     # Under activation checkpointing what is saved here must not be counted.
     with saved_tensors_hooks(lambda x: x, lambda x: x), torch.random.fork_rng(sorted(devices, key=str)):
         returned = tree_map_only(PackedSequence, tuple, kind.forward(twin, *inputs[0], **inputs[1]))
-        outputs = [each for each in tree_leaves(returned) if isinstance(each, Tensor)]
+        found, structure = tree_flatten(returned)
+        outputs = [each for each in found if isinstance(each, Tensor)]
         gradients = _gradients(outputs, [each for each in tensors if each.requires_grad])
     effects = [*_changes(module, twin, copies)]
     pairs = zip(tree_leaves(leaves), tree_leaves(inputs), strict=True)
     effects += ["its input"] * any(isinstance(before, Tensor) and not _same(before, now) for before, now in pairs)
-    structure = tree_map_only(Tensor, type, returned)
-    return _Trial([each.detach() for each in outputs], structure, gradients, effects)
+    others = [None if isinstance(each, Tensor) else each for each in found]
+    return _Trial([each.detach() for each in outputs], (structure, others), gradients, effects)
 
 
 def _twin(module: torch.nn.Module, kind: type[torch.nn.Module], copies: dict[int, Any]) -> torch.nn.Module:
