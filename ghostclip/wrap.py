@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,6 @@ from ghostclip.nn.base import LAYERS, GhostLayer
 from ghostclip.nn.declared import DECLARED
 from ghostclip.nn.grad_mode import keeping_grad_mode
 from ghostclip.nn.normalization import instead_of_batchnorm
-from ghostclip.nn.subclass import leaves_parameters_to_parent
 from ghostclip.sharding.detection import INSTEAD_OF_SHARDING, sharding_problem
 
 __all__ = ["Finding", "check_module", "obstacles", "unwrap", "unwrapped", "wrap", "wrapped"]
@@ -179,14 +179,19 @@ def _wrapper_for(module: torch_nn.Module) -> type | None:
 
 
 def _wrapper_of_subclass(found: Any) -> type | None:
-    """A wrapper made for a subclass of a torch class that keeps or calls its forward; else None."""
+    """A wrapper made for a subclass of a torch class that keeps or calls its forward; else None.
+
+    The parent's rule is that of the parent's call. What else a forward does with its parameters is in the graph, where
+    they are followed.
+    """
     base = next((base for base in found.__mro__[1:] if base in LAYERS), None)
     if base is None or getattr(found, "_conv_forward", None) is not getattr(base, "_conv_forward", None):
         return None
     content = {"wrapped": found, "__module__": found.__module__}
     if found.forward is base.forward and found.__call__ is base.__call__:
         return type(found.__name__, (LAYERS[base], found), content)
-    if leaves_parameters_to_parent(found.forward, ("weight", "bias")):
+    code = getattr(inspect.unwrap(found.forward), "__code__", None)
+    if code is not None and {"super", "forward"} <= set(code.co_names):
         return type(found.__name__, (found, LAYERS[base]), content)
     return None
 

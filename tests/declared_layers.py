@@ -317,6 +317,19 @@ class Listing(nn.Linear):
         return super().forward(x)
 
 
+class Nested(nn.Linear):
+    """Counts in a tensor in a list in a dict, and in a submodule."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.inner, self.seen = nn.Identity(), {"rows": [torch.zeros(())]}
+
+    def forward(self, x):
+        self.seen["rows"][0] += len(x)
+        self.inner.calls = 1
+        return super().forward(x)
+
+
 class OutOfMemory(nn.Linear):
     """Runs out of memory, as the CPU's allocator says it."""
 

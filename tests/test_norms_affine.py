@@ -7,7 +7,7 @@ from comparing import assert_dicts_close, gradients
 import ghostclip
 from ghostclip.clipping import PerLayer, flat_weights
 from ghostclip.norms import reduce
-from ghostclip.norms.affine import LinearPair, squared_norms_of, weighted_sums_of
+from ghostclip.norms.affine import LinearPair
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 SIZES = [(1, 1), (3, 17), (64, 65), (128, 63), (515, 16), (15, 100), (2, 8193)]
@@ -30,11 +30,10 @@ def per_example(layer):
 @pytest.mark.parametrize("batch", [0, 1, 16, 37, 300])
 def test_norms_and_sums_of_many_layers(batch, names, dtype):
     some = layers(batch, dtype, names)
-    weights = [torch.rand(batch, dtype=dtype) for _ in some]
-    squares = squared_norms_of(some).split(len(names))
-    found = zip(some, squares, weighted_sums_of(some, weights), weights, strict=True)
-    for layer, squared, sums, each in found:
-        for gradient, norm, total in zip(per_example(layer), squared, sums, strict=True):
+    for layer in some:
+        each = torch.rand(batch, dtype=dtype)
+        found = zip(per_example(layer), layer.squared_norms(), layer.weighted_sums(each), strict=True)
+        for gradient, norm, total in found:
             expected = gradient.flatten(1).square().sum(1).to(dtype)
             torch.testing.assert_close(norm, expected, rtol=TOLERANCE[dtype], atol=0)
             expected = torch.tensordot(each.double(), gradient, 1).to(dtype)
@@ -49,8 +48,9 @@ def test_strided_tensors(names):
     weights = [torch.rand(38)[::2], torch.rand(19)]
     expected = [gradient for layer in (rows, columns) for gradient in per_example(layer)]
     norms = torch.stack([gradient.flatten(1).square().sum(1) for gradient in expected]).float()
-    torch.testing.assert_close(squared_norms_of([rows, columns]), norms, rtol=1e-5, atol=0)
-    found = [total for sums in weighted_sums_of([rows, columns], weights) for total in sums]
+    squared = torch.stack([*rows.squared_norms(), *columns.squared_norms()])
+    torch.testing.assert_close(squared, norms, rtol=1e-5, atol=0)
+    found = [*rows.weighted_sums(weights[0]), *columns.weighted_sums(weights[1])]
     repeated = [each for each in weights for _ in names]
     for total, gradient, each in zip(found, expected, repeated, strict=True):
         torch.testing.assert_close(total, torch.tensordot(each.double(), gradient, 1).float(), rtol=1e-4, atol=1e-4)

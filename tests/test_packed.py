@@ -18,7 +18,7 @@ from recurrent_layers import (
 from torch import nn as torch_nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
-from ghostclip.nn.rnn.recurrence import Order
+from ghostclip.nn.rnn.trace import Order
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 LENGTHS = {"sorted": (6, 6, 4, 2, 1), "not sorted": (4, 6, 1, 6, 2), "all the same": (3, 3, 3), "one": (4,)}

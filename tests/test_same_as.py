@@ -210,6 +210,22 @@ def test_keywords_are_those_of_torch_s_forward():
         model[1](x=torch.randn(5, 3))
 
 
+class DoubledLSTM(nn.LSTM):
+    def forward(self, x, state=None):
+        output, last = super().forward(x, state)
+        return output._replace(data=2 * output.data), last
+
+
+def test_packed_sequences_are_compared():
+    x = nn.utils.rnn.pack_sequence([torch.randn(3, 5), torch.randn(2, 5)])
+    model = declared(mine.MyLSTM, nn.LSTM, 5, 4)
+    plain = nn.LSTM(5, 4)
+    plain.load_state_dict(model[1].state_dict())
+    assert torch.equal(model(x)[0].data, plain(x)[0].data)
+    with pytest.raises(UnsupportedModelError, match="other values"):
+        declared(DoubledLSTM, nn.LSTM, 5, 4)(x)
+
+
 def test_hooks_run_once():
     model, seen = declared(mine.MyLinear, nn.Linear, 3, 4), []
     model[1].register_forward_pre_hook(lambda module, inputs: seen.append("before"))

@@ -31,6 +31,7 @@ DIFFERENT = {
     "weight": (mine.Renormed, nn.Linear, (3, 4), torch.randn(5, 3), "it changes weight"),
     "attribute": (mine.KeptInput, nn.Linear, (3, 4), torch.randn(5, 3), "it changes seen"),
     "containers": (mine.Listing, nn.Linear, (3, 4), torch.randn(5, 3), "it changes .*penalties"),
+    "nested": (mine.Nested, nn.Linear, (3, 4), torch.randn(5, 3), r"it changes seen.rows.0, inner.calls"),
     "input": (mine.InPlaceInput, nn.Linear, (3, 4), torch.randn(5, 3), "it changes its input"),
     "torch's raises": (mine.InputsFirst, nn.Linear, (3, 4), torch.randn(5, 3), "can't be called so"),
 }
@@ -181,7 +182,7 @@ def interrupted(stop, work):
             raise KeyboardInterrupt
         return line
 
-    sys.settrace(lambda frame, event, arg: line if frame.f_code.co_filename.endswith("nn/comparing.py") else None)
+    sys.settrace(lambda frame, event, arg: line if frame.f_code.co_filename.endswith("nn/declared.py") else None)
     try:
         work()
     except KeyboardInterrupt:

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.native.pooling import leave_pooling_alone
 from ghostclip.norms.precision import full_precision
 
 __all__ = ["Region", "trace", "write_back"]
@@ -54,7 +53,6 @@ class Region:
             if not self._on_cuda:
                 # With channels last in between, norms would be read crosswise (a CNN's step: 1.18 of this one).
                 settings["layout_optimization"] = False
-                leave_pooling_alone(graph)
             with config.patch(settings):
                 given: list[Any] = [tensor.detach() for tensor in inputs]
                 self._run: Any = _in_place(graph, given, lasting) if self._on_cuda else inductor.compile(graph, given)

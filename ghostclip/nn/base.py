@@ -116,18 +116,20 @@ class LayerCall:
 
     def term(self, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         """The per-example gradients of ``name`` by the layer's rule; a plain tensor [B, *shape] is taken as is."""
-        found = self.layer.per_example(name, self, inputs, grad)
+        found, shape = self.layer.per_example(name, self, inputs, grad), self._shape_of(name)
         # Asked the other way round an abstract class would be, which takes longer.
         if isinstance(found, Tensor):
-            self._check_shape(name, found)
-            return Dense(found)
-        if getattr(found, "shape", None) != self._shape_of(name):
-            shape = list(found.shape) if isinstance(found, PerExampleGrads) else type(found).__name__
-            raise UnsupportedModelError(
-                f"{place_of(self.layer)}: its rule, per_example({name!r}), must return a term of shape "
-                f"{list(self._shape_of(name))}, the parameter's, or the gradients as a tensor; got {shape}"
-            )
-        return found
+            if found.shape == (self.shape[self.batch_dim], *shape):
+                return Dense(found)
+            wanted = f"a gradient for each example, of shape {[self.shape[self.batch_dim], *shape]}"
+        elif getattr(found, "shape", None) == shape:
+            return found
+        else:
+            wanted = f"a term of shape {list(shape)}, the parameter's, or the gradients as a tensor"
+        got = list(found.shape) if isinstance(found, Tensor | PerExampleGrads) else type(found).__name__
+        raise UnsupportedModelError(
+            f"{place_of(self.layer)}: its rule, per_example({name!r}), must return {wanted}; got {got}"
+        )
 
     def _shape_of(self, name: str) -> torch.Size:
         """The shape of the parameter, or of the part that was used."""
@@ -136,15 +138,6 @@ class LayerCall:
             return shape
         start, stop = self.rows[name]
         return torch.Size((stop - start, *shape[1:]))
-
-    def _check_shape(self, name: str, found: Tensor) -> None:
-        """Raises UnsupportedModelError unless there is a gradient of the parameter for each example."""
-        shape = self._shape_of(name)
-        if found.shape != (self.shape[self.batch_dim], *shape):
-            raise UnsupportedModelError(
-                f"{place_of(self.layer)}: its rule, per_example({name!r}), must return a gradient for each example, "
-                f"of shape {[self.shape[self.batch_dim], *shape]}; got {list(found.shape)}"
-            )
 
 
 class _Capture(torch.autograd.Function):

@@ -1,49 +1,49 @@
 """Classes of which their author says that they compute what a torch class computes (`same_as`).
 
-A declared module keeps its class's methods; its forward becomes that of the torch class, with the torch class's rule.
-The claim is checked on the first forward of each module, and again when its mode, types, devices or the way it is
-called change. Whatever the claim is worth, clipping is exact: rule and forward are those of one class.
+The first forward of each module runs its class's forward and torch's on copies and compares what they do. From then on
+torch's runs, with the torch class's rule. So clipping is exact whatever the claim is worth.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import keystr, tree_flatten, tree_leaves, tree_leaves_with_path, tree_map, tree_map_only
 
 from ghostclip.errors import UnsupportedModelError, is_out_of_memory
 from ghostclip.norms.affine import LinearPair
 from ghostclip.norms.term import PerExampleGrads
 
 from .base import LAYERS, GhostLayer, LayerCall, place_of
-from .comparing import compare, run_apart
 
 __all__ = ["DECLARED", "Declared", "same_as"]
 
+REMEDY = "remove ghostclip.same_as({0}, ...): without it {0} is followed through the graph, as exact"
 # The declared class -> its wrapper. Filled by `same_as`, for the process.
 DECLARED: dict[type, type[Declared]] = {}
-
-# Under which conditions a module was found to compute what its class's target does. Beside the modules, so that copies
-# of one are verified anew, and that forwards whose traces in the module are undone count, too.
+# Under which conditions a module was verified. Copies of a module are verified anew.
 _verified: WeakKeyDictionary[torch.nn.Module, set[tuple]] = WeakKeyDictionary()
 
 
 def same_as(kind: type[torch.nn.Module], torch_class: type[torch.nn.Module]) -> None:
-    """Declares that modules of class ``kind`` compute what those of ``torch_class`` compute.
+    """Declares that modules of class ``kind`` compute what those of ``torch_class`` compute, in this process.
 
     `ghostclip.wrap` then gives them the rule of ``torch_class``. Without a declaration their parameters are followed
-    through the autograd graph, which is exact as well, but slower.
+    through the autograd graph, which is exact as well, but slower. Subclasses of ``kind`` need declarations of their
+    own. Call it before the model is wrapped, and before a wrapped model is unpickled.
 
-    The declaration is verified. The first forward of each module runs both forwards on the same inputs with the same
-    random numbers. It compares outputs bit for bit and gradients up to rounding, and tests that no state changes. The
-    test is repeated in a new mode (train or eval, gradients on or off, autocast) and for new types, devices, numbers
-    of dimensions and arguments. Otherwise the module runs the forward of ``torch_class`` only: if ``kind.forward``
-    would behave differently later, that has no effect.
-
-    A declaration holds in this process, for exactly this class and not for its subclasses. It must come before the
-    model is wrapped, and before a wrapped model is unpickled.
+    The first forward of each module runs both forwards on the same inputs with the same random numbers. It compares
+    outputs bit for bit and gradients up to rounding, and tests that no state changes. This is repeated in a new mode
+    (train or eval, gradients on or off, autocast) and for new types, devices, numbers of dimensions and arguments.
+    Otherwise only the forward of ``torch_class`` runs, whatever ``kind.forward`` would do later.
 
     Args:
         kind: a subclass of ``torch_class``, or a module class with the same parameters and attributes and no others.
@@ -62,12 +62,17 @@ def same_as(kind: type[torch.nn.Module], torch_class: type[torch.nn.Module]) -> 
             raise TypeError(
                 f"{name} must be a class of modules, as in same_as(MyLinear, torch.nn.Linear); got {given!r}"
             )
-    rule = _rule_of(torch_class)
+    rule = LAYERS.get(getattr(torch_class, "wrapped", torch_class))
+    if rule is None or rule.has_parts or (issubclass(torch_class, GhostLayer) and torch_class is not rule):
+        names = ", ".join(sorted(each.__name__ for each, rule in LAYERS.items() if not rule.has_parts))
+        parts = rule is not None and rule.has_parts
+        problem = "is built of layers that have rules, which wrap gives them" if parts else "has no rule"
+        raise ValueError(f"torch_class must be one of {names}; {torch_class.__name__} {problem}")
     if kind.__module__.partition(".")[0] == "torch":
         raise ValueError(f"kind must be a class of your own; {kind.__name__} is torch's, which wrap knows")
     if issubclass(kind, GhostLayer) or kind in LAYERS:
         raise ValueError(f"kind must be a class without a rule; {kind.__name__} has one already")
-    if taken := sorted(_OF_WRAPPERS.intersection(*[dir(kind)]) - frozenset(dir(rule.wrapped))):
+    if taken := sorted(_OF_WRAPPERS.intersection(dir(kind)) - set(dir(rule.wrapped))):
         raise ValueError(f"{kind.__name__} has {', '.join(taken)}, which its wrapper needs for itself; rename it there")
     known = DECLARED.get(kind)
     if known is None:
@@ -76,20 +81,8 @@ def same_as(kind: type[torch.nn.Module], torch_class: type[torch.nn.Module]) -> 
         raise ValueError(f"{kind.__name__} was declared to be the same as {known.target.__name__}; it can't be two")
 
 
-def _rule_of(torch_class: type[torch.nn.Module]) -> type[GhostLayer]:
-    """The wrapper of a torch class, or of one of `ghostclip.nn` under the same name; raises ValueError without one."""
-    rule = LAYERS.get(getattr(torch_class, "wrapped", torch_class))
-    if issubclass(torch_class, GhostLayer) and torch_class is not rule:
-        rule = None
-    if rule is None or rule.has_parts:
-        known = ", ".join(sorted(each.__name__ for each, rule in LAYERS.items() if not rule.has_parts))
-        problem = "is built of layers that have rules, which wrap gives them" if rule else "has no rule"
-        raise ValueError(f"torch_class must be one of {known}; {torch_class.__name__} {problem}")
-    return rule
-
-
 class _StandIn(GhostLayer):
-    """The declared module as a module of the torch class: the same ``__dict__``, and calls that are its own."""
+    """The declared module as a module of the torch class: the same ``__dict__``, and no method of its own class."""
 
     __slots__ = ("declared_module",)
 
@@ -114,14 +107,14 @@ class Declared(GhostLayer):
         """As the torch class's; raises UnsupportedModelError where the declared class does something else."""
         if "stand_in" not in vars(type(self)):
             raise self._refusal("its class was changed after it was wrapped, as a parametrization does")
+        layer: Any = _seen_as(self, self.stand_in)
         conditions = self._conditions(args, kwargs)
         if conditions not in _verified.get(self, ()):
-            if torch._C._are_functorch_transforms_active():  # no value can be looked at, nothing is captured
-                return _call(_seen_as(self, self.wrapped), args, kwargs)
+            if torch._C._are_functorch_transforms_active():  # no value can be compared, and nothing is captured
+                return self.wrapped.forward(_seen_as(self, self.wrapped), *args, **kwargs)
             self._verify(args, kwargs, conditions)
-        layer = _seen_as(self, self.stand_in)
         object.__setattr__(layer, "declared_module", self)  # torch's own would make it a part of the module
-        return _call(layer, args, kwargs)
+        return self.stand_in.forward(layer, *args, **kwargs)
 
     def per_example(
         self, name: str, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor
@@ -132,42 +125,30 @@ class Declared(GhostLayer):
         return _seen_as(self, self.stand_in).linear_pair(call, inputs, grad)
 
     @classmethod
-    def parameter_names(cls, module: torch.nn.Module) -> tuple[str, ...]:
-        return cls.stand_in.parameter_names(module)
-
-    @classmethod
     def obstacles(cls, module: torch.nn.Module) -> list[tuple[str, str]]:
-        problems = list(cls._misfits(module))
-        return [(problem, cls._remedy()) for problem in problems] or cls.stand_in.obstacles(module)
-
-    @classmethod
-    def _misfits(cls, module: torch.nn.Module) -> list[str]:
-        """What keeps the target's forward and rule from working on the module's ``__dict__``."""
-        own, target = vars(module), cls.target.__name__
-        seen = _seen_as(module, cls.stand_in)
-        missing = [name for name in getattr(cls.target, "__constants__", ()) if not hasattr(seen, name)]
-        if missing:
-            return [f"it is declared to be the same as {target}, but has no attribute {', '.join(missing)}"]
-        names = cls.stand_in.parameter_names(seen)
-        found = {
-            "lacks the parameter": [name for name in names if not hasattr(seen, name)],
-            "has another parameter": [name for name, _ in module.named_parameters() if name not in names],
-            "has an attribute in the place of": [
-                name
-                for name in own
-                if name in module._parameters or name in _OF_WRAPPERS or callable(getattr(cls.target, name, None))
-            ],
-        }
+        if (misfit := cls._misfit(module)) is None:
+            return cls.stand_in.obstacles(module)
         return [
-            f"it is declared to be the same as {target}, but {what} {', '.join(which)}"
-            for what, which in found.items()
-            if which
+            (
+                f"it is declared to be the same as {cls.target.__name__}, but {misfit}",
+                REMEDY.format(cls.wrapped.__name__),
+            )
         ]
 
     @classmethod
-    def _remedy(cls) -> str:
-        name = cls.wrapped.__name__
-        return f"remove ghostclip.same_as({name}, ...): without it {name} is followed through the graph, as exact"
+    def _misfit(cls, module: torch.nn.Module) -> str | None:
+        """What keeps the target's forward and rule from working on the module's ``__dict__``."""
+        seen, target = _seen_as(module, cls.stand_in), cls.target
+        if missing := [name for name in getattr(target, "__constants__", ()) if not hasattr(seen, name)]:
+            return f"has no attribute {', '.join(missing)}"
+        names, own = cls.stand_in.parameter_names(seen), vars(module)
+        if missing := [name for name in names if not hasattr(seen, name)]:
+            return f"lacks the parameter {', '.join(missing)}"
+        if others := [name for name, _ in module.named_parameters() if name not in names]:
+            return f"has another parameter {', '.join(others)}"
+        taken = _OF_WRAPPERS | {name for name in own if callable(getattr(target, name, None))}
+        hiding = [name for name in own if name in module._parameters or name in taken]
+        return f"has an attribute in the place of {', '.join(hiding)}" if hiding else None
 
     def _conditions(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple:
         """What a verification holds for."""
@@ -178,24 +159,22 @@ class Declared(GhostLayer):
 
     def _verify(self, args: tuple[Any, ...], kwargs: dict[str, Any], conditions: tuple) -> None:
         """Notes that both forwards do the same on these inputs; raises UnsupportedModelError if they don't."""
-        own = run_apart(self, self.wrapped.forward.__get__(_seen_as(self, self.wrapped)), args, kwargs)
+        own = _trial(self, self.wrapped, args, kwargs)
         try:
-            theirs = run_apart(self, self.target.forward.__get__(_seen_as(self, self.target)), args, kwargs)
+            theirs = _trial(self, self.target, args, kwargs)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             raise self._refusal(f"{self.target.__name__} can't be called so ({error})") from error
-        found = compare(own, theirs)
-        if found.difference is not None:
-            raise self._refusal(found.difference)
-        if found.conclusive:
+        if (difference := _difference(own, theirs)) is not None:
+            raise self._refusal(difference)
+        # An output that is empty or nowhere finite shows nothing, and neither does a gradient that isn't finite.
+        if any(each.isfinite().any() for each in theirs.outputs) and _are_finite(theirs.gradients):
             _verified.setdefault(self, set()).add(conditions)
 
     def _refusal(self, problem: str) -> UnsupportedModelError:
-        return UnsupportedModelError(
-            f"{place_of(self)} is declared to compute what {self.target.__name__} computes, but {problem}; "
-            f"{self._remedy()}"
-        )
+        claim = f"{place_of(self)} is declared to compute what {self.target.__name__} computes"
+        return UnsupportedModelError(f"{claim}, but {problem}; {REMEDY.format(self.wrapped.__name__)}")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """By its own class, which is found by name."""
@@ -210,22 +189,11 @@ _OF_WRAPPERS = frozenset(name for name in dir(Declared) if name not in dir(torch
 def _wrapper(kind: type[torch.nn.Module], rule: type[GhostLayer]) -> type[Declared]:
     """The wrapper of a declared class; ``rule`` is that of the class it is the same as."""
     content = {"wrapped": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    stand_in = type(kind.__name__, (_StandIn, rule), {**content, "__slots__": ()})
+    stand_in: Any = type(kind.__name__, (_StandIn, rule), {**content, "__slots__": ()})
     content |= {"target": rule.wrapped, "stand_in": stand_in, "rule": f"{rule.rule} (declared)"}
-    content |= {"reads_indices": rule.reads_indices, "row_by_row": rule.row_by_row, "__doc__": kind.__doc__}
+    content |= {"parameter_names": stand_in.parameter_names, "__doc__": kind.__doc__}
+    content |= {"reads_indices": rule.reads_indices, "row_by_row": rule.row_by_row}
     return type(kind.__name__, (Declared, kind), content)
-
-
-def _seen_as(module: torch.nn.Module, kind: type[torch.nn.Module]) -> Any:
-    """The module as an object of another class: all it has, and that class's methods only."""
-    found = object.__new__(kind)
-    object.__setattr__(found, "__dict__", vars(module))
-    return found
-
-
-def _call(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Its class's forward."""
-    return type(layer).forward(layer, *args, **kwargs)
 
 
 def _restored(kind: type[torch.nn.Module], target: type[torch.nn.Module]) -> Declared:
@@ -237,3 +205,127 @@ def _restored(kind: type[torch.nn.Module], target: type[torch.nn.Module]) -> Dec
             f"ghostclip.same_as({kind.__name__}, {target.__name__}) before, or unwrap the model before it is saved"
         )
     return object.__new__(wrapper)
+
+
+def _seen_as(module: torch.nn.Module, kind: type[torch.nn.Module]) -> Any:
+    """The module as an object of another class: all it has, and that class's methods only."""
+    found = object.__new__(kind)
+    object.__setattr__(found, "__dict__", vars(module))
+    return found
+
+
+class _Trial(NamedTuple):
+    """What one forward did: the tensors it returned, what else it returned, gradients, names of what it changed."""
+
+    outputs: list[Tensor]
+    structure: Any
+    gradients: list[Tensor]
+    effects: list[str]
+
+
+def _trial(
+    module: torch.nn.Module, kind: type[torch.nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _Trial:
+    """Runs the forward of ``kind`` and a backward on copies of the module and its inputs, and no hook of either."""
+    copies: dict[int, Any] = {}
+    twin = _twin(module, kind, copies)
+    leaves = tree_map(lambda leaf: _copied(leaf, copies), (args, kwargs))
+    inputs = tree_map_only(Tensor, torch.clone, leaves)  # which a forward may change in place, as no leaf
+    tensors = [each for each in copies.values() if isinstance(each, Tensor)]
+    devices = {each.device for each in tensors if each.device.type == "cuda"}
+    # Under activation checkpointing what is saved here must not be counted.
+    with saved_tensors_hooks(lambda x: x, lambda x: x), torch.random.fork_rng(sorted(devices, key=str)):
+        returned = tree_map_only(PackedSequence, tuple, kind.forward(twin, *inputs[0], **inputs[1]))
+        found, structure = tree_flatten(returned)
+        outputs = [each for each in found if isinstance(each, Tensor)]
+        gradients = _gradients(outputs, [each for each in tensors if each.requires_grad])
+    effects = [*_changes(module, twin, copies)]
+    pairs = zip(tree_leaves(leaves), tree_leaves(inputs), strict=True)
+    effects += ["its input"] * any(isinstance(before, Tensor) and not _same(before, now) for before, now in pairs)
+    others = [None if isinstance(each, Tensor) else each for each in found]
+    return _Trial([each.detach() for each in outputs], (structure, others), gradients, effects)
+
+
+def _twin(module: torch.nn.Module, kind: type[torch.nn.Module], copies: dict[int, Any]) -> torch.nn.Module:
+    """The module as one of ``kind``, with tensors, containers and submodules of its own; ``copies``: {id: copy}."""
+    for child in module.children():
+        copies[id(child)] = _twin(child, type(child), copies)
+    twin = object.__new__(kind)
+    vars(twin).update(tree_map(lambda leaf: _copied(leaf, copies), vars(module)))
+    return twin
+
+
+def _copied(leaf: Any, copies: dict[int, Any]) -> Any:
+    """The copy of a tensor, or of a container of a type that `tree_map` doesn't look into; anything else as it is."""
+    if id(leaf) not in copies:
+        if isinstance(leaf, torch.nn.Parameter):
+            copies[id(leaf)] = copy.deepcopy(leaf)
+        elif isinstance(leaf, Tensor):
+            copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        elif isinstance(leaf, dict | list | set):
+            copies[id(leaf)] = copy.copy(leaf)
+    return copies.get(id(leaf), leaf)
+
+
+def _changes(module: torch.nn.Module, twin: torch.nn.Module, copies: dict[int, Any]) -> Iterator[str]:
+    """The names of what a forward replaced or changed in ``twin``."""
+    before, now = _state(module), _state(twin)
+    for name in {**before, **now}:
+        old, new = before.get(name), now.get(name)
+        same = copies.get(id(old), old) is new
+        if same and isinstance(old, Tensor):
+            same = _same(old, new)
+        if not same or (isinstance(old, dict | list | set) and old != new):
+            yield name
+
+
+def _state(module: torch.nn.Module) -> dict[str, Any]:
+    """{name: value} of all attributes, parameters and buffers, of submodules too, and of what their containers hold."""
+    found = {}
+    for path, part in module.named_modules():
+        for keys, leaf in tree_leaves_with_path(vars(part)):
+            words = re.findall(r"\w+", path + keystr(keys))
+            found[".".join(word for word in words if word not in ("_parameters", "_buffers", "_modules"))] = leaf
+    return found
+
+
+def _gradients(outputs: list[Tensor], wanted: list[Tensor]) -> list[Tensor]:
+    """Gradients of a fixed weighted sum of all outputs, one for each of ``wanted``."""
+    found = [each for each in outputs if each.requires_grad]
+    if not found or not wanted:
+        return [torch.zeros_like(each) for each in wanted]
+    weights = [torch.arange(each.numel(), device=each.device).cos().view(each.shape).to(each.dtype) for each in found]
+    grads = torch.autograd.grad(found, wanted, weights, allow_unused=True)
+    return [torch.zeros_like(each) if g is None else g.to_dense() for each, g in zip(wanted, grads, strict=True)]
+
+
+def _difference(own: _Trial, theirs: _Trial) -> str | None:
+    """What differs, in words without any value; None when nothing does."""
+    if effects := [name for name in own.effects if name not in theirs.effects]:
+        return f"it changes {', '.join(effects)}"
+    if own.structure != theirs.structure:
+        return "what it returns is nested differently, or differs beside its tensors"
+    for mine, other in zip(own.outputs, theirs.outputs, strict=True):
+        kind, wanted = (f"{each.dtype} {list(each.shape)} on {each.device}" for each in (mine, other))
+        if kind != wanted:
+            return f"its output is {kind}, not {wanted}"
+        if not _same(mine, other):
+            return "its output has other values"
+    if not _are_finite(theirs.gradients):
+        return None
+    numbers = [each for each in (*theirs.outputs, *theirs.gradients) if each.is_floating_point()]
+    tolerance = max((torch.finfo(each.dtype).eps for each in numbers), default=0.0) ** 0.5
+    pairs = [(mine.double(), other.double()) for mine, other in zip(own.gradients, theirs.gradients, strict=True)]
+    close = all((mine - other).norm() <= tolerance * other.norm() for mine, other in pairs)
+    return None if close else "its output is the same, but not its gradient"
+
+
+def _same(one: Tensor, other: Any) -> bool:
+    """Whether two tensors are equal in every entry; NaN equals NaN."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one, other) or bool(((one == other) | (one != one) & (other != other)).all())
+
+
+def _are_finite(tensors: list[Tensor]) -> bool:
+    return all(bool(each.isfinite().all()) for each in tensors)

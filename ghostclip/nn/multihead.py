@@ -94,40 +94,35 @@ class MultiheadAttention(GhostLayer, torch.nn.MultiheadAttention, wraps=torch.nn
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value through their projections, in as few products as torch makes of them."""
-        width = self.embed_dim
-        if not self._qkv_same_embed_dim:
-            sides = [(query, "q_proj_weight"), (key, "k_proj_weight"), (value, "v_proj_weight")]
-            q, k, v = (self._side(x, name, part) for part, (x, name) in enumerate(sides))
-            return q, k, v
-        if key is not value:
-            q, k, v = (self._packed(x, part * width, (part + 1) * width) for part, x in enumerate((query, key, value)))
+        width, packed = self.embed_dim, "in_proj_weight"
+        if not self._qkv_same_embed_dim or key is not value:
+            separate = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+            names = (packed,) * 3 if self._qkv_same_embed_dim else separate
+            starts = (0, width, 2 * width)
+            q, k, v = (
+                self._linear(x, name, start, start + width)
+                for x, name, start in zip((query, key, value), names, starts, strict=True)
+            )
             return q, k, v
         if query is not key:
-            q = self._packed(query, 0, width)
-            k, v = _divided(self._packed(key, width, 3 * width), 2)
+            q = self._linear(query, packed, 0, width)
+            k, v = _divided(self._linear(key, packed, width, 3 * width), 2)
             return q, k, v
-        q, k, v = _divided(self._packed(query, 0, 3 * width), 3)
+        q, k, v = _divided(self._linear(query, packed, 0, 3 * width), 3)
         return q, k, v
 
-    def _packed(self, input: Tensor, start: int, stop: int) -> Tensor:
-        """``input`` times the rows start:stop of the packed projection."""
+    def _linear(self, input: Tensor, name: str, start: int, stop: int) -> Tensor:
+        """``input`` times a weight; start:stop are the rows of the packed bias, and of the packed weight, for it."""
+        weight: Tensor = getattr(self, name)
         bias: Tensor | None = self.in_proj_bias
-        whole = (start, stop) == (0, self.in_proj_weight.shape[0])
-        weight = self.in_proj_weight if whole else self.in_proj_weight[start:stop]
-        if bias is not None and not whole:
-            bias = bias[start:stop]
-        names = ("in_proj_weight", "in_proj_bias")
-        rows = {} if whole else dict.fromkeys(names, (start, stop))
+        rows = {}
+        if stop - start < 3 * self.embed_dim:
+            rows["in_proj_bias"] = start, stop
+            bias = None if bias is None else bias[start:stop]
+            if name == "in_proj_weight":
+                rows[name], weight = (start, stop), weight[start:stop]
         output, input = _product(input, weight, bias)
-        return self.capture(output, input, parameters=names, rows=rows, batch_dim=1)
-
-    def _side(self, input: Tensor, name: str, part: int) -> Tensor:
-        """``input`` times one of three separate weights (kdim or vdim given); their bias is still packed."""
-        rows = (part * self.embed_dim, (part + 1) * self.embed_dim)
-        bias = None if self.in_proj_bias is None else self.in_proj_bias[slice(*rows)]
-        output, input = _product(input, getattr(self, name), bias)
-        names = (name, "in_proj_bias")
-        return self.capture(output, input, parameters=names, rows={"in_proj_bias": rows}, batch_dim=1)
+        return self.capture(output, input, parameters=(name, "in_proj_bias"), rows=rows, batch_dim=1)
 
     def _heads(
         self, projected: tuple[Tensor, Tensor, Tensor], attn_mask: Tensor | None, key_padding_mask: Tensor | None

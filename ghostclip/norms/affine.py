@@ -6,15 +6,13 @@ With dz [B, p] and x [B, d], dL_i/dW = dz[i] (x) x[i] and dL_i/db = dz[i], so th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from .term import squared_norms, to_float32, zero_examples
 
-__all__ = ["LinearPair", "squared_norms_of", "weighted_sums_of"]
+__all__ = ["LinearPair"]
 
 
 @dataclass(eq=False, slots=True)
@@ -50,13 +48,3 @@ class LinearPair:
     def keep_only(self, keep: Tensor) -> LinearPair:
         """The same with zeros for examples where ``keep`` [B] is False."""
         return LinearPair(zero_examples(self.left, keep), zero_examples(self.right, keep), self.names)
-
-
-def squared_norms_of(pairs: Sequence[LinearPair]) -> Tensor:
-    """Squared norms for each name of each layer in turn, of which there is at least one: [names, B], for the same B."""
-    return torch.stack([squared for pair in pairs for squared in pair.squared_norms()])
-
-
-def weighted_sums_of(pairs: Sequence[LinearPair], weights: Sequence[Tensor]) -> list[list[Tensor]]:
-    """``sum_i weights[i] * gradient[i]`` for each name of each, for as many weights [B]."""
-    return [pair.weighted_sums(each) for pair, each in zip(pairs, weights, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from .outer import OuterProduct, chunks, gram_is_reliable, reliable
 from .rows import BagGrads, LookupGrads, lookup_squared_norms
 from .term import (
     Dense,
+    Kind,
     NormResult,
     PerExampleGrads,
     Strategy,
@@ -42,10 +44,10 @@ def combine(terms: Sequence[PerExampleGrads]) -> PerExampleGrads:
     alike = all(len(each) <= 1 for each in widths) and (not outers or widths[1] <= {terms[0].shape[-1]})
     if len(outers) + len(rows) == len(terms) and alike:
         if not rows:
-            return _concatenated_outer(outers)
+            return _concatenated(outers)
         if not outers:
-            return _concatenated_rows(rows)
-        return Tied(_concatenated_outer(outers), _concatenated_rows(rows))
+            return _concatenated(rows)
+        return Tied(_concatenated(outers), _concatenated(rows))
     total, absolute = terms[0].per_example(), _absolute(terms[0])
     for term in terms[1:]:
         total, absolute = total + term.per_example(), absolute + _absolute(term)
@@ -68,18 +70,14 @@ def _as_positions(term: PerExampleGrads) -> PerExampleGrads:
     return term.rows() if isinstance(term, BagGrads) else term
 
 
-def _concatenated_outer(terms: list[OuterProduct]) -> OuterProduct:
+def _concatenated(terms: Sequence[Kind]) -> Kind:
+    """Terms of one kind, whose tensors are [B, positions, ...], as one."""
     if len(terms) == 1:
         return terms[0]
-    left, right = (torch.cat([getattr(term, side) for term in terms], dim=1) for side in ("left", "right"))
-    return OuterProduct(left, right, terms[0].shape)
-
-
-def _concatenated_rows(terms: list[LookupGrads]) -> LookupGrads:
-    if len(terms) == 1:
-        return terms[0]
-    indices = torch.cat([term.indices for term in terms], dim=1)
-    return LookupGrads(indices, torch.cat([term.gradients for term in terms], dim=1), terms[0].shape)
+    found = copy.copy(terms[0])
+    for name in found.TENSORS:
+        setattr(found, name, torch.cat([getattr(term, name) for term in terms], dim=1))
+    return found
 
 
 def cross(outer: OuterProduct, rows: LookupGrads) -> tuple[Tensor, Tensor]:

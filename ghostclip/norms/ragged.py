@@ -20,10 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ghostclip.native.gram import half_gram_is_there, ragged_gram
-
 from .combine import combine
-from .outer import OuterProduct, gram_is_reliable
 from .term import Dense, NormResult, PerExampleGrads, squared_norms, to_float32
 
 __all__ = ["Ragged", "RowIndex", "RowOrder", "combined", "regrouped"]
@@ -76,33 +73,6 @@ class RowIndex:
     @functools.cached_property
     def _starts(self) -> Tensor:
         return self._counts.cumsum(0) - self._counts
-
-    @functools.cached_property
-    def _starts_and_end(self) -> Tensor:
-        return torch.cat([self._starts, self._starts.new_tensor([len(self)])])
-
-    @functools.cached_property
-    def _pairs(self) -> int:
-        """How many pairs of rows are of one example."""
-        return int(self._counts.square().sum())
-
-    @functools.cached_property
-    def _is_sorted(self) -> bool:
-        return bool((self.index[1:] >= self.index[:-1]).all())
-
-    def gram(self, term: OuterProduct) -> tuple[Tensor, Tensor] | None:
-        """Squared norms [B] of a term of the rows by Gram matrices in C, and `PerExampleGrads.absolute`.
-
-        None where the direct form takes fewer operations, C isn't there, or digits cancelled.
-        """
-        (_, positions, outputs), inputs = term.left.shape, term.right.shape[2]
-        gram, direct = positions * self._pairs * (outputs + inputs), 2 * len(self) * outputs * inputs
-        if gram > direct or not half_gram_is_there(term.left):
-            return None
-        term = term if self._is_sorted else term.pick(self._order)
-        left, right = (to_float32(side).flatten(0, 1) for side in (term.left, term.right))
-        squared, scale = ragged_gram(left, right, positions * self._starts_and_end)
-        return (squared, scale * positions * self._counts) if bool(gram_is_reliable(squared, scale).all()) else None
 
     def entries(self) -> Sequence[Tensor]:
         """[B] tensors, the rows of each example."""
@@ -203,11 +173,6 @@ class Ragged(PerExampleGrads):
         if keep and 4 * self.count * self.shape.numel() <= self.tensors[0].nbytes:
             kept = self.per_example()
             return NormResult(squared_norms(kept), kept)
-        (term, rows), *others = self.uses
-        if not others and rows is not None and isinstance(term, OuterProduct) and term.groups == 1:
-            found = rows.gram(term)
-            if found is not None:
-                return NormResult(found[0], absolute=found[1])
         squared, absolute = self.squared_and_absolute().unbind(1)
         return NormResult(squared, absolute=absolute)
 

@@ -8,30 +8,22 @@ that. Weights then enter the graph a second time, in products outside of the lay
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ghostclip.norms.term import to_float32
 
+from .trace import Order
+
 __all__ = ["recorded_gradients"]
 
 Grads = tuple[Tensor | None, ...]
 
 
-class _Order(Protocol):
-    """What is needed of `ghostclip.nn.rnn.recurrence.Order`."""
-
-    padding: Tensor
-
-    def padded(self, rows: Tensor) -> Tensor: ...
-
-    def packed(self, padded: Tensor) -> Tensor: ...
-
-
 def recorded_gradients(
-    mode: str, order: _Order | None, tensors: Grads, came: tuple[Tensor | None, ...], needed: tuple[bool, ...]
+    mode: str, order: Order | None, tensors: Grads, came: tuple[Tensor | None, ...], needed: tuple[bool, ...]
 ) -> Grads:
     """Gradients at the inputs of a direction, with a graph of their own.
 
@@ -65,7 +57,7 @@ def recorded_gradients(
     return tuple(found)
 
 
-def _recurrence(mode: str, order: _Order | None, tensors: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
+def _recurrence(mode: str, order: Order | None, tensors: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
     """Output, h_n and c_n of one direction, by operations for each time step; matrices in ``tensors`` are transposed.
 
     In the layouts and types of ``x``, ``h`` and ``c``.

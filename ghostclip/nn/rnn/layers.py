@@ -22,7 +22,8 @@ from ghostclip.norms.outer import OuterProduct
 from ghostclip.norms.term import Dense, PerExampleGrads
 
 from .fused import native, native_packed
-from .recurrence import Order, Recurrence
+from .recurrence import Recurrence
+from .trace import Order
 
 __all__ = ["GRU", "LSTM", "RNN"]
 

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["GateGradients", "Incoming", "Trace", "Way"]
+__all__ = ["GateGradients", "Incoming", "Order", "Trace", "Way"]
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,46 @@ class GateGradients(NamedTuple):
             return self.sums
         first = self.into_input.sum(0)
         return first, first if self.into_hidden is self.into_input else self.into_hidden.sum(0)
+
+
+class Order:
+    """Where the rows of a packed sequence are among padded ones, [T, B] in the user's order of examples.
+
+    Attributes:
+        places: [N], of each row of the data: step * B + example. A reversed direction's step 0 is a sequence's last.
+        ends: [B], of the last step of each example.
+        padding: [T, B], the steps after it.
+    """
+
+    def __init__(self, packed: PackedSequence, reverse: bool) -> None:
+        data, sizes, sorted_indices, unsorted_indices = packed
+        examples, device = int(sizes[0]), data.device
+        sizes, every, steps = sizes.to(device), *(torch.arange(n, device=device) for n in (examples, len(sizes)))
+        lengths = (sizes.unsqueeze(1) > every).sum(0)
+        step = steps.repeat_interleave(sizes)
+        example = torch.arange(len(data), device=device) - (sizes.cumsum(0) - sizes)[step]
+        if reverse:
+            step = lengths[example] - 1 - step
+        if sorted_indices is not None:
+            example, lengths = sorted_indices[example], lengths[unsorted_indices]
+        self.places, self.ends = step * examples + example, (lengths - 1) * examples + every
+        self.padding = steps.unsqueeze(1) >= lengths
+
+    def padded(self, rows: Tensor) -> Tensor:
+        """Rows [N, d] of the data as [T, B, d], zeros for padding."""
+        found = rows.new_zeros(self.padding.numel(), rows.shape[1])
+        return found.index_copy_(0, self.places, rows).view(*self.padding.shape, -1)
+
+    def packed(self, padded: Tensor) -> Tensor:
+        """The way back from `padded`."""
+        return padded.flatten(0, 1)[self.places]
+
+    def incoming(self, came: Incoming, like: Tensor) -> Incoming:
+        """What came to rows [N, P] and last states, as it comes to padded steps; ``like`` is some [T, B, P]."""
+        output = torch.zeros_like(like) if came.output is None else self.padded(came.output)
+        if came.h_n is not None:
+            output.flatten(0, 1).index_add_(0, self.ends, came.h_n)
+        return Incoming(output, None, came.c_n)
 
 
 Way = Callable[[Trace, Incoming], GateGradients]
