@@ -175,7 +175,7 @@ def _are_alike(tensor: Tensor, rows: Rows | None) -> bool:
 
 def _entering(graph: _Graph, node: Any, boundary: BroadcastBoundary) -> list[Tensor]:
     """What comes to an operation, at which shared tensors meet the examples, from the former; as far as it is known."""
-    edges = [node.next_functions[place] for place, _ in boundary.shared]
+    edges = [node.next_functions[slot] for slot in boundary.shared]
     return [graph.values[edge] for edge in edges if edge in graph.values]
 
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ghostclip.graph.nodes import ACCUMULATE, Edge, from_below, shape_of, signed
+from ghostclip.graph.nodes import ACCUMULATE, Edge, from_below
 from ghostclip.norms.computed import ComputedGrads
 from ghostclip.norms.outer import OuterProduct
 from ghostclip.norms.term import Dense, PerExampleGrads, may_sync, to_float32
 
-__all__ = ["of_parameters", "untransposed"]
+__all__ = ["of_parameters"]
 
 # Operations each entry of whose results depends on one entry of each input.
 ENTRYWISE = {
@@ -26,27 +26,6 @@ ENTRYWISE = {
     for name in ("Abs", "Add", "Alias", "Clamp", "ClampMin", "Clone", "Div", "Exp", "Mul", "Neg", "Pow", "Relu",
                  "Sigmoid", "Softplus", "Sub", "Tanh", "ToCopy", "Where")
 }  # fmt: skip
-
-
-def untransposed(edge: Edge) -> tuple[Edge, bool]:
-    """The matrix, or stack of matrices, of which a tensor is a copy or a transpose, and whether it is the latter."""
-    node, transposed = edge[0], False
-    while (swaps := _swaps(node)) is not None:
-        transposed, edge = transposed != swaps, node.next_functions[0]
-        node = edge[0]
-    return edge, transposed
-
-
-def _swaps(node: Any) -> bool | None:
-    """Whether an operation transposes each matrix; None for one that does more than copy."""
-    dims, moved = len(shape_of((node, 0))), None
-    if node.name() == "TransposeBackward0":
-        moved = {signed(dim) % dims for dim in (node._saved_dim0, node._saved_dim1)}
-    elif node.name() == "PermuteBackward0":
-        moved = {place for place, dim in enumerate(node._saved_dims) if signed(dim) % dims != place}
-    if moved is not None:
-        return True if moved == {dims - 1, dims - 2} else None
-    return {"TBackward0": True, "ToCopyBackward0": False}.get(node.name())
 
 
 def of_parameters(edge: Edge, term: PerExampleGrads, leaves: Mapping[Any, Tensor]) -> dict[Any, PerExampleGrads] | None:

@@ -152,14 +152,14 @@ def _boundaries(
             "others of the batch have the index, and so mixes examples; leave scale_grad_by_freq out",
             place=node,
         )
-    places = [(slot, edge) for slot, edge in enumerate(node.next_functions) if edge[0] in shared]
+    slots = [slot for slot, (below, _) in enumerate(node.next_functions) if below in shared]
     found = []
     for edge in edges:
         rows = owned[edge].rows
         if owned[edge].zero or rows is None:
             continue
         count = rows.count((*shape_of(edge), 1)[rows.dim], examples)
-        found.append(BroadcastBoundary(*edge, rows.dim, count, rows.order, places))
+        found.append(BroadcastBoundary(*edge, rows.dim, count, rows.order, slots))
     return found
 
 
