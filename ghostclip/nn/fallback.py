@@ -7,6 +7,7 @@ layer's. With two examples, a layer scale of three numbers is a call whose outpu
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -17,7 +18,7 @@ from ghostclip.norms.term import Dense, PerExampleGrads
 
 from .base import LayerCall
 
-__all__ = ["FallbackCall"]
+__all__ = ["FallbackCall", "of_table"]
 
 
 class FallbackCall(LayerCall):
@@ -52,3 +53,27 @@ class FallbackCall(LayerCall):
     def term(self, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
         """Its per-example gradients; zeros where none arrived."""
         return self.found or Dense(torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape))
+
+
+def of_table(call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads | None:
+    """The gradients of a table, by its rule, as if each example had looked up the same rows for itself.
+
+    A table's rule keeps a few rows of each example in place of the whole table. None for any other layer, and for one
+    that was given what a parameter had a part in.
+
+    Args:
+        call: of a layer that saw no examples.
+        inputs: what the layer saved.
+        grad: [B, *shape of the layer's output].
+    """
+    if not call.layer.reads_indices or call.sources or len(inputs) != 1 or call.rows:
+        return None
+    examples, dim, rows = len(grad), call.batch_dim, call.shape[call.batch_dim]
+    every = copy.copy(call)
+    every.shape = torch.Size((*call.shape[:dim], examples * rows, *call.shape[dim + 1 :]))
+    (once,) = inputs
+    sizes = [-1] * (once.dim() + 1)
+    sizes[dim] = examples
+    repeated = once.unsqueeze(dim).expand(sizes).flatten(dim, dim + 1)
+    term = every.term(call.parameters[0], (repeated,), grad.movedim(0, dim).reshape(every.shape))
+    return term if rows == 1 else term.split_rows(rows, "example")

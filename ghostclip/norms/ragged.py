@@ -6,9 +6,8 @@ its rows. With three rows of two examples, index [1, 0, 1] and row gradients 2, 
     g_0 = 5,  g_1 = 2 + 4 = 6,  clipped sum = v_1 * 2 + v_0 * 5 + v_1 * 4.
 
 Materialised terms are summed by the index. For all others, examples with about as many rows form a bucket, in which
-rows of zeros make their numbers equal. There rows are positions, and squared norms have the forms of other terms. The
-numbers of a bucket differ by at most a half, so it takes at most 1.5 times the memory of its rows. Clipped sums need no
-buckets: each row is weighted with its example's weight.
+rows of zeros make their numbers equal; at most half of a bucket's rows are such. There rows are positions, and squared
+norms have the forms of other terms. Clipped sums need no buckets: each row is weighted with its example's weight.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ghostclip.native.gram import half_gram_is_there, ragged_gram
-
 from .combine import combine
-from .outer import OuterProduct, gram_is_reliable
+from .outer import OuterProduct
 from .rows import LookupGrads
 from .term import Dense, NormResult, PerExampleGrads, squared_norms, to_float32
 
@@ -65,36 +62,6 @@ class RowIndex:
     def _counts(self) -> Tensor:
         return torch.bincount(self.index, minlength=self.examples)
 
-    @functools.cached_property
-    def _stops(self) -> Tensor:
-        return self._counts.cumsum(0)
-
-    @functools.cached_property
-    def _pairs(self) -> int:
-        """How many pairs of rows are of one example."""
-        return int(self._counts.square().sum())
-
-    @functools.cached_property
-    def _is_sorted(self) -> bool:
-        return bool((self.index[1:] >= self.index[:-1]).all())
-
-    def gram(self, term: OuterProduct) -> NormResult | None:
-        """Squared norms of a term of the rows by Gram matrices in C.
-
-        None where the direct form takes fewer operations, C isn't there, or digits cancelled.
-        """
-        (_, positions, outputs), inputs = term.left.shape, term.right.shape[2]
-        gram, direct = positions * self._pairs * (outputs + inputs), 2 * len(self) * outputs * inputs
-        if gram > direct or not half_gram_is_there(term.left):
-            return None
-        term = term if self._is_sorted else term.pick(self._order)
-        left, right = (to_float32(side).flatten(0, 1) for side in (term.left, term.right))
-        bounds = torch.cat([self._stops.new_zeros(1), self._stops])
-        squared, scale = ragged_gram(left, right, positions * bounds)
-        if not bool(gram_is_reliable(squared, scale).all()):
-            return None
-        return NormResult(squared, absolute=scale * positions * self._counts)
-
     def entries(self) -> Sequence[Tensor]:
         """[B] tensors, the rows of each example."""
         return self._order.split(self._counts.tolist())
@@ -102,17 +69,18 @@ class RowIndex:
     def buckets(self) -> Iterator[tuple[Tensor, int, Tensor, Tensor]]:
         """Examples [b] with about as many rows: (examples, length, their rows [b * length], which of them are there).
 
-        The length is the number of rows, rounded up to 1, 2, 3, 4, 6, 8, 12, 16 and so on. Examples without rows are
-        in no bucket.
+        One bucket of all examples if half of its rows are there; else one for each power of two. Examples without rows
+        are in none of these.
         """
-        sizes = [0, 1, *(size << shift for shift in range(len(self).bit_length()) for size in (2, 3))]
-        table = torch.tensor(sizes, device=self.index.device)
-        lengths = table[torch.searchsorted(table, self._counts)]
+        starts, longest = self._counts.cumsum(0) - self._counts, max(self._counts.tolist(), default=0)
+        lengths = torch.full_like(starts, longest)
+        if self.examples * longest > 2 * len(self):
+            lengths = (2.0 ** self._counts.log2().ceil()).long()
         for length in filter(None, lengths.unique().tolist()):
             examples = (lengths == length).nonzero().flatten()
-            places = torch.arange(length, device=table.device)
+            places = torch.arange(length, device=starts.device)
             there = places < self._counts[examples, None]
-            rows = torch.where(there, (self._stops - self._counts)[examples, None] + places, 0)
+            rows = torch.where(there, starts[examples, None] + places, 0)
             yield examples, length, self._order[rows.flatten()], there.flatten()
 
 
@@ -190,9 +158,6 @@ class Ragged(PerExampleGrads):
         if keep and 4 * self.examples * self.shape.numel() <= self.tensors[0].nbytes:
             kept = self.per_example()
             return NormResult(squared_norms(kept), kept)
-        if isinstance(self.term, OuterProduct) and self.term.groups == 1:
-            if (found := self.rows.gram(self.term)) is not None:
-                return found
         squared, absolute = self._by_buckets(_answer, 2).unbind(1)
         return NormResult(squared, absolute=absolute)
 

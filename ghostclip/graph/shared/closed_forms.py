@@ -1,7 +1,7 @@
 """The per-example gradients at a boundary: by formulas of known operations, else by each operation's own backward.
 
-For x [3, 2] @ P [2, 4] with one row of x an example, example i's gradient at P is the outer product of x[i] and row i of
-the gradient at the output. Only operations have a formula here that models use in every layer.
+For x @ P with x [3, 2] and P [2, 4], and one row of x an example, example i's gradient at P is the outer product of
+x[i] and row i of the gradient at the output. Operations have a formula here if models use them in every layer.
 """
 
 from __future__ import annotations
@@ -98,7 +98,11 @@ def _of_grouped_product(boundary: BroadcastBoundary, grad: Tensor, slot: int) ->
             f"only {stops[-1]} of {len(grad)} rows in a grouped product belong to an expert, by its "
             "offs; leave out the rows that meet no expert, or, where devices share experts, keep all on each"
         )
-    counts, rows, x = [stop - start for start, stop in pairwise([0, *stops])], boundary.rows(), boundary.node._saved_self
+    counts, rows, x = (
+        [stop - start for start, stop in pairwise([0, *stops])],
+        boundary.rows(),
+        boundary.node._saved_self,
+    )
     _, transposed = untransposed(boundary.input(slot))
     left, right = (grad, x) if transposed else (x, grad)
     used = [None] * len(counts) if rows.used is None else rows.used.split(counts)

@@ -28,8 +28,8 @@ ENTRYWISE = {
 }  # fmt: skip
 
 
-def of_parameters(edge: Edge, term: PerExampleGrads, leaves: Mapping[Any, Tensor]) -> dict[Any, PerExampleGrads] | None:
-    """The per-example gradients of the parameters that a weight is computed from; None where no formula is known.
+def of_parameters(edge: Edge, term: PerExampleGrads, leaves: Mapping[Any, Tensor]) -> dict[int, PerExampleGrads] | None:
+    """The per-example gradients of the parameters, by their ids, that a weight is computed from; None for no formula.
 
     Args:
         edge: the weight, a tensor of the graph.
@@ -47,7 +47,7 @@ def of_parameters(edge: Edge, term: PerExampleGrads, leaves: Mapping[Any, Tensor
     if all(n is leaf or n.name() in ENTRYWISE for n in below):  # none of which makes anything smaller
         factor = _slope(edge, leaves[leaf], term)
         of_weight = may_sync(factor.device) and bool((factor == 1).all())  # as of a straight-through estimator
-        return {leaf: term if of_weight else ComputedGrads(term, factor)}
+        return {id(leaves[leaf]): term if of_weight else ComputedGrads(term, factor)}
     return _quotient(edge[0], term, leaf, leaves[leaf])
 
 
@@ -71,7 +71,7 @@ def _slope(edge: Edge, leaf: Tensor, term: OuterProduct) -> Tensor:
     return _like(term, found)[0]
 
 
-def _weight_norm(node: Any, term: OuterProduct, leaves: Mapping[Any, Tensor]) -> dict[Any, PerExampleGrads] | None:
+def _weight_norm(node: Any, term: OuterProduct, leaves: Mapping[Any, Tensor]) -> dict[int, PerExampleGrads] | None:
     """Of torch's weight normalization by rows."""
     (of_v, _), (of_g, _) = node.next_functions
     if node._saved_dim != 0 or not {of_v, of_g} <= {*leaves, None}:
@@ -80,13 +80,13 @@ def _weight_norm(node: Any, term: OuterProduct, leaves: Mapping[Any, Tensor]) ->
     unit = v / norms.view_as(g)
     grads = ComputedGrads(term, g / norms.view_as(g), unit, unit, by_row=True)
     found = {of_v: grads, of_g: Dense(grads.products.view(-1, *g.shape))}
-    return {leaf: each for leaf, each in found.items() if leaf is not None}
+    return {id(leaves[leaf]): each for leaf, each in found.items() if leaf is not None}
 
 
-def _quotient(node: Any, term: OuterProduct, leaf: Any, parameter: Tensor) -> dict[Any, PerExampleGrads] | None:
+def _quotient(node: Any, term: OuterProduct, leaf: Any, parameter: Tensor) -> dict[int, PerExampleGrads] | None:
     """Of a parameter over one number that is computed from it."""
     if node.name() != "DivBackward0" or node.next_functions[0][0] is not leaf or node._saved_other.dim():
         return None
     value, divisor = _like(term, node._saved_self, node._saved_other)
     slope = _slope(node.next_functions[1], parameter, term)
-    return {leaf: ComputedGrads(term, divisor.reciprocal().view(1, 1), value / divisor, slope)}
+    return {id(parameter): ComputedGrads(term, divisor.reciprocal().view(1, 1), value / divisor, slope)}

@@ -1,7 +1,7 @@
 """The way down from the boundaries to the parameters: gradients of all examples at once, each its own.
 
 Where a boundary was given a parameter itself, its gradients by example are known there. Others go down the shared part
-of the graph: by a formula for weights computed from parameters (computed.py), else by a backward of every example's.
+of the graph: by formulas for tables and computed weights (computed.py), else by a backward of every example's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ghostclip.graph.shared.closed_forms import terms_at
 from ghostclip.graph.shared.computed import of_parameters
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import LayerCall
-from ghostclip.nn.fallback import FallbackCall
+from ghostclip.nn.fallback import FallbackCall, of_table
 from ghostclip.norms.precision import full_precision
 from ghostclip.norms.pullback import pulled_back
 from ghostclip.norms.ragged import combined
@@ -141,11 +141,11 @@ class SharedSubgraph:
                 found.setdefault((id(self.leaves[edge[0]]), part), []).extend(parts)
                 continue
             term = combined(parts)
-            parameters = of_parameters(edge, term, self.leaves)
+            parameters = self._by_formula(edge, term)
             if parameters is None:
                 left[edge] = term
-            for node, each in (parameters or {}).items():
-                found.setdefault((id(self.leaves[node]), None), []).append(each)
+            for owner, each in (parameters or {}).items():
+                found.setdefault((owner, None), []).append(each)
         if left:
             outputs = [GradientEdge(*edge) for edge in left]
             pulled = pulled_back(outputs, [*self._parameters.values()], list(left.values()))
@@ -153,6 +153,15 @@ class SharedSubgraph:
                 if below is not None:
                     found.setdefault((owner, None), []).append(Dense(below))
         return found
+
+    def _by_formula(self, edge: Edge, term: PerExampleGrads) -> dict[int, PerExampleGrads] | None:
+        """The gradients of parameters, by their ids, from those at a tensor; None where no formula is known."""
+        if (call := self.calls.get(edge[0])) is None:
+            return of_parameters(edge, term, self.leaves)
+        if not call.layer.reads_indices:
+            return None
+        found = of_table(call, edge[0].saved_tensors, term.per_example().to(call.dtype))
+        return None if found is None else {id(call.owners[call.parameters[0]]): found}
 
 
 def parameters_of(call: LayerCall) -> dict[int, Any]:
