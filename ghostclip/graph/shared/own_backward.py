@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.nodes import shape_of
@@ -39,8 +40,7 @@ class OwnBackward:
     def gradients(self, grad: Tensor) -> tuple[Tensor | None, ...]:
         """What it gives to each of the node's inputs, for a gradient of the output alone."""
         outputs = list(enumerate(self.node._input_metadata))
-        backward = getattr(getattr(self.node, "_forward_cls", None), "backward", None)
-        if backward is None:
+        if not isinstance(self.node, BackwardCFunction):
             found = self.node(*[grad if number == self.number else None for number, _ in outputs])
             return found if isinstance(found, tuple) else (found,)
         # A Function written in Python answers for all its arguments, the graph knows of those that need gradients.
@@ -48,7 +48,7 @@ class OwnBackward:
             grad if number == self.number else torch.zeros(tuple(of.shape), dtype=of.dtype, device=of.device)
             for number, of in outputs
         ]
-        answers = backward(self.node, *whole)
+        answers = self.node.apply(*whole)
         answers = answers if isinstance(answers, tuple) else (answers,)
         needed = iter([each for each, needs in zip(answers, self.node.needs_input_grad, strict=True) if needs])
         return tuple(None if below is None else next(needed) for below, _ in self.node.next_functions)

@@ -111,11 +111,12 @@ def shared_part(
     boundaries = [
         boundary for node in met for boundary in _boundaries(node, outputs.get(node, ()), shared, owned, len(losses))
     ]
-    region = SharedSubgraph(len(losses), boundaries, {node: node.variable for node in uses.leaves}, tables)
-    region.shared = [node for node in uses.nodes if node in shared]
-    region.silent = [edge for node in met for edge in outputs.get(node, ()) if owned[edge].zero]
-    region.given = [call for node in met if isinstance(call := getattr(node, "call", None), LayerCall)]
-    return region
+    return SharedSubgraph(
+        len(losses), boundaries, {node: node.variable for node in uses.leaves}, tables,
+        shared=[node for node in uses.nodes if node in shared],
+        given=[call for node in met if isinstance(call := getattr(node, "call", None), LayerCall)],
+        silent=[edge for node in met for edge in outputs.get(node, ()) if owned[edge].zero],
+    )  # fmt: skip
 
 
 def given_shared(call: LayerCall, names: ParameterNames) -> UnsupportedModelError:
@@ -207,7 +208,7 @@ def mixes(node: Any, names: ParameterNames) -> UnsupportedModelError:
 def without_boundaries(losses: Tensor, uses: Uses, shared: list[LayerCall]) -> SharedSubgraph:
     """All of the graph below which parameters are that are used by ``shared`` or outside of layers.
 
-    Of one example, or none, all is its own.
+    Of one example all is its own, so that the losses are the boundary; of none, there is no gradient.
     """
     leaves = {node: node.variable for node in uses.leaves}
     while True:
@@ -216,4 +217,8 @@ def without_boundaries(losses: Tensor, uses: Uses, shared: list[LayerCall]) -> S
         if len(users) == len(shared):
             break
         shared = users
-    return SharedSubgraph(len(losses), [], leaves, {uses.capturing[call]: call for call in users})
+    node = losses.grad_fn
+    slots = [slot for slot, (below, _) in enumerate(node.next_functions) if below is not None]
+    boundary = BroadcastBoundary(node, losses.output_nr, 0, 1, "example", slots)
+    calls = {uses.capturing[call]: call for call in users}
+    return SharedSubgraph(len(losses), [boundary] if len(losses) else [], leaves, calls)

@@ -95,14 +95,12 @@ class SharedSubgraph:
                 use.nbytes = min(use.nbytes, nbytes)
 
     @torch.no_grad()
-    def hand_over(
-        self, grads: list[Any], losses: Tensor, seed: Tensor, sink: Sink, wanted: Collection[LayerCall] | None
-    ) -> None:
+    def hand_over(self, grads: list[Any], losses: Tensor, sink: Sink, wanted: Collection[LayerCall] | None) -> None:
         """Tells the sink of every use, given the gradients at the boundaries; the graph must be there still.
 
         Args:
             grads: one for each of ``boundaries``; None where none arrived.
-            losses, seed: [B], and their gradient.
+            losses: [B].
             sink, wanted: as in a first pass.
         """
         if self.begins is not None:
@@ -113,7 +111,7 @@ class SharedSubgraph:
         if wanted is not None and not any(use in wanted for use in self.uses):
             return
         with full_precision(losses.device), without_hooks(list(self._parameters.values())):
-            found = self._down(self._terms(grads, losses, seed))
+            found = self._down(self._terms(grads))
         grads.clear()
         _refuse_spread(losses.detach(), found)
         for key, use in self._uses.items():
@@ -121,11 +119,8 @@ class SharedSubgraph:
             sink(use, (), losses if use.found is None else use.found.tensors[0])
             use.found = None
 
-    def _terms(self, grads: list[Any], losses: Tensor, seed: Tensor) -> dict[Target, list[PerExampleGrads]]:
+    def _terms(self, grads: list[Any]) -> dict[Target, list[PerExampleGrads]]:
         """Each example's gradients at tensors of the region."""
-        if not self.boundaries and self.examples:
-            # All there is belongs to the one example.
-            return {((losses.grad_fn, losses.output_nr), None): [Dense(torch.diag(seed))]}
         found: dict[Target, list[PerExampleGrads]] = {}
         for boundary, grad in zip(self.boundaries, grads, strict=True):
             for target, term in terms_at(boundary, grad) if grad is not None else ():
