@@ -1,8 +1,10 @@
 """Where what all examples share meets them: a walk from it towards the losses, over gradients whose owners are known.
 
 A parameter used outside of layers is shared, and so is a layer that gives the same rows for all examples, as a table of
-positions does. The first tensors on the way to the losses whose every row has one owner are the boundaries. Below
-mixed examples every row has several owners, too: `ghostclip.graph.overwritten` tells the two apart.
+positions does. The first tensors on the way to the losses whose every row has one owner are the boundaries. In the
+example of this folder the owners of p, q, h and the losses are: both, both, [0, 1], [0, 1]. So p and q are shared, and
+h is the boundary. Below mixed examples every row has several owners, too: `ghostclip.graph.overwritten` tells the two
+apart.
 """
 
 from __future__ import annotations
@@ -217,7 +219,7 @@ def without_boundaries(losses: Tensor, uses: Uses, shared: list[LayerCall]) -> S
         if len(users) == len(shared):
             break
         shared = users
-    node = losses.grad_fn
+    node: Any = losses.grad_fn
     slots = [slot for slot, (below, _) in enumerate(node.next_functions) if below is not None]
     boundary = BroadcastBoundary(node, losses.output_nr, 0, 1, "example", slots)
     calls = {uses.capturing[call]: call for call in users}
