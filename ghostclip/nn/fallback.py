@@ -56,24 +56,21 @@ class FallbackCall(LayerCall):
 
 
 def of_table(call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads | None:
-    """The gradients of a table, by its rule, as if each example had looked up the same rows for itself.
+    """The gradients of a table that was read once for all examples: by its rule, as if each had read the same rows.
 
-    A table's rule keeps a few rows of each example in place of the whole table. None for any other layer, and for one
-    that was given what a parameter had a part in.
+    The rule keeps the rows that were read in place of a whole table for each example. None where several inputs say
+    which these are.
 
     Args:
-        call: of a layer that saw no examples.
+        call: of a layer that `reads_indices` and saw no examples.
         inputs: what the layer saved.
         grad: [B, *shape of the layer's output].
     """
-    if not call.layer.reads_indices or call.sources or len(inputs) != 1 or call.rows:
+    if len(inputs) != 1:
         return None
-    examples, dim, rows = len(grad), call.batch_dim, call.shape[call.batch_dim]
-    every = copy.copy(call)
-    every.shape = torch.Size((*call.shape[:dim], examples * rows, *call.shape[dim + 1 :]))
-    (once,) = inputs
-    sizes = [-1] * (once.dim() + 1)
-    sizes[dim] = examples
-    repeated = once.unsqueeze(dim).expand(sizes).flatten(dim, dim + 1)
-    term = every.term(call.parameters[0], (repeated,), grad.movedim(0, dim).reshape(every.shape))
+    every, dim, rows = copy.copy(call), call.batch_dim, call.shape[call.batch_dim]
+    repeated = torch.stack([inputs[0]] * len(grad), dim).flatten(dim, dim + 1)
+    grad = grad.movedim(0, dim).flatten(dim, dim + 1)
+    every.shape = grad.shape
+    term = every.term(call.parameters[0], (repeated,), grad)
     return term if rows == 1 else term.split_rows(rows, "example")

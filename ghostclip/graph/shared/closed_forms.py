@@ -28,10 +28,22 @@ LAYER_NORM, GROUP_NORM = "NativeLayerNormBackward0", "NativeGroupNormBackward0"
 # Their backward gives a gradient of the output's shape to an input that was broadcast, and leaves summing to autograd.
 ELEMENTWISE = [
     f"{name}Backward{variant}"
-    for name in ("Add", "Addcdiv", "Addcmul", "Atan2", "Complex", "Div", "Fmax", "Fmin", "Hypot", "Lerp", "Logaddexp",
-                 "Maximum", "Minimum", "Mul", "Polar", "Pow", "Rsub", "Sub", "Where", "Xlogy")
+    for name in (
+        "Add",
+        "Addcmul",
+        "Div",
+        "Lerp",
+        "Logaddexp",
+        "Maximum",
+        "Minimum",
+        "Mul",
+        "Pow",
+        "Rsub",
+        "Sub",
+        "Where",
+    )
     for variant in (0, 1)
-]  # fmt: skip
+]
 
 
 def terms_at(boundary: BroadcastBoundary, grad: Tensor) -> Iterator[tuple[Target, PerExampleGrads]]:

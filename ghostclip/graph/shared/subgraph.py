@@ -153,7 +153,7 @@ class SharedSubgraph:
         """The gradients of parameters, by their ids, from those at a tensor; None where no formula is known."""
         if (call := self.calls.get(edge[0])) is None:
             return of_parameters(edge, term, self.leaves)
-        if not call.layer.reads_indices:
+        if not call.layer.reads_indices or call.sources or call.rows:
             return None
         found = of_table(call, edge[0].saved_tensors, term.per_example().to(call.dtype))
         return None if found is None else {id(call.owners[call.parameters[0]]): found}
