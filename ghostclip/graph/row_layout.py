@@ -107,9 +107,7 @@ def row_layout(
         count = own.count(call.shape[own.dim], examples)
         if count != 1 or isinstance(own.order, RowIndex):
             folded[id(call)] = count, own.order
-    met: dict[Subject, Rows] = {}
-    for boundary in () if region is None else region.boundaries:
-        met[boundary.edge] = Rows(boundary.dim, boundary.row_order)
+    met: dict[Subject, Rows] = {each.edge: each.rows for each in (() if region is None else region.boundaries)}
     return RowLayout([*calls, *(() if region is None else region.uses)], folded, {**rows, **met}, **rest)
 
 

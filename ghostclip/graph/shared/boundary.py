@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ghostclip.graph.nodes import ACCUMULATE, Edge, shape_of, signed
-from ghostclip.norms.ragged import RowIndex, RowOrder, regrouped
+from ghostclip.graph.owners import Rows
+from ghostclip.norms.ragged import RowIndex, regrouped
 from ghostclip.norms.term import Dense, PerExampleGrads, split_examples, to_float32
 
 __all__ = ["BroadcastBoundary", "Target", "matrix_of", "untransposed"]
@@ -29,23 +30,31 @@ class BroadcastBoundary:
     Attributes:
         node: of the graph.
         number: of the output among the node's.
-        dim: the output's dimension that holds examples.
-        count: entries of that dimension for each example.
-        row_order: "example" or "row", as `ghostclip.graph.owners.Rows` has it, or whose the entries are.
+        rows: how its rows belong to the examples.
+        examples: B.
         shared: slots of the node's inputs that it was given for all examples.
     """
 
     node: Any
     number: int
-    dim: int
-    count: int
-    row_order: RowOrder
+    rows: Rows
+    examples: int
     shared: Sequence[int]
 
     @property
     def edge(self) -> Edge:
         """The output."""
         return self.node, self.number
+
+    @property
+    def dim(self) -> int:
+        """The output's dimension that holds the examples."""
+        return self.rows.dim
+
+    @property
+    def count(self) -> int:
+        """Entries of that dimension for each example; an index says by itself."""
+        return self.rows.count((*shape_of(self.edge), 1)[self.dim], self.examples)
 
     def input(self, slot: int) -> Edge:
         """What the operation was given there."""
@@ -65,25 +74,16 @@ class BroadcastBoundary:
                 return [(below, (expert, expert + 1)) for expert in range(shape_of(below)[0])]
         return [matrix_of(self.input(slot))[0] if self.is_product(slot) else (self.input(slot), None)]
 
-    def rows(self) -> RowIndex:
-        """Whose the entries along ``dim`` are."""
-        if isinstance(self.row_order, RowIndex):
-            return self.row_order
-        whole = self.node._input_metadata[self.number]
-        size = whole.shape[self.dim]
-        examples = size // self.count
-        return RowIndex(RowIndex.in_order(size, examples, self.row_order, whole.device), examples)
-
     def entries(self, grad: Tensor) -> Sequence[Tensor]:
         """For each example, which entries along ``dim`` of a tensor of the output's shape are its own."""
-        if isinstance(self.row_order, RowIndex):
-            return self.row_order.entries()
+        if isinstance(self.rows.order, RowIndex):
+            return self.rows.order.entries()
         numbers = torch.arange((*grad.shape, 1)[self.dim], device=grad.device)
-        return split_examples(numbers, self.count, self.row_order).unbind()
+        return split_examples(numbers, self.count, self.rows.order).unbind()
 
     def regrouped(self, term: PerExampleGrads) -> PerExampleGrads:
         """The term of the examples from that of the entries along ``dim``."""
-        return regrouped(term, self.count, self.row_order)
+        return regrouped(term, self.count, self.rows.order)
 
     def sums(self, tensor: Tensor) -> Tensor:
         """[B, *the other dimensions] of a tensor of the output's shape."""

@@ -110,26 +110,21 @@ def _of_grouped_product(boundary: BroadcastBoundary, grad: Tensor, slot: int) ->
             f"only {stops[-1]} of {len(grad)} rows in a grouped product belong to an expert, by its "
             "offs; leave out the rows that meet no expert, or, where devices share experts, keep all on each"
         )
-    counts, rows, x = (
-        [stop - start for start, stop in pairwise([0, *stops])],
-        boundary.rows(),
-        boundary.node._saved_self,
-    )
-    _, transposed = untransposed(boundary.input(slot))
+    x, (_, transposed) = boundary.node._saved_self, untransposed(boundary.input(slot))
     left, right = (grad, x) if transposed else (x, grad)
-    used = [None] * len(counts) if rows.used is None else rows.used.split(counts)
-    shape = torch.Size((1, *shape_of(targets[0][0])[1:]))
+    term = OuterProduct(left.unsqueeze(1), right.unsqueeze(1), torch.Size((1, *shape_of(targets[0][0])[1:])))
+    used = boundary.rows.order.used if isinstance(boundary.rows.order, RowIndex) else None
+    term = term if used is None else term.keep_only(used)
+    index = boundary.rows.owners(len(grad), boundary.examples, grad.device)
     return [
-        regrouped(OuterProduct(own.unsqueeze(1), inputs.unsqueeze(1), shape), 1, RowIndex(index, rows.examples, each))
-        for own, inputs, index, each in zip(
-            left.split(counts), right.split(counts), rows.index.split(counts), used, strict=True
-        )
+        regrouped(term.pick(slice(start, stop)), 1, RowIndex(index[start:stop], boundary.examples))
+        for start, stop in pairwise([0, *stops])
     ]
 
 
 def _of_batched_product(boundary: BroadcastBoundary, grad: Tensor, slot: int) -> Dense | None:
     """A factor [G, d, p] of G products of two matrices, whose rows or columns are the examples'."""
-    order = boundary.row_order
+    order = boundary.rows.order
     if boundary.dim != (2, 1)[slot] or isinstance(order, RowIndex) or grad.is_complex():
         return None
     factors = (grad.mT, boundary.node._saved_mat2.mT) if slot == 0 else (boundary.node._saved_self, grad)

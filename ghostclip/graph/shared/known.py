@@ -49,10 +49,10 @@ class KnownShared:
         """The part of a graph that is shared, given the boundaries' rows; None where nothing is."""
         if not uses.leaves and not self.tables:
             return None
-        boundaries = []
-        for (node, number), own, (_, _, slots) in zip(self.edges(uses), rows, self.boundaries, strict=True):
-            count = own.count((*node._input_metadata[number].shape, 1)[own.dim], examples)
-            boundaries.append(BroadcastBoundary(node, number, own.dim, count, own.order, slots))
+        boundaries = [
+            BroadcastBoundary(uses.nodes[place], number, own, examples, slots)
+            for (place, number, slots), own in zip(self.boundaries, rows, strict=True)
+        ]
         calls = [uses.calls[number] for number in self.tables]
         tables = {uses.capturing[call]: call for call in calls}
         return SharedSubgraph(examples, boundaries, {node: node.variable for node in uses.leaves}, tables)

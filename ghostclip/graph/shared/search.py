@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ghostclip.errors import LossShapeError, UnsupportedModelError
 from ghostclip.graph.nodes import ACCUMULATE, Edge, inputs_of, shape_of
-from ghostclip.graph.owners import Owned, Subject
+from ghostclip.graph.owners import Owned, Rows, Subject
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
 from ghostclip.graph.shared.boundary import BroadcastBoundary
@@ -161,8 +161,7 @@ def _boundaries(
         rows = owned[edge].rows
         if owned[edge].zero or rows is None:
             continue
-        count = rows.count((*shape_of(edge), 1)[rows.dim], examples)
-        found.append(BroadcastBoundary(*edge, rows.dim, count, rows.order, slots))
+        found.append(BroadcastBoundary(*edge, rows, examples, slots))
     return found
 
 
@@ -221,6 +220,6 @@ def without_boundaries(losses: Tensor, uses: Uses, shared: list[LayerCall]) -> S
         shared = users
     node: Any = losses.grad_fn
     slots = [slot for slot, (below, _) in enumerate(node.next_functions) if below is not None]
-    boundary = BroadcastBoundary(node, losses.output_nr, 0, 1, "example", slots)
+    boundary = BroadcastBoundary(node, losses.output_nr, Rows(0, "example"), 1, slots)
     calls = {uses.capturing[call]: call for call in users}
     return SharedSubgraph(len(losses), [boundary] if len(losses) else [], leaves, calls)
