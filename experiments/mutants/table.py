@@ -160,15 +160,15 @@ CLIPPING = [
     ),
     Mutant(
         "a kept NaN spoils the others",
-        "ghostclip/graph/shared/boundary.py",
+        "ghostclip/graph/shared/own_backward.py",
         "        tensor.masked_fill_(~tensor.isfinite(), value)\n",
         "        pass\n",
         PITFALLS,
     ),
     Mutant(
         "0 * inf counts as 0 where a parameter meets the examples",
-        "ghostclip/graph/shared/boundary.py",
-        " and not self._reads(wrong, entries, grad, places)",
+        "ghostclip/graph/shared/own_backward.py",
+        " or self._reads(wrong, entries, grad, slots)",
         "",
         ("tests/test_nonfinite_shared.py",),
     ),
@@ -898,14 +898,14 @@ PROVED = [
     ),
     Mutant(
         "the transpose of a parameter is taken for the parameter",
-        "ghostclip/graph/shared/boundary.py",
-        "        left, right = (right, left) if transposed else (left, right)\n",
-        "",
+        "ghostclip/graph/shared/closed_forms.py",
+        "(grad, x) if transposed else (x, grad)\n    shape",
+        "(x, grad)\n    shape",
         ("tests/test_computed_weights.py", "-k", "function"),
     ),
     Mutant(
         "what a product is added to is not scaled",
-        "ghostclip/graph/shared/boundary.py",
+        "ghostclip/graph/shared/closed_forms.py",
         "grad if beta == 1 else grad * beta",
         "grad",
         ("tests/test_computed_weights.py", "-k", "function and scaled"),
@@ -913,20 +913,20 @@ PROVED = [
     Mutant(
         "a scaled product is taken for a plain one",
         "ghostclip/graph/shared/boundary.py",
-        ' and getattr(self.node, "_saved_alpha", 1) == 1',
+        " and self.node._saved_alpha == 1",
         "",
         ("tests/test_computed_weights.py", "-k", "function and scaled"),
     ),
     Mutant(
         "a transposed filter outside of layers is taken for a plain one",
-        "ghostclip/graph/shared/boundary.py",
-        "            images, grads = grads, images\n",
+        "ghostclip/graph/shared/closed_forms.py",
+        "        images, grads = grads, images\n",
         "",
         ("tests/test_computed_weights.py", "-k", "filters"),
     ),
     Mutant(
         "positions of a transposed filter's own are none",
-        "ghostclip/graph/shared/boundary.py",
+        "ghostclip/graph/shared/closed_forms.py",
         "if any(more >= step for more, step in zip(node._saved_output_padding, node._saved_stride, strict=True)):",
         "if False:",
         ("tests/test_computed_weights.py", "-k", "filters"),
@@ -934,15 +934,15 @@ PROVED = [
     Mutant(
         "a table that is a factor, too, counts twice",
         "ghostclip/graph/shared/subgraph.py",
-        "        reached = {id(parameter): parameter for parameter in self.leaves.values()}\n",
-        "        reached: dict[int, Any] = {}\n",
+        "            if parameters is None:\n                left[edge] = term\n",
+        "            left[edge] = term\n",
         ("tests/test_shared_parameters.py", "-k", "counts_once"),
     ),
     Mutant(
         "only the last use of a shared tensor counts",
         "ghostclip/graph/shared/subgraph.py",
-        "found.setdefault(edge, []).append(term)",
-        "found[edge] = [term]",
+        "found.setdefault(target, []).append(term)",
+        "found[target] = [term]",
         ("tests/test_computed_weights.py", "-k", "function"),
     ),
     Mutant(
@@ -954,9 +954,9 @@ PROVED = [
     ),
     Mutant(
         "rows of a product of heads are in the order of examples",
-        "ghostclip/graph/shared/boundary.py",
-        "split_examples(to_float32(each).movedim(1, 0), self.count, row_order)",
-        "split_examples(to_float32(each).movedim(1, 0), self.count, 'example')",
+        "ghostclip/graph/shared/closed_forms.py",
+        "split_examples(to_float32(each).movedim(1, 0), boundary.count, order)",
+        "split_examples(to_float32(each).movedim(1, 0), boundary.count, 'example')",
         ("tests/test_layers.py", "-k", "bare and product"),
     ),
 ]
@@ -1592,8 +1592,8 @@ INTEGRATED = [
     Mutant(
         "rows of ragged examples are weighted as the first example's",
         "ghostclip/norms/ragged.py",
-        "weights if rows is None else weights[rows.index]",
-        "weights if rows is None else weights[rows.index * 0]",
+        "weighted_sum(weights[self.rows.index])",
+        "weighted_sum(weights[self.rows.index * 0])",
         ("tests/test_ragged.py",),
     ),
     Mutant(
@@ -1714,9 +1714,9 @@ CHECKED = [
     ),
     Mutant(
         "a normalization's scale outside of layers gets the shift's gradient",
-        "ghostclip/graph/shared/boundary.py",
-        "            grad = grad * ((x - mean) * rstd).view_as(grad)\n",
-        "            pass\n",
+        "ghostclip/graph/shared/closed_forms.py",
+        "        grad = grad * ((x - mean) * rstd).view_as(grad)\n",
+        "        pass\n",
         ("tests/test_layers.py", "-k", "group_norm"),
     ),
     Mutant(
@@ -1909,9 +1909,9 @@ EXPERTS = ("tests/test_experts.py",)
 FOLLOWED = [
     Mutant(
         "an example's rows at all experts are one sum",
-        "ghostclip/norms/experts.py",
-        "pairs = numbers.repeat_interleave(counts) * self.examples + self.rows.index",
-        "pairs = 0 * numbers.repeat_interleave(counts) + self.rows.index",
+        "ghostclip/graph/shared/boundary.py",
+        "return (below, (number, number + 1)), transposed != swapped",
+        "return (below, (0, 1)), transposed != swapped",
         EXPERTS,
     ),
     Mutant(
@@ -2306,9 +2306,9 @@ DIFFERENTIATED_TWICE = [
     ),
     Mutant(
         "a group's mean depends on its scale",
-        "ghostclip/graph/shared/boundary.py",
-        "        if self.number and self.node.name() in (LAYER_NORM, GROUP_NORM):\n",
-        "        if False:\n",
+        "ghostclip/graph/shared/closed_forms.py",
+        "    if boundary.number and name in (LAYER_NORM, GROUP_NORM):\n",
+        "    if False:\n",
         (*TWICE, "-k", "float32 and group"),
     ),
     Mutant(
@@ -2430,7 +2430,7 @@ BY_MARKS = [
     ),
     Mutant(
         "numbers that aren't finite are replaced in expanded tensors",
-        "ghostclip/graph/shared/boundary.py",
+        "ghostclip/graph/shared/own_backward.py",
         "    return tensor[tuple([slice(None) if stride else slice(0, 1) for stride in tensor.stride()])]\n",
         "    return tensor\n",
         ("tests/test_nonfinite.py", "-k", "expanded"),

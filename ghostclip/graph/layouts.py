@@ -320,7 +320,7 @@ class Layouts:
             [number for number, call in enumerate(uses.calls) if owned[call].zero],
             [(places[node], number) for node, number in _silent_edges(losses, at)],
             KnownShared.of(uses, region),
-            [Rows(boundary.dim, boundary.row_order) for boundary in boundaries],
+            [boundary.rows for boundary in boundaries],
             moves,
             max(examples, 0 if before is None else before.largest),
             computes_in_half(losses, uses),

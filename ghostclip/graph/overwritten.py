@@ -195,7 +195,7 @@ class _Rerun(TorchFunctionMode):
 
     def entering(self, boundary: BroadcastBoundary, node: Any) -> list[Tensor]:
         """What all examples share of what comes to the node in a boundary's place, as far as it is known."""
-        edges = [node.next_functions[place] for place, _ in boundary.shared]
+        edges = [node.next_functions[slot] for slot in boundary.shared]
         return [self.values[edge] for edge in edges if edge in self.values]
 
 

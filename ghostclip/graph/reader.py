@@ -220,7 +220,7 @@ def _pass_with_region(
     if sink is not NOTHING:
         edges = [boundary.edge for boundary in region.boundaries]
         grads = first_pass(losses, layers, sink, seed, retain_graph=True, edges=edges)
-        region.hand_over(grads, losses, seed, sink, wanted)
+        region.hand_over(grads, losses, sink, wanted)
     if not retain_graph:
         leaves = list(region.leaves.values())
         with without_hooks(leaves):

@@ -105,7 +105,7 @@ def row_layout(
             folded[id(call)] = count, own.order
     if region is None:
         return RowLayout(calls, folded, rows, **rest)
-    met: dict[Subject, Rows] = {each.edge: Rows(each.dim, each.row_order) for each in region.boundaries}
+    met: dict[Subject, Rows] = {each.edge: each.rows for each in region.boundaries}
     return RowLayout([*calls, *region.uses], folded, {**rows, **met}, **rest)
 
 

@@ -185,10 +185,9 @@ class GhostLayer(torch.nn.Module):
     rule: ClassVar[str] = ""
     # Whether `obstacles` are in the way of a frozen layer too, as statistics of private data are.
     checked_when_frozen: ClassVar[bool] = False
-    # Whether it looks up rows by indices, which may be those of positions, the same for all examples.
+    # Whether it looks up rows by indices, which may be those of positions, the same for all examples. Its rule takes
+    # indices and gradients row by row along the batch dimension.
     reads_indices: ClassVar[bool] = False
-    # Whether its rule takes its one input and the gradient row by row along the batch dimension, whatever a row is.
-    row_by_row: ClassVar[bool] = False
     # Whether some of its parameters belong to layers inside of it.
     has_parts: ClassVar[bool] = False
     wrapped: ClassVar[type[torch.nn.Module]]

@@ -191,8 +191,8 @@ def _wrapper(kind: type[torch.nn.Module], rule: type[GhostLayer]) -> type[Declar
     content = {"wrapped": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     stand_in: Any = type(kind.__name__, (_StandIn, rule), {**content, "__slots__": ()})
     content |= {"target": rule.wrapped, "stand_in": stand_in, "rule": f"{rule.rule} (declared)"}
-    content |= {"parameter_names": stand_in.parameter_names, "__doc__": kind.__doc__}
-    content |= {"reads_indices": rule.reads_indices, "row_by_row": rule.row_by_row}
+    content |= {"parameter_names": stand_in.parameter_names, "reads_indices": rule.reads_indices}
+    content |= {"__doc__": kind.__doc__}
     return type(kind.__name__, (Declared, kind), content)
 
 

@@ -49,8 +49,6 @@ class Table(GhostLayer):
 class Embedding(Table, torch.nn.Embedding, wraps=torch.nn.Embedding):
     """`torch.nn.Embedding` that can be clipped; repeated indices add up, ``padding_idx`` gets no gradient."""
 
-    row_by_row = True
-
     def forward(self, input: Tensor) -> Tensor:
         return self.capture(super().forward(input), input)
 

@@ -1,16 +1,14 @@
-"""What stands in for a layer where there is none: parameters used outside of every rule, layers that saw no examples.
+"""What stands in for a layer where there is none: a parameter used outside of every rule, as if by a layer's call.
 
-A bare Parameter (class token, position embedding, layer scale), a weight made by a parametrization, a module nobody
-wrote a rule for, position ids of shape [1, T]: each is a tensor all examples share until an operation brings it
-together with them. `ghostclip.graph.shared.search` finds these operations in the graph; here such uses become calls
-like any layer's, which the rest of a pass need not tell from those.
+A class token, a layer scale, a weight made by a parametrization and a table that all examples read alike are such
+parameters. `ghostclip.graph.shared` has their per-example gradients. To the rest of a pass, each use is a call like any
+layer's. With two examples, a layer scale of three numbers is a call whose output has shape [2, 3].
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,97 +18,59 @@ from ghostclip.norms.term import Dense, PerExampleGrads
 
 from .base import LayerCall
 
-__all__ = ["FallbackCall", "bare", "spread"]
-
-Rule = Callable[[str, tuple[Tensor, ...], Tensor], PerExampleGrads]
-
-
-class _Owner:
-    """The part of a module that a pass looks at: its parameters, and no rule for all of them at once."""
-
-    def __init__(self, parameters: dict[str, Any]) -> None:
-        self._parameters = parameters
-
-    def linear_pair(self, call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
-        """Nothing is answered jointly."""
+__all__ = ["FallbackCall", "of_table"]
 
 
 class FallbackCall(LayerCall):
-    """A use of parameters that no layer captured with its examples.
+    """The use of a parameter, or of a part of it, outside of layers.
+
+    Args:
+        parameter: the parameter.
+        examples: B.
+        part: the (start, stop) of its first axis; None for all of it.
 
     Attributes:
         region: the `ghostclip.graph.shared.subgraph.SharedSubgraph` that gives it its gradients during a first pass.
-        answer: (parameter name, inputs, gradient) -> term.
-        found: the term of a parameter's use, while a sink is told of it.
+        found: its per-example gradients, while a sink is told of them.
     """
 
-    __slots__ = ("answer", "found", "region")
+    __slots__ = ("found", "region")
 
-    def __init__(
-        self, parameters: dict[str, Any], shape: tuple[int, ...], like: Any, answer: Rule | None = None
-    ) -> None:
-        self.layer: Any = _Owner(parameters)
-        self.own = self.parameters = tuple(parameters)
-        self.owners, self.rows, self.batch_dim, self.shape = parameters, {}, 0, torch.Size(shape)
-        self.dtype, self.device, self.sources, self.extra = like.dtype, like.device, [], None
-        self.nbytes = math.prod(shape) * like.dtype.itemsize
-        self.sink, self.answer, self.has_saved_tensor_hooks = None, answer, False
+    def __init__(self, parameter: Tensor, examples: int, part: tuple[int, int] | None = None) -> None:
+        self.own = self.parameters = ("",)
+        self.owners, self.rows = {"": parameter}, {} if part is None else {"": part}
+        size = parameter.shape if part is None else (part[1] - part[0], *parameter.shape[1:])
+        self.batch_dim, self.shape = 0, torch.Size((examples, *size))
+        self.dtype, self.device, self.sources = parameter.dtype, parameter.device, []
+        self.nbytes = math.prod(self.shape) * parameter.itemsize
+        self.sink, self.has_saved_tensor_hooks = None, False
         self.region: Any = None
         self.found: PerExampleGrads | None = None
 
+    def linear_pair(self, inputs: tuple[Tensor, ...], grad: Tensor) -> None:
+        """None: a single parameter."""
+
     def term(self, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
-        if self.answer is not None:
-            return self.answer(name, inputs, grad)
-        assert self.found is not None
-        return self.found
-
-    def zeros(self) -> Tensor:
-        """The gradients [B, ...] where none arrives."""
-        return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape)
+        """Its per-example gradients; zeros where none arrived."""
+        return self.found or Dense(torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape))
 
 
-def bare(parameter: Tensor, examples: int) -> FallbackCall:
-    """The use of a parameter outside of layers."""
-    return FallbackCall({"": parameter}, (examples, *parameter.shape), parameter)
+def of_table(call: LayerCall, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads | None:
+    """The gradients of a table that was read once for all examples: by its rule, as if each had read the same rows.
 
+    The rule keeps the rows that were read in place of a whole table for each example. None where several inputs say
+    which these are.
 
-def spread(call: LayerCall, examples: int) -> FallbackCall:
-    """The use of a layer that saw no examples, as if every example had had its own copy of what the layer saw.
-
-    Its inputs are the call's own, its gradient is [B, *shape of the pre-activation].
+    Args:
+        call: of a layer that `reads_indices` and saw no examples.
+        inputs: what the layer saved.
+        grad: [B, *shape of the layer's output].
     """
-    parameters = {name: call.owners[name] for name in call.parameters}
-
-    def answer(name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
-        return (_repeated if _is_row_by_row(call, inputs) else _one_by_one)(call, name, inputs, grad)
-
-    use = FallbackCall(parameters, (examples, *call.shape), call, answer)
-    use.rows = call.rows
-    return use
-
-
-def _is_row_by_row(call: LayerCall, inputs: tuple[Tensor, ...]) -> bool:
-    return call.layer.row_by_row and not call.rows and len(inputs) == 1
-
-
-def _repeated(call: LayerCall, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
-    """The layer's rule on inputs repeated for every example."""
-    examples, dim, rows = grad.shape[0], call.batch_dim, call.shape[call.batch_dim]
-    many = copy.copy(call)
-    many.shape = torch.Size((*call.shape[:dim], examples * rows, *call.shape[dim + 1 :]))
-    grad = grad.movedim(0, dim).reshape(many.shape)
-    (once,) = inputs
-    sizes = [-1] * (once.dim() + 1)
-    sizes[dim] = examples
-    repeated = once.unsqueeze(dim).expand(sizes).flatten(dim, dim + 1)
-    term = many.term(name, (repeated,), grad)
+    if len(inputs) != 1:
+        return None
+    every, dim, rows = copy.copy(call), call.batch_dim, call.shape[call.batch_dim]
+    repeated = torch.stack([inputs[0]] * len(grad), dim).flatten(dim, dim + 1)
+    grad = grad.movedim(0, dim).flatten(dim, dim + 1)
+    every.shape = grad.shape
+    term = every.term(call.parameters[0], (repeated,), grad)
     return term if rows == 1 else term.split_rows(rows, "example")
-
-
-def _one_by_one(call: LayerCall, name: str, inputs: tuple[Tensor, ...], grad: Tensor) -> PerExampleGrads:
-    """The layer's rule once for every example; it knows best which dimension of its inputs is which."""
-    rows, terms = call.shape[call.batch_dim], [call.term(name, inputs, each) for each in grad]
-    found = [(term if rows == 1 else term.split_rows(rows, "example")).per_example() for term in terms]
-    parameter: Any = call.owners[name]
-    part = parameter[slice(*call.rows.get(name, (None, None)))]
-    return Dense(torch.cat(found) if found else grad.new_zeros(0, *part.shape))

@@ -33,8 +33,6 @@ def summed_positions(grad: Tensor) -> Dense:
 class Linear(GhostLayer, torch.nn.Linear, wraps=torch.nn.Linear):
     """`torch.nn.Linear` that can be clipped; any number of positions between the examples and the features."""
 
-    row_by_row = True
-
     def forward(self, input: Tensor) -> Tensor:
         if input.dim() == 1 and is_capturing():  # one example of a loop over them
             return self.forward(input.unsqueeze(0)).squeeze(0)

@@ -35,7 +35,6 @@ class MultiheadAttention(GhostLayer, torch.nn.MultiheadAttention, wraps=torch.nn
     """`torch.nn.MultiheadAttention` that can be clipped: masks, kdim, vdim, added biases, weights returned or not."""
 
     has_parts = True
-    row_by_row = True
     __init__ = built_of_wrappers(torch.nn.MultiheadAttention)
 
     def forward(

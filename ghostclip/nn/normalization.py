@@ -65,7 +65,6 @@ class _OverChannels(GhostLayer):
 class _OverFeatures(_OverChannels):
     """The same with a weight for each entry of the last dimensions, those of ``normalized_shape``."""
 
-    row_by_row = True
     # What torch.nn.LayerNorm and RMSNorm have, for the type checker.
     normalized_shape: Any
     eps: Any

@@ -8,6 +8,9 @@ with the inner product over each row of W, or over all of it. A mask, or another
 factor alone. Weight normalization by rows, W = g v / |v|, has factor = g / |v| and along = back = v / |v| (Salimans &
 Kingma 2016, equation 3). W = v / s(v) for one number s, as of spectral normalization, has factor = 1 / s, along = W and
 back = the gradient of s (Miyato et al. 2018, equation 10). Of one position the norms need no G_i.
+
+One row v = [3, 4] has W = v / |v| = [0.6, 0.8]. With G = [1, 0], <G, W> is 0.6, and g = (G - 0.6 W) / 5 is
+[0.128, -0.096].
 """
 
 from __future__ import annotations

@@ -222,7 +222,8 @@ class ConvGrads(PerExampleGrads):
         return product_of_sizes(self.grads, self.images) * patches_of_one
 
     def per_example(self) -> Tensor:
-        return self.outer().per_example()
+        kept = self._by_shifts(True).kept if self.examples and shifts_are_there(self.images) else None
+        return self.outer().per_example() if kept is None else kept
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         if self.examples == 0:

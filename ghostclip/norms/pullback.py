@@ -1,9 +1,12 @@
-"""Gradients of several examples, taken down the same part of a graph: a backward of many gradients at once."""
+"""Gradients of several examples, taken down the same part of a graph: a backward of many gradients at once.
+
+For q = p * p with p = 3 and gradients [2, 5] of two examples at q, theirs at p are [2, 5] * 2p = [12, 30].
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +14,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ghostclip.native.custom_ops import is_traced
-from ghostclip.norms.convolution import ConvGrads
 from ghostclip.norms.outer import chunks
 from ghostclip.norms.ragged import Ragged
 from ghostclip.norms.term import Dense, PerExampleGrads
@@ -36,49 +38,34 @@ def pulled_back(
     """
     terms = [Dense(term.per_example()) if isinstance(term, Ragged) else term for term in terms]
     dtypes = [edge.node._input_metadata[edge.output_nr].dtype for edge in outputs]
-    found: list[list[Tensor | None]] = []
+    found = []
     for part in chunks(terms[0].examples, 4 * max(term.shape.numel() for term in terms), BYTES):
-        seeds = [_formed(term.pick(part)).to(dtype) for term, dtype in zip(terms, dtypes, strict=True)]
-        one_by_one = is_traced() or len(seeds[0]) == 1
-        found.append((_one_by_one if one_by_one else _together)(outputs, inputs, seeds))
-    return [_joined(parts) for parts in zip(*found, strict=True)] if found else [None] * len(inputs)
+        seeds = [term.pick(part).per_example().to(dtype) for term, dtype in zip(terms, dtypes, strict=True)]
+        found.append(_together(outputs, inputs, seeds))
+    return [_joined(parts, torch.cat) for parts in zip(*found, strict=True)] if found else [None] * len(inputs)
 
 
-def _formed(term: PerExampleGrads) -> Tensor:
-    """`PerExampleGrads.per_example`; of a convolution by the first way that keeps gradients, which forms no patches."""
-    if isinstance(term, ConvGrads) and term.examples:
-        way = next(way for way in term.candidates().values() if way.keeps)
-        if (kept := way.run(term, True).kept) is not None:
-            return kept
-    return term.per_example()
-
-
-def _together(outputs: Sequence[GradientEdge], inputs: Sequence[Any], rows: Sequence[Tensor]) -> list[Tensor | None]:
-    """By one backward of all examples; by one for each, where an operation can't be vectorised."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="There is a performance drop")
-            found = torch.autograd.grad(
-                outputs, inputs, rows, retain_graph=True, allow_unused=True, is_grads_batched=True
-            )
-        return list(found)
-    except (RuntimeError, UserWarning):
-        return _one_by_one(outputs, inputs, rows)
-
-
-def _one_by_one(outputs: Sequence[GradientEdge], inputs: Sequence[Any], rows: Sequence[Tensor]) -> list[Tensor | None]:
+def _together(
+    outputs: Sequence[GradientEdge], inputs: Sequence[Any], rows: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """By one backward of all examples; by one for each in a trace, and where an operation can't be vectorised."""
+    if len(rows[0]) > 1 and not is_traced():
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message="There is a performance drop")
+                return torch.autograd.grad(
+                    outputs, inputs, rows, retain_graph=True, allow_unused=True, is_grads_batched=True
+                )
+        except (RuntimeError, UserWarning):
+            pass
     each = [
         torch.autograd.grad(outputs, inputs, seeds, retain_graph=True, allow_unused=True)
         for seeds in zip(*rows, strict=True)
     ]
-    return [_stacked(parts) for parts in zip(*each, strict=True)]
+    return [_joined(parts, torch.stack) for parts in zip(*each, strict=True)]
 
 
-def _stacked(parts: Sequence[Tensor | None]) -> Tensor | None:
+def _joined(parts: Sequence[Tensor | None], join: Callable[[list[Tensor]], Tensor]) -> Tensor | None:
+    """Zeros where none arrived for some examples alone, as a function of somebody's own may decide by values."""
     like = next((part for part in parts if part is not None), None)
-    return None if like is None else torch.stack([torch.zeros_like(like) if p is None else p for p in parts])
-
-
-def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    there = [part for part in parts if part is not None]
-    return torch.cat(there) if there else None
+    return None if like is None else join([torch.zeros_like(like) if part is None else part for part in parts])

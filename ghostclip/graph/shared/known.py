@@ -1,4 +1,7 @@
-"""What all examples share in graphs of one structure, to be found again in the next one."""
+"""What all examples share in graphs of one structure, to be found again in the next one.
+
+Where node 3 of the walk is the boundary h = x * q, and q its second input, that is (3, 0, [1]).
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ class KnownShared:
     """What all examples share in graphs of a structure; places are those of nodes in the walk.
 
     Attributes:
-        boundaries: (place of a node, number of its output, (slot, place, number) of each shared input).
+        boundaries: (place of a node, number of its output, slots of its shared inputs).
         tables: numbers of the uses of layers that are shared.
         silent: (place of a node, number of its output) of tensors that may be boundaries once they have a gradient.
     """
 
-    boundaries: Sequence[tuple[int, int, Sequence[tuple[int, int, int]]]]
+    boundaries: Sequence[tuple[int, int, Sequence[int]]]
     tables: Sequence[int]
     silent: Sequence[tuple[int, int]] = ()
 
@@ -34,9 +37,7 @@ class KnownShared:
         if region is None:
             return cls([], [])
         places, tables = uses.places, set(region.calls.values())
-        boundaries = [
-            (places[b.node], b.number, [(s, places[n], nr) for s, (n, nr) in b.shared]) for b in region.boundaries
-        ]
+        boundaries = [(places[each.node], each.number, each.shared) for each in region.boundaries]
         numbers = [number for number, call in enumerate(uses.calls) if call in tables]
         return cls(boundaries, numbers, [(places[node], number) for node, number in region.silent])
 
@@ -48,11 +49,10 @@ class KnownShared:
         """The part of a graph that is shared, given the boundaries' rows; None where nothing is."""
         if not uses.leaves and not self.tables:
             return None
-        boundaries = []
-        for (node, number), own, (_, _, shared) in zip(self.edges(uses), rows, self.boundaries, strict=True):
-            inputs = [(slot, (uses.nodes[below], nr)) for slot, below, nr in shared]
-            count = own.count((*node._input_metadata[number].shape, 1)[own.dim], examples)
-            boundaries.append(BroadcastBoundary(node, number, own.dim, count, own.order, inputs))
+        boundaries = [
+            BroadcastBoundary(uses.nodes[place], number, own, examples, slots)
+            for (place, number, slots), own in zip(self.boundaries, rows, strict=True)
+        ]
         calls = [uses.calls[number] for number in self.tables]
         tables = {uses.capturing[call]: call for call in calls}
         return SharedSubgraph(examples, boundaries, {node: node.variable for node in uses.leaves}, tables)

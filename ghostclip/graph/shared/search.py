@@ -1,8 +1,10 @@
 """Where what all examples share meets them: a walk from it towards the losses, over gradients whose owners are known.
 
 A parameter used outside of layers is shared, and so is a layer that gives the same rows for all examples, as a table of
-positions does. The first tensors on the way to the losses whose every row has one owner are the boundaries. Below
-mixed examples every row has several owners, too: `ghostclip.graph.overwritten` tells the two apart.
+positions does. The first tensors on the way to the losses whose every row has one owner are the boundaries. In the
+example of this folder the owners of p, q, h and the losses are: both, both, [0, 1], [0, 1]. So p and q are shared, and
+h is the boundary. Below mixed examples every row has several owners, too: `ghostclip.graph.overwritten` tells the two
+apart.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from ghostclip.errors import LossShapeError, UnsupportedModelError
 from ghostclip.graph.nodes import ACCUMULATE, Edge, inputs_of, shape_of
-from ghostclip.graph.owners import Owned, Subject
+from ghostclip.graph.owners import Owned, Rows, Subject
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
 from ghostclip.graph.shared.boundary import BroadcastBoundary
@@ -111,11 +113,12 @@ def shared_part(
     boundaries = [
         boundary for node in met for boundary in _boundaries(node, outputs.get(node, ()), shared, owned, len(losses))
     ]
-    region = SharedSubgraph(len(losses), boundaries, {node: node.variable for node in uses.leaves}, tables)
-    region.shared = [node for node in uses.nodes if node in shared]
-    region.silent = [edge for node in met for edge in outputs.get(node, ()) if owned[edge].zero]
-    region.given = [call for node in met if isinstance(call := getattr(node, "call", None), LayerCall)]
-    return region
+    return SharedSubgraph(
+        len(losses), boundaries, {node: node.variable for node in uses.leaves}, tables,
+        shared=[node for node in uses.nodes if node in shared],
+        given=[call for node in met if isinstance(call := getattr(node, "call", None), LayerCall)],
+        silent=[edge for node in met for edge in outputs.get(node, ()) if owned[edge].zero],
+    )  # fmt: skip
 
 
 def given_shared(call: LayerCall, names: ParameterNames) -> UnsupportedModelError:
@@ -152,14 +155,13 @@ def _boundaries(
             "others of the batch have the index, and so mixes examples; leave scale_grad_by_freq out",
             place=node,
         )
-    places = [(slot, edge) for slot, edge in enumerate(node.next_functions) if edge[0] in shared]
+    slots = [slot for slot, (below, _) in enumerate(node.next_functions) if below in shared]
     found = []
     for edge in edges:
         rows = owned[edge].rows
         if owned[edge].zero or rows is None:
             continue
-        count = rows.count((*shape_of(edge), 1)[rows.dim], examples)
-        found.append(BroadcastBoundary(*edge, rows.dim, count, rows.order, places))
+        found.append(BroadcastBoundary(*edge, rows, examples, slots))
     return found
 
 
@@ -207,7 +209,7 @@ def mixes(node: Any, names: ParameterNames) -> UnsupportedModelError:
 def without_boundaries(losses: Tensor, uses: Uses, shared: list[LayerCall]) -> SharedSubgraph:
     """All of the graph below which parameters are that are used by ``shared`` or outside of layers.
 
-    Of one example, or none, all is its own.
+    Of one example all is its own, so that the losses are the boundary; of none, there is no gradient.
     """
     leaves = {node: node.variable for node in uses.leaves}
     while True:
@@ -216,4 +218,8 @@ def without_boundaries(losses: Tensor, uses: Uses, shared: list[LayerCall]) -> S
         if len(users) == len(shared):
             break
         shared = users
-    return SharedSubgraph(len(losses), [], leaves, {uses.capturing[call]: call for call in users})
+    node: Any = losses.grad_fn
+    slots = [slot for slot, (below, _) in enumerate(node.next_functions) if below is not None]
+    boundary = BroadcastBoundary(node, losses.output_nr, Rows(0, "example"), 1, slots)
+    calls = {uses.capturing[call]: call for call in users}
+    return SharedSubgraph(len(losses), [boundary] if len(losses) else [], leaves, calls)

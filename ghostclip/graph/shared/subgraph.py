@@ -1,8 +1,7 @@
-"""What all examples share: from parameters used outside of layers, and layers that saw no examples, to where they meet.
+"""The way down from the boundaries to the parameters: gradients of all examples at once, each its own.
 
-A tensor is shared when it was made of parameters, constants and other shared tensors alone. Where the graph brings it
-together with the examples is found by `ghostclip.graph.shared.search`; the gradient of each example there, by
-`ghostclip.graph.shared.boundary`. From there it goes back down through the shared part here, once per example.
+Where a boundary was given a parameter itself, its gradients by example are known there. Others go down the shared part
+of the graph: by formulas for tables and computed weights (computed.py), else by a backward of every example's.
 """
 
 from __future__ import annotations
@@ -17,22 +16,24 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.graph.nodes import Edge, shape_of
+from ghostclip.graph.nodes import Edge, from_below, shape_of
 from ghostclip.graph.reader import without_hooks
-from ghostclip.graph.shared.boundary import GROUPED_PRODUCT, BroadcastBoundary
-from ghostclip.graph.shared.computed import of_parameters, untransposed
+from ghostclip.graph.shared.boundary import BroadcastBoundary, Target
+from ghostclip.graph.shared.closed_forms import terms_at
+from ghostclip.graph.shared.computed import of_parameters
 from ghostclip.native.custom_ops import is_traced
-from ghostclip.nn.base import CAPTURE, LayerCall
-from ghostclip.nn.fallback import FallbackCall, bare, spread
-from ghostclip.norms.experts import ExpertProducts
+from ghostclip.nn.base import LayerCall
+from ghostclip.nn.fallback import FallbackCall, of_table
 from ghostclip.norms.precision import full_precision
 from ghostclip.norms.pullback import pulled_back
-from ghostclip.norms.ragged import RowIndex, combined
+from ghostclip.norms.ragged import combined
 from ghostclip.norms.term import Dense, PerExampleGrads
 
 __all__ = ["SharedSubgraph", "parameters_of"]
 
 Sink = Callable[[LayerCall, tuple[Tensor, ...], Tensor], None]
+# A parameter by its id, and which part of it.
+Use = tuple[int, tuple[int, int] | None]
 
 
 @dataclass
@@ -44,11 +45,11 @@ class SharedSubgraph:
         boundaries: where it meets the examples.
         leaves: the parameters it starts from outside of layers: {accumulating node: parameter}.
         calls: {capturing node: call} of layers that saw no examples.
-        uses: what stands for both in a pass, with their gradients by example.
         shared: all of its nodes.
         shown: whether it was shown to be the same whatever the examples are.
         given: layers with examples that are given what all share; there is no rule for them.
         silent: tensors with a gradient of zeros where something shared may meet the examples.
+        uses: of its parameters in a pass, with their gradients by example.
         begins: called in a pass before gradients go down from the boundaries.
         watch: told (tensor, gradient) of each boundary in a pass that measures.
     """
@@ -57,68 +58,49 @@ class SharedSubgraph:
     boundaries: list[BroadcastBoundary]
     leaves: dict[Any, Tensor]
     calls: dict[Any, LayerCall]
-    uses: list[FallbackCall] = field(default_factory=list)
-    watch: Callable[[Edge, Tensor], None] | None = None
-    begins: Callable[[], None] | None = None
     shared: list[Any] = field(default_factory=list)
     shown: bool = True
     given: list[LayerCall] = field(default_factory=list)
     silent: list[Edge] = field(default_factory=list)
+    uses: list[FallbackCall] = field(default_factory=list)
+    begins: Callable[[], None] | None = None
+    watch: Callable[[Edge, Tensor], None] | None = None
 
     def __post_init__(self) -> None:
-        # The inputs of each boundary that are matrices of experts, and the others.
-        self._experts: dict[tuple[Any, bool], list[tuple[int, int | None]]] = {}
-        self._others: list[list[tuple[int, Edge]]] = [[] for _ in self.boundaries]
-        # Bytes of the products that a parameter is a factor of.
-        products = Counter[int]()
-        for number, boundary in enumerate(self.boundaries):
-            for place, edge in boundary.shared:
-                leaf = untransposed(edge)[0][0]
-                if (matrix := self._expert(boundary, place, edge)) is None:
-                    self._others[number].append((place, edge))
-                else:
-                    leaf, transposed, expert = matrix
-                    self._experts.setdefault((leaf, transposed), []).append((number, expert))
-                if leaf in self.leaves and (matrix is not None or boundary.is_product(place)):
-                    products[id(self.leaves[leaf])] += shape_of(boundary.edge).numel() * self.leaves[leaf].itemsize
-        reached = {id(parameter): parameter for parameter in self.leaves.values()}
-        tables = dict(self.calls)
-        # A gradient from autograd has all of a parameter's uses below the boundaries.
-        while others := [node for node, call in tables.items() if not _is_table(node, call, reached)]:
-            for node in others:
-                reached |= parameters_of(tables.pop(node))
-        # Where gradients arrive: at a parameter, or at the output of a layer that reads constants.
-        self._bare = {bare(parameter, self.examples): parameter for parameter in reached.values()}
-        self._tables = {spread(call, self.examples): node for node, call in tables.items()}
-        self.uses = [*self._bare, *self._tables]
+        targets, products = dict[Target, None](), Counter[Target]()
+        for boundary in self.boundaries:
+            for slot in boundary.shared:
+                own = boundary.targets(slot)
+                targets |= dict.fromkeys(own)
+                if boundary.is_product(slot) or len(own) > 1:
+                    nbytes = shape_of(boundary.edge).numel() * boundary.node._input_metadata[0].dtype.itemsize
+                    products.update(dict.fromkeys(own, nbytes // len(own)))
+        self._parameters = {id(parameter): parameter for parameter in self.leaves.values()}
+        for call in self.calls.values():
+            self._parameters |= parameters_of(call)
+        parts = [(node, part) for (node, _), part in targets if part is not None]
+        # Experts' matrices have uses of their own; a parameter that nothing else uses has no other.
+        others = set(from_below(*[node for (node, _), part in targets if part is None])) if parts else set()
+        split = {id(self.leaves[node]) for node, _ in parts if node not in others}
+        uses: list[Use] = [(owner, None) for owner in self._parameters if owner not in split]
+        uses += [(id(self.leaves[node]), part) for node, part in parts]
+        self._uses = {use: FallbackCall(self._parameters[use[0]], self.examples, use[1]) for use in uses}
+        self.uses = [*self._uses.values()]
         for use in self.uses:
             use.region = self
-        for use, parameter in self._bare.items():
-            use.nbytes = min(use.nbytes, products.get(id(parameter), use.nbytes))
-
-    def _expert(self, boundary: BroadcastBoundary, place: int, edge: Edge) -> tuple[Any, bool, int | None] | None:
-        """(leaf, whether transposed, which of its matrices) of a factor that is a matrix of experts; None for another.
-
-        The number is None for all matrices, one after another.
-        """
-        (node, _), transposed = untransposed(edge)
-        grouped, expert = boundary.node.name() == GROUPED_PRODUCT and place == 1, None
-        if node.name() == "SelectBackward0" and node._saved_dim == 0 and boundary.is_product(place):
-            expert = node._saved_index % shape_of(node.next_functions[0])[0]
-            (node, _), swapped = untransposed(node.next_functions[0])
-            transposed = transposed != swapped
-        known = (grouped or expert is not None) and node in self.leaves and self.leaves[node].dim() == 3
-        return (node, transposed, expert) if known else None
+        # A product's term takes no more bytes than the product.
+        for ((node, _), part), nbytes in products.items():
+            if node in self.leaves:
+                use = self._uses[id(self.leaves[node]), part]
+                use.nbytes = min(use.nbytes, nbytes)
 
     @torch.no_grad()
-    def hand_over(
-        self, grads: list[Any], losses: Tensor, seed: Tensor, sink: Sink, wanted: Collection[LayerCall] | None
-    ) -> None:
+    def hand_over(self, grads: list[Any], losses: Tensor, sink: Sink, wanted: Collection[LayerCall] | None) -> None:
         """Tells the sink of every use, given the gradients at the boundaries; the graph must be there still.
 
         Args:
             grads: one for each of ``boundaries``; None where none arrived.
-            losses, seed: [B], and their gradient.
+            losses: [B].
             sink, wanted: as in a first pass.
         """
         if self.begins is not None:
@@ -128,79 +110,53 @@ class SharedSubgraph:
                 self.watch(boundary.edge, grad)
         if wanted is not None and not any(use in wanted for use in self.uses):
             return
-        with full_precision(losses.device), without_hooks(list(self._bare.values())):
-            found = self._down(self._terms(grads, losses, seed))
+        with full_precision(losses.device), without_hooks(list(self._parameters.values())):
+            found = self._down(self._terms(grads))
         grads.clear()
         _refuse_spread(losses.detach(), found)
-        for use in self.uses:
-            terms = found.pop(use, [])
-            if use in self._bare:
-                use.found = combined(terms) if terms else Dense(use.zeros())
-                sink(use, (), next(iter(use.found.tensors), losses))
-                use.found = None
-            else:
-                grad = combined(terms).per_example() if terms else use.zeros()
-                sink(use, self._tables[use].saved_tensors, grad.to(use.dtype).reshape(use.shape))
+        for key, use in self._uses.items():
+            use.found = combined(found.pop(key)) if key in found else None
+            sink(use, (), losses if use.found is None else use.found.tensors[0])
+            use.found = None
 
-    def _terms(self, grads: list[Any], losses: Tensor, seed: Tensor) -> dict[Edge, list[PerExampleGrads]]:
+    def _terms(self, grads: list[Any]) -> dict[Target, list[PerExampleGrads]]:
         """Each example's gradients at tensors of the region."""
-        if not self.boundaries and self.examples:
-            # All there is belongs to the one example.
-            return {(losses.grad_fn, losses.output_nr): [Dense(torch.diag(seed))]}
-        found: dict[Edge, list[PerExampleGrads]] = {}
-        for boundary, grad, places in zip(self.boundaries, grads, self._others, strict=True):
-            for edge, term in boundary.terms(grad, places) if grad is not None else ():
-                found.setdefault(edge, []).append(term)
-        for (leaf, transposed), parts in self._experts.items():
-            found.setdefault((leaf, 0), []).append(self._of_experts(grads, leaf, transposed, parts))
+        found: dict[Target, list[PerExampleGrads]] = {}
+        for boundary, grad in zip(self.boundaries, grads, strict=True):
+            for target, term in terms_at(boundary, grad) if grad is not None else ():
+                found.setdefault(target, []).append(term)
         return found
 
-    def _of_experts(
-        self, grads: list[Any], leaf: Any, transposed: bool, parts: list[tuple[int, int | None]]
-    ) -> PerExampleGrads:
-        """The term of all products with matrices of a parameter: (number of the boundary, which matrix)."""
-        boundaries = [self.boundaries[number] for number, _ in parts]
-        experts = [each for b, (_, expert) in zip(boundaries, parts, strict=True) for each in b.experts(expert)]
-        rows = RowIndex.joined([boundary.rows(self.examples) for boundary in boundaries])
-        inputs = [boundary.factor() for boundary in boundaries]
-        own = [
-            x.new_zeros(shape_of(boundary.edge)) if grads[number] is None else grads[number]
-            for boundary, x, (number, _) in zip(boundaries, inputs, parts, strict=True)
-        ]
-        sides = (inputs[0], own[0]) if len(parts) == 1 else (torch.cat(inputs), torch.cat(own))
-        left, right = sides[::-1] if transposed else sides
-        found = ExpertProducts(left, right, experts, rows, self.leaves[leaf].shape)
-        return found if rows.used is None else found.keep_rows(rows.used)
-
-    def _down(self, terms: dict[Edge, list[PerExampleGrads]]) -> dict[FallbackCall, list[PerExampleGrads]]:
+    def _down(self, terms: dict[Target, list[PerExampleGrads]]) -> dict[Use, list[PerExampleGrads]]:
         """Each example's gradients at the uses, given those at tensors of the region."""
-        uses = {id(parameter): use for use, parameter in self._bare.items()}
-        ends: dict[Any, FallbackCall] = {node: use for use, node in self._tables.items()}
-        ends |= {node: uses[id(parameter)] for node, parameter in self.leaves.items()}
-        found: dict[FallbackCall, list[PerExampleGrads]] = {}
+        found: dict[Use, list[PerExampleGrads]] = {}
         left: dict[Edge, PerExampleGrads] = {}
-        for edge, parts in terms.items():
-            if edge[0] in ends:
-                found.setdefault(ends[edge[0]], []).extend(parts)
+        for (edge, part), parts in terms.items():
+            if edge[0] in self.leaves:
+                found.setdefault((id(self.leaves[edge[0]]), part), []).extend(parts)
                 continue
             term = combined(parts)
-            parameters = of_parameters(edge, term, self.leaves)
+            parameters = self._by_formula(edge, term)
             if parameters is None:
                 left[edge] = term
-            for node, each in (parameters or {}).items():
-                found.setdefault(ends[node], []).append(each)
+            for owner, each in (parameters or {}).items():
+                found.setdefault((owner, None), []).append(each)
         if left:
-            inputs: list[Any] = [*self._bare.values(), *(GradientEdge(node, 0) for node in self._tables.values())]
-            pulled = pulled_back([GradientEdge(*edge) for edge in left], inputs, list(left.values()))
-            for use, below in zip(self.uses, pulled, strict=True):
+            outputs = [GradientEdge(*edge) for edge in left]
+            pulled = pulled_back(outputs, [*self._parameters.values()], list(left.values()))
+            for owner, below in zip(self._parameters, pulled, strict=True):
                 if below is not None:
-                    found.setdefault(use, []).append(Dense(below))
+                    found.setdefault((owner, None), []).append(Dense(below))
         return found
 
-
-def _is_table(node: Any, call: LayerCall, others: dict[int, Any]) -> bool:
-    """Whether a layer read constants alone, by a node that keeps what its rule needs, with no parameter of others."""
-    return not call.sources and node.name() == CAPTURE and others.keys().isdisjoint(parameters_of(call))
+    def _by_formula(self, edge: Edge, term: PerExampleGrads) -> dict[int, PerExampleGrads] | None:
+        """The gradients of parameters, by their ids, from those at a tensor; None where no formula is known."""
+        if (call := self.calls.get(edge[0])) is None:
+            return of_parameters(edge, term, self.leaves)
+        if not call.layer.reads_indices or call.sources or call.rows:
+            return None
+        found = of_table(call, edge[0].saved_tensors, term.per_example().to(call.dtype))
+        return None if found is None else {id(call.owners[call.parameters[0]]): found}
 
 
 def parameters_of(call: LayerCall) -> dict[int, Any]:
@@ -208,7 +164,7 @@ def parameters_of(call: LayerCall) -> dict[int, Any]:
     return {id(call.owners[name]): call.owners[name] for name in call.own}
 
 
-def _refuse_spread(losses: Tensor, found: dict[FallbackCall, list[PerExampleGrads]]) -> None:
+def _refuse_spread(losses: Tensor, found: dict[Use, list[PerExampleGrads]]) -> None:
     """Raises UnsupportedModelError where what isn't finite came from one example to another's gradients.
 
     Those of examples with finite losses [B] would be left out for another's, which no bound covers.
