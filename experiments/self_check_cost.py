@@ -29,12 +29,12 @@ from ghostclip import PrivacyEngine
 from ghostclip.bench import WORKLOADS
 from ghostclip.bench.machine import busy_warning, commit, describe, in_words
 from ghostclip.bench.measure import Spread, take_turns, timed
-from ghostclip.self_check import comparison
+from ghostclip.self_check import first_steps
 
 RESULTS = Path(__file__).parent / "results"
 FILE = "self_check_cost"
 PLAIN, COMPARED = "a step without a self-check", "a step whose batch is compared"
-PERIOD = comparison.SELDOM  # of so many physical batches one is compared later in a training
+PERIOD = first_steps.SELDOM  # of so many physical batches one is compared later in a training
 
 
 def measure(name: str, size: int, seconds: float) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("ghostclip").setLevel(logging.ERROR)
     if warning := busy_warning():
         print(warning, file=sys.stderr)
-    comparison.SELDOM = 1  # every batch
+    first_steps.SELDOM = 1  # every batch
     results: dict[str, Any] = {"machine": describe(), "commit": commit(), "every": PERIOD, "workloads": {}}
     for name in options.workloads:
         results["workloads"][name] = measure(name, options.batch_size, options.seconds)

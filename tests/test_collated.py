@@ -13,7 +13,7 @@ from torch import nn
 
 import ghostclip
 from ghostclip import PrivacyEngine, UnsupportedModelError
-from ghostclip.self_check import comparison
+from ghostclip.self_check import first_steps
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the DataLoader's SequentialSampler is replaced"),
@@ -52,7 +52,7 @@ def test_losses_that_see_other_examples_are_refused(name):
 
 @pytest.mark.parametrize("name", HONEST)
 def test_losses_of_own_examples_train_on(name, monkeypatch):
-    monkeypatch.setattr(comparison, "SELDOM", 1)
+    monkeypatch.setattr(first_steps, "SELDOM", 1)
     for seed in range(3):
         torch.manual_seed(seed)
         training = HONEST[name]()
@@ -175,7 +175,7 @@ def test_each_example_is_read_once_more():
     for step in range(8):
         read.clear()
         train(engine, collated.plain, step + 1)
-        assert len(read) == 48 + (comparison.MOST if step < 6 else 0)
+        assert len(read) == 48 + (first_steps.MOST if step < 6 else 0)
         assert len(set(read)) == 48
 
 

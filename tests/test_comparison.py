@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ghostclip import PrivacyEngine, VerificationError
-from ghostclip.self_check import comparison
+from ghostclip.self_check import first_steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:the DataLoader's SequentialSampler is replaced")
 
@@ -82,7 +82,7 @@ def test_losses_that_mix_are_refused_within_six_steps(name: str, setting: str) -
 @pytest.fixture
 def every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Comparisons go on at every batch."""
-    monkeypatch.setattr(comparison, "SELDOM", 1)
+    monkeypatch.setattr(first_steps, "SELDOM", 1)
 
 
 @pytest.mark.parametrize("name", HONEST)
@@ -107,12 +107,12 @@ def test_a_term_that_starts_later_is_refused(loss_fn: Callable[..., Tensor]) -> 
 
 
 def test_later_batches_are_drawn_as_seldom_as_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = comparison.LossComparison(network())
+    turns = engine_of(network(), rows())._steps._self_check
     batches = [runs.data() for _ in range(STEPS)]  # whatever can be referred to
     assert [turns._is_due(batch) for batch in batches] == [True] * STEPS
     count = 100_000
     drawn = sum(turns._is_due(step) for step in range(count))
-    expected = count / comparison.SELDOM
+    expected = count / first_steps.SELDOM
     assert abs(drawn - expected) < 6 * expected**0.5
     random.seed(0)
     state = random.getstate()
@@ -128,7 +128,7 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], str]]:
 
 
 def test_how_often_the_loss_function_is_called(monkeypatch: pytest.MonkeyPatch, log: Callable[[], str]) -> None:
-    monkeypatch.setattr(comparison, "SELDOM", 10**9)
+    monkeypatch.setattr(first_steps, "SELDOM", 10**9)
     engine = runs.engine_for(runs.network(), batch_size=24, max_physical_batch_size=12)
     calls: list[int] = []
 
@@ -140,7 +140,7 @@ def test_how_often_the_loss_function_is_called(monkeypatch: pytest.MonkeyPatch, 
         calls.clear()
         steps(engine, counted, step + 1)
         assert calls == [*([12, 6, 6, 12] if step < STEPS else []), 12, 12]
-    monkeypatch.setattr(comparison, "SELDOM", 1)
+    monkeypatch.setattr(first_steps, "SELDOM", 1)
     calls.clear()
     steps(engine, counted, 9)
     assert calls == [12, 6, 6, 12, 12] * 2
@@ -189,12 +189,19 @@ def test_users_rows_may_depend_on_each_other_and_on_no_other_users() -> None:
     assert refused(engine_of(runs.network(), data, **options), weights_over_their_sum)
 
 
-def test_a_loss_function_that_fails_on_small_batches_is_none_that_mixes(log: Callable[[], str]) -> None:
-    def large_only(model: nn.Module, batch: Any) -> Tensor:
-        if len(batch[0]) < 12:
-            raise RuntimeError("too few")
-        return own(model, batch)
+def for_large_batches(loss_fn: Callable[..., Tensor], model: nn.Module, batch: Any) -> Tensor:
+    if len(batch[0]) < 12:
+        raise RuntimeError("too few")
+    return loss_fn(model, batch)
 
+
+def test_a_loss_function_that_fails_on_small_batches_is_none_that_mixes(log: Callable[[], str]) -> None:
     torch.manual_seed(0)
-    steps(engine_of(network(), rows(), sampling="without_replacement"), large_only, 4)
+    steps(engine_of(network(), rows(), sampling="without_replacement"), partial(for_large_batches, own), 4)
     assert log().count("RuntimeError: too few") == 1
+
+
+def test_a_loss_function_that_fails_on_small_batches_is_tried_by_exchanging_rows() -> None:
+    torch.manual_seed(0)
+    engine = engine_of(network(), rows(), sampling="without_replacement")
+    assert refused(engine, partial(for_large_batches, weights_over_their_sum))

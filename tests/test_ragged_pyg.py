@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ghostclip import GhostClipper, PrivacyEngine, UnsupportedModelError, VerificationError
-from ghostclip.self_check import comparison
+from ghostclip.self_check import first_steps
 
 pyg = pytest.importorskip("torch_geometric")
 from torch_geometric import nn as gnn  # noqa: E402
@@ -133,7 +133,7 @@ class OneLayer(nn.Module):
 
 def test_the_engine_trains_on_its_batches_and_swaps_their_features(monkeypatch):
     """At every step: a swap shows the edge only where its ends are in different halves of the batch."""
-    monkeypatch.setattr(comparison, "SELDOM", 1)
+    monkeypatch.setattr(first_steps, "SELDOM", 1)
     data = [graph(1 + n % 5, torch.float32) for n in range(24)]
 
     def train(change):

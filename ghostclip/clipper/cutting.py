@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 from torch.utils._pytree import tree_flatten
 
-__all__ = ["Sizes", "cut", "have_same_sizes", "leaves_of", "length_of", "take_rows", "tensors_of"]
+__all__ = ["Sizes", "cut", "leaves_of", "length_of", "sizes_of", "take_rows", "tensors_of"]
 
 # Objects within objects of a batch that are looked into.
 DEPTH = 8
@@ -193,28 +193,29 @@ class Sizes:
 
     def add(self, batch: Any, rows: int) -> None:
         """Takes the sizes of a batch for known."""
-        for key, sizes in _sizes(batch, rows):
-            self._largest[key] = [max(both) for both in zip(self._largest.get(key, sizes), sizes, strict=True)]
+        for key, sizes in sizes_of(batch, rows).items():
+            self._largest[key] = _largest(self._largest.get(key, sizes), sizes)
 
     def hold(self, batch: Any, rows: int) -> bool:
         """Whether no size of a batch is larger than the known ones."""
         return all(
-            key in self._largest and all(size <= most for size, most in zip(sizes, self._largest[key], strict=True))
-            for key, sizes in _sizes(batch, rows)
+            key in self._largest and _largest(sizes, self._largest[key]) == self._largest[key]
+            for key, sizes in sizes_of(batch, rows).items()
         )
 
 
-def have_same_sizes(batch: Any, rows: int, other: Any, others: int) -> bool:
-    """Whether tensors of two batches differ in nothing but their numbers of rows."""
-    return dict(_sizes(batch, rows)) == dict(_sizes(other, others))
-
-
-def _sizes(batch: Any, rows: int) -> Iterator[tuple[tuple[str, int], list[int]]]:
-    """((name, number of sizes), sizes) of what a batch holds."""
+def sizes_of(batch: Any, rows: int) -> dict[tuple[str, int], list[int]]:
+    """{(name, number of sizes): the largest of each, without the number of rows} of what a batch holds."""
+    found: dict[tuple[str, int], list[int]] = {}
     for name, leaf in _leaves_of(batch, rows):
         if isinstance(leaf, Tensor) and leaf.is_nested:
             shape = [rows, max((len(part) for part in leaf.unbind() if part.dim()), default=0)]
         else:
             shape = list(leaf.shape) if isinstance(leaf, Tensor | np.ndarray) else [len(leaf)]
         sizes = shape[1:] if shape and shape[0] == rows else shape
-        yield (name, len(sizes)), sizes
+        found[name, len(sizes)] = _largest(found.get((name, len(sizes)), sizes), sizes)
+    return found
+
+
+def _largest(these: list[int], those: list[int]) -> list[int]:
+    return [max(both) for both in zip(these, those, strict=True)]

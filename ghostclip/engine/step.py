@@ -173,9 +173,11 @@ class LogicalStep:
             self._batch_index = self._index_of(examples)
         elif self.micro_batches.is_open:
             self.micro_batches.find(self._clipper, self._optimizer, loss_fn, examples, now.rows)
-        rows = LoadedRows(batch.dataset, batch.collate, batch.rows[batch.handed - 1], batch.passed)
-        most, ragged = self.micro_batches.most, self._batch_index is not None
-        self._self_check.before(loss_fn, examples, rows, now.units, batch, most=most, ragged=ragged)
+        places, each = batch.rows[batch.handed - 1], now.rows // now.units if now.units else 1
+        rows = LoadedRows(batch.dataset, batch.collate, places, batch.passed, each)
+        self._self_check.before(
+            loss_fn, examples, rows, batch, most=self.micro_batches.most, ragged=self._batch_index is not None
+        )
 
     def in_pieces(
         self, clip: Callable[[LossFunction, Any], ClippingResult], loss_fn: LossFunction, examples: Any

@@ -6,7 +6,6 @@ import logging
 import random
 import re
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from ghostclip.clipper import per_example_norms
 from ghostclip.clipper.trial import without_trace
 from ghostclip.errors import GhostClipError
 from ghostclip.graph.source_lines import line_of
-from ghostclip.self_check.comparison import MOST
-from ghostclip.self_check.loading import CutRows, LoadedRows, Rows
+from ghostclip.self_check.first_steps import MOST
+from ghostclip.self_check.loading import LoadedRows, rows_of
 from ghostclip.self_check.mixing import REMEDY_OF_KEPT, MixingTest
 from ghostclip.self_check.trial_losses import LossFunction, TrialLosses
 from ghostclip.wrap import Finding, obstacles
@@ -38,11 +37,7 @@ NOT_FINITE = (
 log = logging.getLogger("ghostclip")
 
 
-def check(
-    model: nn.Module,
-    loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
-    batch: Any = None,
-) -> list[Finding]:
+def check(model: nn.Module, loss_fn: LossFunction | None = None, batch: Any = None) -> list[Finding]:
     """Lists all obstacles to training ``model`` privately; [] if there are none. It changes nothing.
 
     Args:
@@ -66,43 +61,38 @@ def check(
     if loss_fn is None:
         return findings
     known = {finding.path for finding in findings}
-    rows, losses = _tried(model, loss_fn, batch)
-    if losses.dim() != 1:
-        found = [Finding("", f"the losses have shape {list(losses.shape)}, not [B]", SHAPE_REMEDY)]
-    else:
-        found = _mixing(model, loss_fn, rows)
-    findings += [each for each in found if each.path not in known]
+    rows = _rows(model, loss_fn, batch)
+    findings += [each for each in _mixing(TrialLosses(loss_fn, model, rows)) if each.path not in known]
     return findings or _refusal(model, loss_fn, rows.load(range(len(rows))).batch)
 
 
-def _tried(model: nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[Rows, Tensor]:
-    """The rows to be tried, and their losses; raises ValueError where there are fewer than two."""
-    rows: Rows | None = None
+def _rows(model: nn.Module, loss_fn: LossFunction, batch: Any) -> LoadedRows:
+    """The rows to be tried."""
     if isinstance(batch, DataLoader):
         if isinstance(batch.dataset, IterableDataset) or not hasattr(batch.dataset, "__getitem__"):
             raise TypeError("check takes a DataLoader over a data set that has single examples by number; got a stream")
         places = range(len(batch.dataset))  # type: ignore[arg-type]
-        collate: Any = batch.collate_fn
-        rows = LoadedRows(batch.dataset, collate, random.sample(places, min(MOST, len(places))), lambda found: found)
+        chosen = random.sample(places, min(MOST, len(places)))
+        return LoadedRows(batch.dataset, batch.collate_fn, chosen, lambda found: found)
     with without_trace(model):
-        losses = loss_fn(model, batch if rows is None else rows.load(range(len(rows))).batch).detach()
-    if losses.dim() == 1 and len(losses) < 2:
-        raise ValueError(f"batch must have at least two examples, to see whether they mix; got {len(losses)}")
-    return CutRows(batch, losses.numel()) if rows is None else rows, losses
+        return rows_of(batch, loss_fn(model, batch).numel())
 
 
-def _mixing(model: nn.Module, loss_fn: LossFunction, rows: Rows) -> list[Finding]:
-    """How losses depend on other examples, and what the model keeps of them."""
-    test = MixingTest(TrialLosses(loss_fn, model, rows), len(rows), random.Random(), log.warning)
-    # Rows that are loaded again may be padded otherwise, and draw other random numbers, when one is exchanged.
-    found = [test.place() if isinstance(rows, CutRows) else None]
-    if (kept := test.kept()) is not None:
-        path, _, own = kept.name.rpartition(".")
-        found.append(Finding(path, KEPT.format(kept.kind, own), REMEDY_OF_KEPT))
-    return [each for each in found if each] or [each for each in [test.mixed()] if each]
+def _mixing(trial: TrialLosses) -> list[Finding]:
+    """How losses depend on other examples, and what the model keeps of them; ValueError for fewer than two."""
+    if trial.first.losses.dim() != 1:
+        return [Finding("", f"the losses have shape {list(trial.first.losses.shape)}, not [B]", SHAPE_REMEDY)]
+    if len(trial.first.losses) < 2:
+        raise ValueError(f"batch must have at least two examples, to see whether they mix; got {len(trial.rows)}")
+    test = MixingTest(trial, log.warning)
+    kept, found = test.kept(), [test.mixed()]
+    if kept is not None:
+        path, _, own = kept[1].rpartition(".")
+        found.append(Finding(path, KEPT.format(kept[0], own), REMEDY_OF_KEPT))
+    return [each for each in found if each]
 
 
-def _refusal(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> list[Finding]:
+def _refusal(model: nn.Module, loss_fn: LossFunction, batch: Any) -> list[Finding]:
     """What the norms of a batch are refused for; [] where they aren't."""
     graphs: list[Tensor] = []
 

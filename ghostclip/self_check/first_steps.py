@@ -1,88 +1,179 @@
-"""The first steps' self-check: are gradients what autograd says, do examples stay apart, do the parameters move.
+"""What an engine's self-check looks at, and when: gradients, losses in other company, and the first update.
 
-Losses are compared as `LossComparison` says; the rest is looked at once. What the proof by factors shows anyway
-(`ghostclip.graph.owners`: rows of each layer follow their own example's loss) is not repeated here.
+What the proof by factors shows anyway (`ghostclip.graph.owners`: rows of each layer follow their own example's loss) is
+not repeated here.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+import random
+import weakref
+from collections.abc import Collection
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_unflatten
 
 from ghostclip.clipper import GhostClipper
-from ghostclip.clipper.cutting import leaves_of
+from ghostclip.clipper.cutting import Sizes, leaves_of
 from ghostclip.clipper.trial import without_trace
-from ghostclip.errors import VerificationError
-from ghostclip.self_check.agreement import gradients_agree, listed
-from ghostclip.self_check.comparison import LossComparison
+from ghostclip.errors import ExamplesMixError, VerificationError
+from ghostclip.self_check.agreement import gradients_agree
 from ghostclip.self_check.loading import LoadedRows
-from ghostclip.self_check.trial_losses import LossFunction
-from ghostclip.sharding.detection import local_part
-from ghostclip.sharding.plain import Sharding
+from ghostclip.self_check.mixing import REMEDY_OF_KEPT, MixingTest
+from ghostclip.self_check.movement import Moving, moving
+from ghostclip.self_check.trial_losses import LossFunction, TrialLosses
 
 __all__ = ["SelfCheck"]
 
+# Logical batches at the start whose losses are compared, and one in how many physical batches later.
+STEPS, SELDOM = 6, 400
+# Comparisons that may fail, by a file that can't be read for instance, before sizes count as tried.
+MISTRIALS = 6
+# The most units of a physical batch that are tried, unless more are needed for its shapes.
+MOST = 32
 # Examples of a large batch whose gradients are compared, lest the graph of all of it be held; the examples of the
 # smallest batch that counts as large, and the bytes of its tensors.
 HEAD, LARGE, LARGE_DATA = 16, 64, 1 << 16
-# Gradients below this share of the largest may be lost in rounding without anything being wrong.
-SLIGHT = 1e-3
+
+NOTHING_RELEASED = "Nothing of this batch was released or charged (self_check=False switches this test off)"
 
 log = logging.getLogger("ghostclip")
 
 
 class SelfCheck:
-    """Watches the first steps of an engine; all that they need and leave stays as it would have been.
+    """Watches the steps of an engine; all that they need and leave stays as it would have been.
 
     Gradients are compared on the first batch whose gradients are all finite (of a large one on its first examples, so
-    that its graph needn't be held), losses are compared as `LossComparison` says, and the first update with examples
-    in it is looked at.
+    that its graph needn't be held), and the first update with examples in it is looked at. Losses are compared in
+    batches of the first steps, in random ones later, and in all whose tensors are larger than any that was tried, as
+    when the first long text comes. Which batches, rows and orders is drawn from the operating system's entropy.
 
     Args:
-        clipper: of the model in training.
+        clipper: of the model in training. The model's buffers and modes are put back, and torch's, numpy's and Python's
+            random numbers.
         optimizer: whose first update is watched.
         wanted: False switches all of it off.
     """
 
     def __init__(self, clipper: GhostClipper, optimizer: Optimizer, wanted: bool = True) -> None:
-        self._model, self._passes = clipper.model, clipper.passes
-        self._to_compare = wanted
-        passes = None if clipper.sharding.sharded else self._passes
-        self._comparison = LossComparison(self._model, passes) if wanted else None
-        self._movement = _Movement(clipper.sharding, optimizer) if wanted else None
+        self._clipper, self._model, self._optimizer, self._wanted = clipper, clipper.model, optimizer, wanted
+        self._to_compare = self._to_move = wanted
         self._saw_examples = False
+        # Trained parameters on which the losses didn't depend, and what an update is about to move.
+        self._unused: list[str] = []
+        self._moving: Moving | None = None
+        self._tried, self._failures, self._dice = Sizes(), 0, random.Random()
+        # Not the batch itself, which holds its data loader's workers.
+        self._left, self._seen = STEPS, weakref.ref[Any](self)
+        # Whether the user was told of comparisons of losses, or of why there are none; and what else was said.
+        self._told, self._said = False, set[str]()
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left to be looked at."""
-        return not (self._to_compare or self._movement is not None)
+        """Whether nothing is left to be looked at but losses."""
+        return not (self._to_compare or self._to_move)
 
     def before(
-        self, loss_fn: LossFunction, examples: Any, rows: LoadedRows, units: int, logical: object,
-        *, most: int | None = None, ragged: bool = False,
-    ) -> None:  # fmt: skip
-        """Before a physical batch's forward: `LossComparison.compare`, and gradients of the first of many examples.
+        self, loss_fn: LossFunction, batch: Any, rows: LoadedRows, logical: object, most: int | None, ragged: bool
+    ) -> None:
+        """Before a physical batch's forward: compares losses if its turn has come, and gradients of many examples.
 
-        The graph of all of them needn't be held then; ``loss_fn`` is called once more for it. Where that doesn't show
-        anything, as where ``loss_fn`` takes no other batch, the gradients are left to `backward`.
+        Args:
+            loss_fn: (model, batch) -> losses [rows].
+            batch: physical.
+            rows: of the batch.
+            logical: the batch it is part of, of which one part is compared in the first steps.
+            most: units of privacy that fit into memory; None: all.
+            ragged: whether rows of layers are told by an index, which parts of the batch have none of.
 
         Raises:
-            ExamplesMixError: as `LossComparison.compare`.
+            ExamplesMixError: a loss depends on other examples, or the model keeps something of them.
             VerificationError: as `backward`.
         """
-        if self._comparison is not None:
-            self._comparison.compare(loss_fn, examples, rows, units, logical, most=most, ragged=ragged)
-        if not self._to_compare or ragged or (head := _head_of_large(examples)) is None:
+        larger = self._wanted and rows.units > 1 and not self._tried.hold(batch, len(rows))
+        if self._wanted and rows.units > 1 and (self._is_due(logical) or larger):
+            try:
+                some = self._some(batch, rows, larger, rows.units if most is None else min(most, rows.units))
+                passes = None if ragged or self._clipper.sharding.sharded else self._clipper.passes
+                self._compare(TrialLosses(loss_fn, self._model, some, passes))
+            except ExamplesMixError:
+                raise
+            except Exception as error:  # what is wrong with the batch itself shows in its own forward
+                self._say(f"losses can't be compared among other examples ({type(error).__name__}: {error})")
+                self._failures += 1
+                larger = larger and self._failures > MISTRIALS
+            if larger:
+                self._tried.add(batch, len(rows))
+        if self._to_compare and not ragged:
+            self._compare_head(loss_fn, batch)
+
+    def _is_due(self, logical: object) -> bool:
+        """Whether it is the first part of a logical batch in the first steps, or a random one later."""
+        if self._left == 0:
+            return self._dice.random() < 1.0 / SELDOM
+        if logical is self._seen():
+            return False
+        if self._left == STEPS:
+            log.info(
+                "the self-check loads at most %d examples again and calls the loss function a few times more in each "
+                "of the first %d steps, for one in %d physical batches later, and for batches larger in some dimension "
+                "than all before; self_check=False turns it off",
+                MOST, STEPS, SELDOM,
+            )  # fmt: skip
+        self._seen, self._left, self._told = weakref.ref(logical), self._left - 1, True
+        return True
+
+    def _some(self, batch: Any, rows: LoadedRows, larger: bool, most: int) -> LoadedRows:
+        """Random rows of the batch; where it is larger than all before, as many as it takes for its sizes."""
+        some = rows.some(self._dice.sample(range(rows.units), min(MOST, most)))
+        if larger and len(some) < len(rows):
+            found = Sizes()
+            found.add(some.load(range(len(some))).batch, len(some))
+            if not found.hold(batch, len(rows)):
+                return rows.some(self._dice.sample(range(rows.units), most))
+        return some
+
+    def _compare(self, trial: TrialLosses) -> None:
+        """Raises ExamplesMixError where the trial's rows mix."""
+        losses = trial.first.losses
+        if losses.shape != (len(trial.rows),) or not losses.is_floating_point():
+            return
+        test = MixingTest(trial, self._say)
+        if (kept := test.kept()) is not None:
+            raise ExamplesMixError(
+                f"the self-check found that the forward keeps something of the examples in the {kept[0]} "
+                f"{kept[1]!r}, which would be used or published with the model without noise; {REMEDY_OF_KEPT}. "
+                f"{NOTHING_RELEASED}"
+            )
+        if (mixed := test.mixed()) is not None:
+            path, line = f"{mixed.path}: " if mixed.path else "", f" [{mixed.line}]" if mixed.line else ""
+            raise ExamplesMixError(
+                "the self-check found examples that mix: an example's loss depends on the data of another, or on how "
+                f"many there are, so that none can be bounded: {path}{mixed.problem}{line}; {mixed.remedy}. "
+                f"{NOTHING_RELEASED}"
+            )
+
+    def _say(self, reason: str) -> None:
+        """Says once for each reason what isn't tested, or is to be known."""
+        if (kind := reason.partition(":")[0]) not in self._said:
+            self._said.add(kind)
+            log.warning("self-check: %s", reason)
+
+    def _compare_head(self, loss_fn: LossFunction, batch: Any) -> None:
+        """Compares gradients of the first examples of a batch so large that its graph may matter in memory.
+
+        ``loss_fn`` is called once more for it. Where that shows nothing, as where it takes no other batch, the
+        gradients are left to `backward`.
+        """
+        found = leaves_of(batch)
+        if found is None or found[2] < LARGE or sum([leaf.nbytes for leaf in found[0]]) < LARGE_DATA:
             return
         try:
             with without_trace(self._model):
-                losses = loss_fn(self._model, head)
+                losses = loss_fn(self._model, tree_unflatten([leaf[:HEAD] for leaf in found[0]], found[1]))
                 if losses.shape == (HEAD,):
                     self.backward(losses)
         except VerificationError:
@@ -101,17 +192,14 @@ class SelfCheck:
             LossShapeError, StaleInputError, UnsupportedModelError: as `GhostClipper.norms`.
         """
         self._saw_examples = True
-        if not self._to_compare or not getattr(losses, "requires_grad", False):
-            return
-        if (unused := gradients_agree(self._passes, losses)) is not None:
-            self._to_compare = False
-            if self._movement is not None:
-                self._movement.unused = unused
+        if self._to_compare and getattr(losses, "requires_grad", False):
+            unused = gradients_agree(self._clipper.passes, losses)
+            self._to_compare, self._unused = unused is None, unused or []
 
     def cannot_compare(self) -> None:
         """Says once that losses came without a loss function; not where a step with one was taken before."""
-        if self._comparison is not None and not self._comparison.begun:
-            self._comparison.begun = True
+        if self._wanted and not self._told:
+            self._told = True
             log.warning(
                 "engine.backward() gets no loss function, so the self-check can't test whether a loss depends on other "
                 "examples of its batch (by padding to the longest, for instance), nor whether the model keeps "
@@ -121,91 +209,11 @@ class SelfCheck:
 
     def released(self, held: Collection[nn.Parameter]) -> None:
         """To be called when the noisy gradients of the optimizer's parameters ``held`` are in place."""
-        if self._movement is not None and self._saw_examples:
-            self._movement.note(held)
+        if self._to_move and self._saw_examples:
+            self._moving = moving(self._clipper.sharding, held, self._optimizer)
 
     def stepped(self) -> None:
         """To be called after the update; warns once of trained parameters for which training does nothing."""
-        if self._movement is not None and self._movement.noted:
-            self._movement.warn()
-            self._movement = None
-
-
-class _Entry(NamedTuple):
-    """The one number of a parameter whose gradient (``slope``) is largest, so that it moves if any does."""
-
-    name: str
-    parameter: Tensor
-    place: int
-    value: Tensor
-    slope: float
-
-
-class _Movement:
-    """Whether one update moves what is to be trained: adapters trained to nothing look like training.
-
-    Args:
-        sharding: of the model's parameters.
-        optimizer: that takes the step.
-
-    Attributes:
-        noted: whether an update was seen coming; one in which every learning rate is zero is none.
-        unused: trained parameters on which the losses didn't depend.
-    """
-
-    def __init__(self, sharding: Sharding, optimizer: Optimizer) -> None:
-        self._sharding, self._optimizer = sharding, optimizer
-        self.noted = False
-        self.unused: Sequence[str] = ()
-        self._entries: list[_Entry] = []
-        self._not_held: list[str] = []
-
-    @torch.no_grad()
-    def note(self, held: Collection[nn.Parameter]) -> None:
-        """Remembers one number of each parameter that is about to be updated.
-
-        Args:
-            held: the optimizer's parameters, their gradients in place.
-        """
-        rates = {p: float(group.get("lr", 1.0)) for group in self._optimizer.param_groups for p in group["params"]}
-        if not any(rates.values()):
-            return
-        self.noted = True
-        for name, parameter, _ in self._sharding.pairs:
-            if not parameter.requires_grad:
-                continue
-            if parameter not in held:
-                self._not_held.append(name)
-            elif rates[parameter] and parameter.grad is not None and local_part(parameter).numel():
-                slopes, values = local_part(parameter.grad).reshape(-1).abs(), local_part(parameter)
-                place = int(slopes.argmax())
-                value = values.reshape(-1)[place].clone()
-                self._entries.append(_Entry(name, values, place, value, float(slopes[place])))
-
-    @torch.no_grad()
-    def warn(self) -> None:
-        """Says which trainable parameters are not trained, if there are any."""
-        largest = max((entry.slope for entry in self._entries), default=0.0)
-        felt = [entry for entry in self._entries if entry.slope > SLIGHT * largest]
-        still = [entry.name for entry in felt if torch.equal(entry.parameter.reshape(-1)[entry.place], entry.value)]
-        found = {
-            "no loss of the first batch depends on {}: until one does, noise is all they are given": self.unused,
-            "the optimizer doesn't hold {}: they stay as they are, and their gradients take up a part of the clipping "
-            "norm": self._not_held,
-            "the first update left {} as they were: it is skipped, or lost in rounding": still,
-        }
-        said = [problem.format(listed(names)) for problem, names in found.items() if names]
-        if said:
-            log.warning(
-                "some trainable parameters are not trained: %s. Freeze what is not meant to be trained "
-                "(requires_grad_(False)) before the engine is built, and give the optimizer the rest",
-                "; ".join(said),
-            )
-
-
-def _head_of_large(batch: Any) -> Any | None:
-    """The first examples of a batch so large that its graph may matter in memory; None of another."""
-    found = leaves_of(batch)
-    if found is None or found[2] < LARGE or sum([leaf.nbytes for leaf in found[0]]) < LARGE_DATA:
-        return None
-    return tree_unflatten([leaf[:HEAD] for leaf in found[0]], found[1])
+        if self._moving is not None:
+            self._moving.warn(self._unused)
+            self._to_move, self._moving = False, None

@@ -1,4 +1,4 @@
-"""Rows of a batch in other company: loaded again through data set and collate function, or cut out of the batch.
+"""Rows of a batch in other company: loaded again through data set and collate function.
 
 A batch of the rows 5, 9, 2 and 7 may be loaded again as 5, 9: what its collate function computes over the rows of a
 batch (the longest length, a count of tokens, a mean) is then another, and what belongs to row 5 alone is not.
@@ -7,9 +7,11 @@ batch (the longest length, a count of tokens, a mean) is then another, and what 
 from __future__ import annotations
 
 import copy
+import functools
 import random
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from ghostclip.clipper.cutting import cut, length_of, tensors_of
 from ghostclip.clipper.random_states import drawing_from, random_states
 from ghostclip.clipper.trial import trying
 
-__all__ = ["CutRows", "Loaded", "LoadedRows", "Rows", "Widened"]
+__all__ = ["Loaded", "LoadedRows", "rows_of"]
 
 
 class Loaded(NamedTuple):
@@ -28,69 +30,74 @@ class Loaded(NamedTuple):
 
     Attributes:
         batch: as the loss function gets it.
-        random_states: after its collate function ran.
-        drew: whether this drew random numbers.
-        lengths: of each row's example, a count of what it holds; None where examples are not read one by one.
+        lengths: of each row's example, a count of what it holds; [] where examples are not read one by one.
+        states: the random ones after its collate function ran.
+        drew: whether that drew random numbers.
     """
 
     batch: Any
-    random_states: tuple[Any, ...] = ()
-    drew: bool = False
-    lengths: list[int] | None = None
+    lengths: list[int]
+    states: tuple[Any, ...]
+    drew: bool
 
 
-class Rows(Protocol):
-    """Rows of which batches can be made: numbers 0 to ``len() - 1``."""
-
-    def __len__(self) -> int: ...
-
-    def load(self, index: Sequence[int]) -> Loaded:
-        """The batch of the rows ``index``, in this order; a row may come several times."""
-
-
+@dataclass(frozen=True, eq=False)
 class LoadedRows:
     """Rows of a data set, each read once, under a seed of its own, so that its random augmentations come again.
 
-    Args:
+    Attributes:
         dataset: has the rows, as a DataLoader reads them: by ``__getitems__`` where there is one.
         collate: a list of examples -> a batch.
         rows: their numbers in the data set.
         transform: what else happens to a batch before the loss function, a move to a device for instance.
+        each: how many rows a unit of privacy has, side by side: 1, or those of a user.
+        seed, read: of the examples, and those that were read.
     """
 
-    def __init__(
-        self, dataset: Any, collate: Callable[[Any], Any], rows: Sequence[int], transform: Callable[[Any], Any]
-    ) -> None:
-        self._dataset, self._collate, self._rows, self._transform = dataset, collate, rows, transform
-        self._seed = random.SystemRandom().getrandbits(32)
-        self._read: dict[int, Any] = {}
+    dataset: Any
+    collate: Callable[[Any], Any]
+    rows: Sequence[int]
+    transform: Callable[[Any], Any]
+    each: int = 1
+    seed: int = field(default_factory=functools.partial(random.SystemRandom().getrandbits, 32))
+    read: dict[int, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
-    def some(self, places: Sequence[int]) -> LoadedRows:
-        """Those in some of the places, under the same seeds."""
-        found = LoadedRows(self._dataset, self._collate, [self._rows[place] for place in places], self._transform)
-        found._seed, found._read = self._seed, self._read
-        return found
+    @property
+    def units(self) -> int:
+        """How many units of privacy have the rows."""
+        return len(self.rows) // self.each
+
+    def places(self, units: Iterable[int]) -> list[int]:
+        """Of the rows of some units, one unit after another."""
+        return [unit * self.each + row for unit in units for row in range(self.each)]
+
+    def some(self, units: Iterable[int]) -> LoadedRows:
+        """Those of some units, under the same seeds."""
+        return replace(self, rows=[self.rows[place] for place in self.places(sorted(units))])
+
+    def widened(self) -> LoadedRows:
+        """The same with float64 in the place of float32."""
+        return replace(self, transform=lambda batch: tree_map(_widened, self.transform(batch)))
 
     def load(self, index: Sequence[int]) -> Loaded:
-        """See `Rows`."""
+        """The batch of the rows in the places ``index``, in this order; a row may come several times."""
         with trying(), drawing_from(random_states()):
-            examples = self._fetch([self._rows[place] for place in index])
+            examples = self._fetch([self.rows[place] for place in index])
             one_by_one = isinstance(examples, list) and len(examples) == len(index)
-            lengths = [length_of(example) for example in examples] if one_by_one else None
-            _set_seed(self._seed)
+            lengths = [length_of(example) for example in examples] if one_by_one else []
+            _set_seed(self.seed)
             before = random_states()
-            batch = self._transform(self._collate(examples))
+            batch = self.transform(self.collate(examples))
             after = random_states()
-        return Loaded(batch, after, after != before, lengths)
+        return Loaded(batch, lengths, after, after != before)
 
     def _fetch(self, rows: list[int]) -> Any:
         """The examples; at once where the data set reads several at once and draws no random numbers for it."""
-        several = getattr(self._dataset, "__getitems__", None)
-        if several:
-            _set_seed(self._seed)
+        if several := getattr(self.dataset, "__getitems__", None):
+            _set_seed(self.seed)
             before = random_states()
             examples = several(rows)
             if random_states() == before:
@@ -99,69 +106,25 @@ class LoadedRows:
 
     def _example(self, row: int) -> Any:
         """One example, read once: reading may take long, and a collate function may change what it gets."""
-        if row not in self._read:
-            _set_seed(hash((self._seed, row)) % 2**32)
-            several = getattr(self._dataset, "__getitems__", None)
-            self._read[row] = several([row])[0] if several else self._dataset[row]
+        if row not in self.read:
+            _set_seed(hash((self.seed, row)) % 2**32)
+            several = getattr(self.dataset, "__getitems__", None)
+            self.read[row] = several([row])[0] if several else self.dataset[row]
+        example = self.read[row]
         try:
-            return _copied(self._read[row])
+            # A copy of a part of a large tensor would have all of it.
+            return copy.deepcopy(example, {id(tensor): tensor.clone() for _, tensor in tensors_of(example, 0)})
         except Exception:  # what can't be copied is read each time
-            return self._read.pop(row)
+            return self.read.pop(row)
 
 
-def _copied(example: Any) -> Any:
-    """A copy of an example; of a tensor that is a part of a large one, a copy of that part."""
-    if isinstance(example, Tensor):
-        return example.clone()
-    if type(example) in (list, tuple):
-        return type(example)(_copied(part) for part in example)
-    if type(example) is dict:
-        return {name: _copied(part) for name, part in example.items()}
-    # A copy of a part of a large tensor would have all of it.
-    return copy.deepcopy(example, {id(tensor): tensor.clone() for _, tensor in tensors_of(example, 0)})
+def rows_of(batch: Any, examples: int) -> LoadedRows:
+    """The rows of a batch that is there, see `ghostclip.clipper.cutting.cut`."""
+    return LoadedRows(range(examples), functools.partial(cut, batch, examples), range(examples), lambda found: found)
 
 
-class CutRows:
-    """The rows of a batch that is there, see `ghostclip.clipper.cutting.cut`.
-
-    Args:
-        batch: tensors and lists with an entry for each example, in any nesting.
-        examples: how many it has.
-    """
-
-    def __init__(self, batch: Any, examples: int) -> None:
-        self._batch, self._examples = batch, examples
-
-    def __len__(self) -> int:
-        return self._examples
-
-    def load(self, index: Sequence[int]) -> Loaded:
-        """See `Rows`."""
-        return Loaded(cut(self._batch, self._examples, index))
-
-
-class Widened:
-    """Rows whose batches have float64 in the place of float32.
-
-    Args:
-        rows: as they are.
-    """
-
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def load(self, index: Sequence[int]) -> Loaded:
-        """See `Rows`."""
-        loaded = self._rows.load(index)
-        wide = tree_map(lambda leaf: leaf.double() if _is_float32(leaf) else leaf, loaded.batch)
-        return loaded._replace(batch=wide)
-
-
-def _is_float32(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dtype == torch.float32
+def _widened(leaf: Any) -> Any:
+    return leaf.double() if isinstance(leaf, Tensor) and leaf.dtype == torch.float32 else leaf
 
 
 def _set_seed(seed: int) -> None:

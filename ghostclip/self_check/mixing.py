@@ -4,8 +4,8 @@ The graph shows where examples meet in what is differentiated. Two things don't 
 computes without gradients (a weight over the batch's sum), and what the collate function computes (the longest length).
 They show in losses, or in the norms of their gradients, when the batch is another one.
 
-Example: four texts have lengths 5, 9, 3 and 7, padded to 9. Loaded again as halves, 5 and 9 are padded to 9, 3 and 7
-to 7. If a loss sees the padding, those of the second half change. The losses of both halves together must be those of
+Example: four texts have lengths 5, 9, 3 and 7, padded to 9. Loaded again as halves, 3 and 5 are padded to 5, 7 and 9
+to 9. If a loss sees the padding, those of the first half change. The losses of both halves together must be those of
 all four, as a multiset, since a collate function may sort its rows; with users, whose rows are found by their places,
 each in its place.
 """
@@ -16,20 +16,18 @@ import copy
 import logging
 import random
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ghostclip.clipper.cutting import have_same_sizes
-from ghostclip.clipper.trial import trying
-from ghostclip.self_check.loading import Widened
+from ghostclip.clipper.cutting import sizes_of
 from ghostclip.self_check.mixing_place import LOSS_REMEDY, mixing_place
 from ghostclip.self_check.model_state import unlike
-from ghostclip.self_check.trial_losses import TrialLosses, TrialOutcome
+from ghostclip.self_check.trial_losses import TrialLosses
 from ghostclip.wrap import Finding
 
-__all__ = ["REMEDY_OF_KEPT", "Kept", "MixingTest"]
+__all__ = ["REMEDY_OF_KEPT", "MixingTest"]
 
 # Times that a difference must come back, in an order by chance, lest it be one from call to call. Only a loss that is
 # about to be refused is called so often.
@@ -52,80 +50,65 @@ OF_ORDER = Finding(
     "keep the rows in the order in which the collate function gets them (pack_padded_sequence takes them in any order "
     "with enforce_sorted=False)",
 )
-OF_DATA = Finding(
-    "",
-    "an example's loss depends on the data of another",
-    LOSS_REMEDY,
-)
+OF_DATA = Finding("", "an example's loss depends on the data of another", LOSS_REMEDY)
+UNTESTED = "draws random numbers, so it isn't tested whether losses see the padding, or how many rows there are"
 
 log = logging.getLogger("ghostclip")
 
-
-class Kept(NamedTuple):
-    """What keeps something of the examples: "buffer", "frozen parameter" or "attribute", and its full name."""
-
-    kind: str
-    name: str
+Test = Callable[["MixingTest"], bool]
 
 
 class MixingTest:
-    """Tries the rows of a batch in other company.
+    """Tries the rows of a batch in other company, chosen by no random numbers of the user's.
 
     Args:
-        trial: of all the rows.
-        units: of privacy (examples, or users with as many rows each, side by side).
-        dice: chooses rows and orders, by no random numbers of the user's.
-        say: is told once why something can't be tested.
+        trial: of all the rows, of at least two units.
+        say: is told why something can't be tested.
     """
 
-    def __init__(self, trial: TrialLosses, units: int, dice: random.Random, say: Callable[[str], None]) -> None:
-        self._trial, self._dice, self._say = trial, dice, say
-        self._each = len(trial.rows) // units
-        self._outcomes: list[TrialOutcome] = []
-        order = self._order(units)
-        self._halves = [self._rows(order[: units // 2]), self._rows(order[units // 2 :])]
+    def __init__(self, trial: TrialLosses, say: Callable[[str], None]) -> None:
+        self._trial, self._say, self._dice = trial, say, random.Random()
+        rows, lengths = trial.rows, trial.first.loaded.lengths
+        # From short to long, so that a half has no long ones; at random if alike.
+        order = self._dice.sample(range(rows.units), rows.units)
+        if lengths:
+            order.sort(key=lambda unit: max(lengths[place] for place in rows.places([unit])))
+        half = rows.units // 2
+        self._halves = [rows.places(sorted(units)) for units in (order[:half], order[half:])]
 
-    def _order(self, units: int) -> list[int]:
-        """By which units are parted: from short to long, so that a half has no long ones; at random if alike."""
-        order, lengths = self._dice.sample(range(units), units), self._trial.first.loaded.lengths
-        if lengths is None:
-            return order
-        longest = [max(lengths[place] for place in self._rows([unit])) for unit in range(units)]
-        return sorted(order, key=longest.__getitem__)
-
-    def _rows(self, units: Sequence[int]) -> list[int]:
-        """The places of the rows of some units, in their order."""
-        return [unit * self._each + row for unit in sorted(units) for row in range(self._each)]
-
-    def kept(self) -> Kept | None:
+    def kept(self) -> tuple[str, str] | None:
         """Where the forward keeps something of the examples, and passes it on without noise.
 
         A buffer must not have other values after other examples: it is saved and published with the model. A frozen
         parameter must not be written at all. Anything else is kept for nobody if it changes no later loss: the same
         rows must have the same losses, whichever came before them.
+
+        Returns:
+            "buffer", "frozen parameter" or "attribute", and its full name.
         """
         trial, first = self._trial, self._trial.untouched
-        if first.left.frozen:
-            return Kept("frozen parameter", first.left.frozen[0])
-        if (others := self._swapped(self._halves[0])) is None:
+        if trial.written:
+            return "frozen parameter", trial.written[0]
+        kinds = {kind for kind, _ in trial.changed}
+        if not kinds or (others := self._swapped(self._halves[0])) is None:
             return None
-        if first.left.wrote:
+        if "buffer" in kinds:
             again, swapped = (trial.run(rows, quiet=False) for rows in (trial.every, others))
-            repeats = not unlike(first.left.buffers, again.left.buffers)
-            if repeats and swapped.random_states[1] == first.random_states[1]:
-                for name in unlike(first.left.buffers, swapped.left.buffers):
-                    return Kept("buffer", name)
-        return self._remembered(others) if first.left.changed else None
+            if not unlike(first.left, again.left, "buffer") and swapped.states[1] == first.states[1]:
+                for name in unlike(first.left, swapped.left, "buffer"):
+                    return "buffer", name
+        return None if kinds == {"buffer"} else self._remembered(others)
 
-    def _remembered(self, others: Sequence[int]) -> Kept | None:
+    def _remembered(self, others: Sequence[int]) -> tuple[str, str] | None:
         """The attribute by which losses follow the rows of the batch before."""
         trial = self._trial
-        once, again, after = (trial.run(trial.every, after=rows) for rows in (trial.every, trial.every, others))
-        if trial.differ(once.losses, again.losses) or unlike(once.left.attributes, again.left.attributes):
+        once, again, after = (trial.run(rows, trial.every) for rows in (trial.every, trial.every, others))
+        if trial.differ(once.losses, again.losses) or unlike(once.left, again.left, "attribute"):
             return None
-        names = unlike(once.left.attributes, after.left.attributes)
+        names = unlike(once.left, after.left, "attribute")
         if trial.differ(once.losses, after.losses):
-            return Kept("attribute", [*names, *trial.untouched.left.changed][0] or "a list, dict or number")
+            names += [name for kind, name in trial.changed if kind == "attribute"]
+            return "attribute", [*names, "a list, dict or number"][0]
         if names:
             self._say(
                 f"the attribute {names[0]!r} keeps something of the examples, which no loss depends on so far: it is "
@@ -135,106 +118,95 @@ class MixingTest:
 
     def mixed(self) -> Finding | None:
         """How losses depend on other examples."""
-        if self._trial.draws:
-            untested = (
-                "draws random numbers, so it isn't tested whether losses see the padding, or how many rows there are"
-            )
-            if self._trial.collate_draws:
-                self._say(f"the collate function {untested}")
-            else:  # as augmentation in the loss function does, mostly of rows that have one size
-                log.info("self-check: the loss function, or a model in eval mode, %s", untested)
-            return (self.place() or OF_DATA) if any(self._depends(half) for half in self._halves) else None
+        trial = self._trial
         try:
-            moved = self._what_moves()
-        except Exception as error:  # a loss function need not take batches of every size
-            self._say(f"losses of a smaller batch can't be compared ({type(error).__name__}: {error})")
+            test = self._what_moves()
+        except Exception as error:  # a loss function need not take copies of a row
+            self._say(f"losses can't be compared where rows are exchanged ({type(error).__name__}: {error})")
             return None
-        if moved is None:
+        if test is None:
             return None
-        self._trial.allow_rounding()
-        if not self._repeats(moved) or (moved != self._norms_moved and self._is_rounding(moved.__name__)):
+        trial.allow_rounding()
+        if not self._repeats(test) or self._is_rounding(test):
             return None
-        if self._each > 1 and not self._moved(in_order=False):
+        if isinstance(test, partial):  # rows were exchanged
+            return self.place() or OF_DATA
+        if trial.rows.each > 1 and not self._halves_move(anywhere=True):
             return OF_ORDER
         return OF_COMPANY if self._is_padded() else self.place() or OF_COMPANY
 
-    def _what_moves(self) -> Any:
-        """The method by which something moves, to be repeated; None where nothing does."""
-        if self._moved():
-            return self._moved
-        if self._norms_differ():
-            return self._norms_moved
-        # Halves may have the statistics of all rows by chance: quantiles of a few, or as many of each class.
-        return self._not_found if self._not_found() else None
+    def _what_moves(self) -> Test | None:
+        """The first test that finds something; None where none does.
 
-    def _is_padded(self) -> bool:
-        """Whether tensors of the halves have other sizes than those of all rows, each beside its number of rows."""
-        rows, every = self._trial.rows, self._trial.every
-        whole = rows.load(every).batch
-        return not all(have_same_sizes(rows.load(half).batch, len(half), whole, len(every)) for half in self._halves)
-
-    def _moved(self, in_order: bool | None = None) -> bool:
-        """Whether losses of the halves differ from the whole's; with users, also those of the users in reverse order.
-
-        A collate function that sorts its rows gives these the same order in which it gave the others.
+        Rows are exchanged within a batch of the same size where halves can't be compared.
         """
-        in_order = self._each > 1 if in_order is None else in_order
-        parts = self._parts(in_order)
-        self._outcomes = [self._trial.run(part, norms=True) for part in parts]
-        if [tuple(each.losses.shape) for each in self._outcomes] != [(len(part),) for part in parts]:
+        if not self._trial.draws:
+            try:
+                return next((test for test in (MixingTest._halves_move, MixingTest._copies_move) if test(self)), None)
+            except Exception as error:  # a loss function need not take batches of every size
+                self._say(f"losses of a smaller batch can't be compared ({type(error).__name__}: {error})")
+        elif self._trial.first.loaded.drew:
+            self._say(f"the collate function {UNTESTED}")
+        else:  # as augmentation in the loss function does, mostly of rows that have one size
+            log.info("self-check: the loss function, or a model in eval mode, %s", UNTESTED)
+        for half in self._halves:
+            if self._exchange_moves(half):
+                if self._draws_alike(half):
+                    return partial(MixingTest._exchange_moves, part=half)
+                self._say("other random numbers are drawn for other data")
+        return None
+
+    def _halves_move(self, anywhere: bool = False) -> bool:
+        """Whether losses of the halves, or norms of their gradients, differ from the whole's.
+
+        With users also those of the users in reverse order: a collate function that sorts its rows gives these the same
+        order in which it gave the others.
+
+        Args:
+            anywhere: rows of users may be in any order, too.
+        """
+        trial, rows = self._trial, self._trial.rows
+        parts = [*self._halves, *([rows.places(reversed(range(rows.units)))] if rows.each > 1 else [])]
+        outcomes = [trial.run(part, norms=True) for part in parts]
+        if [tuple(each.losses.shape) for each in outcomes] != [(len(part),) for part in parts]:
             self._say("the loss function doesn't give one loss for each row of a smaller batch")
             return False
-        found = torch.cat([each.losses for each in self._outcomes])
-        return self._differ(self._trial.differ, self._trial.first.losses, found, in_order)
-
-    def _norms_moved(self) -> bool:
-        """Whether losses or the norms of their gradients do: gradients may follow the batch where losses don't."""
-        return self._moved() or self._norms_differ()
-
-    def _norms_differ(self) -> bool:
-        """Whether gradient norms of the parts that were run last differ from the whole's."""
-        norms = [each.norms for each in self._outcomes if each.norms is not None]
-        first = self._trial.first.norms
-        if first is None or len(norms) < len(self._outcomes) or sum(map(len, norms)) < len(self._trial.rows):
+        places, in_order = [place for part in parts for place in part], rows.each > 1 and not anywhere
+        losses = torch.cat([each.losses for each in outcomes])
+        if trial.differ(*_comparable(trial.first.losses[places], losses, in_order)):
+            return True
+        # Gradients may follow the batch where losses don't.
+        norms = [each.norms for each in outcomes if each.norms is not None]
+        if trial.first.norms is None or sum(map(len, norms)) < len(places):
             return False
-        return self._differ(self._trial.norms_differ, first, torch.cat(norms), self._each > 1)
+        return trial.norms_differ(*_comparable(trial.first.norms[places], torch.cat(norms), in_order))
 
-    def _parts(self, in_order: bool) -> list[list[int]]:
-        units = range(len(self._trial.every) // self._each)
-        reverse = [[place for unit in reversed(units) for place in self._rows([unit])]]
-        return [*self._halves, *(reverse if in_order else [])]
+    def _copies_move(self) -> bool:
+        """Whether a loss among copies of other rows is none of the first losses.
 
-    def _differ(self, test: Callable[[Tensor, Tensor], bool], before: Tensor, after: Tensor, in_order: bool) -> bool:
-        """Whether numbers of all parts' rows differ from those before, each in its place or as multisets."""
-        before = before[[place for part in self._parts(in_order) for place in part]]
-        return test(after, before) if in_order else test(after.sort().values, before.sort().values)
-
-    def _not_found(self) -> bool:
-        """Whether a loss among copies of other rows is none of the first losses."""
+        Halves may have the statistics of all rows by chance: quantiles of a few, or as many of each class.
+        """
         index = self._swapped(self._halves[0])
-        return index is not None and not self._found_elsewhere(index)
+        return index is not None and self._is_new(self._trial.run(index).losses)
 
-    def _is_rounding(self, test: str) -> bool:
-        """Whether the method ``test`` sees nothing move in float64: float32 lost digits, where large sums cancel."""
+    def _exchange_moves(self, part: Sequence[int]) -> bool:
+        """Whether losses of ``part`` depend on the rows in the other places, with the same random numbers."""
         trial = self._trial
-        try:
-            with trying():
-                model = copy.deepcopy(trial.model).double()
-            other = MixingTest(
-                TrialLosses(trial.loss_fn, model, Widened(trial.rows)), len(trial.rows), self._dice, log.info
-            )
-            other._each, other._halves = self._each, self._halves
-            return other._trial.first.losses.dtype == torch.float64 and not getattr(other, test)()
-        except Exception as error:
-            log.info("losses are not compared in float64: %s: %s", type(error).__name__, error)
+        if (index := self._swapped(part)) is None:
             return False
+        found = trial.run(index)
+        places = list(part)
+        if not trial.differ(trial.first.losses[places], found.losses[places]) or found.states != trial.first.states:
+            return False
+        in_place = trial.draws and not trial.first.loaded.drew  # else the collate function may sort its rows
+        return in_place or self._is_new(found.losses)
 
     def _swapped(self, part: Sequence[int]) -> list[int] | None:
         """An index by which the units of ``part`` stay, and one of them stands in all other places; None: none can.
 
         With users it is one's rows, side by side: losses of a user may depend on all of them.
         """
-        losses, each = self._trial.first.losses, self._each
+        losses, each = self._trial.first.losses, self._trial.rows.each
         units = [part[place : place + each] for place in range(0, len(part), each)]
         fine = [rows for rows in units if bool(losses[list(rows)].isfinite().all())]
         if not fine:
@@ -244,28 +216,11 @@ class MixingTest:
             index[row] = row
         return index
 
-    def _depends(self, part: Sequence[int]) -> bool:
-        """Whether losses of ``part`` depend on the rows in the other places, with the same random numbers."""
-        trial = self._trial
-        if (index := self._swapped(part)) is None:
-            return False
-        swapped = trial.run(index)
-        if not trial.moved(swapped.losses, part) or swapped.random_states != trial.first.random_states:
-            return False
-        if not self._draws_alike(part):
-            self._say("other random numbers are drawn for other data")
-            return False
-        trial.allow_rounding()
-        if trial.collate_draws and self._found_elsewhere(index):
-            return False  # the collate function sorts its rows
-        return self._repeats(lambda: trial.moves(index, part))
-
-    def _found_elsewhere(self, index: Sequence[int]) -> bool:
-        """Whether each finite loss of the rows ``index`` is one of the first losses, in whatever place."""
-        first, found = self._trial.first.losses, self._trial.run(index).losses
-        found = found[found.isfinite()]
+    def _is_new(self, losses: Tensor) -> bool:
+        """Whether a finite one of some losses is none of the first losses, in whatever place."""
+        first, found = self._trial.first.losses, losses[losses.isfinite()]
         distances = (found.unsqueeze(1) - first).abs().nan_to_num(nan=torch.inf)
-        return not len(found) or not self._trial.differ(found, first[distances.argmin(1)])
+        return bool(len(found)) and self._trial.differ(found, first[distances.argmin(1)])
 
     def _draws_alike(self, part: Sequence[int]) -> bool:
         """Whether the same random numbers are drawn whichever rows of ``part`` stand in the other places, as far as
@@ -275,26 +230,50 @@ class MixingTest:
         chosen = [[row if row in fixed else self._dice.choice(part) for row in places] for _ in range(CHOICES)]
         return all(self._trial.watched(index)[1] == expected for index in chosen)
 
-    def _repeats(self, changes: Callable[[], bool]) -> bool:
-        """Whether something ``changes`` each time, and the whole batch's losses never do, in an order that is drawn.
+    def _repeats(self, test: Test) -> bool:
+        """Whether a test finds something each time, and the whole batch's losses never move, in an order that is drawn.
 
         A function that goes by a count of its calls passes with a probability of 2 ** -TOSSES at most.
         """
-        if not changes():
+        trial = self._trial
+        if not test(self):
             return False
         for _ in range(TOSSES):
             if self._dice.random() < 0.5:
-                if self._trial.moves(self._trial.every):
+                if trial.differ(trial.run(trial.every).losses, trial.first.losses):
                     self._say("the same rows have other losses when they are tried again")
                     return False
-            elif not changes():
+            elif not test(self):
                 return False
         return True
 
+    def _is_rounding(self, test: Test) -> bool:
+        """Whether a test finds nothing in float64: float32 lost digits, where large sums cancel."""
+        other = copy.copy(self)
+        try:
+            if (trial := self._trial.widened()) is None:
+                return False
+            other._trial, other._say = trial, log.info
+            return not test(other)
+        except Exception as error:
+            log.info("losses are not compared in float64: %s: %s", type(error).__name__, error)
+            return False
+
+    def _is_padded(self) -> bool:
+        """Whether tensors of the halves have other sizes than those of all rows, each beside its number of rows."""
+        rows = self._trial.rows
+        sizes = [sizes_of(rows.load(part).batch, len(part)) for part in (self._trial.every, *self._halves)]
+        return any(each != sizes[0] for each in sizes)
+
     def place(self) -> Finding | None:
         """The first operation in which the rows meet when one of them is exchanged for its neighbour."""
+        trial = self._trial
         try:
-            return mixing_place(self._trial.model, self._trial.losses_again, len(self._trial.every))
+            return mixing_place(trial.model, lambda index: trial.run(index).losses, len(trial.every))
         except Exception as error:  # a finding stands without a place
             log.info("the place where examples meet was not found: %s: %s", type(error).__name__, error)
             return None
+
+
+def _comparable(before: Tensor, after: Tensor, in_order: bool) -> tuple[Tensor, Tensor]:
+    return (before, after) if in_order else (before.sort().values, after.sort().values)

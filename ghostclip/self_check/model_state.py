@@ -1,123 +1,69 @@
-"""What a forward leaves in a model: in buffers, frozen parameters, and attributes of its modules."""
+"""What a model keeps from one forward to the next: in buffers, attributes of its modules and frozen parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Left", "ModelSnapshot", "unlike"]
+__all__ = ["State", "changed", "frozen_marks", "state_of", "unlike"]
 
 # Elements of a frozen parameter whose sum is compared: of a larger one, a change that torch counts is seen.
 LARGE = 1 << 24
 # Of every module; parameters, buffers and submodules have their own ways of being compared.
 OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 
-Named = dict[str, Tensor]
+# {(kind, name): value}. Of a "buffer" and an "attribute" (a tensor or array that isn't registered) it is a copy, of
+# another "object" the object itself and its length.
+State = dict[tuple[str, str], Any]
 
 
-class Left(NamedTuple):
-    """What is in a model after a forward.
-
-    Attributes:
-        buffers, attributes: copies by names; attributes are tensors and arrays that modules have without registering.
-        wrote: whether a buffer has another value or shape than before.
-        frozen: names of frozen parameters that were written to.
-        changed: names of attributes with another value or shape; "" for one that is no tensor.
-    """
-
-    buffers: Named
-    attributes: Named
-    wrote: bool
-    frozen: list[str]
-    changed: list[str]
-
-
-class ModelSnapshot:
-    """A model before a forward.
-
-    Args:
-        model: as it is now.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._buffers, self._attributes = _buffers_of(model), _attributes_of(model)
-        self._objects, self._frozen = _objects_of(model), _frozen_of(model)
-
-    def left(self) -> Left:
-        """What the forward left."""
-        buffers, attributes = _buffers_of(self._model), _attributes_of(self._model)
-        changed = [name for name in attributes if not _same(self._attributes.get(name), attributes[name])]
-        if not changed and not _are_same(self._objects, _objects_of(self._model)):
-            changed = [""]
-        frozen = _frozen_of(self._model)
-        return Left(
-            buffers,
-            attributes,
-            any(not _same(self._buffers.get(name), buffer) for name, buffer in buffers.items()),
-            [name for name, found in frozen.items() if self._frozen.get(name, found) != found],
-            changed,
-        )
-
-
-def _buffers_of(model: nn.Module) -> Named:
-    """Copies of the buffers as they are bound now, whichever way they were written."""
-    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-
-
-def _attributes_of(model: nn.Module) -> Named:
-    """Copies of tensors and arrays that modules have as attributes without registering them."""
-    found = {}
+def state_of(model: nn.Module) -> State:
+    """What a model has now, in whichever way it was written."""
+    found: State = {("buffer", name): buffer.detach().clone() for name, buffer in model.named_buffers()}
     for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name in OF_MODULES:
+        for own, value in vars(module).items():
+            if own in OF_MODULES:
                 continue
+            name = f"{path}.{own}" if path else own
             if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
                 value = torch.from_numpy(value)
             if isinstance(value, Tensor):
-                found[f"{path}.{name}" if path else name] = value.detach().clone()
+                found["attribute", name] = value.detach().clone()
+            else:
+                found["object", name] = value, len(value) if isinstance(value, list | dict | set) else 0
     return found
 
 
-def _objects_of(model: nn.Module) -> list[tuple[Any, int]]:
-    """All other attributes of modules, each with its length."""
-    found = []
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if name not in OF_MODULES and not isinstance(value, Tensor | np.ndarray):
-                found.append((value, len(value) if isinstance(value, list | dict | set) else 0))
-    return found
-
-
-def _are_same(these: list[tuple[Any, int]], those: list[tuple[Any, int]]) -> bool:
-    """Whether both are the same objects of the same lengths."""
-    pairs = zip(these, those, strict=False)
-    return len(these) == len(those) and all(one is other and size == now for (one, size), (other, now) in pairs)
-
-
-def _frozen_of(model: nn.Module) -> dict[str, tuple[int, int, float]]:
+def frozen_marks(model: nn.Module) -> dict[str, tuple[int, int, float]]:
     """{name: (version, address, sum)} of frozen parameters; they may be large, so that they aren't copied."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            total = float(parameter.detach().double().sum()) if parameter.numel() <= LARGE else 0.0
-            found[name] = (parameter._version, parameter.data_ptr(), total)
-    return found
+    frozen = {name: each.detach() for name, each in model.named_parameters() if not each.requires_grad}
+    return {
+        name: (each._version, each.data_ptr(), float(each.double().sum()) if each.numel() <= LARGE else 0.0)
+        for name, each in frozen.items()
+    }
 
 
-def unlike(these: Mapping[str, Tensor], those: Mapping[str, Tensor]) -> list[str]:
-    """Names of tensors with other values; one that has another shape is a cache."""
-    both = [name for name in these if name in those and these[name].shape == those[name].shape]
-    return [name for name in both if not _same(these[name], those[name])]
+def changed(before: State, after: State) -> State:
+    """What of ``after`` wasn't there before, or has another value or shape; what was removed has None."""
+    both = {name: after.get(name) for name in before | after}
+    return {name: value for name, value in both.items() if not _same(before.get(name), value)}
 
 
-def _same(one: Tensor | None, other: Tensor) -> bool:
-    if one is None or one.is_nested or other.is_nested or one.shape != other.shape:
+def unlike(these: State, those: State, kind: str) -> list[str]:
+    """Names of tensors of a kind with other values; one that has another shape is a cache."""
+    both = [key for key in these if key[0] == kind and key in those and these[key].shape == those[key].shape]
+    return [name for _, name in both if not _same(these[kind, name], those[kind, name])]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return one[0] is other[0] and one[1] == other[1]
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)) or one.layout != torch.strided or one.is_quantized:
         return False
-    if one.is_sparse or one.is_quantized or one.device != other.device:
-        return one is other
-    return one.dtype == other.dtype and bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
+    if other.layout != torch.strided or one.is_nested or other.is_nested or one.shape != other.shape:
+        return False
+    alike = one.dtype == other.dtype and one.device == other.device
+    return alike and bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from ghostclip.clipper.first_pass import FirstPasses
 from ghostclip.clipper.random_states import random_states, set_random_states
-from ghostclip.clipper.trial import without_trace
-from ghostclip.self_check.loading import Loaded, Rows
-from ghostclip.self_check.model_state import Left, ModelSnapshot
+from ghostclip.clipper.trial import trying, without_trace
+from ghostclip.planner import Planner
+from ghostclip.self_check.loading import Loaded, LoadedRows
+from ghostclip.self_check.model_state import State, changed, frozen_marks, state_of
 
 __all__ = ["LossFunction", "TrialLosses", "TrialOutcome"]
 
@@ -25,7 +27,6 @@ ROUNDING = {torch.float64: (1e-9, 1e-14), torch.float32: (1e-5, 1e-6)}
 ROUNDING_OF_HALVES = (5e-2, 1e-4)
 # Kernels of accelerators may round products to fewer digits than their type has (TF32).
 ROUNDING_OF_DEVICES = (1e-3, 1e-5)
-
 # Relative, and of the clipping norm: a difference of gradient norms that is more than rounding, and that matters.
 NORMS_ROUND, LEAST_SHARE = 1e-3, 1e-4
 
@@ -40,16 +41,16 @@ class TrialOutcome(NamedTuple):
     Attributes:
         losses: as the loss function gives them.
         norms: of their gradients, [B]; None where they weren't asked for, or can't be measured.
-        loaded: what is known of the batch, without it.
+        loaded: the batch, without its data.
         left: in the model.
-        random_states: of the collate function and of the forward, after they ran.
+        states: the random ones of the collate function and of the forward, after they ran.
     """
 
     losses: Tensor
     norms: Tensor | None
     loaded: Loaded
-    left: Left
-    random_states: tuple[Any, ...]
+    left: State
+    states: tuple[tuple[Any, ...], tuple[Any, ...]]
 
 
 class TrialLosses:
@@ -65,42 +66,51 @@ class TrialLosses:
         passes: of the model, which measure gradients; None: losses are compared alone.
 
     Attributes:
-        model, rows, loss_fn: as given.
         every: the index of all rows.
         untouched: the outcome for these with all modules in the modes they had.
         first: the same with those that draw in eval mode.
-        collate_draws: whether the collate function draws random numbers.
-        draws: whether random numbers are drawn by it, or by what is not in eval mode.
+        written: names of frozen parameters that the forward wrote to.
+        changed: what else of the model's state is another after ``untouched``.
+        draws: whether random numbers are drawn by the collate function, or by what is not in eval mode.
     """
 
-    def __init__(self, loss_fn: LossFunction, model: nn.Module, rows: Rows, passes: FirstPasses | None = None) -> None:
-        self.loss_fn, self.model, self.rows, self._passes = loss_fn, model, rows, passes
-        self._begins = random_states()
-        self._quiet: set[nn.Module] = set()
-        self.every = list(range(len(rows)))
+    def __init__(
+        self, loss_fn: LossFunction, model: nn.Module, rows: LoadedRows, passes: FirstPasses | None = None
+    ) -> None:
+        self._loss_fn, self.model, self.rows, self._passes = loss_fn, model, rows, passes
+        self._begins, self._quiet = random_states(), set[nn.Module]()
         self._rounding, self._rounding_of_norms = ROUNDING[torch.float32], NORMS_ROUND
+        self.every = list(range(len(rows)))
+        before, frozen = state_of(model), frozen_marks(model)
         with self._noting_who_draws():
             self.untouched = self.run(self.every, quiet=False, norms=True)
+        self.written = [name for name, mark in frozen_marks(model).items() if frozen.get(name, mark) != mark]
+        self.changed = changed(before, self.untouched.left)
         self.first = self.run(self.every, norms=True) if self._quiet else self.untouched
-        self.collate_draws = self.first.loaded.drew
-        self.draws = self.collate_draws or self.first.random_states[1] != self._begins
+        self.draws = self.first.loaded.drew or self.first.states[1] != self._begins
         self._rounding = ROUNDING.get(self.first.losses.dtype, self._rounding)
 
     def run(
-        self, index: Sequence[int], *, after: Sequence[int] | None = None, quiet: bool = True, norms: bool = False,
-        watch: Any = None,
+        self, *batches: Sequence[int], quiet: bool = True, norms: bool = False,
+        watch: AbstractContextManager[Any] | None = None,
     ) -> TrialOutcome:  # fmt: skip
-        """The outcome for the rows ``index``, from the state that a forward of the rows ``after`` left."""
-        loaded = self.rows.load(index)
-        before = None if after is None else self.rows.load(after).batch
-        with self._again(quiet):
-            if before is not None:
-                self.loss_fn(self.model, before)
+        """The outcome for the last of some batches, tried one after another, each from the same random numbers.
+
+        Args:
+            batches: indices of rows.
+            quiet: modules that draw random numbers are in eval mode.
+            norms: those of gradients are measured.
+            watch: watches the forwards.
+        """
+        every = [self.rows.load(index) for index in batches]
+        with without_trace(self.model):
+            for module in self._quiet if quiet else ():
+                module.training = False
+            for loaded in every:
                 set_random_states(self._begins)
-            state = ModelSnapshot(self.model)
-            with watch or nullcontext():
-                losses = self.loss_fn(self.model, loaded.batch)
-            states, left = (loaded.random_states, random_states()), state.left()
+                with watch or nullcontext():
+                    losses = self._loss_fn(self.model, loaded.batch)
+            states, left = (loaded.states, random_states()), state_of(self.model)
             measured = self._norms(losses) if norms else None
         return TrialOutcome(losses.detach(), measured, loaded._replace(batch=None), left, states)
 
@@ -113,20 +123,6 @@ class TrialLosses:
         except Exception as error:  # what can't be measured is refused in the batch's own passes
             log.info("gradients of a part of a batch are not compared: %s: %s", type(error).__name__, error)
             return None
-
-    def losses_again(self, index: Sequence[int]) -> Tensor:
-        """The losses of the rows ``index``, and nothing else."""
-        batch = self.rows.load(index).batch
-        with self._again():
-            return self.loss_fn(self.model, batch)
-
-    @contextmanager
-    def _again(self, quiet: bool = True) -> Iterator[None]:
-        with without_trace(self.model):
-            set_random_states(self._begins)
-            for module in self._quiet if quiet else ():
-                module.training = False
-            yield
 
     def norms_differ(self, these: Tensor, those: Tensor) -> bool:
         """Whether gradient norms [n] differ from others by more than rounding may do, and by what clipping may show."""
@@ -142,18 +138,6 @@ class TrialLosses:
         off = max(self._rounding[0] * largest, self._rounding[1])
         return not bool(torch.isclose(these, those, rtol=0, atol=off, equal_nan=True).all())
 
-    def moves(self, index: Sequence[int], kept: Sequence[int] | None = None) -> bool:
-        """Whether the losses in the places ``kept``, or all, differ from the first when the rows are ``index``."""
-        return self.moved(self.run(index).losses, kept)
-
-    def moved(self, losses: Tensor, kept: Sequence[int] | None = None) -> bool:
-        """Whether losses [B] in the places ``kept``, or all, differ from the first."""
-        before = self.first.losses
-        if losses.shape != before.shape:
-            return True
-        places = self.every if kept is None else list(kept)
-        return self.differ(losses[places], before[places])
-
     def watched(self, index: Sequence[int]) -> tuple[set[torch.dtype], Any]:
         """Floating-point types of all that is computed for the rows ``index``, and what is drawn: sizes and states.
 
@@ -161,7 +145,7 @@ class TrialLosses:
         """
         seen = _Seen()
         try:
-            return seen.types, (seen.drawn, self.run(index, watch=seen).random_states)
+            return seen.types, (seen.drawn, self.run(index, watch=seen).states)
         except Exception as error:
             log.info("what losses are computed of can't be watched: %s: %s", type(error).__name__, error)
             return set(), None
@@ -175,30 +159,35 @@ class TrialLosses:
         self._rounding = max(found if on_cpu else [*found, ROUNDING_OF_DEVICES])
         self._rounding_of_norms = max(NORMS_ROUND, 2 * self._rounding[0])
 
+    def widened(self) -> TrialLosses | None:
+        """The same of a copy of the model in float64; None where not all comes in that type."""
+        with trying():
+            model = copy.deepcopy(self.model).double()
+        passes = None if self._passes is None else FirstPasses(model, self._passes.clipping, "auto", Planner(), None)
+        found = TrialLosses(self._loss_fn, model, self.rows.widened(), passes)
+        as_much = (found.first.norms is None) == (self.first.norms is None)
+        return found if as_much and found.first.losses.dtype == torch.float64 else None
+
     @contextmanager
     def _noting_who_draws(self) -> Iterator[None]:
         """Inside, modules that draw random numbers themselves are noted: they are in eval mode from then on."""
         running: list[nn.Module] = []
-        state = self._begins
+        states = self._begins
 
-        def note() -> None:
-            nonlocal state
-            if (now := random_states()) != state:
-                state = now
+        def note(module: nn.Module, inputs: Any, *output: Any) -> None:
+            nonlocal states
+            if (now := random_states()) != states:
+                states = now
                 self._quiet.update(running[-1:])
-
-        def enter(module: nn.Module, *_: Any) -> None:
-            note()
-            running.append(module)
-
-        def leave(module: nn.Module, *_: Any) -> None:
-            note()
-            running.pop()
+            if output:
+                running.pop()
+            else:
+                running.append(module)
 
         with ExitStack() as hooks:
             for module in self.model.modules():
-                hooks.enter_context(module.register_forward_pre_hook(enter))
-                hooks.enter_context(module.register_forward_hook(leave))
+                hooks.enter_context(module.register_forward_pre_hook(note))
+                hooks.enter_context(module.register_forward_hook(note))
             yield
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import ghostclip
 from ghostclip.bench.workloads import WORKLOADS
 from ghostclip.compiled.trial import Trial
-from ghostclip.self_check import comparison
+from ghostclip.self_check import first_steps
 
 B = 4
 POLICIES = {
@@ -39,8 +39,8 @@ def engine_on(name: str, fused: bool = False, **options):
 @pytest.fixture(autouse=True)
 def compared_at_first_only(monkeypatch):
     """Comparing losses waits too: that of the first two steps is enough here, and random later steps would."""
-    monkeypatch.setattr(comparison, "STEPS", 2)
-    monkeypatch.setattr(comparison, "SELDOM", 10**9)
+    monkeypatch.setattr(first_steps, "STEPS", 2)
+    monkeypatch.setattr(first_steps, "SELDOM", 10**9)
 
 
 def waited(engine, losses, steps: int) -> list[int]:
@@ -63,7 +63,7 @@ def waited(engine, losses, steps: int) -> list[int]:
 )  # fmt: skip
 def test_once_for_a_batch_in_one_piece(name, policy, second_pass):
     engine, losses = engine_on(name, clipping=POLICIES[policy], second_pass=second_pass)
-    first, *_, last = waited(engine, losses, comparison.STEPS + 2)
+    first, *_, last = waited(engine, losses, first_steps.STEPS + 2)
     assert last == 1
     assert first > last  # the mixing test and the plan's measurements sync in the first batch only
 
@@ -71,7 +71,7 @@ def test_once_for_a_batch_in_one_piece(name, policy, second_pass):
 @every_pass
 def test_once_for_each_physical_batch(second_pass):
     engine, losses = engine_on("cnn", clipping=1.0, second_pass=second_pass, max_physical_batch_size=B)
-    assert waited(engine, losses, comparison.STEPS + 2)[-1] == 2
+    assert waited(engine, losses, first_steps.STEPS + 2)[-1] == 2
 
 
 @every_pass
