@@ -24,7 +24,7 @@ from ghostclip.graph.alarm import rings
 from ghostclip.graph.moves import Movements, movements
 from ghostclip.graph.nodes import Edge, inputs_of
 from ghostclip.graph.overwritten import FindForward, check_shared
-from ghostclip.graph.owners import Owned, Rows, Subject, owners, rows_in_order
+from ghostclip.graph.owners import Owned, Rows, Subject, owners
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
 from ghostclip.graph.row_layout import RowLayout, WatchedZeros, check_calls, nobody, row_layout
@@ -85,6 +85,13 @@ class _Layout:
     movements: Movements
     largest: int
     half: bool
+
+    def fits(self, uses: Uses, examples: int) -> bool:
+        """Whether each use of a layer can have as many rows of each example."""
+        for call, rows in zip(uses.calls, self.rows, strict=True):
+            if rows is not None and (not (size := call.shape[rows.dim]) or size % examples):
+                return False
+        return True
 
 
 @dataclass
@@ -175,7 +182,7 @@ class Layouts:
             or number & (number - 1) == 0
             or number % every == 0
             or uses.hooked
-            or not all(map(_has_rows, uses.calls, known.rows, [examples] * len(uses.calls)))
+            or not known.fits(uses, examples)
             or known.movements.moved(uses, examples)
         )
 
@@ -346,11 +353,6 @@ def computes_in_half(losses: Tensor, uses: Uses) -> bool:
     """Whether the gradient of some tensor between the layers is float16."""
     types = {tensor.dtype for node in uses.nodes for tensor in getattr(node, "_input_metadata", ())}
     return torch.float16 in {losses.dtype, *types, *(call.dtype for call in uses.calls)}
-
-
-def _has_rows(call: LayerCall, rows: Rows | None, examples: int) -> bool:
-    """Whether a use of a layer can have as many rows of each example."""
-    return rows is None or bool(rows_in_order(call.shape[rows.dim], examples))
 
 
 def _silent_edges(losses: Tensor, owned: Mapping[Edge, Owned]) -> list[Edge]:
