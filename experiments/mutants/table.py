@@ -1923,6 +1923,38 @@ FOLLOWED = [
     ),
 ]
 
+# Norms of ragged examples.
+RAGGED_NORMS = [
+    Mutant(
+        "digits that cancel between rows of ragged examples are lost",
+        "ghostclip/norms/ragged.py",
+        "if not bool(gram_is_reliable(squared, scale).all()):",
+        "if False:",
+        ("tests/test_ragged.py",),
+    ),
+    Mutant(
+        "rows of ragged examples are taken to be in order",
+        "ghostclip/norms/ragged.py",
+        "if not bool((self.index[1:] >= self.index[:-1]).all()):",
+        "if False:",
+        ("tests/test_ragged.py",),
+    ),
+    Mutant(
+        "the margin of ragged examples is that of a row",
+        "ghostclip/norms/ragged.py",
+        "absolute=scale * positions * self._counts",
+        "absolute=scale",
+        ("tests/test_ragged.py",),
+    ),
+    Mutant(
+        "the first row of each ragged example is left out",
+        "ghostclip/native/gram.c",
+        "const long start = starts[example], rows = starts[example + 1] - start;",
+        "const long start = starts[example] + 1, rows = starts[example + 1] - start;",
+        ("tests/test_native_gram.py",),
+    ),
+]
+
 # Rows of ragged examples that are followed through the graph, with no other test after the first batch.
 OWNED = [
     Mutant(
@@ -3042,6 +3074,6 @@ BY_MARKS = [
 
 MUTANTS = [
     *CLIPPING, *ENGINE, *ACCOUNTING, *SEVERAL_RANKS, *FUZZED, *AROUND, *PROVED, *SHARDED, *MIXED, *COMPILED, *MISUSE,
-    *SAME, *WITHIN, *OBSERVED, *INTEGRATED, *CHECKED, *FOLLOWED, *OWNED, *OF_COMPANY, *AROUND_THE_BATCH,
+    *SAME, *WITHIN, *OBSERVED, *INTEGRATED, *CHECKED, *FOLLOWED, *OWNED, *RAGGED_NORMS, *OF_COMPANY, *AROUND_THE_BATCH,
     *DIFFERENTIATED_TWICE, *BY_MARKS,
 ]  # fmt: skip

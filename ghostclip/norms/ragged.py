@@ -19,8 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ghostclip.native.gram import half_gram_is_there, ragged_gram
+
 from .combine import combine
-from .outer import OuterProduct
+from .outer import OuterProduct, gram_is_reliable
 from .rows import LookupGrads
 from .term import Dense, NormResult, PerExampleGrads, squared_norms, to_float32
 
@@ -61,6 +63,29 @@ class RowIndex:
     @functools.cached_property
     def _counts(self) -> Tensor:
         return torch.bincount(self.index, minlength=self.examples)
+
+    @functools.cached_property
+    def _pairs(self) -> int:
+        """How many pairs of rows are of one example."""
+        return int(self._counts.square().sum())
+
+    def gram(self, term: OuterProduct) -> NormResult | None:
+        """Squared norms of a term of the rows by Gram matrices in C.
+
+        None where the direct form takes fewer operations, C isn't there, or digits cancelled.
+        """
+        (_, positions, outputs), inputs = term.left.shape, term.right.shape[2]
+        gram, direct = positions * self._pairs * (outputs + inputs), 2 * len(self) * outputs * inputs
+        if gram > direct or not half_gram_is_there(term.left):
+            return None
+        if not bool((self.index[1:] >= self.index[:-1]).all()):
+            term = term.pick(self._order)
+        left, right = (to_float32(side).flatten(0, 1) for side in (term.left, term.right))
+        starts = torch.cat([self._counts.new_zeros(1), self._counts.cumsum(0)])
+        squared, scale = ragged_gram(left, right, positions * starts)
+        if not bool(gram_is_reliable(squared, scale).all()):
+            return None
+        return NormResult(squared, absolute=scale * positions * self._counts)
 
     def entries(self) -> Sequence[Tensor]:
         """[B] tensors, the rows of each example."""
@@ -158,6 +183,10 @@ class Ragged(PerExampleGrads):
         if keep and 4 * self.examples * self.shape.numel() <= self.tensors[0].nbytes:
             kept = self.per_example()
             return NormResult(squared_norms(kept), kept)
+        if isinstance(self.term, OuterProduct) and self.term.groups == 1:
+            found = self.rows.gram(self.term)
+            if found is not None:
+                return found
         squared, absolute = self._by_buckets(_answer, 2).unbind(1)
         return NormResult(squared, absolute=absolute)
 
