@@ -28,7 +28,7 @@ class Codebook(nn.Module):
         if registered:
             self.register_buffer("codes", codes)
         else:
-            self.codes = codes
+            self.codes = codes.numpy() if write is within_an_array else codes
 
     def forward(self, x):
         codes = torch.as_tensor(self.codes)
@@ -68,6 +68,10 @@ def as_an_array(module, codes):
     module.codes = codes.numpy().copy()
 
 
+def within_an_array(module, codes):
+    module.codes[:] = codes.numpy()
+
+
 WRITES = [through_data, through_numpy, exchanged_data, exchanged, in_place]
 
 
@@ -98,7 +102,7 @@ def test_a_codebook_that_follows_private_embeddings_is_refused(write, registered
     assert torch.equal(torch.as_tensor(model[1].codes), before)  # nor did trying leave anything in it
 
 
-@pytest.mark.parametrize("write", [through_setattr, as_an_array])
+@pytest.mark.parametrize("write", [through_setattr, as_an_array, within_an_array])
 def test_a_codebook_that_is_exchanged_as_an_attribute_is_refused(write):
     with pytest.raises(UnsupportedModelError, match="keeps something of the examples in the attribute"):
         steps(model_of(Codebook(write, registered=False)))

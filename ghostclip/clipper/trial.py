@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from ghostclip.clipper.random_states import drawing_from, random_states
 
-__all__ = ["is_trial", "trying", "without_trace"]
+__all__ = ["is_trial", "tensor_in", "trying", "without_trace"]
 
 _TRYING = ContextVar("trying", default=False)
 # Every module has dictionaries of these, to which a forward may add some: buffers, submodules, hooks. Parameters aren't
@@ -23,6 +24,14 @@ TABLES = [name for name, value in vars(nn.Module()).items() if isinstance(value,
 def is_trial() -> bool:
     """Whether a forward that runs now is a trial, whose losses are used for nothing but checks."""
     return _TRYING.get()
+
+
+def tensor_in(value: Any) -> torch.Tensor | None:
+    """A tensor, or one in the memory of an array of numbers that can be written to; None for anything else."""
+    if isinstance(value, np.ndarray) and value.flags.writeable:
+        with suppress(TypeError, ValueError):
+            return torch.from_numpy(value)
+    return value if isinstance(value, torch.Tensor) else None
 
 
 @contextmanager
@@ -45,8 +54,8 @@ def without_trace(model: nn.Module) -> Iterator[None]:
     owned = [vars(module) for module in model.modules()]
     tables = [*owned, *(own[name] for own in owned for name in TABLES if isinstance(own.get(name), dict))]
     entries = [dict(table) for table in tables]
-    attributes = [value for own in owned for value in own.values() if isinstance(value, torch.Tensor)]
-    tensors = [*model.buffers(), *(each for each in attributes if not each.requires_grad)]
+    attributes = [tensor_in(value) for own in owned for value in own.values()]
+    tensors = [*model.buffers(), *(each for each in attributes if each is not None and not each.requires_grad)]
     values = [tensor.clone() for tensor in tensors]
     with trying(), drawing_from(random_states()), torch.enable_grad():
         try:

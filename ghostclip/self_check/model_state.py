@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+
+from ghostclip.clipper.trial import tensor_in
 
 __all__ = ["State", "changed", "frozen_marks", "state_of", "unlike"]
 
@@ -28,10 +29,8 @@ def state_of(model: nn.Module) -> State:
             if own in OF_MODULES:
                 continue
             name = f"{path}.{own}" if path else own
-            if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-                value = torch.from_numpy(value)
-            if isinstance(value, Tensor):
-                found["attribute", name] = value.detach().clone()
+            if (tensor := tensor_in(value)) is not None:
+                found["attribute", name] = tensor.detach().clone()
             else:
                 found["object", name] = value, len(value) if isinstance(value, list | dict | set) else 0
     return found
