@@ -120,7 +120,7 @@ def _losses_with(training: Training, pull: float) -> LossFunction:
 
 
 def _best_number_of_guesses(training: Training, canaries: int, confidence: float) -> int:
-    """How many to guess on each side, by rehearsals with simulated scores of the claimed mechanism.
+    """How many to guess on each side, by trials with simulated scores of the claimed mechanism.
 
     Chosen before the training is looked at, so the bound needs no correction for the choice.
     """

@@ -223,7 +223,7 @@ class NormCollector(TermReceiver):
             nbytes = kept_bytes(term)
             room = nbytes if part[1] is None and nbytes <= min(self._room, call.nbytes) else None
         elif self._keep is Keep.ALL and part[0] not in self._not_kept:
-            # Materialised gradients may take no more than the tensors that they let go of.
+            # Materialised gradients may take no more than the tensors that are freed for them.
             room = 0
             for tensor in term.tensors:
                 address = tensor.untyped_storage().data_ptr()

@@ -33,7 +33,7 @@ from ghostclip.norms.term import may_sync
 from ghostclip.planner import Planner, StrategyChoice
 from ghostclip.sharding.plain import Sharding
 
-__all__ = ["FirstPasses", "check_losses", "in_our_words", "without_autocast"]
+__all__ = ["FirstPasses", "check_losses", "translated_errors", "without_autocast"]
 
 # "reweight" may keep materialised gradients up to this share of all pre-activations, and the size of the parameters.
 SMALL_SHARE = 0.15
@@ -136,7 +136,7 @@ class FirstPasses:
             hooked: whether a hook was registered since the model was called.
             anew: measure ownership, whatever is known.
         """
-        with in_our_words(), without_autocast(losses), self.sharding.unsharded_parameters():
+        with translated_errors(), without_autocast(losses), self.sharding.unsharded_parameters():
             uses = read_graph(losses, self.index)
             uses = replace(uses, hooked=True) if hooked and not uses.hooked else uses
             trained = self.trained()
@@ -199,7 +199,7 @@ class FirstPasses:
             if not all_finite(run.norms()):
                 run = self.first_pass(losses, keep, retain_graph=True, exact=True)
             if not retain_graph:
-                with in_our_words():
+                with translated_errors():
                     free_graph(losses, run.calls)
         return run
 
@@ -289,7 +289,7 @@ def bytes_to_keep(calls: Sequence[LayerCall]) -> int:
     return found
 
 
-class in_our_words(AbstractContextManager[Any]):
+class translated_errors(AbstractContextManager[Any]):
     """torch's errors about changed or freed tensors and missing second derivatives, said in ours: a context."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *where: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip.clipper.collector import Keep, Kept, NormCollector, Part, TermReceiver
-from ghostclip.clipper.first_pass import FirstPasses, in_our_words, without_autocast
+from ghostclip.clipper.first_pass import FirstPasses, translated_errors, without_autocast
 from ghostclip.clipper.random_states import drawing_from
 from ghostclip.clipping import Groupwise
 from ghostclip.errors import RowsMovedError
@@ -181,7 +181,7 @@ class TwoPasses(FirstPasses):
         whole = len(wanted) == len(run.calls)
         # Where the forward can't be run again, the graph stays until it is known whose all rows are.
         needed = run.seen is not None and self.forward is None
-        with in_our_words(), self.sharding.unsharded_parameters():
+        with translated_errors(), self.sharding.unsharded_parameters():
             if wanted:
                 marks = None if run.seen is None else MARKS.drawn(losses, sizes=_whole(norms))
                 scale = self.scale if marks is None else self.scale * marks
@@ -220,7 +220,7 @@ class WeightedSums:
 
     @torch.no_grad()
     def of_kept(self, kept: Kept, add: Add) -> None:
-        """Those of what a first pass kept, which is let go of one after another."""
+        """Those of what a first pass kept; each term is freed once it is summed."""
         if not kept:
             return
         with full_precision(next(iter(self.weights.values())).device):

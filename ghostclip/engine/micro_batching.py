@@ -21,7 +21,7 @@ from ghostclip.errors import PrivacyError, RowsMovedError, is_out_of_memory
 from ghostclip.sampling import LogicalBatches
 from ghostclip.validate import positive_int
 
-__all__ = ["MicroBatches", "is_auto", "met_again", "micro_batches_of", "rows_of"]
+__all__ = ["MicroBatches", "clip_with_retry", "is_auto", "micro_batches_of", "rows_of"]
 
 T = TypeVar("T")
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -199,7 +199,7 @@ def _largest_that_fits(trial: Callable[[int], None], memory: MemoryMeter, limit:
     return 0
 
 
-def met_again(
+def clip_with_retry(
     passes: TwoPasses, model: nn.Module, loss_fn: LossFunction, examples: Any, clip: Callable[[Tensor], T], rows: int
 ) -> T:
     """``clip`` of the losses of a batch with so many rows.
@@ -218,7 +218,9 @@ def _clip_without_a_trace(clipper: GhostClipper, loss_fn: LossFunction, batch: A
     # Ranks make as many trials as each of them needs, so that none may wait for another in a forward.
     inner, passes = without_ranks(clipper.model), clipper.passes
     with without_trace(clipper.model):
-        met_again(passes, inner, loss_fn, batch, lambda losses: passes.clip(losses, add, retain_graph=False), rows)
+        clip_with_retry(
+            passes, inner, loss_fn, batch, lambda losses: passes.clip(losses, add, retain_graph=False), rows
+        )
 
 
 def _bytes_of_state(optimizer: Optimizer) -> int:

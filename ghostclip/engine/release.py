@@ -62,7 +62,7 @@ class Release:
         sums: what was gathered.
         updates: whether parameters moved in steps only.
         self_check: watches the first steps.
-        sensitivity: of what the logical batch in the making has gathered.
+        sensitivity: of what the current logical batch has gathered.
         batch: handed out last; None once it had its step, or was discarded.
         pending: whether the logical batch handed out last has had no step.
         trace: observes steps, or None.
@@ -102,9 +102,9 @@ class Release:
         self.noise_shares()  # which refuses standard deviations that don't fit the noise multiplier
         self.sensitivity = 0.0
         self.batch: LogicalBatch | None = None
-        # Of the batch in the making, or the last one: its private gradient is in place; that was charged and is there.
+        # Whether the optimizer's step is under way, and whether its private gradient was charged and released.
         self.pending = self._stepping = self._released = False
-        # Whether all ranks were asked about the logical batch in the making, so that nobody waits for an answer.
+        # Whether all ranks were asked about the current logical batch, so that nobody waits for an answer.
         self._asked = self._refused = False
         self._undo = [
             optimizer.register_step_pre_hook(self._before_step).remove,
@@ -169,7 +169,7 @@ class Release:
             self.batch.failed = True
 
     def current(self, caller: str) -> LogicalBatch:
-        """The logical batch in the making; raises PrivacyError, which names the caller, when there is none."""
+        """The current logical batch; raises PrivacyError, which names the caller, when there is none."""
         if self.batch is None:
             raise PrivacyError(
                 f"{caller} was called without a logical batch of its own, so nothing could be accounted for; call it "

@@ -17,7 +17,7 @@ from ghostclip.clipper import ClippingResult
 from ghostclip.clipper.second_pass import Add
 from ghostclip.clipping.weighing import may_weigh_jointly, refuse_joint_weights
 from ghostclip.engine.compiled_steps import CompiledSteps, LossFunction
-from ghostclip.engine.micro_batching import met_again
+from ghostclip.engine.micro_batching import clip_with_retry
 from ghostclip.engine.release import Release
 from ghostclip.errors import LossShapeError, PrivacyError, RowsMovedError, UnsupportedModelError
 from ghostclip.sampling import LogicalBatch, UserRows
@@ -54,7 +54,7 @@ class LogicalStep:
         # As a `BatchOwner`.
         self.ready, self.begin = release.ready, release.begin
         self._compiled: CompiledSteps | None = None
-        # Of ragged examples; and what it gave for the physical batch in the making.
+        # Of ragged examples; and what it gave for the current physical batch.
         self._index_of: BatchIndexOf = None
         self._batch_index: Any = None
         # The physical batch that was handed out last, or the piece of it that is clipped now.
@@ -198,7 +198,9 @@ class LogicalStep:
 
     def clip(self, loss_fn: LossFunction, examples: Any) -> ClippingResult:
         """Forward and both passes of the physical batch (or piece of one) that `prepare` has seen."""
-        return met_again(self._clipper.passes, self._model, loss_fn, examples, self._gather_losses, self._now.rows)
+        return clip_with_retry(
+            self._clipper.passes, self._model, loss_fn, examples, self._gather_losses, self._now.rows
+        )
 
     def backward(self, losses: Tensor, batch_index: Any, retain_graph: bool) -> ClippingResult:
         """Gathers the clipped sum of the physical batch that was handed out last; see `PrivacyEngine.backward`."""
@@ -238,7 +240,7 @@ class LogicalStep:
             raise error if users is None else UnsupportedModelError(f"{error}; {OF_USERS}") from error
 
     def gather(self, clip: Callable[[Add], ClippingResult]) -> ClippingResult:
-        """Gathers the sums that ``clip`` hands over of the physical batch, or piece of one, in the making."""
+        """Gathers the sums that ``clip`` hands over of the current physical batch, or piece of one."""
 
         def clipped(add: Add) -> ClippingResult:
             result = clip(add)

@@ -40,7 +40,7 @@ class ClippedSums:
         # The parameters that layers use, and, where these are others, the shards that the optimizer steps.
         self._named = [(name, p) for name, *pair in clipper.sharding.pairs for p in dict.fromkeys(pair)]
         self._guard = GradientGuard()
-        # By a parameter's id, of the physical batch (or piece of it) in the making; and of those before.
+        # By a parameter's id, of the current physical batch (or piece of it); and of those before.
         self._new = self._passes.new_sums()
         self._totals = clipper.sharding.totals
         # Held until sums come in their place: freed by zero_grad, memory may go back to the system and come again.

@@ -283,4 +283,4 @@ def free_graph(losses: Tensor, calls: Sequence[LayerCall], edges: Sequence[Any] 
     except RuntimeError:
         raise
     except Exception as error:
-        log.debug("a hook, given None while the graph was let go of, raised %s: %s", type(error).__name__, error)
+        log.debug("a hook, given None while the graph was freed, raised %s: %s", type(error).__name__, error)

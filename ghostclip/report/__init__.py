@@ -149,7 +149,7 @@ def _plots(record: Record) -> Iterator[_Plot]:
         yield _Plot("epsilon.png", caption, alt, False, draw)
     losses = {run.name: (run.epochs, run.losses) for group in grouped(record.runs) if (run := group.first).losses}
     if losses:
-        caption = "Mean loss of each step's batch; faint as it was, strong smoothed."
+        caption = "Mean loss of each step's batch; thin as it was, strong smoothed."
         caption += " Of the first seed's runs." if len(grouped(record.runs)) < len(record.runs) else ""
         ends = "; ".join(
             f"{name}: from {_finite(values, 0)} to {_finite(values, -1)}" for name, (_, values) in losses.items()

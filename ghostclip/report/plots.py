@@ -101,7 +101,7 @@ def accuracy_by_epsilon_plot(accuracies: Mapping[float, Sequence[float]], baseli
 
 
 def loss_plot(losses: Mapping[str, tuple[int, Sequence[float]]]) -> bytes:
-    """Mean training loss of every step's batch, by run: a faint line as it was, a strong one smoothed.
+    """Mean training loss of every step's batch, by run: a thin line as it was, a strong one smoothed.
 
     Args:
         losses: {run: (epochs, loss of each step)}; a loss that is not finite (an empty batch has none) leaves a gap.

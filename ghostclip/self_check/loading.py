@@ -86,8 +86,8 @@ class LoadedRows:
         """The batch of the rows in the places ``index``, in this order; a row may come several times."""
         with trying(), drawing_from(random_states()):
             examples = self._fetch([self.rows[place] for place in index])
-            one_by_one = isinstance(examples, list) and len(examples) == len(index)
-            lengths = [length_of(example) for example in examples] if one_by_one else []
+            is_list = isinstance(examples, list) and len(examples) == len(index)
+            lengths = [length_of(example) for example in examples] if is_list else []
             _set_seed(self.seed)
             before = random_states()
             batch = self.transform(self.collate(examples))

@@ -76,7 +76,7 @@ class StepTrace:
         self._clear()
 
     def _clear(self) -> None:
-        # Of the physical batch in the making, and of the logical one.
+        # Of the current physical batch, and of the logical one.
         self._seen: tuple[dict[str, Tensor], dict[int, Tensor]] | None = None
         self._norms: list[dict[str, Tensor]] = []
         self._below_one: list[dict[str, Tensor]] = []

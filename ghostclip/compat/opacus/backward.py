@@ -115,7 +115,7 @@ class ScalarLosses:
 
     @property
     def _turn(self) -> Turn | None:
-        """Which physical batch is in the making."""
+        """Which physical batch is the current one."""
         batch = self._engine.batch
         return None if batch is None else (batch, batch.handed)
 

@@ -107,7 +107,7 @@ class CoreEngine(PrivacyEngine):
 
     @property
     def batch(self) -> LogicalBatch | None:
-        """The logical batch in the making, of which a physical batch was handed out, or which is empty."""
+        """The current logical batch, of which a physical batch was handed out, or which is empty."""
         batch = self._steps.release.batch
         return batch if batch is not None and (batch.handed or not batch.sizes) else None
 

@@ -66,7 +66,7 @@ def terms_at(boundary: BroadcastBoundary, grad: Tensor) -> Iterator[tuple[Target
             yield from zip(targets, found if isinstance(found, list) else [found], strict=True)
     if left:
         own = OwnBackward(*boundary.edge, boundary.dim)
-        for slot, each in own.one_by_one(grad, left, boundary.entries(grad)).items():
+        for slot, each in own.per_example(grad, left, boundary.entries(grad)).items():
             yield (boundary.input(slot), None), Dense(each)
 
 

@@ -53,7 +53,7 @@ class OwnBackward:
         needed = iter([each for each, needs in zip(answers, self.node.needs_input_grad, strict=True) if needs])
         return tuple(None if below is None else next(needed) for below, _ in self.node.next_functions)
 
-    def one_by_one(self, grad: Tensor, slots: Sequence[int], examples: Sequence[Tensor]) -> dict[int, Tensor]:
+    def per_example(self, grad: Tensor, slots: Sequence[int], examples: Sequence[Tensor]) -> dict[int, Tensor]:
         """{slot: gradients [B, *shape]} of some inputs; {} where there are no examples.
 
         Args:
@@ -69,7 +69,7 @@ class OwnBackward:
         return dict(zip(slots, found, strict=False))
 
     def _spare(self, found: list[Tensor], grad: Tensor, slots: Sequence[int], examples: Sequence[Tensor]) -> None:
-        """Replaces the gradients of each example that others' numbers spoilt."""
+        """Replaces the gradients of each example that others' numbers, which aren't finite, changed."""
         wrong = _not_finite(self.node)
         with _replaced(wrong, 0.0):
             self._refuse_spoilt(grad, slots)
