@@ -47,7 +47,7 @@ OTHERS = {
     "BatchNorm in eval mode",
     "modified by an inplace operation",
     "backward through the graph a second time",
-    "a hook, given None while the graph was let go of, raised %s: %s",
+    "a hook, given None while the graph was freed, raised %s: %s",
     # Of a step that can't be compiled, which are not raised.
     "no gradient has reached some layer yet",
     "whose rows are whose is measured in every batch of this forward",
