@@ -248,6 +248,20 @@ def drawn_for_some() -> Training:
 
 
 @honest
+def drawn_for_some_on_a_gpu() -> Training:
+    """The same where generators don't tell how much was drawn: a GPU's go on by as much for 80 numbers as for 100."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        x, before = batch[0].clone(), torch.get_rng_state()
+        x[x > 0] += 0.3 * torch.randn(int((x > 0).sum()))
+        torch.set_rng_state(before)
+        torch.rand(1000)
+        return plain(model, [x, batch[1]])
+
+    return network(0.3), rows(), loss_fn
+
+
+@honest
 def shared_table() -> Training:
     def collate(some: list[Any]) -> dict[str, Tensor]:
         x, y = (torch.stack(column) for column in zip(*some, strict=True))

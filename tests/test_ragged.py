@@ -9,7 +9,7 @@ from ragged_models import CASES, SIZES, gathered, gradients, graphs, losses, shu
 from torch import nn
 
 from ghostclip import GhostClipper, UnsupportedModelError
-from ghostclip.native.gram import half_gram_is_there, ragged_gram
+from ghostclip.native.gram import gram_is_there, ragged_gram
 from ghostclip.norms import ragged
 from ghostclip.norms.outer import OuterProduct
 
@@ -141,7 +141,7 @@ FORMS = pytest.mark.parametrize("compiled", [True, False], ids=["C", "buckets"])
 def test_digits_that_cancel_between_rows_are_not_lost(compiled, monkeypatch):
     """Inputs are about constant, and gradients of an example's rows add up to nearly nothing."""
     if not compiled:
-        monkeypatch.setattr(ragged, "half_gram_is_there", lambda like: False)
+        monkeypatch.setattr(ragged, "gram_is_there", lambda like: False)
     rows = torch.tensor([1, 0, 0, 1, 1, 0, 2, 2, 1])
     factors = torch.tensor([1.0, -2.0, 3.0, -1.5, 0.5, -1.0001, 1.0, -0.9999, 0.0001]).unsqueeze(1)
     model, x = nn.Linear(4, 4, bias=False), 1 + 1e-4 * torch.randn(9, 4)
@@ -159,7 +159,7 @@ def test_digits_that_cancel_between_rows_are_not_lost(compiled, monkeypatch):
 @pytest.mark.parametrize("positions", [1, 3])
 @pytest.mark.parametrize("sizes", [SIZES, (0, 0, 5), (40, 1)], ids=str)
 def test_both_forms_of_norms_and_margins_agree(order, positions, sizes, monkeypatch):
-    if not half_gram_is_there(torch.zeros(1)):
+    if not gram_is_there(torch.zeros(1)):
         pytest.skip("no C compiler here")
     index = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     index = index if order == "in order" else index[torch.randperm(len(index))]
@@ -168,7 +168,7 @@ def test_both_forms_of_norms_and_margins_agree(order, positions, sizes, monkeypa
     calls = []
     monkeypatch.setattr(ragged, "ragged_gram", lambda *a: calls.append(1) or ragged_gram(*a))
     by_c = term.closed_form(False)
-    monkeypatch.setattr(ragged, "half_gram_is_there", lambda like: False)
+    monkeypatch.setattr(ragged, "gram_is_there", lambda like: False)
     by_buckets = term.closed_form(False)
     assert calls == [1]
     torch.testing.assert_close(by_c.squared_norms, by_buckets.squared_norms, **EXACT)

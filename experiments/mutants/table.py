@@ -1031,6 +1031,13 @@ MIXED = [
         (*COMPARED, "-k", "mix_are and dropout"),
     ),
     Mutant(
+        "random numbers by the data are refused",
+        MIXING_TEST,
+        "                if self._draws_alike(half):\n",
+        "                if True:\n",
+        (*COMPARED, "-k", "honest and drawn"),
+    ),
+    Mutant(
         "halves are compared in the order of their rows",
         MIXING_TEST,
         ", rows.each > 1 and not anywhere\n",

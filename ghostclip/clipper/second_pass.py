@@ -31,12 +31,11 @@ from ghostclip.norms.affine import LinearPair
 from ghostclip.norms.precision import full_precision
 from ghostclip.norms.reduce import all_finite
 from ghostclip.norms.term import PerExampleGrads, may_sync
+from ghostclip.sharding.plain import Add
 
 __all__ = ["Add", "ParameterSums", "Reweighting", "TwoPasses"]
 
 MARKS = Marks()
-# Takes a part and what is to be added to its sum. The tensor is the taker's own from then on.
-Add = Callable[[Part, Tensor], None]
 
 
 class ParameterSums:

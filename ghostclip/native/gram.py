@@ -7,10 +7,10 @@ from torch import Tensor
 from ghostclip.native.build import library
 from ghostclip.native.calls import run_examples
 
-__all__ = ["half_gram_is_there", "ragged_gram"]
+__all__ = ["gram_is_there", "ragged_gram"]
 
 
-def half_gram_is_there(like: Tensor) -> bool:
+def gram_is_there(like: Tensor) -> bool:
     """Whether `ragged_gram` can be used for tensors of that kind."""
     return like.device.type == "cpu" and library("gram") is not None
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ghostclip.native.gram import half_gram_is_there, ragged_gram
+from ghostclip.native.gram import gram_is_there, ragged_gram
 
 from .combine import combine
 from .outer import OuterProduct, gram_is_reliable
@@ -76,7 +76,7 @@ class RowIndex:
         """
         (_, positions, outputs), inputs = term.left.shape, term.right.shape[2]
         gram, direct = positions * self._pairs * (outputs + inputs), 2 * len(self) * outputs * inputs
-        if gram > direct or not half_gram_is_there(term.left):
+        if gram > direct or not gram_is_there(term.left):
             return None
         if not bool((self.index[1:] >= self.index[:-1]).all()):
             term = term.pick(self._order)

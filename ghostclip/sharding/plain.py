@@ -13,7 +13,7 @@ from ghostclip.sharding.detection import is_distributed, local_part, refuse_shar
 
 __all__ = ["Add", "Sharding", "Totals"]
 
-# Takes a part of a parameter (its id and the rows), and what is to be added to its sum.
+# Takes a part of a parameter (its id and the rows), and what is to be added to its sum: a tensor that nobody else uses.
 Add = Callable[[tuple[int, tuple[int, int] | None], Tensor], None]
 
 
