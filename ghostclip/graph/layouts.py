@@ -252,9 +252,9 @@ class Layouts:
         known, number = self._shared.get(key), self._batches[key]
         if key in self._known or known is None or number & (number - 1) == 0 or number % EVERY == 0:
             return None, None
-        edges, leaves = known.edges(uses), [node.variable for node in uses.leaves]
+        edges, leaves, half = known.edges(uses), [node.variable for node in uses.leaves], computes_in_half(losses, uses)
         silent = [(uses.nodes[place], number) for place, number in known.silent]
-        owned = owners(losses, uses.calls, [*edges, *silent], leaves, indices, computes_in_half(losses, uses), gradients)
+        owned = owners(losses, uses.calls, [*edges, *silent], leaves, indices, half, gradients)
         tables = {uses.calls[number] for number in known.tables}
         rest: list[Subject] = [*(call for call in uses.calls if call not in tables), *edges]
         seen = [owned[each] for each in rest]
