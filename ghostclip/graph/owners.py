@@ -154,7 +154,7 @@ def _backward(
     losses: Tensor, calls: Sequence[LayerCall], edges: Sequence[Edge], leaves: Sequence[Tensor], seed: Tensor,
     gradients: Gradients | None = None,
 ) -> Found:  # fmt: skip
-    """The numbers of all gradients in a backward that starts from ``seed`` [B], and these themselves in ``gradients``."""
+    """The numbers of all gradients in a backward that starts from ``seed`` [B]; ``gradients`` gets these, too."""
     found: Found = {}
 
     def see(subject: Subject, inputs: tuple[Tensor, ...], grad: Tensor | None) -> None:
