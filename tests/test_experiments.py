@@ -12,7 +12,7 @@ import pytest
 from ghostclip.native import library
 
 ROOT = Path(__file__).resolve().parents[1]
-needs_compiler = pytest.mark.skipif(library("rows") is None, reason="no C compiler here")
+needs_compiler = pytest.mark.skipif(library("gram") is None, reason="no C compiler here")
 
 
 def script(name: str) -> ModuleType:
