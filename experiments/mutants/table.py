@@ -2471,8 +2471,8 @@ BY_MARKS = [
     Mutant(
         "a measurement that fails by the losses' shape leaves the layout",
         "ghostclip/graph/layouts.py",
-        "        except (LossShapeError, UnsupportedModelError):\n            self.measure_always(key)\n",
-        "        except UnsupportedModelError:\n            self.measure_always(key)\n",
+        "    except (LossShapeError, UnsupportedModelError):\n        structure.layout = ",
+        "    except UnsupportedModelError:\n        structure.layout = ",
         (*MOVED_ROWS, "second_measurement"),
     ),
     Mutant(
