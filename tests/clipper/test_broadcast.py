@@ -1,12 +1,11 @@
 """Inputs all examples share, and examples that are not in dimension 0, are exact; what only looks alike is refused."""
 
-import oracle
 import pytest
 import torch
 from case_fallback import with_parameters
 from case_models import Wired
 from case_types import project
-from comparing import assert_close, exact_or_refused
+from comparing import exact_or_refused
 from einops import rearrange
 from torch import nn
 
@@ -30,39 +29,6 @@ def language_model(positions):
 
 
 IDS = {"[1, T]": lambda length: torch.arange(length)[None], "[T]": torch.arange}
-
-
-@pytest.mark.parametrize("shape", IDS)
-@pytest.mark.parametrize("length", [1, 2, 4, 5, 8, 12])
-def test_position_ids_of_any_length_are_exact(shape, length):
-    assert exact_or_refused(language_model(IDS[shape]), (torch.randint(7, (4, length)),)) is None
-
-
-def test_lengths_and_sizes_that_change_from_batch_to_batch():
-    model = language_model(IDS["[T]"])
-    clipper = ghostclip.GhostClipper(model)
-    for size, length in ((4, 6), (4, 8), (3, 9), (8, 8), (1, 4), (2, 3), (4, 8)):
-        tokens = torch.randint(7, (size, length))
-        expected = oracle.norms(oracle.per_example_grads(ghostclip.unwrap(model), project, (tokens,)))
-        assert_close(clipper.norms(project(ghostclip.wrap(model)(tokens))), expected, 1e-10)
-
-
-REPEATED = {
-    "expanded": lambda place, examples: place[None].expand(examples, -1, -1).contiguous(),
-    "repeated": lambda place, examples: place.repeat(examples, 1, 1),
-}
-
-
-@pytest.mark.parametrize("name", REPEATED)
-@pytest.mark.parametrize("frozen", [False, True])
-def test_positions_that_are_repeated_for_each_example(name, frozen):
-    def wiring(m, x):
-        return m.head(x) + REPEATED[name](m.place(torch.arange(6)), len(x))
-
-    for examples in (2, 3, 4, 6):
-        model = Wired(wiring, place=nn.Embedding(6, 5), head=nn.Linear(4, 5)).double()
-        model.head.requires_grad_(not frozen)
-        assert exact_or_refused(model, (numbers(examples, 6, 4),)) is None
 
 
 def towers(between):
@@ -154,8 +120,3 @@ def test_recurrent_positions_that_all_examples_share():
         place=nn.Embedding(9, 4), rnn=rnn, head=nn.Linear(4, 2),
     ).double()  # fmt: skip
     assert exact_or_refused(model, (numbers(4, 6, 4),)) is None
-
-
-def test_layers_whose_examples_are_not_in_batch_dim():
-    model = Wired(lambda m, x: m.head(m.body(x)).transpose(0, 1), body=nn.Linear(4, 3), head=nn.Linear(3, 2)).double()
-    assert exact_or_refused(model, (numbers(6, 4, 4),), [1]) is None

@@ -259,10 +259,6 @@ def normalised(m):
     return torch._weight_norm(m.v, m.g, 0)
 
 
-def there_and_back(x, weight):
-    return F.linear(torch.tanh(F.linear(x, weight)), weight.T)
-
-
 def divided(m):
     return m.v / m.v.square().sum().sqrt()
 

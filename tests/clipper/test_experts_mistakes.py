@@ -5,7 +5,7 @@ from contextlib import suppress
 import pytest
 import torch
 from comparing import assert_exact_by_losses
-from expert_models import LOSSES, MISTAKES, WAYS, Experts, misplaced
+from expert_models import LOSSES, WAYS, Experts
 
 import ghostclip
 
@@ -14,30 +14,6 @@ losses_of = LOSSES["plain"]
 
 def tokens(examples=4, positions=5):
     return torch.randn(examples, positions, 4, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
-def test_mistakes_are_refused(mistake):
-    model = Experts(mistake).double()
-    clipper = ghostclip.GhostClipper(model)
-    with pytest.raises(ghostclip.UnsupportedModelError):
-        clipper.backward(losses_of(model, tokens()))
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("pick", [False, True])
-@pytest.mark.parametrize("second_pass", ["cached", "reweight"])
-def test_a_mistake_after_batches_without_one(pick, second_pass):
-    model = Experts(misplaced(lambda row: row.roll(1), pick)).double()
-    clipper = ghostclip.GhostClipper(model, second_pass=second_pass)
-    model.wrong = False
-    for _ in range(4):
-        clipper.backward(losses_of(model, tokens()))
-    model.zero_grad()
-    model.wrong = True
-    with pytest.raises(ghostclip.UnsupportedModelError, match="mix"):
-        clipper.backward(losses_of(model, tokens()))
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_one_token_sent_to_another_examples_row():

@@ -9,7 +9,6 @@ from cases import case
 from comparing import (
     assert_close,
     assert_dicts_close,
-    assert_exact_by_losses,
     exact_or_refused,
     gradients,
     ready,
@@ -17,7 +16,6 @@ from comparing import (
 )
 from einops import rearrange
 from torch import nn
-from torch.nn import functional as F
 
 import ghostclip
 from ghostclip import VerificationError
@@ -70,53 +68,6 @@ def test_a_head_on_time_first_outputs(steps, options):
     assert exact_or_refused(model, inputs, [1], lambda out: project(out, 1), **options) is None
 
 
-def sorted_inside(m, x):
-    """Examples sorted by their first number, as models sort by length, and put back in order after one layer."""
-    order = x[:, 0].argsort()
-    return m.second(torch.tanh(m.first(x[order]))[order.argsort()])
-
-
-def rolled_inside(m, x):
-    """Examples rolled by ten times the first number, along the first dimension, counted from the last."""
-    return m.second(torch.tanh(m.first(x)).roll(round(10 * float(x[0, 0])), -2))
-
-
-@pytest.mark.parametrize("wiring", [sorted_inside, rolled_inside])
-@every_pass
-def test_an_order_that_changes_after_the_first_batch(second_pass, wiring):
-    model = Wired(wiring, first=nn.Linear(3, 4), second=nn.Linear(4, 2)).double()
-    clipper = ghostclip.GhostClipper(model, second_pass=second_pass)
-    for ranks in ((0, 1, 2, 3, 4), (1, 0, 2, 3, 4), (4, 3, 2, 1, 0), (2, 0, 4, 1, 3)):
-        x = torch.randn(5, 3, dtype=torch.float64)
-        x[:, 0] = torch.tensor(ranks) / 10
-        assert_exact_by_losses(clipper, project(model(x)))
-
-
-@every_pass
-def test_mixing_below_a_head_of_zeros_is_refused_after_the_first_update(second_pass):
-    """Until then no gradient comes where it could be seen."""
-    model = Wired(lambda m, x: m.head(centred_late(m, x)), body=two_linears(), head=nn.Linear(2, 3).double())
-    x = torch.randn(5, 3, dtype=torch.float64)
-    nn.init.zeros_(model.head.weight)
-    clipper = ghostclip.GhostClipper(model, second_pass=second_pass)
-    for _ in range(4):
-        clipper.backward(model(x).logsumexp(1))
-    with torch.no_grad():
-        model.head.weight.normal_()
-    model.zero_grad()
-    for _ in range(3):
-        with pytest.raises(ghostclip.UnsupportedModelError, match="mix"):
-            clipper.backward(model(x).logsumexp(1))
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("positions", [3, 5, 10])
-def test_batch_first_inputs_in_a_time_first_layer_are_refused(positions):
-    model = Wired(lambda m, x: m.attention(x, x, x)[0], attention=nn.MultiheadAttention(8, 2)).double()
-    refusal = exact_or_refused(model, (torch.randn(5, positions, 8, dtype=torch.float64),))
-    assert "attention" in str(refusal)
-
-
 # name: layout outside of the layer, layout inside, sizes
 FOLDS = {
     "heads": ("b t (h d)", "(b h) t d", {"h": 2}),
@@ -138,32 +89,6 @@ def test_parts_folded_into_the_batch(name):
     width = 2 if name == "heads" else 4
     model = Wired(wiring, layer=nn.Linear(width, width)).double()
     assert exact_or_refused(model, (torch.randn(4, 8, 4, dtype=torch.float64),)) is None
-
-
-def test_an_input_shared_by_the_batch():
-    model = Wired(
-        lambda m, x: m.head(m.token(x) + m.place(torch.arange(x.shape[1])[None])),
-        token=nn.Embedding(5, 4),
-        place=nn.Embedding(6, 4),
-        head=nn.Linear(4, 2),
-    ).double()
-    assert exact_or_refused(model, (torch.randint(5, (3, 6)),)) is None
-
-
-def test_a_weight_used_outside_its_layer():
-    model = Wired(
-        lambda m, x: F.linear(torch.tanh(m.body(m.embedding(x))), m.embedding.weight),
-        embedding=nn.Embedding(6, 4),
-        body=nn.Linear(4, 4),
-    ).double()
-    assert exact_or_refused(model, (torch.randint(6, (3, 5)),)) is None
-
-
-@pytest.mark.parametrize("used", [True, False])
-def test_a_bare_parameter(used):
-    model = Wired(lambda m, x: m.body(x) * (m.scale if used else 1.0), body=two_linears())
-    model.register_parameter("scale", nn.Parameter(torch.tensor([0.5, 2.0]).double()))
-    assert exact_or_refused(model, (torch.randn(3, 3, dtype=torch.float64),)) is None
 
 
 class Scale(nn.Module):
