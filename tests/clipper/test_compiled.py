@@ -14,7 +14,6 @@ from ghostclip.clipper.cutting import leaves_of
 from ghostclip.clipping import Automatic, Custom, Grouped, PerLayer
 from ghostclip.compiled import clip as compiling
 from ghostclip.compiled import trial
-from ghostclip.compiled.signature import capacity_for, function_key, pad
 
 
 @pytest.fixture
@@ -207,37 +206,6 @@ def test_what_runs_eagerly_says_why():
     assert "Custom may look at all norms at once" in custom.compiled.refusals[0]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("interpreted")
-def test_modes_and_frozen_layers_have_graphs_of_their_own():
-    model = classifier(dropout=0.5)
-    clipper = ghostclip.GhostClipper(model, 1.0, compile=True)
-    for graphs, change in enumerate((lambda: None, model.eval, lambda: model[0].requires_grad_(False)), 1):
-        change()
-        for _ in range(3):
-            clipper.clip(losses_of, batch_of(8))
-        assert clipper.compiled.graphs == graphs
-    assert clipper.compiled.refusals == []
-
-
-@pytest.mark.usefixtures("interpreted")
-def test_an_exchanged_layer_has_a_graph_of_its_own():
-    model = classifier()
-    clipper = ghostclip.GhostClipper(model, 1.0, compile=True)
-    for _ in range(6):
-        clipper.clip(losses_of, batch_of(8))
-    model.zero_grad()
-    model[0] = ghostclip.nn.Linear(6, 8)
-    for _ in range(6):
-        model.zero_grad()
-        clipper.clip(losses_of, batch_of(8))
-    assert clipper.compiled.graphs == 2
-    found = gradients(model)
-    model.zero_grad()
-    ghostclip.GhostClipper(model, 1.0).clip(losses_of, batch_of(8))
-    assert_dicts_close(found, gradients(model), 1e-5)
-
-
 @pytest.mark.usefixtures("interpreted")
 def test_a_step_that_eager_does_faster_is_left_to_it(monkeypatch):
     # No time is taken: a clock of our own says that each graph took 2 seconds and each eager step 1.
@@ -314,42 +282,11 @@ def test_a_wrong_loss_shape_is_refused_compiled_or_not():
         break
 
 
-def test_sizes_are_few_and_hold_what_comes():
-    assert capacity_for(5, None) == 5
-    sizes = {capacity_for(n, 100) for n in range(1, 300)}
-    assert sizes == {130, 163, 204, 255, 319}
-    assert {capacity_for(n, 100, 64) for n in range(1, 65)} == {64}
-    assert torch.equal(pad(torch.tensor([[1.0], [2.0]]), 4), torch.tensor([[1.0], [2.0], [1.0], [1.0]]))
-
-
 def test_batches_that_are_no_tensors_of_one_length_have_no_leaves():
     assert leaves_of({"x": torch.zeros(3, 2), "y": [torch.zeros(3)]})[2] == 3
     assert leaves_of((torch.zeros(3), torch.zeros(4))) is None
     assert leaves_of((torch.zeros(3), "text")) is None
     assert leaves_of((torch.zeros(()),)) is None
-
-
-def test_functions_are_keyed_by_what_they_do():
-    def made(scale):
-        return lambda m, b: scale * losses_of(m, b)
-
-    shared = torch.zeros(2)
-    assert function_key(made(2.0))[0] == function_key(made(2.0))[0]
-    assert function_key(made(2.0))[0] != function_key(made(3.0))[0]
-    assert function_key(made(shared))[0] == function_key(made(shared))[0]
-    assert function_key(made(shared))[0] != function_key(made(torch.zeros(2)))[0]
-    assert function_key(losses_of)[0] != function_key(made(2.0))[0]
-
-
-def test_a_bound_that_changes_has_a_graph_of_its_own():
-    policy = PerLayer(thresholds={"0": 1.0, "2": 1.0})
-    clipper = ghostclip.GhostClipper(
-        torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3)), policy, compile=True
-    )
-    before = clipper.compiled.ask(losses_of, batch_of(4)).key
-    assert clipper.compiled.ask(losses_of, batch_of(4)).key == before
-    policy.thresholds["0"] = 0.1
-    assert clipper.compiled.ask(losses_of, batch_of(4)).key != before
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -136,16 +136,6 @@ def test_losses_with_a_gradient_of_their_own_are_checked():
     assert [finding.path for finding in ghostclip.check(mixing, penalized, batch())] == ["0"]
 
 
-def test_words_and_nested_batches():
-    model = nn.Sequential(nn.Embedding(50, 4), nn.Flatten(), nn.Linear(12, CLASSES))
-    words = {"words": torch.randint(50, (4, 3)), "labels": [torch.randint(CLASSES, (4,))]}
-
-    def losses(model, batch):
-        return F.cross_entropy(model(batch["words"]), batch["labels"][0], reduction="none")
-
-    assert ghostclip.check(ghostclip.wrap(model), losses, words) == []
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ghostclip
-from ghostclip.clipping import Custom, Flat, Grouped, PerLayer, as_policy
+from ghostclip.clipping import Custom, Grouped, PerLayer, as_policy
 from ghostclip.errors import StaleInputError
 
 
@@ -302,15 +302,6 @@ def test_a_custom_function_of_another_shape_is_refused(answer, message):
     with pytest.raises(ValueError, match=message):
         clipper.backward(losses_of(model, x, y))
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_flat_and_one_group_agree():
-    model, x, y = model_and_batch()
-    ghostclip.GhostClipper(model, Flat(0.3)).backward(losses_of(model, x, y))
-    flat = gradients(model)
-    model.zero_grad()
-    ghostclip.GhostClipper(model, Grouped({"all": ["*"]}, max_norm=0.3)).backward(losses_of(model, x, y))
-    assert_dicts_close(gradients(model), flat, 1e-12)
 
 
 def test_thresholds_may_come_first():

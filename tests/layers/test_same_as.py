@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 import ghostclip
 from ghostclip import UnsupportedModelError
-from ghostclip.clipping import PerLayer
 from ghostclip.nn.base import GhostLayer
 from ghostclip.nn.declared import DECLARED, Declared
 
@@ -79,18 +78,6 @@ def test_declared_layers_are_the_loop(name, times, options):
     assert_close(result.norms, oracle.norms(expected), 1e-10)
     assert_dicts_close(gradients(model), oracle.clipped_sum(expected, 0.5), 1e-10)
     assert {row.rule for row in clipper.explain()} == {f"{SAME[name][1].__name__} (declared)"}
-
-
-@same
-@pytest.mark.parametrize("batch", [0, 1, 4])
-def test_per_example_gradients_and_clipping_by_layer(name, batch):
-    model, x = made(name, batch=batch)
-    expected = oracle.per_example_grads(model, project, (x,))
-    clipper = ghostclip.GhostClipper(model, PerLayer(0.5))
-    assert_dicts_close(clipper.per_example_grads(project(model(x))), expected, 1e-10)
-    clipper.backward(project(model(x)))
-    sums = oracle.clipped_sum_by_layer(expected, 0.5, ("first", "second"))
-    assert_dicts_close(gradients(model), sums, 1e-10)
 
 
 @same

@@ -32,28 +32,6 @@ def summed(model) -> torch.Tensor:
     return torch.cat([grad.flatten() for grad in grads])
 
 
-def gradients_one_by_one(model, batch) -> list[torch.Tensor]:
-    """Each example's whole gradient as one vector, [B] of [P]."""
-    rows = []
-    for i in range(len(batch[1])):
-        model.zero_grad()
-        loss_fn(model, [part[i : i + 1] for part in batch]).sum().backward()
-        rows.append(summed(model))
-    model.zero_grad()
-    return rows
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_clipped_sum_and_norms(method):
-    model, batch = small_model(), small_batch()
-    rows = torch.stack(gradients_one_by_one(model, batch))
-    norms = method(model, loss_fn, batch, MAX_NORM)
-    weights = (MAX_NORM / rows.norm(dim=1)).clamp(max=1)
-    assert 0 < int((weights < 1).sum()) < len(weights)
-    torch.testing.assert_close(norms, rows.norm(dim=1))
-    torch.testing.assert_close(summed(model), weights @ rows)
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_calls_add_up_and_an_empty_batch_adds_nothing(method):
     model, batch = small_model(), small_batch()

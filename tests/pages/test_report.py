@@ -159,21 +159,9 @@ def test_norm_plot_takes_any_norms(norms):
     assert decoded(plots.norm_plot(norms, 1.0))[0] > 0
 
 
-def test_norm_bins_meet_at_the_clipping_norm():
-    edges = plots._log_edges(plots.np.asarray([0.01, 30.0]), 0.7)
-    assert 0.7 in edges
-    assert (plots.np.diff(edges) > 0).all()
-    assert edges[-1] == pytest.approx(30.0)
-
-
 @pytest.mark.parametrize("losses", [{}, {"empty": (1, [math.nan])}, {"one": (3, [2.0])}, {"none": (2, [])}])
 def test_loss_plot_takes_gaps(losses):
     assert decoded(plots.loss_plot(losses))[0] > 0
-
-
-def test_smoothing_keeps_a_constant_and_skips_gaps():
-    smooth = plots._smoothed([3.0, math.nan, 3.0, 3.0])
-    assert smooth.tolist() == [3.0] * 4
 
 
 def test_an_unwritable_folder_is_refused_before_anything_is_made(tmp_path):
