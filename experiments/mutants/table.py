@@ -2444,15 +2444,15 @@ BY_MARKS = [
     Mutant(
         "boundaries that were silent are looked at no more",
         MEASURING,
-        " or not all(owned[each].zero for each in silent):\n",
-        ":\n",
+        "    if not all(owned[each].zero for each in silent):\n",
+        "    if False:\n",
         ("tests/clipper/test_measured_in_part.py",),
     ),
     Mutant(
         "rows of several examples at a boundary are no matter",
         MEASURING,
-        "    if any(each.rows is None or each.open for each in found)",
-        "    if any(each.open for each in found)",
+        "        if found.rows is None or (found.open and",
+        "        if (found.open and",
         ("tests/clipper/test_measured_in_part.py",),
     ),
     Mutant(

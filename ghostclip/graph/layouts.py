@@ -218,7 +218,8 @@ def _is_due(structure: _Structure, known: _Layout, uses: Uses, examples: int) ->
 def _measured(structure: _Structure, batch: Batch, hold: bool) -> RowLayout:
     """Measures a batch, and stores what was found where it will hold."""
     uses, examples = batch.uses, len(batch.losses)
-    may_store = not (structure.always or batch.indices or uses.hooked)
+    # Not in the first batch: the second is measured in any case.
+    may_store = structure.batches > 1 and not (structure.always or batch.indices or uses.hooked)
     found = None
     try:
         # What all examples share is looked for again in the 1st, 2nd, 4th batch and so on, and with a stored layout.

@@ -21,7 +21,16 @@ from ghostclip.graph.owners import Gradients, Owned, Subject, owners
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
 from ghostclip.graph.shared.known import KnownShared
-from ghostclip.graph.shared.search import Doubt, edges_above, edges_of, given_shared, may_be_shared, shared_part
+from ghostclip.graph.shared.search import (
+    Doubt,
+    edges_above,
+    edges_near,
+    edges_of,
+    given_shared,
+    may_be_shared,
+    reads_examples,
+    shared_part,
+)
 from ghostclip.graph.shared.subgraph import SharedSubgraph
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex
@@ -79,21 +88,28 @@ def whole(batch: Batch, every_tensor: bool) -> Measured:
 
     Args:
         batch: to be measured.
-        every_tensor: whether all tensors do, as where the layout is to be stored; else those above what is shared.
+        every_tensor: whether all tensors do, as where the layout is to be stored; else those near what is shared.
 
     Raises:
         UnsupportedModelError: examples mix.
         LossShapeError: no example enters before the losses.
     """
     losses, uses = batch.losses, batch.uses
-    read = functools.partial(_owners, batch)
     if every_tensor:
-        owned = read(uses.calls, edges_of(uses, uses.nodes, losses))
-    else:
-        owned = read(uses.calls, edges_above(uses, uses.leaves, losses) if uses.leaves else [])
-        tables = [uses.capturing[call] for call in uses.calls if may_be_shared(call, owned[call], Doubt.ALL)]
-        if left := [edge for edge in edges_above(uses, tables, losses) if edge not in owned] if tables else []:
-            owned |= read([], left)
+        owned = _owners(batch, uses.calls, edges_of(uses, uses.nodes, losses))
+        return Measured(owned, _shared_by_all(batch, owned))
+    # Parameters, layers that read something else than a row of each example, and what they meet first. As a rule that
+    # is all: examples enter there.
+    tables = {call for call in uses.calls if not call.sources and call.shape[call.batch_dim] != len(losses)}
+    owned, entered, more = dict[Subject, Owned](), list[Edge](), uses.calls
+    while more:
+        near, entered = edges_near(uses, [*uses.leaves, *(uses.capturing[call] for call in tables)], losses)
+        owned |= _owners(batch, [] if owned else uses.calls, [edge for edge in near if edge not in owned])
+        more = [call for call in uses.calls if call not in tables and may_be_shared(call, owned[call], Doubt.ALL)]
+        tables.update(more)
+    if any(may_be_shared(edge, owned[edge], Doubt.ALL) and not owned[edge].is_of_one for edge in entered):
+        above = edges_above(uses, [*uses.leaves, *(uses.capturing[call] for call in tables)], losses)
+        owned |= _owners(batch, [], [edge for edge in above if edge not in owned])
     return Measured(owned, _shared_by_all(batch, owned))
 
 
@@ -110,9 +126,13 @@ def in_part(batch: Batch, known: KnownShared, hold: bool) -> Measured | None:
     gradients: Gradients | None = {} if hold and not batch.half else None
     owned = _owners(batch, uses.calls, [*edges, *silent], known.dims(uses), gradients)
     tables = {uses.calls[number] for number in known.tables}
-    read: list[Subject] = [*(call for call in uses.calls if call not in tables), *edges]
-    found = [owned[each] for each in read]
-    if any(each.rows is None or each.open for each in found) or not all(owned[each].zero for each in silent):
+    given: dict[Subject, bool] = {call: bool(call.sources) for call in uses.calls if call not in tables}
+    given |= {edge: reads_examples(edge[0], own) for edge, own in zip(edges, known.shared_inputs(uses), strict=True)}
+    for subject, reads in given.items():
+        found = owned[subject]
+        if found.rows is None or (found.open and not (found.is_of_one and reads)):
+            return None
+    if not all(owned[each].zero for each in silent):
         return None
     rows = [owned[edge].rows for edge in edges]
     region = known.region(uses, [each for each in rows if each is not None], len(batch.losses))

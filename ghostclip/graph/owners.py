@@ -106,6 +106,11 @@ class Owned:
         return self.rows is not None and not self.zero and (self.loose or not self.shown)
 
     @property
+    def is_of_one(self) -> bool:
+        """Whether all rows that were shown belong to one example, and to no other, however small."""
+        return self.rows is not None and self.examples == 1 and not self.loose
+
+    @property
     def is_regular(self) -> bool:
         """Whether every example has as many rows, in order."""
         return self.rows is not None and not isinstance(self.rows.order, RowIndex)

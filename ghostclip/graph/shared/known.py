@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ghostclip.graph.nodes import Edge
 from ghostclip.graph.owners import Owned, Rows, Subject
@@ -48,6 +49,11 @@ class KnownShared:
     def edges(self, uses: Uses) -> list[Edge]:
         """The boundaries' outputs in a graph."""
         return [(uses.nodes[place], number) for place, number, *_ in self.boundaries]
+
+    def shared_inputs(self, uses: Uses) -> list[set[Any]]:
+        """Of each boundary, the nodes that gave it what all examples share."""
+        nodes = [(uses.nodes[place], slots) for place, _, slots, _ in self.boundaries]
+        return [{node.next_functions[slot][0] for slot in slots} for node, slots in nodes]
 
     def dims(self, uses: Uses) -> dict[Subject, int]:
         """The dimensions that have the examples, of layers and of the boundaries' outputs."""

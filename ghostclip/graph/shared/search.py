@@ -10,7 +10,7 @@ apart.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -27,10 +27,12 @@ from ghostclip.nn.base import LayerCall
 __all__ = [
     "Doubt",
     "edges_above",
+    "edges_near",
     "edges_of",
     "given_shared",
     "may_be_shared",
     "mixes",
+    "reads_examples",
     "shared_part",
     "without_boundaries",
 ]
@@ -60,14 +62,34 @@ def edges_of(uses: Uses, nodes: Sequence[Any], losses: Tensor) -> list[Edge]:
 
 
 def edges_above(uses: Uses, starts: Sequence[Any], losses: Tensor) -> list[Edge]:
-    """The tensors between some nodes and the losses."""
+    """The tensors between some nodes and the losses, and what else these nodes are given."""
     seen, stack = dict[Any, None](), list(starts)
     while stack:
         for node in uses.consumers[stack.pop()]:
             if node not in seen:
                 seen[node] = None
                 stack.append(node)
-    return edges_of(uses, list(seen), losses)
+    return edges_of(uses, _with_inputs(seen), losses)
+
+
+def edges_near(uses: Uses, starts: Sequence[Any], losses: Tensor) -> tuple[list[Edge], list[Edge]]:
+    """The tensors from some nodes up to those at which another tensor of the graph enters, with that; and these."""
+    seen, entered, stack = dict.fromkeys(starts), dict[Any, None](), list(starts)
+    while stack:
+        for node in uses.consumers[stack.pop()]:
+            if node in seen:
+                continue
+            if all(below is None or below in seen for below, _ in inputs_of(node)):
+                entered.pop(node, None)
+                seen[node] = None
+                stack.append(node)
+            else:
+                entered[node] = None
+    return edges_of(uses, _with_inputs([*seen, *entered]), losses), edges_of(uses, list(entered), losses)
+
+
+def _with_inputs(nodes: Collection[Any]) -> list[Any]:
+    return [*nodes, *(below for node in nodes for below, _ in inputs_of(node) if below is not None)]
 
 
 def shared_part(
@@ -96,14 +118,17 @@ def shared_part(
     stack = list(shared)
     while stack:
         for node in uses.consumers[stack.pop()]:
-            if node in shared or node in met:
+            if node in shared:
                 continue
             call = getattr(node, "call", None)
             subjects = [call] if isinstance(call, LayerCall) and call in owned else outputs.get(node, ())
+            doubted = [owned[each] for each in subjects if may_be_shared(each, owned[each], doubt)]
             # It was given what all examples share; of its rows nothing else is sure.
             if isinstance(call, LayerCall) and call in owned and (owned[call].zero or owned[call].open):
                 tables[node] = call
-            if node in tables or not subjects or any(may_be_shared(each, owned[each], doubt) for each in subjects):
+            of_one = all(each.is_of_one for each in doubted) and reads_examples(node, shared)
+            if node in tables or not subjects or (doubted and not of_one):
+                met.pop(node, None)
                 shared[node] = None
                 stack.append(node)
             else:
@@ -131,6 +156,15 @@ def given_shared(call: LayerCall, names: ParameterNames) -> UnsupportedModelErro
     )  # fmt: skip
 
 
+def reads_examples(node: Any, shared: Container[Any]) -> bool:
+    """Whether a node is given a tensor of the graph that isn't shared.
+
+    Rows that are all one example's then are no mixture, as an expert's that got rows of one example only: were they
+    made of others' rows, too, what they were made of would be shared.
+    """
+    return any(below is not None and below not in shared for below, _ in inputs_of(node))
+
+
 def may_be_shared(subject: Subject, found: Owned, doubt: Doubt) -> bool:
     """Whether several examples have a part in its rows, or may have (`Owned.open`) and ``doubt`` says so."""
     if found.is_shared or doubt is Doubt.NOTHING or found.zero or not found.open:
@@ -141,7 +175,7 @@ def may_be_shared(subject: Subject, found: Owned, doubt: Doubt) -> bool:
     if not isinstance(subject, LayerCall):
         return True
     # Of other rows nothing is known, as beside a huge example, or where none is finite.
-    if found.unread or (not found.is_regular and not found.shown):
+    if found.unread or not (found.is_regular or found.shown or (given and found.is_of_one)):
         return True
     # A layer that was given examples was given them in rows.
     return not given and subject.layer.reads_indices
