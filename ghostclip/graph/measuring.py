@@ -101,12 +101,13 @@ def whole(batch: Batch, every_tensor: bool) -> Measured:
     # Parameters, layers that read something else than a row of each example, and what they meet first. As a rule that
     # is all: examples enter there.
     tables = {call for call in uses.calls if not call.sources and call.shape[call.batch_dim] != len(losses)}
-    owned, entered, more = dict[Subject, Owned](), list[Edge](), uses.calls
-    while more:
+    owned, done = dict[Subject, Owned](), False
+    while not done:
         near, entered = edges_near(uses, [*uses.leaves, *(uses.capturing[call] for call in tables)], losses)
         owned |= _owners(batch, [] if owned else uses.calls, [edge for edge in near if edge not in owned])
-        more = [call for call in uses.calls if call not in tables and may_be_shared(call, owned[call], Doubt.ALL)]
-        tables.update(more)
+        shared = {call for call in uses.calls if may_be_shared(call, owned[call], Doubt.ALL)}
+        done = shared <= tables
+        tables |= shared
     if any(may_be_shared(edge, owned[edge], Doubt.ALL) and not owned[edge].is_of_one for edge in entered):
         above = edges_above(uses, [*uses.leaves, *(uses.capturing[call] for call in tables)], losses)
         owned |= _owners(batch, [], [edge for edge in above if edge not in owned])
