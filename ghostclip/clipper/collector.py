@@ -132,7 +132,7 @@ class NormCollector(TermReceiver):
         exact: use no form of a norm that may cancel, and wait for a GPU where that takes it.
 
     Attributes:
-        layout, calls, scale: as given, and the calls in the layout.
+        losses, layout, calls, scale: as given, and the calls in the layout.
         marks: [B], what the pass started from; None for ones.
         seen: {subject: `numbers` of its rows}, for a second backward to check; None where none will.
         kept: terms by the parts that they are of: what clipped sums are formed from without a second backward.
@@ -157,6 +157,7 @@ class NormCollector(TermReceiver):
     ) -> None:
         self._padded = overlapping_parts(layout.calls)
         super().__init__(layout, whole=self._padded)
+        self.losses = losses
         self.kept: Kept = {}
         self.choices: dict[int, StrategyChoice] = {}
         self.structure = 0

@@ -97,7 +97,7 @@ class TwoPasses(FirstPasses):
             self.left_out = finite is not None
             if finite is not None:
                 weights = _each(weights, lambda weight: torch.where(finite, weight, torch.zeros_like(weight)))
-            self._sum(losses, run, weights, finite, retain_graph, add, norms)
+            self._sum(run, weights, finite, retain_graph, add, norms)
             return norms, weights
 
     def new_sums(self) -> ParameterSums:
@@ -151,13 +151,13 @@ class TwoPasses(FirstPasses):
             some = next(iter(norms.values())) if isinstance(norms, dict) else norms
             weights = torch.ones_like(some) if finite is None else finite.to(some.dtype)
             sums = self.new_sums()
-            self._sum(losses, run, weights, finite, True, sums.add)
+            self._sum(run, weights, finite, True, sums.add)
             return by_group, sums.totals
 
-    def weighted_sums(self, losses: Tensor, weights: Any, run: NormCollector) -> list[tuple[Part, Tensor]]:
+    def weighted_sums(self, weights: Any, run: NormCollector) -> list[tuple[Part, Tensor]]:
         """``sum_i weights[i] g_i`` of all parts, formed as `clip` forms them after this first pass; keeps the graph."""
         found: list[tuple[Part, Tensor]] = []
-        self._sum(losses, run, weights, None, True, lambda *each: found.append(each))
+        self._sum(run, weights, None, True, lambda *each: found.append(each))
         return found
 
     def norms_and_bounds(self, run: NormCollector) -> tuple[Any, Any]:
@@ -165,9 +165,8 @@ class TwoPasses(FirstPasses):
         return run.norms_by_group(self.group_of()) if isinstance(self.clipping, Groupwise) else run.norms_and_bounds()
 
     def _sum(
-        self, losses: Tensor, run: NormCollector, weights: Any, finite: Tensor | None, retain_graph: bool, add: Add,
-        norms: Any = None,
-    ) -> None:  # fmt: skip
+        self, run: NormCollector, weights: Any, finite: Tensor | None, retain_graph: bool, add: Add, norms: Any = None
+    ) -> None:
         """Hands the clipped sums to ``add``: of what the first pass kept, and of the rest by a second backward.
 
         That ends at the lowest layer that it is needed for. ``weights`` are [B] or {group: [B]}, ``finite`` is as
@@ -176,8 +175,7 @@ class TwoPasses(FirstPasses):
         sums = WeightedSums(self._by_owner(weights, run.scale), finite)
         done, wanted = run.kept_owners, run.unkept_calls()
         sums.of_kept(run.kept, add)
-        losses = self._scaled(losses)
-        whole = len(wanted) == len(run.calls)
+        losses, whole = run.losses, len(wanted) == len(run.calls)
         # Where the forward can't be run again, the graph stays until it is known whose all rows are.
         needed = run.seen is not None and self.forward is None
         with translated_errors(), self.sharding.unsharded_parameters():

@@ -65,7 +65,7 @@ def trace_friendly(passes: TwoPasses, losses: Tensor, keep: Tensor) -> tuple[Ten
     norms, bounds = passes.norms_and_bounds(run)
     weights = tree_map(lambda each: each * keep, passes.clipping.weights(bounds))
     whole = torch.stack(list(norms.values())).sum(0) if isinstance(norms, dict) else norms
-    for (owner, rows), amount in passes.weighted_sums(losses, weights, run):
+    for (owner, rows), amount in passes.weighted_sums(weights, run):
         parameter = next(p for _, p in trained if id(p) == owner)
         amount = amount.to(parameter.dtype)
         if rows is not None:

@@ -62,7 +62,7 @@ def gradients_agree(passes: TwoPasses, losses: Tensor) -> list[str] | None:
     sizes = _sizes(left)
     picked = torch.zeros_like(norms)
     picked[chosen] = 1.0
-    for (owner, rows), amount in passes.weighted_sums(losses, picked, run):
+    for (owner, rows), amount in passes.weighted_sums(picked, run):
         name = passes.index.names[owner]
         left.setdefault(name, torch.zeros_like(trained[name], dtype=amount.dtype))
         (left[name] if rows is None else left[name][slice(*rows)]).sub_(amount)

@@ -24,13 +24,14 @@ POLICIES = {"flat": 0.7, "layers": ghostclip.clipping.PerLayer(0.7), "automatic"
 @every_pass
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ["transformer", "bare added", "tied by F.linear", "bare repeated"])
-def test_a_scale_changes_no_result(name: str, policy: str, second_pass: str) -> None:
+@pytest.mark.parametrize("examples", [1, 4])
+def test_a_scale_changes_no_result(examples: int, name: str, policy: str, second_pass: str) -> None:
     row = case(name)
     found: list[Any] = []
     for scale in (1.0, SCALE):
         model = row.model()
         clipper = ghostclip.GhostClipper(model, POLICIES[policy], second_pass=second_pass, loss_scale=scale)
-        losses = row.losses(model(*row.inputs()))
+        losses = row.losses(model(*row.inputs(examples)))
         by_parameter = clipper.norms(losses, per="parameter", retain_graph=True)
         each = clipper.per_example_grads(losses, retain_graph=True)
         result = clipper.backward(losses, retain_graph=True)
