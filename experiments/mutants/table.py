@@ -136,7 +136,13 @@ CLIPPING = [
         "            return dict.fromkeys(self.parameters, weights / len(weights))\n",
         ("tests/layers/test_layers.py", "-k", "encoder_layer"),
     ),
-    Mutant("[B, 1] losses broadcast", FIRST, "    if losses.dim() != 1:\n", "    if losses.dim() > 2:\n", PITFALLS),
+    Mutant(
+        "[B, 1] losses broadcast",
+        FIRST,
+        "    if losses.dim() != 1:\n",
+        "    if losses.dim() > 2:\n",
+        ("tests/clipper/test_clipper_guards.py",),
+    ),
     Mutant(
         "stale norm of a repeated layer",
         "ghostclip/clipper/collector.py",
@@ -163,7 +169,7 @@ CLIPPING = [
         "ghostclip/graph/shared/own_backward.py",
         "        tensor.masked_fill_(~tensor.isfinite(), value)\n",
         "        pass\n",
-        PITFALLS,
+        ("tests/clipper/test_nonfinite_shared.py", "-k", "gradient_that_is_not"),
     ),
     Mutant(
         "0 * inf counts as 0 where a parameter meets the examples",
@@ -339,7 +345,7 @@ ENGINE = [
         "        size = max(1, sum(self.current('').sizes))\n"
         "        self.terms = __import__('dataclasses').replace(self.terms, batch_size=size)\n"
         "        self._end()\n        self.clipper.sharding.reshard()\n",
-        PITFALLS,
+        ("tests/privacy/test_engine_sampling.py", "-k", "public_size"),
     ),
     Mutant(
         "noise for the narrowest sensitivity",
@@ -353,14 +359,14 @@ ENGINE = [
         SUMS,
         "if parameter.requires_grad]",
         "if id(parameter) in self._totals]",
-        PITFALLS,
+        ("tests/engine/test_engine.py", "-k", "without_a_gradient"),
     ),
     Mutant(
         "an interrupted batch is kept",
         "ghostclip/sampling/logical.py",
         "                self._owner.left(self)\n",
         "                pass\n",
-        PITFALLS,
+        ("tests/privacy/test_sampling.py", "-k", "leaving"),
     ),
     Mutant(
         "a foreign gradient passes",
@@ -374,7 +380,7 @@ ENGINE = [
         RELEASE,
         "        if gathered + missing != len(batch.sizes):\n",
         "        if gathered + missing > len(batch.sizes):\n",
-        PITFALLS,
+        ("tests/engine/test_engine_guards.py", "-k", "left_early"),
     ),
     Mutant(
         "charged after the release",
@@ -394,10 +400,14 @@ ENGINE = [
         NOISE,
         "self._streams[device] = normal_on(device, self._seed)",
         "self._streams[device] = normal_on(device, 1)",
-        PITFALLS,
+        ("tests/privacy/test_noise.py", "-k", "seeds or processes"),
     ),
     Mutant(
-        "the same noise after a fork", NOISE, "if self.private and self._process != os.getpid():", "if False:", PITFALLS
+        "the same noise after a fork",
+        NOISE,
+        "if self.private and self._process != os.getpid():",
+        "if False:",
+        ("tests/privacy/test_noise.py", "-k", "fork"),
     ),
     Mutant(
         "the same noise in every step",
@@ -425,7 +435,7 @@ ENGINE = [
         "ghostclip/sampling/schemes.py",
         "        return int(generator.binomial(self.population, self.sample_rate))\n",
         "        return self.batch_size\n",
-        PITFALLS,
+        ("tests/privacy/test_sampling.py", "-k", "binomial"),
     ),
     Mutant(
         "empty batches skipped",
@@ -446,7 +456,7 @@ ENGINE = [
         "ghostclip/sampling/loading.py",
         "        if found not in accepted:\n",
         "        if False:\n",
-        PITFALLS,
+        ("tests/privacy/test_sampling.py", "-k", "other_samplers"),
     ),
     Mutant(
         "adaptive clipping not charged",
@@ -547,28 +557,28 @@ ACCOUNTING = [
         "ghostclip/validate.py",
         "lambda value: 0 <= value < math.inf",
         "lambda value: not value < 0",
-        PITFALLS,
+        ("tests/engine/test_engine_arguments.py", "-k", "out_of_range"),
     ),
     Mutant(
         "seeded noise counted as private",
         "ghostclip/noise/standard.py",
         "self.private = seed is None",
         "self.private = True",
-        PITFALLS,
+        ("tests/engine/test_engine.py", "-k", "infinite_without"),
     ),
     Mutant(
         "step lost from the count",
         SPENDING,
         "        self._own[terms.event] += 1\n",
         "        self._own[terms.event] += self.steps % 2 == 0\n",
-        PITFALLS,
+        ("tests/privacy/test_checkpoint_spending.py", "-k", "older"),
     ),
     Mutant(
         "restore takes the charges back",
         "ghostclip/engine/snapshots.py",
         "        self.spending.add(_spent_in(found))\n",
         "        self.spending._own.clear()\n        self.spending.add(_spent_in(found))\n",
-        PITFALLS,
+        ("tests/privacy/test_checkpoint_spending.py", "-k", "older"),
     ),
     Mutant(
         "reset on load",
