@@ -125,12 +125,6 @@ def test_modules(kind, error, words, tmp_path):
     assert "training_step" not in vars(module)
 
 
-def test_a_mean_in_manual_optimization(tmp_path):
-    module = Mean(manual=True)
-    with pytest.raises(LossShapeError, match="reduction"):
-        lr.fit(tmp_path, module)
-
-
 class Forgets(lr.Module):
     def manual_step(self, batch):
         for examples in batch.physical():
