@@ -1763,21 +1763,21 @@ CHECKED = [
         "ghostclip/graph/nodes.py",
         "    if type(node.next_functions[0][0]) is ACCUMULATE:\n        return node._saved_dim\n",
         "    if type(node) is not ACCUMULATE:\n        return node._saved_dim\n",
-        ("tests/clipper/test_structures.py",),
+        ("tests/clipper/test_structure_words.py",),
     ),
     Mutant(
         "what an operation says of how it moves entries isn't told",
         "ghostclip/graph/reader.py",
         "signature and number_of(signature(node)))",
         "None)",
-        ("tests/clipper/test_structures.py",),
+        ("tests/clipper/test_structure_words.py",),
     ),
     Mutant(
         "which output of a split a layer reads isn't told",
         "ghostclip/graph/reader.py",
         "        if number:\n",
         "        if False:\n",
-        ("tests/clipper/test_structures.py",),
+        ("tests/clipper/test_structure_words.py",),
     ),
     Mutant(
         "two layers of one kind are taken for each other",
@@ -1791,7 +1791,7 @@ CHECKED = [
         "ghostclip/graph/nodes.py",
         "1 in shape and tuple(",
         "1 in shape and bool(",
-        ("tests/clipper/test_structures.py",),
+        ("tests/clipper/test_structure_words.py",),
     ),
     Mutant(
         "how often a rotation by a quarter is done isn't told",
