@@ -960,7 +960,7 @@ PROVED = [
         "ghostclip/clipper/first_pass.py",
         "self.is_open = layout.calls, layout.check, not layout.stored\n",
         "self.is_open = layout.calls, None, False\n",
-        (*PARTS_OF_OWNERSHIP, "compiled_steps_wait"),
+        ("tests/laws/test_law_of_traps.py", "-k", "a_bare_parameter_that_starts_late"),
     ),
     Mutant(
         "rows of a product of heads are in the order of examples",
@@ -3016,7 +3016,7 @@ BY_MARKS = [
         FORWARDS,
         "            if any(call.number <= number < end for number in numbers)\n",
         "",
-        (*PARTS, "only_calls"),
+        ("tests/laws/test_law_of_traps.py", "-k", "packed_sorted_texts_with_positions"),
     ),
     Mutant(
         "a copy of a model notes its calls in the model's place",
