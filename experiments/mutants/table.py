@@ -2443,6 +2443,7 @@ DIFFERENTIATED_TWICE = [
 OF_MARKS, LAID_OUT = "ghostclip/graph/marks.py", "ghostclip/graph/row_layout.py"
 MARKED, ALARMED = "ghostclip/graph/owners.py", "ghostclip/graph/alarm.py"
 STORED, MOVES = "ghostclip/graph/layouts.py", "ghostclip/graph/moves.py"
+MEASURING = "ghostclip/graph/measuring.py"
 RERUN, SEARCH = "ghostclip/graph/overwritten.py", "ghostclip/graph/shared/search.py"
 FORWARDS = "ghostclip/clipper/forwards.py"
 PARTS, TRAPPED = PARTS_OF_OWNERSHIP, ("tests/laws/test_law_of_traps.py", "-k")
@@ -2452,23 +2453,23 @@ MOVED_ROWS = ("tests/clipper/test_moved_rows.py", "-k")
 BY_MARKS = [
     Mutant(
         "boundaries that were silent are looked at no more",
-        STORED,
+        MEASURING,
         " or not all(owned[each].zero for each in silent):\n",
         ":\n",
         ("tests/clipper/test_measured_in_part.py",),
     ),
     Mutant(
         "rows of several examples at a boundary are no matter",
-        STORED,
-        "        if any(each.rows is None or each.open for each in seen)",
-        "        if any(each.open for each in seen)",
+        MEASURING,
+        "    if any(each.rows is None or each.open for each in found)",
+        "    if any(each.open for each in found)",
         ("tests/clipper/test_measured_in_part.py",),
     ),
     Mutant(
         "what is shared is never looked for again",
         STORED,
-        "or known is None or number & (number - 1) == 0 or number % EVERY == 0:\n",
-        "or known is None:\n",
+        " and not structure.is_anew:\n",
+        ":\n",
         ("tests/clipper/test_measured_in_part.py",),
     ),
     Mutant(
@@ -2481,8 +2482,8 @@ BY_MARKS = [
     Mutant(
         "a measurement that fails by the losses' shape leaves the layout",
         "ghostclip/graph/layouts.py",
-        "        except (LossShapeError, UnsupportedModelError):\n            self.measure_always(key)\n",
-        "        except UnsupportedModelError:\n            self.measure_always(key)\n",
+        "    except (LossShapeError, UnsupportedModelError):\n        structure.layout = ",
+        "    except UnsupportedModelError:\n        structure.layout = ",
         (*MOVED_ROWS, "second_measurement"),
     ),
     Mutant(
@@ -2503,7 +2504,7 @@ BY_MARKS = [
     Mutant(
         "gradients are watched however small they are",
         STORED,
-        " and self._largest.get(key, 1.0) >= SMALL\n",
+        " and (self._structure(key).largest_norm or 1.0) >= SMALL\n",
         "\n",
         (*MOVED_ROWS, "too_small"),
     ),
@@ -2587,8 +2588,8 @@ BY_MARKS = [
     Mutant(
         "tensors without a gradient are not watched",
         STORED,
-        "            [(places[node], number) for node, number in _silent_edges(losses, at)],\n",
-        "            [],\n",
+        "        [(uses.places[node], number) for node, number in _silent_edges(batch.losses, at)],\n",
+        "        [],\n",
         (*MOVED_ROWS, "zeros"),
     ),
     Mutant(
@@ -2601,15 +2602,15 @@ BY_MARKS = [
     Mutant(
         "a refusal leaves the layout",
         STORED,
-        "            self.measure_always(key)\n            raise\n",
-        "            raise\n",
+        "        structure.layout = structure.shared = None\n        structure.always = True\n        raise\n",
+        "        raise\n",
         (*MOVED_ROWS, "refused"),
     ),
     Mutant(
         "a batch twice as large is like the others",
         STORED,
-        "            examples >= 2 * known.largest\n            or ",
-        "            ",
+        "        examples >= 2 * known.largest\n        or ",
+        "        ",
         (*PARTS, "twice_as_large"),
     ),
     Mutant(
@@ -2634,16 +2635,44 @@ BY_MARKS = [
         (*PARTS, "spread_over_all_levels"),
     ),
     Mutant(
+        "a layer with no finite row is shared whatever it was given",
+        SEARCH,
+        " and (given or not found.unread):\n",
+        " and not found.unread:\n",
+        ("tests/clipper/test_nonfinite_shared.py", "-k", "attention"),
+    ),
+    Mutant(
+        "inputs of blocks that are computed again are held",
+        FIRST,
+        "hold=not again and self._keep_of",
+        "hold=self._keep_of",
+        ("tests/clipper/test_measured_in_part.py",),
+    ),
+    Mutant(
+        "gradients are held whatever may be kept",
+        FIRST,
+        "hold=not again and self._keep_of(keep, uses.calls) is Keep.ALL",
+        "hold=not again",
+        ("tests/clipper/test_measured_in_part.py",),
+    ),
+    Mutant(
+        "gradients of the plain backward don't reach boundaries",
+        "ghostclip/graph/reader.py",
+        "[grad for _, grad in held]",
+        "[None for _ in held]",
+        ("tests/clipper/test_measured_in_part.py",),
+    ),
+    Mutant(
         "a mark of one",
         OF_MARKS,
-        "    lowest: int = -16\n",
-        "    lowest: int = -15\n",
+        "    lowest: int = -32\n",
+        "    lowest: int = -31\n",
         (*PARTS, "powers_of_two"),
     ),
     Mutant(
         "marks above one",
         OF_MARKS,
-        "    lowest: int = -16\n",
+        "    lowest: int = -32\n",
         "    lowest: int = 20\n",
         (*TRAPPED, "clamps"),
     ),
@@ -2727,15 +2756,15 @@ BY_MARKS = [
     Mutant(
         "a layout that fits two orders is stored",
         STORED,
-        "any(not each.shown or each.unclear for each in found)",
-        "any(not each.shown for each in found)",
+        "any(not each.shown or each.unclear for each in seen)",
+        "any(not each.shown for each in seen)",
         (*CHANGES, "diagonal"),
     ),
     Mutant(
         "rows of one example show those of all",
         STORED,
-        "any(not each.shown or each.unclear for each in found)",
-        "any(each.unclear for each in found)",
+        "any(not each.shown or each.unclear for each in seen)",
+        "any(each.unclear for each in seen)",
         (*PARTS, "single_example"),
     ),
     Mutant(
@@ -2755,57 +2784,57 @@ BY_MARKS = [
     Mutant(
         "a layout in no order is stored",
         STORED,
-        "        if not all(each.is_regular for each in found):\n",
-        "        if False:\n",
+        "    if not all(each.is_regular for each in seen):\n",
+        "    if False:\n",
         (*PARTS, "irregular"),
     ),
     Mutant(
         "a structure that was in no order once may be stored later",
         STORED,
-        "            self.measure_always(key)\n            return\n        at = ",
-        "            self._known.pop(key, None)\n            return\n        at = ",
+        "        structure.always = True\n        return\n",
+        "        return\n",
         (*PARTS, "irregular"),
     ),
     Mutant(
         "the second, fourth and eighth batch are like the others",
         STORED,
-        "            or number & (number - 1) == 0\n",
+        "self.batches & (self.batches - 1) == 0 or ",
         "",
         (*PARTS, "less_and_less"),
     ),
     Mutant(
         "no later batch is measured again",
         STORED,
-        "            or number % every == 0\n",
-        "",
+        " or self.batches % every == 0\n",
+        "\n",
         (*PARTS, "less_and_less"),
     ),
     Mutant(
         "batches of float16 are measured as rarely as others",
         STORED,
-        "every = EVERY_HALF if known.half",
-        "every = EVERY if known.half",
+        "every = EVERY_HALF if self.layout is not None and self.layout.half else EVERY",
+        "every = EVERY",
         (*PARTS, "float16"),
     ),
     Mutant(
         "hooks are as they were",
         STORED,
-        "            or uses.hooked\n",
+        "        or uses.hooked\n",
         "",
         (*LAW_OF_MIXING, "third_batch"),
     ),
     Mutant(
         "what is to be measured anew is known",
         STORED,
-        "        if known is None or anew or indices or ",
-        "        if known is None or indices or ",
+        "        if structure.layout is None or anew or indices or ",
+        "        if structure.layout is None or indices or ",
         (*PARTS, "asked_for"),
     ),
     Mutant(
         "an index that is given later isn't held against rows",
         STORED,
-        "        if known is None or anew or indices or ",
-        "        if known is None or anew or ",
+        "        if structure.layout is None or anew or indices or ",
+        "        if structure.layout is None or anew or ",
         (*PARTS, "index_that_is_said"),
     ),
     Mutant(
@@ -2825,15 +2854,15 @@ BY_MARKS = [
     Mutant(
         "a batch that moves rows by values is like the others",
         STORED,
-        "            or known.movements.moved(uses, examples)\n",
+        "        or known.movements.moved(uses, examples)\n",
         "",
         (*TRAPPED, "index_permutes"),
     ),
     Mutant(
         "operations that move rows by values are stored",
         STORED,
-        "        moved = bool(moves.always) or moves.moved(uses, examples)\n",
-        "        moved = False\n",
+        "    moved = bool(moves.always) or moves.moved(uses, examples)\n",
+        "    moved = False\n",
         (*TRAPPED, "other_sizes or number_of_nodes or identities"),
     ),
     Mutant(
@@ -2845,23 +2874,23 @@ BY_MARKS = [
     ),
     Mutant(
         "what all examples share isn't tried on others",
-        STORED,
-        "                    region.shown = check_shared(uses, region, owned, names, forward)\n",
+        MEASURING,
+        "                region.shown = check_shared(batch.uses, region, owned, batch.names, batch.forward)\n",
         "",
         (*TRAPPED, "reads or times_the_mean"),
     ),
     Mutant(
         "a layer may be given what all examples share",
-        STORED,
-        "                        raise given_shared(call, names)\n",
-        "                        pass\n",
+        MEASURING,
+        "                    raise given_shared(call, batch.names)\n",
+        "                    pass\n",
         (*CHANGES, "given_what"),
     ),
     Mutant(
         "the largest norm is that of the last batch",
         STORED,
-        "self._largest[key] = max(found[0], self._largest.get(key, 0.0))\n",
-        "self._largest[key] = found[0]\n",
+        "structure.largest_norm = max(found[0], structure.largest_norm)\n",
+        "structure.largest_norm = found[0]\n",
         (*PARTS, "largest_norm"),
     ),
     Mutant(

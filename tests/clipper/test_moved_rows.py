@@ -11,7 +11,7 @@ from torch import nn
 
 import ghostclip
 from ghostclip.errors import LossShapeError, RowsMovedError, UnsupportedModelError
-from ghostclip.graph import layouts, marks
+from ghostclip.graph import layouts, marks, measuring
 from ghostclip.graph.moves import Movements
 
 EXAMPLES, WIDTH, FAINT = 64, 5, 1e-30
@@ -174,13 +174,13 @@ def test_what_is_known_of_many_structures_is_forgotten(monkeypatch):
     known = clipper.passes._layouts
     for rows in range(2, 9):
         clipper.backward((model(torch.randn(EXAMPLES, WIDTH), 0.0) * torch.ones(rows, 1)).sum(0))
-        assert len(known._batches) <= 4
+        assert len(known._structures) <= 4
 
 
 def test_a_structure_whose_second_measurement_fails_is_measured_from_then_on(monkeypatch):
     clipper, model, x = clipped(Layers, with_the_mean, "cached", (FAINT,))
     failing = LossShapeError("losses of another shape")
-    monkeypatch.setattr(layouts, "owners", lambda *_, **__: (_ for _ in ()).throw(failing))
+    monkeypatch.setattr(measuring, "owners", lambda *_, **__: (_ for _ in ()).throw(failing))
     with pytest.raises(LossShapeError):
         clipper.backward(model(x, FAINT))
     monkeypatch.undo()

@@ -63,6 +63,6 @@ def test_no_more_is_remembered_than_structures_of_the_last_batches(monkeypatch: 
         losses = model(torch.randn(EXAMPLES, 9, WIDTH).double(), cut)
         expected = oracle.norms_by_single_losses(model, losses)
         torch.testing.assert_close(clipper.norms(losses), expected, rtol=1e-10, atol=0)
-        assert len(clipper.passes._layouts._known) <= 4
+        assert len(clipper.passes._layouts._structures) <= 4
     with pytest.raises(UnsupportedModelError, match="mix"):
         clipper.norms(model(torch.randn(EXAMPLES, 9, WIDTH).double(), 3, True))

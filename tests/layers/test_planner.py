@@ -17,6 +17,7 @@ from ghostclip.planner import Planner, milliseconds
 @pytest.fixture(autouse=True)
 def without_compiled_strategies(monkeypatch):
     """The same few strategies on every machine, so that a test can give each measurement."""
+    monkeypatch.setattr("ghostclip.norms.outer.gram_is_there", lambda like: False)
     monkeypatch.setattr("ghostclip.norms.convolution.shifts_are_there", lambda images: False)
 
 

@@ -8,7 +8,7 @@ from scripts import ROOT, script
 
 from ghostclip.native import library
 
-needs_compiler = pytest.mark.skipif(library("rows") is None, reason="no C compiler here")
+needs_compiler = pytest.mark.skipif(library("gram") is None, reason="no C compiler here")
 
 
 def test_the_readme_table_needs_its_markers():
