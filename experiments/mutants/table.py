@@ -136,7 +136,13 @@ CLIPPING = [
         "            return dict.fromkeys(self.parameters, weights / len(weights))\n",
         ("tests/layers/test_layers.py", "-k", "encoder_layer"),
     ),
-    Mutant("[B, 1] losses broadcast", FIRST, "    if losses.dim() != 1:\n", "    if losses.dim() > 2:\n", PITFALLS),
+    Mutant(
+        "[B, 1] losses broadcast",
+        FIRST,
+        "    if losses.dim() != 1:\n",
+        "    if losses.dim() > 2:\n",
+        ("tests/clipper/test_clipper_guards.py",),
+    ),
     Mutant(
         "stale norm of a repeated layer",
         "ghostclip/clipper/collector.py",
@@ -163,7 +169,7 @@ CLIPPING = [
         "ghostclip/graph/shared/own_backward.py",
         "        tensor.masked_fill_(~tensor.isfinite(), value)\n",
         "        pass\n",
-        PITFALLS,
+        ("tests/clipper/test_nonfinite_shared.py", "-k", "gradient_that_is_not"),
     ),
     Mutant(
         "0 * inf counts as 0 where a parameter meets the examples",
@@ -339,7 +345,7 @@ ENGINE = [
         "        size = max(1, sum(self.current('').sizes))\n"
         "        self.terms = __import__('dataclasses').replace(self.terms, batch_size=size)\n"
         "        self._end()\n        self.clipper.sharding.reshard()\n",
-        PITFALLS,
+        ("tests/privacy/test_engine_sampling.py", "-k", "public_size"),
     ),
     Mutant(
         "noise for the narrowest sensitivity",
@@ -353,14 +359,14 @@ ENGINE = [
         SUMS,
         "if parameter.requires_grad]",
         "if id(parameter) in self._totals]",
-        PITFALLS,
+        ("tests/engine/test_engine.py", "-k", "without_a_gradient"),
     ),
     Mutant(
         "an interrupted batch is kept",
         "ghostclip/sampling/logical.py",
         "                self._owner.left(self)\n",
         "                pass\n",
-        PITFALLS,
+        ("tests/privacy/test_sampling.py", "-k", "leaving"),
     ),
     Mutant(
         "a foreign gradient passes",
@@ -374,7 +380,7 @@ ENGINE = [
         RELEASE,
         "        if gathered + missing != len(batch.sizes):\n",
         "        if gathered + missing > len(batch.sizes):\n",
-        PITFALLS,
+        ("tests/engine/test_engine_guards.py", "-k", "left_early"),
     ),
     Mutant(
         "charged after the release",
@@ -394,10 +400,14 @@ ENGINE = [
         NOISE,
         "self._streams[device] = normal_on(device, self._seed)",
         "self._streams[device] = normal_on(device, 1)",
-        PITFALLS,
+        ("tests/privacy/test_noise.py", "-k", "seeds or processes"),
     ),
     Mutant(
-        "the same noise after a fork", NOISE, "if self.private and self._process != os.getpid():", "if False:", PITFALLS
+        "the same noise after a fork",
+        NOISE,
+        "if self.private and self._process != os.getpid():",
+        "if False:",
+        ("tests/privacy/test_noise.py", "-k", "fork"),
     ),
     Mutant(
         "the same noise in every step",
@@ -425,7 +435,7 @@ ENGINE = [
         "ghostclip/sampling/schemes.py",
         "        return int(generator.binomial(self.population, self.sample_rate))\n",
         "        return self.batch_size\n",
-        PITFALLS,
+        ("tests/privacy/test_sampling.py", "-k", "binomial"),
     ),
     Mutant(
         "empty batches skipped",
@@ -446,7 +456,7 @@ ENGINE = [
         "ghostclip/sampling/loading.py",
         "        if found not in accepted:\n",
         "        if False:\n",
-        PITFALLS,
+        ("tests/privacy/test_sampling.py", "-k", "other_samplers"),
     ),
     Mutant(
         "adaptive clipping not charged",
@@ -547,28 +557,28 @@ ACCOUNTING = [
         "ghostclip/validate.py",
         "lambda value: 0 <= value < math.inf",
         "lambda value: not value < 0",
-        PITFALLS,
+        ("tests/engine/test_engine_arguments.py", "-k", "out_of_range"),
     ),
     Mutant(
         "seeded noise counted as private",
         "ghostclip/noise/standard.py",
         "self.private = seed is None",
         "self.private = True",
-        PITFALLS,
+        ("tests/engine/test_engine.py", "-k", "infinite_without"),
     ),
     Mutant(
         "step lost from the count",
         SPENDING,
         "        self._own[terms.event] += 1\n",
         "        self._own[terms.event] += self.steps % 2 == 0\n",
-        PITFALLS,
+        ("tests/privacy/test_checkpoint_spending.py", "-k", "older"),
     ),
     Mutant(
         "restore takes the charges back",
         "ghostclip/engine/snapshots.py",
         "        self.spending.add(_spent_in(found))\n",
         "        self.spending._own.clear()\n        self.spending.add(_spent_in(found))\n",
-        PITFALLS,
+        ("tests/privacy/test_checkpoint_spending.py", "-k", "older"),
     ),
     Mutant(
         "reset on load",
@@ -950,7 +960,7 @@ PROVED = [
         "ghostclip/clipper/first_pass.py",
         "self.is_open = layout.calls, layout.check, not layout.stored\n",
         "self.is_open = layout.calls, None, False\n",
-        (*PARTS_OF_OWNERSHIP, "compiled_steps_wait"),
+        ("tests/laws/test_law_of_traps.py", "-k", "a_bare_parameter_that_starts_late"),
     ),
     Mutant(
         "rows of a product of heads are in the order of examples",
@@ -1753,21 +1763,21 @@ CHECKED = [
         "ghostclip/graph/nodes.py",
         "    if type(node.next_functions[0][0]) is ACCUMULATE:\n        return node._saved_dim\n",
         "    if type(node) is not ACCUMULATE:\n        return node._saved_dim\n",
-        ("tests/clipper/test_structures.py",),
+        ("tests/clipper/test_structure_words.py",),
     ),
     Mutant(
         "what an operation says of how it moves entries isn't told",
         "ghostclip/graph/reader.py",
         "signature and number_of(signature(node)))",
         "None)",
-        ("tests/clipper/test_structures.py",),
+        ("tests/clipper/test_structure_words.py",),
     ),
     Mutant(
         "which output of a split a layer reads isn't told",
         "ghostclip/graph/reader.py",
         "        if number:\n",
         "        if False:\n",
-        ("tests/clipper/test_structures.py",),
+        ("tests/clipper/test_structure_words.py",),
     ),
     Mutant(
         "two layers of one kind are taken for each other",
@@ -1781,7 +1791,7 @@ CHECKED = [
         "ghostclip/graph/nodes.py",
         "1 in shape and tuple(",
         "1 in shape and bool(",
-        ("tests/clipper/test_structures.py",),
+        ("tests/clipper/test_structure_words.py",),
     ),
     Mutant(
         "how often a rotation by a quarter is done isn't told",
@@ -3035,7 +3045,7 @@ BY_MARKS = [
         FORWARDS,
         "            if any(call.number <= number < end for number in numbers)\n",
         "",
-        (*PARTS, "only_calls"),
+        ("tests/laws/test_law_of_traps.py", "-k", "packed_sorted_texts_with_positions"),
     ),
     Mutant(
         "a copy of a model notes its calls in the model's place",

@@ -15,6 +15,7 @@ FINITE_MODELS = {
     "linear": (lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), (3,)),
     "linear 3-D": (lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)), (5, 3)),
     "conv": (lambda: cnn(nn), (1, 18, 18)),
+    "rnn": (lambda: recurrent("RNN", "both", nn, batch_first=True, nonlinearity="relu"), (6, 4)),
     "lstm": (lambda: recurrent("LSTM", "both", nn, batch_first=True), (6, 4)),
     "gru": (lambda: recurrent("GRU", "both", nn, batch_first=True), (6, 4)),
     "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 6, 0.0, batch_first=True), (5, 8)),

@@ -231,17 +231,6 @@ def test_a_refused_structure_is_measured_in_every_batch_from_then_on():
     assert found[2:] == [True, True, True]
 
 
-def test_compiled_steps_wait_while_a_layout_is_not_stored():
-    found = {}
-    for name, between in (("stored", lambda m, h: h), ("not stored", lambda m, h: EYE @ h)):
-        model, clipper, losses, _ = read(between)
-        clipper.backward(losses)
-        assert clipper.passes.is_open  # the second batch is measured in any case
-        clipper.backward(model(torch.randn(6, WIDTH)))
-        found[name] = clipper.passes.is_open
-    assert found == {"stored": False, "not stored": True}
-
-
 # The alarm -----------------------------------------------------------------------------------------------------------
 
 
@@ -331,14 +320,6 @@ def test_a_forward_that_is_tried_is_no_call_of_the_model():
         with without_trace(model):
             model(torch.randn(4, WIDTH))
     assert calls.behind(own) is not None
-
-
-def test_only_calls_that_made_the_losses_are_run_again():
-    model = Model(lambda m, h: h)
-    calls = ModelCalls(model)
-    first, second = model(torch.randn(4, WIDTH)), model(torch.randn(4, WIDTH))
-    assert len(calls.behind(first)(0, 4)) == 1
-    assert len(calls.behind(first + second)(0, 4)) == 2
 
 
 @pytest.mark.parametrize("constant", ["a buffer", "data"])

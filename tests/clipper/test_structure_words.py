@@ -155,6 +155,13 @@ OPERATIONS: dict[str, tuple[Callable[[Tensor, Any], Tensor], Any, Any]] = {
                          False, True),
     "solve_triangular": (lambda h, upper: torch.linalg.solve_triangular(torch.eye(12), h.mT, upper=upper), False,
                          True),
+    "permute": (lambda h, dims: h.permute(dims), (0, 1, 2), (0, 2, 1)),
+    "unsqueeze": (lambda h, dim: h.unsqueeze(dim), 1, 2),
+    "squeeze": (lambda h, dim: h[:, :1, :1].squeeze(dim), 1, 2),
+    "which part": (lambda h, part: h.chunk(2, 2)[part], 0, 1),
+    "order of inputs": (lambda h, order: torch.cat([h.tanh(), h.exp()][::order], 2), 1, -1),
+    "which input": (lambda h, place: (lambda both: both[0] * both[1] + both[place])([h.tanh(), h.tanh()]), 0, 1),
+    "layer_norm": (lambda h, dim: F.layer_norm(h, h.shape[dim:]), 1, 2),
     "gelu": (lambda h, way: F.gelu(h, approximate=way), "none", "tanh"),
     "cosine loss": (lambda h, reduction: F.mse_loss(h, h.detach(), reduction=reduction).reshape(-1), "sum", "none"),
 }  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ghostclip
-from ghostclip import GradientLeakError, LossShapeError, PrivacyError, VerificationError
+from ghostclip import LossShapeError, PrivacyError, VerificationError
 from ghostclip.engine import PrivacyEngine
 
 
@@ -66,49 +66,7 @@ def test_a_loop_over_a_loader_of_one_s_own(engine: PrivacyEngine) -> None:
         engine.step(runs.data()[:4], runs.losses_of)
 
 
-def by_hand(engine: PrivacyEngine, backward: Callable[[torch.Tensor], Any]) -> None:
-    """The written-out loop over one batch, with a backward of the user's choice."""
-    for examples in next(runs.nonempty(engine)).physical():
-        backward(runs.losses_of(engine.model, examples))
-    engine.optimizer.step()
-
-
-def test_backward_of_the_losses_themselves(engine: PrivacyEngine) -> None:
-    with pytest.raises(PrivacyError, match=r"a plain \.backward\(\) doesn't count"):
-        by_hand(engine, lambda losses: losses.mean().backward())
-
-
-def test_backward_of_both_kinds(engine: PrivacyEngine) -> None:
-    def both(losses: torch.Tensor) -> None:
-        losses.sum().backward(retain_graph=True)
-        engine.backward(losses)
-
-    with pytest.raises(GradientLeakError, match=r"zero_grad"):
-        by_hand(engine, both)
-
-
-def test_no_zero_grad(engine: PrivacyEngine) -> None:
-    for _ in range(2):
-        by_hand(engine, engine.backward)
-    assert engine.steps_taken == 2
-
-
 @pytest.mark.parametrize("call", [ghostclip.wrap, ghostclip.unwrap, ghostclip.check, ghostclip.GhostClipper])
 def test_no_module(call: Callable[[Any], Any]) -> None:
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module; got function"):
         call(lambda x: x)
-
-
-def test_arguments_of_wrap() -> None:
-    with pytest.raises(TypeError, match=r"batch_dim must be an int or \{name pattern: int\}; got 'first'"):
-        ghostclip.wrap(nn.Linear(2, 2), batch_dim="first")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"replace must be a dict such as .*; got 'GroupNorm'"):
-        ghostclip.wrap(nn.Linear(2, 2), replace="GroupNorm")  # type: ignore[arg-type]
-
-
-def test_a_warning_names_the_line_that_builds_the_engine() -> None:
-    loader = torch.utils.data.DataLoader(runs.data(), batch_size=4, shuffle=True)
-    model = runs.network()
-    with pytest.warns(UserWarning, match="RandomSampler is replaced") as seen:
-        PrivacyEngine(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, noise_multiplier=1.0)
-    assert seen[0].filename == __file__

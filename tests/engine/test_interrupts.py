@@ -242,9 +242,18 @@ def interrupted(work: Callable[[], object], seconds: float) -> KeyboardInterrupt
 
 
 @pytest.mark.usefixtures("alarm")
-def test_the_ledgers_lock_is_free_after_any_signal(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("block", "trials", "seconds", "least"),
+    [
+        pytest.param(1_000_000, 4000, (1e-6, 4e-5), 1000, id="in memory"),
+        pytest.param(1, 300, (1e-5, 2e-3), 0, id="in writing"),
+    ],
+)
+def test_a_ledgers_lock_is_free_after_any_signal(
+    block: int, trials: int, seconds: tuple[float, float], least: int, tmp_path: Path
+) -> None:
     path, rng, granted = tmp_path / "run.ledger", random.Random(0), 0
-    account = Ledger(path, block=1_000_000).account()
+    account = Ledger(path, block=block).account()
 
     def charge() -> None:
         nonlocal granted
@@ -252,30 +261,12 @@ def test_the_ledgers_lock_is_free_after_any_signal(tmp_path: Path) -> None:
         granted += 1
 
     charge()
-    for trial in range(4000):
-        error = interrupted(charge, rng.uniform(1e-6, 4e-5))
+    for trial in range(trials):
+        error = interrupted(charge, rng.uniform(*seconds))
         assert not turns._open.lock.locked(), trial
         del error
-    assert granted > 1000
+    charge()
+    assert granted > least
     assert account.runs[account.run][EVENT] >= granted
     account.close()
     assert spent(path) >= granted
-
-
-@pytest.mark.usefixtures("alarm")
-def test_a_ledger_that_writes_goes_on_after_any_signal(tmp_path: Path) -> None:
-    path, rng, granted = tmp_path / "run.ledger", random.Random(1), 0
-    account = Ledger(path, block=1).account()
-
-    def charge() -> None:
-        nonlocal granted
-        account.charge(EVENT)
-        granted += 1
-
-    for trial in range(300):
-        error = interrupted(charge, rng.uniform(1e-5, 2e-3))
-        assert not turns._open.lock.locked(), trial
-        del error
-    charge()
-    account.close()
-    assert spent(path) >= granted > 0

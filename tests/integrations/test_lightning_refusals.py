@@ -100,35 +100,9 @@ class Mixes(lr.Module):
 
 
 class Normalises(lr.Module):
-    def __init__(self):
-        super().__init__()
+    def __init__(self, manual):
+        super().__init__(manual)
         self.net = torch.nn.Sequential(self.net, torch.nn.BatchNorm1d(3))
-
-
-MODULES = [
-    (Mean, LossShapeError, r'training_step .* \[B\] .* shape \[\].* reduction="none"'),
-    (Column, LossShapeError, r"training_step .* shape \[\d+, 1\]"),
-    (Nothing, LossShapeError, "training_step .* NoneType.* loss of zero"),
-    (Clips, PrivacyError, "on_before_optimizer_step"),
-    (Mixes, VerificationError, "examples that mix"),
-    (Normalises, UnsupportedModelError, "BatchNorm"),
-]
-
-
-@pytest.mark.parametrize(("kind", "error", "words"), MODULES)
-def test_modules(kind, error, words, tmp_path):
-    module = kind()
-    before = [p.detach().clone() for p in module.parameters()]
-    with pytest.raises(error, match=words):
-        lr.fit(tmp_path, module)
-    assert all(torch.equal(one, other) for one, other in zip(before, module.parameters(), strict=True))
-    assert "training_step" not in vars(module)
-
-
-def test_a_mean_in_manual_optimization(tmp_path):
-    module = Mean(manual=True)
-    with pytest.raises(LossShapeError, match="reduction"):
-        lr.fit(tmp_path, module)
 
 
 class Forgets(lr.Module):
@@ -156,6 +130,30 @@ class Penalizes(lr.Module):
             self.manual_backward(self.losses(examples))
 
 
+MODULES = [
+    (Mean, LossShapeError, r'training_step .* \[B\] .* shape \[\].* reduction="none"'),
+    (Column, LossShapeError, r"training_step .* shape \[\d+, 1\]"),
+    (Nothing, LossShapeError, "training_step .* NoneType.* loss of zero"),
+    (Clips, PrivacyError, "on_before_optimizer_step"),
+    (Mixes, VerificationError, "examples that mix"),
+    (Normalises, UnsupportedModelError, "BatchNorm"),
+    (Forgets, PrivacyError, "had no step"),
+    (Plain, PrivacyError, "ran for 0 of the 1 physical"),
+    (Unpacks, TypeError, "LogicalBatch"),
+    (Penalizes, GradientLeakError, "filled or changed"),
+]
+
+
+@pytest.mark.parametrize(("kind", "error", "words"), MODULES)
+def test_modules(kind, error, words, tmp_path):
+    module = kind(manual="manual_step" in vars(kind))
+    before = [p.detach().clone() for p in module.parameters()]
+    with pytest.raises(error, match=words):
+        lr.fit(tmp_path, module)
+    assert all(torch.equal(one, other) for one, other in zip(before, module.parameters(), strict=True))
+    assert "training_step" not in vars(module)
+
+
 class Rescales(lr.Module):
     looks = 0
 
@@ -163,18 +161,6 @@ class Rescales(lr.Module):
         assert all(parameter.grad is None for parameter in self.parameters())
         torch.nn.utils.clip_grad_norm_(self.parameters(), 1e-3)
         self.looks += 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "error"),
-    [(Forgets, PrivacyError), (Plain, PrivacyError), (Unpacks, TypeError), (Penalizes, GradientLeakError)],
-)
-def test_manual_optimization(kind, error, tmp_path):
-    module = kind(manual=True)
-    before = [p.detach().clone() for p in module.parameters()]
-    with pytest.raises(error):
-        lr.fit(tmp_path, module)
-    assert all(torch.equal(one, other) for one, other in zip(before, module.parameters(), strict=True))
 
 
 def test_gradients_are_not_there_yet_before_the_optimizer_s_step(tmp_path):

@@ -14,7 +14,6 @@ from graphs import interpret
 from torch import nn
 
 import ghostclip
-from ghostclip.clipping import PerLayer
 from ghostclip.nn import GhostLayer
 from ghostclip.nn.base import LAYERS
 
@@ -70,19 +69,6 @@ def test_both_second_passes_are_the_loop(classes, name, times, batch):
         assert_dicts_close(gradients(model), oracle.clipped_sum(expected, 0.5), 1e-10)
         assert isinstance(model.layer, GhostLayer)
         assert {row.rule for row in clipper.explain() if row.layer == "layer"} == {f"My{name}"}
-
-
-@outside
-@pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("batch", [0, 1, 4])
-def test_per_example_gradients_and_clipping_by_layer(classes, name, times, batch):
-    model, x = made(classes, name, times, batch)
-    expected = oracle.per_example_grads(model, project, (x,))
-    clipper = ghostclip.GhostClipper(model, PerLayer(0.5))
-    assert_dicts_close(clipper.per_example_grads(project(model(x))), expected, 1e-10)
-    clipper.backward(project(model(x)))
-    sums = oracle.clipped_sum_by_layer(expected, 0.5, ("before", "layer"))
-    assert_dicts_close(gradients(model), sums, 1e-10)
 
 
 @pytest.mark.parametrize(("forced", "found"), [("gram", "gram"), ("direct", "direct")])

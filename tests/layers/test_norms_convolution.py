@@ -103,24 +103,6 @@ def test_shifts_equal_single_gradients(name, keep, dtype):
             torch.testing.assert_close(kept[0][each].double(), gradient, **off)
 
 
-@pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("dimensions", [1, 2, 3])
-def test_every_candidate_gives_the_same(dimensions, groups, stride):
-    torch.manual_seed(0)
-    images = torch.randn(3, 6, *[7] * dimensions, dtype=torch.float64)
-    grads = torch.randn(3, 4, *[(7 + 2 - 3) // stride + 1] * dimensions, dtype=torch.float64)
-    geometry = Geometry((stride,) * dimensions, (1,) * dimensions, (1,) * dimensions, groups)
-    term = ConvGrads(images, grads, torch.Size((4, 6 // groups, *[3] * dimensions)), geometry)
-    expected = term.per_example()
-    for candidate in term.candidates().values():
-        found = candidate.run(term, True)
-        torch.testing.assert_close(found.squared_norms, expected.flatten(1).square().sum(1), rtol=1e-11, atol=0)
-        assert (found.kept is not None) == candidate.keeps
-        if candidate.keeps:
-            torch.testing.assert_close(found.kept, expected, rtol=1e-11, atol=1e-11)
-
-
 def test_shifts_are_offered_in_one_and_two_dimensions():
     for dimensions, offered in ((1, True), (2, True), (3, False)):
         ones = (1,) * dimensions

@@ -1,7 +1,5 @@
 """Recurrent layers by themselves, without a clipper: forward, the ordinary backward, and what the first pass gets."""
 
-import weakref
-
 import oracle
 import pytest
 import torch
@@ -17,9 +15,7 @@ from recurrent_layers import (
     first_pass,
     initial,
     losses,
-    nodes_behind,
     pair,
-    per_example,
     run,
     sequences,
 )
@@ -28,7 +24,7 @@ from torch import nn as torch_nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from ghostclip import GhostClipper, UnsupportedModelError
+from ghostclip import GhostClipper
 from ghostclip.nn import rnn
 from ghostclip.nn.rnn import recurrence
 
@@ -91,19 +87,6 @@ def test_ordinary_gradients_equal_torch(kind, option):
 
 
 @every_kind
-@pytest.mark.parametrize("places", [(0,), (1,), (2,), (1, 2)], ids=["output", "h_n", "c_n", "last states"])
-def test_gradients_that_come_to_some_results_only(kind, places):
-    layers = pair(kind, "both ways")
-    x, states = sequences(layers[0]).requires_grad_(), initial(layers[0])
-    found = []
-    for layer in layers:
-        results = run(layer, x, states)
-        total = sum(results[min(p, len(results) - 1)].square().sum() for p in places)
-        found.append(torch.autograd.grad(total, [x, *layer.parameters(), *states]))
-    assert_all_close(found[1], found[0])
-
-
-@every_kind
 @pytest.mark.one_in(3)
 def test_gradcheck(kind):
     _, layer = pair(kind)
@@ -123,20 +106,6 @@ def test_gradcheck(kind):
 
 
 @every_kind
-@every_option
-def test_the_first_pass_tells_the_per_example_gradients(kind, option):
-    plain, layer = pair(kind, option)
-    x, states = sequences(layer), initial(layer)
-    each = losses(plain, run(plain, x, states))
-    results = run(layer, x, states)
-    found = per_example(first_pass(losses(layer, results).sum(), results))
-    assert sorted(found) == sorted(layer.parameter_names(layer))
-    for i in range(B):
-        expected = torch.autograd.grad(each[i], [plain.get_parameter(name) for name in found], retain_graph=True)
-        assert_all_close([gradients[i] for gradients in found.values()], expected)
-
-
-@every_kind
 def test_the_first_pass_forms_no_weight_gradient(kind, monkeypatch):
     _, layer = pair(kind)
     formed = []
@@ -149,45 +118,6 @@ def test_the_first_pass_forms_no_weight_gradient(kind, monkeypatch):
     assert all(parameter.grad is None for parameter in layer.parameters())
     total.backward()
     assert len(formed) == (3 if layer.proj_size else 2)
-
-
-@every_kind
-def test_a_first_pass_changes_nothing_for_the_next(kind):
-    plain, layer = pair(kind, "two layers")
-    x = sequences(layer, steps=3).requires_grad_()
-    expected = torch.autograd.grad(losses(plain, run(plain, x)).sum(), [x, *plain.parameters()])
-    results = run(layer, x)
-    total = losses(layer, results).sum()
-    told = [per_example(first_pass(total, results)) for _ in range(2)]
-    assert_all_close(told[0].values(), told[1].values(), tolerance=0.0)
-    assert_all_close(torch.autograd.grad(total, [x, *layer.parameters()]), expected)
-
-
-@every_kind
-def test_the_gradient_reaches_what_is_below_in_the_first_pass(kind):
-    _, layer = pair(kind)
-    below = torch_nn.Linear(I, I).double()
-    middle = below(sequences(layer))
-    results = run(layer, middle)
-    total = losses(layer, results).sum()
-    expected = torch.autograd.grad(total, middle, retain_graph=True)
-    (call,) = calls_behind(*results)
-    call.sink = lambda *told: None
-    assert_all_close(torch.autograd.grad(total, middle), expected)
-
-
-@every_kind
-def test_only_trained_parameters_are_asked_for(kind):
-    _, layer = pair(kind)
-    layer.weight_hh_l0.requires_grad_(False)
-    layer.bias_ih_l0.requires_grad_(False)
-    results = run(layer, sequences(layer))
-    (call,) = calls_behind(*results)
-    assert call.parameters[:2] == ("weight_ih_l0", "bias_hh_l0")
-    assert call.parameters[2:] == (("weight_hr_l0",) if layer.proj_size else ())
-    losses(layer, results).sum().backward()
-    assert layer.weight_hh_l0.grad is None
-    assert layer.weight_ih_l0.grad is not None
 
 
 @every_kind
@@ -204,56 +134,6 @@ def test_torch_does_it_all_where_nothing_is_trained_or_recorded(kind):
     assert_all_close(
         torch.autograd.grad(layer(below)[0].sum(), below), torch.autograd.grad(plain(below)[0].sum(), below)
     )
-
-
-@every_kind
-@every_option
-def test_the_output_may_be_changed_in_place(kind, option):
-    _, layer = pair(kind, option)
-    x, found = sequences(layer), []
-    for change in (lambda y: y.mul_(2.0).relu_(), lambda y: (2.0 * y).relu()):
-        output, *last = run(layer, x)
-        results = [change(output), *last]
-        found.append(per_example(first_pass(losses(layer, results).sum(), results)))
-    assert_all_close(found[0].values(), found[1].values())
-
-
-@every_kind
-def test_a_changed_input_is_noticed(kind):
-    _, layer = pair(kind)
-    x = sequences(layer)
-    results = run(layer, x)
-    x.mul_(2.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        losses(layer, results).sum().backward()
-
-
-@every_kind
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_bad_example_does_not_touch_the_others(kind, bad):
-    _, layer = pair(kind, "two layers")
-    layer.dropout = 0.0
-    x = sequences(layer)
-    spoilt = x.clone()
-    spoilt[2, 1] = bad
-    found = []
-    for given in (x, spoilt):
-        results = run(layer, given)
-        found.append(per_example(first_pass(losses(layer, results).sum(), results)))
-    assert not all(gradients[1].isfinite().all() for gradients in found[1].values())
-    others = torch.tensor([0, 2])
-    assert_all_close([g[others] for g in found[1].values()], [g[others] for g in found[0].values()])
-
-
-@every_kind
-def test_an_empty_batch(kind):
-    _, layer = pair(kind, "both ways")
-    results = run(layer, sequences(layer, batch=0))
-    total = losses(layer, results).sum()
-    found = per_example(first_pass(total, results))
-    assert all(found[name].shape == (0, *parameter.shape) for name, parameter in layer.named_parameters())
-    total.backward()
-    assert all(not parameter.grad.any() for parameter in layer.parameters())
 
 
 @every_kind
@@ -278,25 +158,6 @@ def test_half_precision_is_worked_off_in_float32(kind):
     losses(layer, results).sum().backward()
     losses(exact, run(exact, x.float())).sum().backward()
     assert_all_close([p.grad.float() for p in layer.parameters()], [p.grad for p in exact.parameters()], 0.05)
-
-
-@every_kind
-def test_what_is_remembered_dies_with_the_graph(kind):
-    _, layer = pair(kind, "two layers")
-    results = run(layer, sequences(layer))
-    first_pass(losses(layer, results).sum(), results)
-    nodes = [weakref.ref(node) for node in nodes_behind(*results)]
-    assert len(nodes) == 2
-    del results
-    assert [node() for node in nodes] == [None, None]
-
-
-def test_an_input_without_a_batch_dimension_is_refused():
-    layer = rnn.LSTM(I, H)
-    with pytest.raises(UnsupportedModelError, match=r"3 dimensions, .* \[T, B, features\]"):
-        layer(torch.randn(T, I))
-    with torch.no_grad():
-        layer(torch.randn(T, I))
 
 
 def test_torch_says_what_is_wrong_with_sizes():

@@ -39,13 +39,6 @@ def test_a_million_coordinates_are_gaussian() -> None:
     assert found.var() == pytest.approx(1.0, abs=7 * np.sqrt(2 / MILLION))
 
 
-def test_tails_are_gaussian() -> None:
-    found = np.abs(numbers(StandardNoise()))
-    for bound in (3.0, 4.0):
-        expected = MILLION * 2 * stats.norm.sf(bound)
-        assert abs((found > bound).sum() - expected) < 6 * np.sqrt(expected)
-
-
 def test_two_steps_and_two_parameters_are_independent() -> None:
     source = StandardNoise()
     first, second = (source.release([torch.zeros(MILLION), torch.zeros(MILLION)], 1.0) for _ in range(2))
@@ -53,12 +46,6 @@ def test_two_steps_and_two_parameters_are_independent() -> None:
     for left, right in pairs:
         assert stats.pearsonr(left.numpy(), right.numpy()).pvalue > RARE
         assert stats.pearsonr(left.abs().numpy(), right.abs().numpy()).pvalue > RARE
-
-
-def test_neighbouring_coordinates_are_independent() -> None:
-    found = numbers(StandardNoise())
-    for lag in (1, 2, 8, 16):
-        assert stats.pearsonr(found[:-lag], found[lag:]).pvalue > RARE
 
 
 @pytest.mark.slow

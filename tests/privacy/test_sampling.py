@@ -175,15 +175,6 @@ def test_the_full_batch_is_taken_whole() -> None:
     assert members(LogicalBatches(numbered(9), batch_size=9), 3).all()
 
 
-def test_numpy_and_torch_seeds_have_no_influence() -> None:
-    found = []
-    for _ in range(2):
-        np.random.seed(0)
-        torch.manual_seed(0)
-        found.append(members(LogicalBatches(numbered(64), batch_size=32), 2))
-    assert (found[0] != found[1]).any()
-
-
 def test_a_seed_repeats_the_batches_and_goes_on_over_epochs() -> None:
     first, second = (members(LogicalBatches(numbered(20), batch_size=5, seed=7), 8) for _ in range(2))
     assert (first == second).all()

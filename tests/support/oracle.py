@@ -91,15 +91,6 @@ def clipped_sum(grads: Grads, max_norm: float) -> Grads:
     return {name: torch.einsum("i,i...->...", weights, grad) for name, grad in grads.items()}
 
 
-def clipped_sum_by_layer(grads: Grads, bound: float, layers: Sequence[str]) -> Grads:
-    """`clipped_sum` of each layer (a beginning of names) by itself, to ``bound / sqrt(number of layers)``."""
-    sums = {}
-    for layer in layers:
-        own = {name: grad for name, grad in grads.items() if name.startswith(layer)}
-        sums |= clipped_sum(own, bound / len(layers) ** 0.5)
-    return {name: sums[name] for name in grads}
-
-
 def grads_of_single_losses(model: torch.nn.Module, losses: Tensor) -> Grads:
     """``{name: [B, *shape]}``, gradients of single losses [B] of the same forward; those are kept for another pass."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
