@@ -84,8 +84,7 @@ class _Given(LogicalBatch):
     """A logical batch of one physical one that is there already."""
 
     def __init__(self, batch: Any, size: int) -> None:
-        super().__init__([], lambda: batch, Unowned())
-        self.sizes, self.users = [size], [None]
+        super().__init__([(range(size), None)], lambda: batch, Unowned())
 
 
 def _compiled_steps(model: nn.Module, losses: Losses, max_norm: float) -> Prepared:
