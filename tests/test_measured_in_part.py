@@ -7,10 +7,11 @@ import pytest
 import torch
 from comparing import gradients
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ghostclip
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.graph import layouts
+from ghostclip.graph import layouts, reader
 
 WIDTH = 5
 
@@ -88,6 +89,42 @@ def test_batches_in_part_are_exact(second_pass, searched):
     for number in range(11):
         assert_exact(clipper, batch(number))
     assert searched == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("second_pass", "budget", "backwards"), [("cached", None, 3), ("cached", 1, 5), ("reweight", None, 5)]
+)
+def test_gradients_of_the_plain_backward_are_held_where_they_may_be_kept(second_pass, budget, backwards, monkeypatch):
+    """Rows in no order take two marked backwards; norms and sums take one each where nothing may be held."""
+    clipper = ghostclip.GhostClipper(ghostclip.wrap(Picked()), 1.0, second_pass=second_pass, memory_budget=budget)
+    run, seeds = reader.run_backward, []
+
+    def counted(tensors, grads, *rest, **options):
+        seeds.append(type(tensors[0].grad_fn).__name__)
+        return run(tensors, grads, *rest, **options)
+
+    for number in range(2):
+        clip(clipper, batch(number))
+    monkeypatch.setattr(reader, "run_backward", counted)
+    assert_exact(clipper, batch(2))
+    assert len([name for name in seeds if name == "SumBackward1"]) == backwards
+
+
+def test_blocks_that_are_computed_again_are_not_held():
+    """Their inputs are those of one backward, and would keep what checkpointing is to save."""
+
+    class Checkpointed(Picked):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    clipper, held = ghostclip.GhostClipper(ghostclip.wrap(Checkpointed()), 1.0), []
+    clipper.passes._layouts._in_part, whole = (
+        (lambda *given: held.append(given[-1]) or whole(*given)),
+        (clipper.passes._layouts._in_part),
+    )
+    for number in range(4):
+        assert_exact(clipper, batch(number))
+    assert held == [None] * 4
 
 
 def test_a_boundary_that_was_silent_has_all_looked_at(searched):

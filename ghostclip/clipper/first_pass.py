@@ -23,7 +23,7 @@ from ghostclip.graph.alarm import ALARM
 from ghostclip.graph.layouts import Layouts
 from ghostclip.graph.overwritten import FindForward, Forward
 from ghostclip.graph.parameter_names import ParameterNames
-from ghostclip.graph.reader import first_pass, free_graph, read_graph
+from ghostclip.graph.reader import first_pass, free_graph, from_gradients, read_graph
 from ghostclip.native.custom_ops import is_traced
 from ghostclip.nn.base import LayerCall, Sink
 from ghostclip.nn.fallback import FallbackCall
@@ -140,9 +140,12 @@ class FirstPasses:
             uses = read_graph(losses, self.index)
             uses = replace(uses, hooked=True) if hooked and not uses.hooked else uses
             trained = self.trained()
+            # Whatever computed again in order not to be kept isn't held, either.
+            again = any(call.has_saved_tensor_hooks for call in uses.calls)
             layout = self._layouts.lay_out(
-                losses, uses, self.index, forward=self._forward(losses), indices=self._indices, anew=anew
-            )
+                losses, uses, self.index, forward=self._forward(losses), indices=self._indices, anew=anew,
+                hold=not again and self._keep_of(keep, uses.calls) is Keep.ALL,
+            )  # fmt: skip
             calls, check, self.is_open = layout.calls, layout.check, not layout.stored
             chosen, keep = keep is Keep.CHOSEN, self._keep_of(keep, calls)
             small = keep is Keep.SMALL
@@ -164,12 +167,15 @@ class FirstPasses:
             collector.holds_graph = retain_graph or (chosen and (small or again))
             sink: Sink = collector.receive if collector.seen is None else collector.receive_and_note
             sink = sink if check is None else check.watched(sink, region)
-            first_pass(losses, calls, sink, marks, retain_graph=collector.holds_graph or check is not None)
-            if check is not None:
-                if check.fails():
-                    return None
-                if not collector.holds_graph:
-                    free_graph(losses, calls)
+            stays = check is not None or layout.gradients is not None
+            if layout.gradients is None:
+                first_pass(losses, calls, sink, marks, retain_graph=collector.holds_graph or stays)
+            else:
+                from_gradients(losses, calls, sink, layout.gradients)
+            if check is not None and check.fails():
+                return None
+            if stays and not collector.holds_graph:
+                free_graph(losses, calls)
         self.choices = collector.choices
         return collector
 

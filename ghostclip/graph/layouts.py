@@ -24,7 +24,7 @@ from ghostclip.graph.alarm import rings
 from ghostclip.graph.moves import Movements, movements
 from ghostclip.graph.nodes import Edge, inputs_of
 from ghostclip.graph.overwritten import FindForward, check_shared
-from ghostclip.graph.owners import Owned, Rows, Subject, owners
+from ghostclip.graph.owners import Gradients, Owned, Rows, Subject, owners
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
 from ghostclip.graph.row_layout import RowLayout, WatchedZeros, check_calls, nobody, row_layout
@@ -113,7 +113,7 @@ class Layouts:
 
     def lay_out(
         self, losses: Tensor, uses: Uses, names: ParameterNames, *, forward: FindForward = lambda: None,
-        indices: Sequence[RowIndex] = (), anew: bool = False,
+        indices: Sequence[RowIndex] = (), anew: bool = False, hold: bool = False,
     ) -> RowLayout:  # fmt: skip
         """Every use of a parameter behind ``losses`` [B], and how each call's rows belong to the examples.
 
@@ -122,6 +122,8 @@ class Layouts:
             forward: finds what runs the forward again on other examples; None where nothing can.
             indices: whose the rows are that somebody says; they must agree.
             anew: measure this batch whatever is known.
+            hold: where every batch of a structure is measured, hold the gradients of the backward from ones, so that
+                no other is needed for the norms.
 
         Raises:
             UnsupportedModelError: examples mix, or an index doesn't agree.
@@ -134,7 +136,7 @@ class Layouts:
         if known is None or anew or indices or self._is_due(known, uses, examples):
             if is_traced():
                 raise UnsupportedModelError("whose rows are whose is measured in every batch of this forward")
-            return self._measured(losses, uses, names, forward, indices)
+            return self._measured(losses, uses, names, forward, indices, hold)
         return self._by_layout(known, uses, examples)
 
     def measure_always(self, key: int) -> None:
@@ -207,14 +209,16 @@ class Layouts:
         names: ParameterNames,
         forward: FindForward,
         indices: Sequence[RowIndex],
+        hold: bool,
     ) -> RowLayout:
         """Measures a batch, and stores what was found where it will hold."""
         examples, key = len(losses), uses.structure
         if len(self._batches) > REMEMBERED:
             self._known, self._always, self._batches, self._largest, self._shared = {}, set(), Counter(), {}, {}
         may_store = key not in self._always and not indices and not uses.hooked
+        gradients: Gradients | None = {} if hold and not computes_in_half(losses, uses) else None
         try:
-            owned, region = self._in_part(losses, uses, indices)
+            owned, region = self._in_part(losses, uses, indices, gradients)
             whole = owned is None
             if owned is None:
                 owned = self._owners(losses, uses, indices, may_store)
@@ -232,10 +236,11 @@ class Layouts:
         rows: dict[Subject, Rows] = {
             call: owned[call].rows or Rows(call.batch_dim, nobody(call, examples)) for call in uses.calls
         }
-        return row_layout(uses, rows, region, examples, stored=key in self._known, measured=True)
+        held = None if whole else gradients
+        return row_layout(uses, rows, region, examples, stored=key in self._known, measured=True, gradients=held)
 
     def _in_part(
-        self, losses: Tensor, uses: Uses, indices: Sequence[RowIndex]
+        self, losses: Tensor, uses: Uses, indices: Sequence[RowIndex], gradients: Gradients | None
     ) -> tuple[dict[Subject, Owned], SharedSubgraph | None] | tuple[None, None]:
         """What marks show of the calls, and of the boundaries above what an earlier batch's examples shared.
 
@@ -247,9 +252,9 @@ class Layouts:
         known, number = self._shared.get(key), self._batches[key]
         if key in self._known or known is None or number & (number - 1) == 0 or number % EVERY == 0:
             return None, None
-        edges, leaves = known.edges(uses), [node.variable for node in uses.leaves]
+        edges, leaves, half = known.edges(uses), [node.variable for node in uses.leaves], computes_in_half(losses, uses)
         silent = [(uses.nodes[place], number) for place, number in known.silent]
-        owned = owners(losses, uses.calls, [*edges, *silent], leaves, indices, computes_in_half(losses, uses))
+        owned = owners(losses, uses.calls, [*edges, *silent], leaves, indices, half, gradients)
         tables = {uses.calls[number] for number in known.tables}
         rest: list[Subject] = [*(call for call in uses.calls if call not in tables), *edges]
         seen = [owned[each] for each in rest]

@@ -38,8 +38,8 @@ class Marks:
         plain: what the unmarked losses are multiplied with.
     """
 
-    levels: int = 16
-    lowest: int = -16
+    levels: int = 32
+    lowest: int = -32
     tolerance: float = 2.0**-12
     rounding: float = 0.0
     floor: float | None = None

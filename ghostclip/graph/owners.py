@@ -35,12 +35,14 @@ from ghostclip.graph.reader import first_pass, without_hooks
 from ghostclip.nn.base import LayerCall
 from ghostclip.norms.ragged import RowIndex, RowOrder
 
-__all__ = ["Owned", "Rows", "Subject", "owners", "rows_in_order"]
+__all__ = ["Gradients", "Owned", "Rows", "Subject", "owners", "rows_in_order"]
 
 # A layer's use, by the gradient at its pre-activation; or a tensor of the graph.
 Subject = LayerCall | Edge
 # {(subject, dimension): `numbers` of the rows along it, [2, rows]; of n backwards, [n, 2, rows]}.
 Found = dict[tuple[Subject, int], Tensor]
+# {subject: what a layer remembered (of a tensor nothing), and the gradient} of a backward that started from ones.
+Gradients = dict[Subject, tuple[tuple[Tensor, ...], Tensor]]
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class Owned:
 
 def owners(
     losses: Tensor, calls: Sequence[LayerCall], edges: Sequence[Edge] = (), leaves: Sequence[Tensor] = (),
-    indices: Sequence[RowIndex] = (), half: bool = False,
+    indices: Sequence[RowIndex] = (), half: bool = False, gradients: Gradients | None = None,
 ) -> dict[Subject, Owned]:  # fmt: skip
     """Whose the rows are of the gradients at ``calls`` and ``edges``; the graph is kept.
 
@@ -124,12 +126,13 @@ def owners(
         leaves: parameters that are used outside of layers, to which these backwards must go, too.
         indices: orders in which rows may be, beside those of `rows_in_order`.
         half: whether some operation computes in float16.
+        gradients: takes those of the plain backward, in the order in which they come; None: they aren't held.
     """
     subjects: list[Subject] = [*calls, *edges]
     sized, examples = subjects[: len(calls)] or subjects, len(losses)
     backward = functools.partial(_backward, losses, calls, edges, leaves)
     way = Marks.of_half(_largest(sized, backward(torch.ones_like(losses))), losses.dtype) if half else Marks()
-    plain = backward(torch.full_like(losses, way.plain))
+    plain = backward(torch.full_like(losses, way.plain), gradients)
     sizes = None if half else _sizes(sized, plain, examples)
     marks = way.drawn_apart(losses, sizes)
     measured = _Measured(way, plain, marks, _stacked([backward(each) for each in marks]), examples)
@@ -148,16 +151,22 @@ def rows_in_order(size: int, examples: int) -> list[str]:
 
 
 def _backward(
-    losses: Tensor, calls: Sequence[LayerCall], edges: Sequence[Edge], leaves: Sequence[Tensor], seed: Tensor
-) -> Found:
-    """The numbers of all gradients in a backward that starts from ``seed`` [B]; no gradient is held."""
+    losses: Tensor, calls: Sequence[LayerCall], edges: Sequence[Edge], leaves: Sequence[Tensor], seed: Tensor,
+    gradients: Gradients | None = None,
+) -> Found:  # fmt: skip
+    """The numbers of all gradients in a backward that starts from ``seed`` [B]; ``gradients`` gets these, too."""
     found: Found = {}
-    hooks = [edge[0].register_prehook(lambda grads, edge=edge: _note(found, edge, grads[edge[1]])) for edge in edges]
+
+    def see(subject: Subject, inputs: tuple[Tensor, ...], grad: Tensor | None) -> None:
+        if grad is not None:
+            _note(found, subject, grad)
+            if gradients is not None:
+                gradients[subject] = inputs, grad
+
+    hooks = [edge[0].register_prehook(lambda grads, edge=edge: see(edge, (), grads[edge[1]])) for edge in edges]
     try:
         with without_hooks(leaves):
-            first_pass(
-                losses, calls, lambda call, _, grad: _note(found, call, grad), seed, retain_graph=True, edges=leaves
-            )
+            first_pass(losses, calls, see, seed, retain_graph=True, edges=leaves)
     finally:
         for hook in hooks:
             hook.remove()
@@ -167,10 +176,8 @@ def _backward(
     return found
 
 
-def _note(found: Found, subject: Subject, grad: Tensor | None) -> None:
+def _note(found: Found, subject: Subject, grad: Tensor) -> None:
     """Adds the numbers of a gradient."""
-    if grad is None:
-        return
     dims = _dims(subject)
     by_dim: Any = numbers_by_dim(grad) if len(dims) > 1 else {dims[0]: numbers(grad, dims[0])}
     found.update({(subject, dim): by_dim[dim] for dim in dims})

@@ -31,6 +31,7 @@ __all__ = [
     "Uses",
     "first_pass",
     "free_graph",
+    "from_gradients",
     "read_graph",
     "without_hooks",
 ]
@@ -225,6 +226,25 @@ def _pass_with_region(
         leaves = list(region.leaves.values())
         with without_hooks(leaves):
             free_graph(losses, layers, leaves)
+
+
+@torch.no_grad()
+def from_gradients(losses: Tensor, calls: Sequence[LayerCall], sink: Any, gradients: dict[Any, Any]) -> None:
+    """Tells ``sink`` what a `first_pass` from ones would, given the gradients of one; each goes once the sink has it.
+
+    Args:
+        losses, calls, sink: as for `first_pass`.
+        gradients: {call: (inputs, gradient at the pre-activation)}, and of boundaries {tensor of the graph: ((), its)}.
+    """
+    wanted = {id(call) for call in calls}
+    for subject in list(gradients):
+        if id(subject) in wanted:
+            sink(subject, *gradients.pop(subject))
+    if calls and isinstance(calls[-1], FallbackCall):
+        region = calls[-1].region
+        held = [gradients.pop(boundary.edge, ((), None)) for boundary in region.boundaries]
+        region.hand_over([grad for _, grad in held], losses, sink, None)
+    gradients.clear()
 
 
 def _edges_below(losses: Tensor, wanted: Collection[LayerCall]) -> Iterator[GradientEdge]:

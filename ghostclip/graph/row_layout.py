@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.graph.nodes import Edge
-from ghostclip.graph.owners import Owned, Rows, Subject
+from ghostclip.graph.owners import Gradients, Owned, Rows, Subject
 from ghostclip.graph.parameter_names import ParameterNames
 from ghostclip.graph.reader import Uses
 from ghostclip.graph.shared.search import mixes
@@ -35,6 +35,7 @@ class RowLayout:
         stored: whether the next batch like this one is taken to be laid out alike.
         measured: whether this one was measured.
         half: whether some operation computes in float16.
+        gradients: of a backward from ones, of all layers and boundaries; None where they weren't held.
         check: what is left to be seen in the gradients of the pass itself; nothing is clipped before.
     """
 
@@ -44,6 +45,7 @@ class RowLayout:
     stored: bool = True
     measured: bool = False
     half: bool = False
+    gradients: Gradients | None = None
     check: WatchedZeros | None = None
 
 
