@@ -84,7 +84,7 @@ class _Given(LogicalBatch):
     """A logical batch of one physical one that is there already."""
 
     def __init__(self, batch: Any, size: int) -> None:
-        super().__init__([(range(size), None)], lambda: batch, Unowned())
+        super().__init__([([*range(size)], None)], lambda: batch, Unowned())
 
 
 def _compiled_steps(model: nn.Module, losses: Losses, max_norm: float) -> Prepared:
@@ -100,10 +100,8 @@ def _compiled_steps(model: nn.Module, losses: Losses, max_norm: float) -> Prepar
         size, untried = len(batch[1]), name not in made
         if untried:
             terms = Terms(noise_multiplier, size, SampledGaussian(1.0, noise_multiplier))
-            release = Release(
-                clipper, optimizer, noise_source(), noise_multiplier, lambda _: terms, lambda _: None, self_check=False
-            )
-            made[name] = LogicalStep(release)
+            release = Release(clipper, optimizer, noise_source(), noise_multiplier, lambda _: terms, lambda _: None)
+            made[name] = LogicalStep(release, self_check=False)
             made[name].compile(largest=size)
         for _ in range(UNTIL_CHOSEN if untried else 1):
             # The other optimizer has stepped, too.

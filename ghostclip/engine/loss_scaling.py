@@ -37,11 +37,13 @@ class LossScaling:
 
     Attributes:
         factor: what the clipper scales by.
+        is_dynamic: whether a GradScaler scales losses, too.
     """
 
     def __init__(self, loss_scale: float | GradScaler, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._scaler: GradScaler | None = None
+        self.is_dynamic = isinstance(loss_scale, GradScaler) and loss_scale.is_enabled()
         self.factor: float = 1.0
         if not isinstance(loss_scale, GradScaler):
             self.factor = loss_scale
@@ -83,7 +85,7 @@ class LossScaling:
 
     def refuse_scaled(self, losses: Tensor) -> None:
         """Raises PrivacyError for losses that were scaled where the engine would take them as they are."""
-        if self._scaler is not None and self._is_scaled(losses):
+        if self._is_scaled(losses):
             raise PrivacyError(
                 "the loss function of engine.step() returned losses that the GradScaler scaled; return them as they "
                 "are, engine.step() scales by itself"
@@ -104,6 +106,8 @@ class LossScaling:
             PrivacyError: a GradScaler that the engine doesn't know called the step.
         """
         marks = vars(self._optimizer)
+        if "grad_scale" not in marks and "found_inf" not in marks:
+            return
         if self._scaler is not None and marks.get("grad_scale") is None:
             if "found_inf" in marks:
                 # Kernels that skip a step by themselves look here; there is nothing to skip.
